@@ -201,7 +201,8 @@ class Arguments:
         """
         if isinstance(value, str) and value in choices:
             return value
-        expected = ", ".join(f'"{choice}"' for choice in choices[:-1]) + f' or "{choices[-1]}"'
+        *others, last = [f'"{choice}"' for choice in choices]
+        expected = f"{', '.join(others)} or {last}" if others else last
         raise self.refuse(
             name, value, expected, f'for example {name}="{choices[0]}"', is_type=not isinstance(value, str)
         )

@@ -169,10 +169,12 @@ def _unknown_rank(environ: Mapping[str, str]) -> ConfigError:
             seen += f"; {launcher.start} is missing" if launcher.start else ""
         command = "paceline run -n 2 script.py" if launcher is None else launcher.command
         summary = (
-            "No launcher's variables are set" if launcher is None else "No launcher has started this process"
+            "No launcher's variables are set, so this process does not know its rank."
+            if launcher is None
+            else "No launcher has started this process, so it does not know its rank."
         )
         return ConfigError(
-            f"{summary}, so it does not know its rank.",
+            summary,
             seen=seen,
             expected="RANK and WORLD_SIZE, or those of Paddle, Open MPI, MPICH, srun or Kubernetes",
             likely="the script was started with plain python",
@@ -228,7 +230,11 @@ def _local_place(
         if local_world_size > world_size:
             raise _bad_value(name, str(local_world_size), f"at most the world size, {world_size}")
     if local_rank is not None:
-        _check_range(local_rank, local_world_size or world_size, _first_set(environ, launcher.local_rank))
+        size, there = world_size, ""
+        if local_world_size is not None:
+            name = _first_set(environ, launcher.local_world_size)
+            size, there = local_world_size, f" on this host{f' ({name})' if name else ''}"
+        _check_range(local_rank, size, _first_set(environ, launcher.local_rank), there)
     return local_rank, local_world_size
 
 
@@ -298,15 +304,25 @@ def split_address(address: str, name: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("tcp://").removeprefix("[").removesuffix("]")
     if not colon or not host:
-        raise _bad_value(name, address, '"host:port"')
+        raise _bad_value(name, address, '"host:port"', _address_hint(name))
     return host, _parse_port(name, port, address)
 
 
 def _parse_port(name: str, text: str, address: str = "") -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
-        expected = '"host:port", with a port from 1 to 65535' if address else "a port, 1 to 65535"
-        raise _bad_value(name, address or text, expected)
+        if address:
+            expected, hint = '"host:port", with a port from 1 to 65535', _address_hint(name)
+        else:
+            expected, hint = "a port, 1 to 65535", f"{name}=29500, or another free port of rank 0's host"
+        raise _bad_value(name, address or text, expected, hint)
     return int(text)
+
+
+def _address_hint(name: str) -> str:
+    """An address as it is written where the user wrote the wrong one."""
+    if name.startswith("--"):
+        return f"{name} node0:29400"
+    return f"{name}=node0:29400" if name.isupper() else f'{name}="node0:29400"'
 
 
 def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
@@ -342,17 +358,19 @@ def _check_at_least(value: int, least: int, name: str) -> None:
         raise _bad_value(name, str(value), f"at least {least}")
 
 
-def _check_range(value: int, size: int, name: str) -> None:
+def _check_range(value: int, size: int, name: str, there: str = "") -> None:
+    """Raise unless 0 <= value < size; `there` says where so many ranks are, if not in the whole job."""
     if not 0 <= value < size:
-        raise _bad_value(name, str(value), f"0 to {size - 1}: there are {size} ranks")
+        ranks = "there is 1 rank" if size == 1 else f"there are {size} ranks"
+        raise _bad_value(name, str(value), f"{f'0 to {size - 1}' if size > 1 else '0'}: {ranks}{there}")
 
 
-def _bad_value(name: str, value: str, expected: str) -> ConfigError:
+def _bad_value(name: str, value: str, expected: str, hint: str = "") -> ConfigError:
     return Arguments("").refuse(
         name,
         value,
         expected,
-        "every rank is started with its own rank and the same world size; `paceline run` does that",
+        hint or "every rank is started with its own rank and the same world size; `paceline run` does that",
         where="the environment" if name.isupper() else "the arguments",
         got=repr(value),
         variable=name,

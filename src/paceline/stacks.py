@@ -138,7 +138,7 @@ def _ask_py_spy(pid: int) -> str:
     if done.returncode:
         raise ConfigError(
             f"py-spy could not read process {pid}.",
-            got=done.stderr.strip(),
+            got=done.stderr.strip().partition("\n")[0],  # below it is a backtrace of py-spy's own
             hint="in a container it needs the capability SYS_PTRACE",
             pid=pid,
         )

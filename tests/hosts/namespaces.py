@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,8 @@ class HostsError(RuntimeError):
 class Hosts:
     """Hosts, from entering the block to its end; processes started in them end with it.
 
+    A SIGTERM ends the block as an exception does, and then this process.
+
     Args:
         count: How many.
         rate: Of each link, a key of RATES.
@@ -79,8 +82,12 @@ class Hosts:
         self._names = [f"{prefix}h{host}" for host in range(count)]
         self._processes: list[subprocess.Popen[Any]] = []
         self._titles = [f"node{host}" for host in range(count)]
+        self._handler_before: Any = None
+        self._is_leaving = self._is_terminated = False
 
     def __enter__(self) -> Hosts:
+        if threading.current_thread() is threading.main_thread():
+            self._handler_before = signal.signal(signal.SIGTERM, self._terminate)
         try:
             self._make()
         except BaseException:
@@ -88,7 +95,13 @@ class Hosts:
             raise
         return self
 
+    def _terminate(self, *_: object) -> None:
+        self._is_terminated = True
+        if not self._is_leaving:  # which nothing may interrupt
+            raise SystemExit("SIGTERM")
+
     def __exit__(self, *_: object) -> None:
+        self._is_leaving = True
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -96,6 +109,10 @@ class Hosts:
         for name in [*self._names, self._bridge]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+        if self._handler_before is not None:
+            signal.signal(signal.SIGTERM, self._handler_before)
+        if self._is_terminated:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def address(self, host: int) -> str:
         """Of a host's link."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.hosts.__main__ import floor_bytes, measure
@@ -33,6 +38,23 @@ def test_exact_sums_send_each_block_of_ranks(layout: str, blocks: int) -> None:
     found = measure(layout, "1gbit", 1_000_000, rounds=1, ways=("exact",))
     sent = found["sent_bytes"]["exact"][0] / floor_bytes(layout, found["nbytes"])
     assert 1.0 < sent / ((blocks + 1) / 2) < 1.08
+
+
+def test_nothing_is_left_of_hosts_when_sigterm_ends_their_program() -> None:
+    program = (
+        "from tests.hosts.namespaces import Hosts\n"
+        "with Hosts(1, '1gbit') as hosts:\n"
+        "    print(*hosts._names, hosts.start(0, ['sleep', '600'], {}).pid, flush=True)\n"
+        "    input()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as process:
+        name, pid = process.stdout.readline().split()
+        assert name in subprocess.check_output(["ip", "netns", "list"], text=True)
+        process.terminate()
+        assert process.wait(60) == -signal.SIGTERM
+    assert not Path(f"/proc/{pid}").exists()
+    assert name not in subprocess.check_output(["ip", "netns", "list"], text=True)
 
 
 def test_the_layouts_have_the_floor_that_a_host_has_to_send() -> None:

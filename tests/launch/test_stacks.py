@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,21 @@ def test_a_program_with_its_own_use_of_the_signal_is_left_alone(
     with pytest.raises(ConfigError, match="cannot be asked"):
         stacks.ask(stuck.pid)
     assert stuck.poll() is None
+
+
+@pytest.mark.parametrize("stuck", [["own"]], indirect=True)
+def test_of_what_py_spy_says_the_cause_is_told_and_not_its_backtrace(
+    stuck: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert stuck.stdout is not None
+    stuck.stdout.readline()
+    program = tmp_path / "py-spy"
+    program.write_text("#!/bin/sh\nprintf 'Error: Permission Denied\\n\\nStack backtrace:\\n' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(ConfigError, match="could not read process") as caught:
+        stacks.ask(stuck.pid)
+    assert caught.value.got == "Error: Permission Denied"
 
 
 def test_a_process_may_have_any_bytes_for_a_name() -> None:

@@ -179,7 +179,7 @@ def test_a_slow_rank_is_logged(group):
     logging.getLogger("paceline").addHandler(Handler())
     own.barrier()
     assert len(told) == 1
-    assert told[0].startswith(f"rank {group.rank} of 3 has waited 0.")
+    assert told[0].startswith(f"paceline: rank {group.rank} of 3 has waited 0.")
     assert "for rank 2 in group 'patient'" in told[0]
     assert "is alive; in backward of step 7" in told[0]
 

@@ -633,7 +633,7 @@ def test_a_hub_without_a_certificate_says_so_and_goes_on(reason, monkeypatch, tm
     finally:
         tls.own_certificate.cache_clear()
     (said,) = (record.getMessage() for record in caplog.records)
-    assert "not encrypted, because" in said
+    assert said.startswith("paceline: what ranks") and "not encrypted, because" in said
     assert ("not installed" if reason == "not installed" else "no entropy") in said
 
 

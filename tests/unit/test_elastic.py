@@ -53,7 +53,7 @@ def test_an_address_of_ipv6_is_bracketed() -> None:
         (["--nnodes", "2", "--rdzv", "localhost:29400"], "means this host on every host"),
         (
             ["--nnodes", "2", "--rdzv", "h:1", "--bind", "cores", "--timeout-s", "3"],
-            "--bind, --timeout-s is for",
+            "--bind, --timeout-s are for",
         ),
     ],
 )
@@ -111,7 +111,7 @@ def test_what_is_seen_of_the_ranks_is_told_when_the_agent_has_ended(
     """In a process of its own, because it takes the signals of that."""
     program = f"""
 import os, sys
-from paceline.launch.elastic import _run_watched, _say, _Watch
+from paceline.launch.elastic import Elastic, _Meeting, _run_watched, _say, _Watch
 from paceline.launch.trace import JobRecording
 from pathlib import Path
 class Trace:
@@ -120,7 +120,8 @@ folder = Path({str(tmp_path / "folder")!r})
 recording = JobRecording(folder, is_own=True, output=None, name="x", nprocs=1, launcher=os.getpid(), say=_say)
 agent = [sys.executable, "-c", {"import os, sys; print(os.environ['WHO']); sys.stdout.flush(); " + ends!r}]
 watch = _Watch(recording, None, Trace(), {{"WHO": "agent"}})
-sys.exit(_run_watched(agent, os.environ, watch))
+meeting = _Meeting(Elastic(1, "node0:29400", 1, 60.0, None, 1))
+sys.exit(_run_watched(agent, os.environ, watch, meeting))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "WHO": "us"}, capture_output=True, text=True

@@ -189,8 +189,16 @@ def test_half_set_variables_are_listed_with_what_is_missing(
 @pytest.mark.parametrize(
     ("environ", "summary", "hint"),
     [
-        ({}, "No launcher's variables are set", "`paceline run -n 2 script.py`"),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "No launcher has started this process", "`srun -n 2"),
+        (
+            {},
+            "No launcher's variables are set, so this process does not know its rank",
+            "`paceline run -n 2 script.py`",
+        ),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+            "No launcher has started this process, so it",
+            "`srun -n 2",
+        ),
         (
             {"JOB_COMPLETION_INDEX": "1"},
             "No launcher has started this process",
@@ -289,6 +297,33 @@ def test_bad_variables_are_named_with_their_value(change: dict[str, str], variab
     assert variable in str(caught.value)
     assert shown in str(caught.value)
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "2"}, "0 to 1: there are 2 ranks on this host (LOCAL_WOR"),
+        ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "0: there is 1 rank on this host (LOCAL_WORLD_SIZE)"),
+        ({"LOCAL_RANK": "5"}, "0 to 3: there are 4 ranks\n"),
+        ({"RANK": "5"}, "every rank is started with its own rank"),
+        ({"MASTER_PORT": "999999"}, "MASTER_PORT=29500, or another free port"),
+        ({"MASTER_ADDR": "node0:port", "MASTER_PORT": ""}, "MASTER_ADDR=node0:29400"),
+    ],
+)
+def test_what_is_said_of_a_bad_variable_is_about_it(change: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_rank_environment(TORCH | change)
+    assert words in str(caught.value)
+    assert ("every rank is started" in str(caught.value)) == ("RANK" in "".join(change))
+
+
+def test_what_is_said_of_a_bad_address_is_how_to_write_one_there() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_rank_environment({}, rank=0, world_size=2, address="h")
+    assert caught.value.hint == 'address="node0:29400"'
+    with pytest.raises(ConfigError) as caught:
+        split_address("node0:0", "--rdzv")
+    assert caught.value.hint == "--rdzv node0:29400"
 
 
 def test_bad_arguments_are_named() -> None:

@@ -50,6 +50,38 @@ def test_the_plan_of_a_script(planned: list[Plan]) -> None:
     assert plan.options.grace_s == 1
 
 
+@pytest.mark.parametrize(
+    "option", [["-np", "3"], ["--nproc-per-node", "3"], ["--nproc_per_node=3"], ["-n3"], ["--nprocs", "3"]]
+)
+def test_mpiruns_and_torchruns_names_of_n(planned: list[Plan], option: list[str]) -> None:
+    assert main(["run", *option, "script.py", "-n", "7"]) == 0
+    assert planned[0].nprocs == 3
+    assert planned[0].command[-3:] == ("script.py", "-n", "7")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        (["-n", "7"], "-n 7"),
+        (["--lr", "1", "--nproc-per-node=2"], "--nproc-per-node=2"),
+        (["-np", "auto", "x"], "-np auto"),
+        (["-n", "name"], ""),
+        (["-n"], ""),
+        ([], ""),
+    ],
+)
+def test_a_number_of_ranks_behind_the_script_is_told(
+    planned: list[Plan], capsys: pytest.CaptureFixture[str], arguments: list[str], given: str
+) -> None:
+    """It is the script's own, which is not what most who write it there mean."""
+    assert main(["run", "script.py", *arguments]) == 0
+    said = capsys.readouterr().err
+    assert said.count("\n") == bool(given)
+    assert (f"`paceline run {given} script.py`" in said) == bool(given)
+    assert main(["run", "-n", "1", "script.py", *arguments]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_as_many_ranks_as_cores(planned: list[Plan]) -> None:
     assert main(["run", "script.py"]) == 0
     assert 1 <= planned[0].nprocs <= len(os.sched_getaffinity(0))
@@ -81,6 +113,19 @@ def test_as_many_ranks_as_cores(planned: list[Plan]) -> None:
         (("--timeout-s", "nan", "script.py"), ["timeout_s=nan"]),
         (("--no-such-option", "script.py"), ["--no-such-option"]),
         (("--np", "2", "script.py"), ["--np"]),
+        (("--replace-dpp", "script.py"), ["no option --replace-dpp", "did you mean --replace-ddp?"]),
+        (("--nproc-per-nod=2", "script.py"), ["no option --nproc-per-nod.", "mean --nproc-per-node?"]),
+        (("-nnodes", "2", "script.py"), ["no option -nnodes", "did you mean --nnodes?"]),
+        (("--nnodes", "2", "--rdzv", "node0", "script.py"), ["--rdzv='node0'", "--rdzv node0:29400"]),
+        (("--nnodes", "2", "script.py"), ["--rdzv is missing", "--rdzv node0:29400"]),
+        (
+            ("--nnodes", "2", "--rdzv", "a:1", "--bind", "none", "--grace-s", "1", "script.py"),
+            ["--bind, --grace-s are for a launch on one host only", "leave --bind, --grace-s out\n"],
+        ),
+        (
+            ("--nnodes", "2", "--rdzv", "a:1", "--master-port", "1", "script.py"),
+            ["--master-port is for", "leave --master-port out; --rdzv says where the hosts meet"],
+        ),
         (("--bind", "all", "script.py"), ["--bind"]),
     ],
 )

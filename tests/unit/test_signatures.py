@@ -92,7 +92,7 @@ def test_a_board_ignores_a_stranger_and_says_so_once(caplog):
             *[None] * 3,
         ]
     (record,) = caplog.records
-    assert "at theirs is ignored" in record.getMessage()
+    assert record.getMessage().startswith("paceline: what the store of this job holds at theirs is ignored")
 
 
 def test_a_stranger_cannot_answer_the_roll_for_a_rank(monkeypatch):

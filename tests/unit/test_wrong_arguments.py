@@ -17,6 +17,7 @@ import paceline
 from paceline import data
 from paceline.arguments import Arguments
 from paceline.env import read_rank_environment
+from paceline.errors import ConfigError
 from paceline.launch.context import SpawnContext
 from paceline.launch.process import wait_readable
 from tests.unit.wrong_uses import INF, NAN, Use, check, each, each_shown
@@ -304,6 +305,15 @@ def test_a_launcher_waits_for_years() -> None:
     assert wait_readable([readable], 1e9) == {readable}
     os.close(readable)
     os.close(writable)
+
+
+@pytest.mark.parametrize(
+    ("choices", "expected"), [("a", '"a"'), ("ab", '"a" or "b"'), ("abc", '"a", "b" or "c"')]
+)
+def test_choices_are_listed(choices: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Arguments("f").choice("x", "d", choices)
+    assert caught.value.expected == expected
 
 
 def test_words_are_short_and_whole() -> None:

@@ -26,7 +26,7 @@ def share(exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: floa
 
 
 def _report_slow(facts: Mapping[str, Any]) -> None:
-    _log.warning("%s", describe_slow(facts))
+    _log.warning("paceline: %s", describe_slow(facts))
 
 
 def share_on_each_host(exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float) -> HostMemory:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.machinery
+import itertools
 import os
 import re
 import site
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -27,6 +28,7 @@ from paceline.rendezvous.secret import users_secret
 from paceline.replacing import VARIABLE, check_value
 
 _AUTO = "auto"
+_NPROCS = ("-n", "--nprocs", "-np", "--nproc-per-node", "--nproc_per_node")  # mpirun's and torchrun's, too
 _USAGE = """paceline run [options] script.py [arguments ...]
        paceline run [options] -m module [arguments ...]"""
 _EPILOG = """\
@@ -49,8 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add(
-        "-n",
-        "--nprocs",
+        *_NPROCS,
+        dest="nprocs",
         metavar="N",
         help="number of ranks (default: one per core); auto: what `paceline tune` has found to be fastest",
     )
@@ -133,6 +135,9 @@ def split_command(
         arguments: All of the command line.
         declare: Declares the options; those of `paceline run`.
 
+    Raises:
+        ConfigError: There is no such option.
+
     Example:
         ["-n", "2", "train.py", "-n", "7"] -> (["-n", "2"], ["train.py", "-n", "7"])
     """
@@ -141,6 +146,7 @@ def split_command(
     takes_value = {
         name for action in parser._actions if action.nargs is None for name in action.option_strings
     }
+    known = {"-h", "--help", *parser._option_string_actions}
     index = 0
     while index < len(arguments) and arguments[index].startswith("-"):
         if arguments[index] == "--":
@@ -148,8 +154,24 @@ def split_command(
         if arguments[index] == "-m":
             rest = list(arguments[index + 1 :])
             return list(arguments[: index + 1]), rest[1:] if rest[:1] == ["--"] else rest
+        _check_option(arguments[index], known)
         index += 2 if arguments[index] in takes_value else 1
     return list(arguments[:index]), list(arguments[index:])
+
+
+def _check_option(word: str, known: Collection[str]) -> None:
+    """Raise unless the word begins with an option; argparse names no option that was meant instead."""
+    name = word.partition("=")[0]
+    # "-n2" is -n with its value; "-nnodes" is --nnodes with a dash too few, and "nnodes" is no value.
+    is_short = word[:2] in known and not word.startswith("--") and f"-{name}" not in known
+    if name in known or is_short:
+        return
+    close = difflib.get_close_matches(f"--{name.lstrip('-')}", sorted(known), n=1, cutoff=0.75)
+    raise ConfigError(
+        f"There is no option {name}.",
+        hint=f"did you mean {close[0]}?" if close else "--help lists the options",
+        option=name,
+    )
 
 
 def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
@@ -167,6 +189,13 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     """
     open_missing_streams()
     check_command(command, is_module=parsed.is_module)
+    if parsed.nprocs is None and (given := _nprocs_behind(command)):
+        print(
+            f"paceline: `{given}` stands after {command[0]}, so it is an argument of the script, and there "
+            f"is one rank per core. Options of `paceline run` come before it: "
+            f"`paceline run {given} {command[0]}`",
+            file=sys.stderr,
+        )
     if parsed.nnodes is not None or parsed.rdzv is not None:
         _run_on_hosts(parsed, command)
     environment = environment_of_ranks(parsed.replace_ddp)
@@ -192,6 +221,20 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
         script=None if parsed.is_module else command,
     )
     return run_guarded(with_secret(plan, environment))
+
+
+def _nprocs_behind(command: Sequence[str]) -> str:
+    """A number of ranks that was given to the script, as far as one can tell; "": none was.
+
+    Example:
+        ["train.py", "-n", "2"] -> "-n 2"
+    """
+    for word, value in itertools.pairwise([*command[1:], ""]):
+        name, equals, attached = word.partition("=")
+        number = attached if equals else value
+        if name in _NPROCS and (number.isdecimal() or number == _AUTO):
+            return word if equals else f"{word} {value}"
+    return ""
 
 
 def _use_answer(parsed: argparse.Namespace, command: Sequence[str]) -> Sequence[str]:
@@ -235,20 +278,24 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
     add_arguments(alone)
     of_one_host = ("master_addr", "master_port", "bind", "prefix", "timeout_s", "grace_s")
     given = [name for name in of_one_host if getattr(parsed, name) != alone.get_default(name)]
+    is_address = any(name.startswith("master_") for name in given)
     if parsed.nprocs == _AUTO:
         raise ConfigError(
             "-n auto is for a launch on one host only.",
             likely="`paceline tune` measures one host; with several, another number may be faster",
             hint="-n N, the same on each host; without it, there is one rank per core",
         )
-    if missing or given:
-        spelled = [f"--{name.replace('_', '-')}" for name in missing or given]
+    spelled = ", ".join(f"--{name.replace('_', '-')}" for name in missing or given)
+    if missing:
         raise ConfigError(
-            f"{', '.join(spelled)} is missing for a launch on several hosts."
-            if missing
-            else f"{', '.join(spelled)} is for a launch on one host only.",
+            f"{spelled} is missing for a launch on several hosts.",
             expected="--nnodes N and --rdzv HOST:PORT, the same on each host",
             hint="paceline run --nnodes 2 --rdzv node0:29400 -n 4 train.py",
+        )
+    if given:
+        raise ConfigError(
+            f"{spelled} {'is' if len(given) == 1 else 'are'} for a launch on one host only.",
+            hint=f"leave {spelled} out" + ("; --rdzv says where the hosts meet" if is_address else ""),
         )
     cores = read_machine().num_cores
     nprocs = _parse_nprocs(parsed.nprocs) or cores

@@ -110,7 +110,7 @@ class SignedBoard:
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "what the store of this job holds at %s is ignored: %s",
+                "paceline: what the store of this job holds at %s is ignored: %s",
                 key,
                 f"whoever wrote it {error.reason}" if error.reason else error,
             )

@@ -88,8 +88,8 @@ def _load(pem: str) -> Certificate:
 
 def _say_why_not(reason: str) -> None:
     _log.warning(
-        "what ranks of different hosts tell each other on the control channel is authenticated, but not "
-        "encrypted, because %s",
+        "paceline: what ranks of different hosts tell each other on the control channel is authenticated, "
+        "but not encrypted, because %s",
         reason,
     )
 
