@@ -9,6 +9,7 @@ from tests.differential.programs import Program, numbered
 
 A_SECOND_BACKWARD = "a backward without a forward of its own"
 A_FORWARD_OUTSIDE = "a forward outside of no_sync(), and its backward inside"
+A_FORWARD_INSIDE = "a forward in no_sync(), whose backward comes before that of one outside"
 
 
 def until(program: Program, at: str) -> Program:
@@ -23,7 +24,7 @@ def until(program: Program, at: str) -> Program:
 
 
 def orders_of(program: Program) -> set[str]:
-    """What only the order of ops tells: the two names above."""
+    """What only the order of ops tells: the three names above."""
     found: set[str] = set()
     models: dict[str, int] = {}  # of each loss
     is_local: dict[str, bool] = {}
@@ -37,6 +38,8 @@ def orders_of(program: Program) -> set[str]:
             syncing = [name for name in op.get("of", ["loss"]) if not is_local.get(name, False)]
             if syncing and op.get("no_sync"):
                 found.add(A_FORWARD_OUTSIDE)
+            if not syncing and any(is_prepared.get(models.get(name, 0)) for name in op.get("of", ["loss"])):
+                found.add(A_FORWARD_INSIDE)
             used = {models.get(name, 0) for name in syncing}
             if not all(is_prepared.get(model, False) for model in used):
                 found.add(A_SECOND_BACKWARD)

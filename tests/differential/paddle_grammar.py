@@ -286,6 +286,7 @@ class _Writer:
         kinds: dict[Callable[[], list[Op]], float] = {
             self.plain_step: 5,
             self.accumulate: 2,
+            self.out_of_order: 0.8,
             self.two_losses: 1.5,
             self.retain: 0.7,
             self.failing: 1.2,
@@ -315,6 +316,22 @@ class _Writer:
                 ops.append(self.do("weight", values=[float(1 + rank) for rank in range(self.ranks)]))
             ops.append(self.backward(no_sync=True))
         return [*ops, *self.plain(), *self.end()]
+
+    def out_of_order(self) -> list[Op]:
+        """A forward in no_sync() between another one and its backward, or the other way round."""
+        if self.is_weighted:  # each backward in no_sync() needs a weight there
+            return self.accumulate()
+        rng = self.rng
+        ops = [self.forward("a"), self.forward("b", no_sync=True)]
+        rng.shuffle(ops)
+        backwards = [
+            [self.backward("a")],  # the other one was for a log
+            [self.backward("b"), self.backward("a")],
+            [self.backward("b", no_sync=True), self.backward("a")],
+            [self.backward("a"), self.backward("b"), *self.plain()],
+            [self.backward("a", "b")],
+        ]
+        return [*self.clear(sure=True), *ops, *rng.choice(backwards), *self.end()]
 
     def two_losses(self) -> list[Op]:
         ops = [*self.clear(sure=True), self.forward("a"), self.forward("b")]

@@ -175,9 +175,10 @@ class Machine(Walker):
         rows = paddle.to_tensor(made.integers(0, 3, size))
         x, factors = (paddle.to_tensor(each.astype(self.dtype)) for each in (x, factors))
         x.stop_gradient = not self._has_recompute
-        number = self.numbers[model] = self.numbers.get(model, -1) + 1
+        number = self.numbers.get(model, -1) + 1
         batch = Batch(self.rank, number, rows)
         y = wrapper(x, batch)
+        self.numbers[model] = number  # not of one that Paceline refuses, which the reference leaves out
         scale = of_rank(op.get("scale", 1.0), self.rank)
         return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale, batch
 

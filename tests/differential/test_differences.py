@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from tests.differential.differences import A_FORWARD_OUTSIDE, A_SECOND_BACKWARD, orders_of, until
+from tests.differential.differences import (
+    A_FORWARD_INSIDE,
+    A_FORWARD_OUTSIDE,
+    A_SECOND_BACKWARD,
+    orders_of,
+    until,
+)
 from tests.differential.torch_differences import incumbents_of, known_difference
 
 
@@ -36,6 +42,11 @@ _STEP = (_op("zero_grad"), _op("forward"), _op("backward"), _op("step"))
         ),
         ((_op("forward", no_sync=True), _op("backward", no_sync=True), *_STEP), set()),
         ((_op("forward"), _op("backward", no_sync=True)), {A_FORWARD_OUTSIDE}),
+        (
+            (_op("forward", to="a"), _op("forward", to="b", no_sync=True), _op("backward", of=["b"])),
+            {A_FORWARD_INSIDE},
+        ),
+        ((_op("forward", to="b", no_sync=True), _op("backward", of=["b"])), set()),
         (
             (
                 _op("forward", to="a"),

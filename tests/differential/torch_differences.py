@@ -6,7 +6,13 @@ row says what torch does. One that no row names is a finding, of the reference o
 
 from __future__ import annotations
 
-from tests.differential.differences import A_FORWARD_OUTSIDE, A_SECOND_BACKWARD, orders_of, until
+from tests.differential.differences import (
+    A_FORWARD_INSIDE,
+    A_FORWARD_OUTSIDE,
+    A_SECOND_BACKWARD,
+    orders_of,
+    until,
+)
 from tests.differential.programs import Op, Program, numbered
 from tests.differential.torch_refusals import features_of
 
@@ -15,6 +21,7 @@ KNOWN: list[tuple[str, str]] = [
     ("an error of the program's own", "after an exception ranks are in different passes"),
     (A_SECOND_BACKWARD, "a second backward is not averaged"),
     (A_FORWARD_OUTSIDE, "no_sync() counts for the forward, not for the backward"),
+    (A_FORWARD_INSIDE, "the next backward is averaged, whatever forward it is of"),
     ("op freeze", "what is frozen or unfrozen after wrapping is not noticed, and nothing is averaged"),
     ("op replace", "a layer that is replaced after wrapping is not averaged"),
     ("op convert", "after a conversion of the model nothing is averaged"),
