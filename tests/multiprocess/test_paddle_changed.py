@@ -1,4 +1,4 @@
-"""Parameters that got a value of another shape after wrapping are refused on every rank."""
+"""Parameters that are others after wrapping: by their shapes, or by a forward that changes frozen ones."""
 
 from __future__ import annotations
 
@@ -7,17 +7,23 @@ from typing import Any
 import numpy as np
 import paddle
 import pytest
-from numpy.testing import assert_array_equal
+from numpy.testing import assert_allclose, assert_array_equal
 from paddle import nn
+from paddle.quantization import QAT, QuantConfig
+from paddle.quantization.quanters import FakeQuanterWithAbsMaxObserver
 
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel
 from tests.multiprocess.paddle_models import (
     CLEARS,
     Words,
+    batch,
     join_paddle,
     paths,
     ranks,
+    share,
+    squares,
+    two_layers,
 )
 
 LATER = {
@@ -74,3 +80,67 @@ def test_an_embedding_of_another_shape_is_refused_on_every_rank(group: Any) -> N
         model.table.weight.data = paddle.ones([9, 3])
     with pytest.raises(ConfigError, match=r"(?s)'table.weight'.*\[6, 3\] on rank 0, \[9, 3\] on rank 1"):
         wrapped(paddle.to_tensor([5 + 3 * group.rank])).sum().backward()
+
+
+def quantized() -> nn.Layer:
+    """Two layers for quantization-aware training, whose observers keep what they see as frozen parameters."""
+    quanter = FakeQuanterWithAbsMaxObserver(moving_rate=0.9)
+    model = QAT(QuantConfig(activation=quanter, weight=quanter)).quantize(two_layers(), inplace=True)
+    model[2].bias.stop_gradient = True
+    return model
+
+
+def scale_of(model: nn.Layer) -> paddle.Tensor:
+    return next(p for name, p in model.named_parameters() if name.endswith("_scale"))
+
+
+def unfreeze(parameter: paddle.Tensor) -> None:
+    parameter.detach_()
+    parameter.stop_gradient = False
+
+
+UNFROZEN = {
+    "0.weight_quanter._scale": lambda model: unfreeze(scale_of(model)),
+    "2.bias": lambda model: unfreeze(model[2].bias),
+}
+
+
+@paths
+@ranks(2, group=None)
+def test_frozen_parameters_that_forward_changes_in_place(rank: int, path: str, view: bool) -> None:
+    """Autograd takes them into its graph, as what an in-place operator made; nobody has unfrozen them."""
+    join_paddle(rank)
+    x, models = share(batch(), rank), [quantized(), quantized()]
+    ours = DataParallel(models[0], reduce_through=path, gradient_as_bucket_view=view)
+    for wrapped in (ours, paddle.DataParallel(models[1])):
+        trained = [p for p in wrapped.parameters() if not p.stop_gradient]
+        optimizer = paddle.optimizer.SGD(0.1, parameters=trained)
+        for _ in range(3):
+            squares(wrapped(x)).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+    for found, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert_allclose(found.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+    scale = scale_of(models[0])
+    assert not scale.stop_gradient and not scale.is_leaf  # else this tests nothing
+    ours.init_reducer()
+    squares(ours(x)).backward()
+    again = DataParallel(models[0], reduce_through=path)
+    squares(again(x)).backward()
+    assert scale.grad is None
+    models[0].added = nn.Linear(1, 1)
+    for wrapped in (ours, again):
+        with pytest.raises(ConfigError, match=r"added: added\.weight"):
+            wrapped(x)
+
+
+@pytest.mark.parametrize("name", UNFROZEN)
+@ranks(2)
+def test_what_is_unfrozen_beside_them_is_refused(group: Any, name: str) -> None:
+    model, x = quantized(), share(batch(), group.rank)
+    wrapped = DataParallel(model, group=group)
+    for _ in range(2):
+        squares(wrapped(x)).backward()
+    UNFROZEN[name](model)
+    with pytest.raises(ConfigError, match=f"(?m)unfrozen: {name}$"):
+        wrapped(x)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 import pytest
 from numpy.testing import assert_array_equal
 from paddle import nn
@@ -85,6 +86,22 @@ def test_places_are_compared(rank: int) -> None:
     one, other = paddle.ones([1]).place, paddle.ones([2]).place
     assert internals.same_place(one, other)
     assert not internals.same_place("Place(gpu:0)", "Place(gpu:1)")  # without a GPU there are no others
+
+
+@ranks(1, group=None)
+def test_paddle_reads_its_rank_anew(rank: int) -> None:
+    assert dist.get_world_size() == 1
+    os.environ |= {"PADDLE_TRAINER_ID": "3", "PADDLE_TRAINERS_NUM": "5"}
+    internals.read_rank_anew()
+    assert (dist.get_rank(), dist.get_world_size()) == (3, 5)
+
+
+@ranks(1, group=None)
+def test_tensors_that_were_never_given_values(rank: int) -> None:
+    recurrent = nn.GRU(2, 2)
+    has_memory = {name: internals.has_memory(each) for name, each in recurrent.named_buffers()}
+    assert has_memory == {"_dropout_state": False}
+    assert all(map(internals.has_memory, [*recurrent.parameters(), paddle.ones([]), paddle.zeros([0, 2])]))
 
 
 class Doubled(paddle.autograd.PyLayer):

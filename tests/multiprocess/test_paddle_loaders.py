@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from itertools import islice
 from typing import Any
 
@@ -9,7 +10,9 @@ import numpy as np
 import paddle
 import pytest
 
+import paceline.paddle
 from paceline.data import DistributedBatchSampler, DistributedSampler, DistributedStream
+from tests.multiprocess.paddle_models import ranks
 
 # Newer Pythons warn of forks beside threads, which is what the loader does.
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -53,6 +56,33 @@ def test_batches_and_epochs_and_states(workers: int) -> None:
     resumed.load_state_dict(sampler.state_dict())
     loader = paddle.io.DataLoader(Numbers(), batch_sampler=resumed, num_workers=workers)
     assert [values(batch) for batch in loader] == second[4:]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("batch_size", [1, 3, 20])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_it_has_the_attributes_of_paddles(world_size: int, batch_size: int, drop_last: bool) -> None:
+    for rank in range(world_size):
+        options = (Numbers(), batch_size, world_size, rank, False, drop_last)
+        ours, theirs = DistributedBatchSampler(*options), paddle.io.DistributedBatchSampler(*options)
+        for name in ("nranks", "local_rank", "num_samples", "total_size", "batch_size", "drop_last", "epoch"):
+            assert getattr(ours, name) == getattr(theirs, name), name
+
+
+@ranks(1, group=None)
+def test_what_replaces_paddles_is_taken_for_it(rank: int) -> None:
+    originals = paddle.io.DistributedBatchSampler, paddle.io.BatchSampler
+    ours = DistributedBatchSampler(Numbers(), 5, 2, 1, shuffle=True)
+    with paceline.paddle.replace_ddp(samplers=True):
+        replaced = paddle.io.DistributedBatchSampler
+        sampler = replaced(Numbers(), 5, 2, 1, shuffle=True)
+        assert all(isinstance(sampler, each) for each in (*originals, DistributedBatchSampler, replaced))
+        loader = paddle.io.DataLoader(Numbers(), batch_sampler=sampler)
+        assert [values(batch) for batch in loader] == list(ours)
+        sampler.commit(3)
+        ours.load_state_dict(sampler.state_dict())  # it goes by the same name
+        sampler.load_state_dict(ours.state_dict())
+        assert list(pickle.loads(pickle.dumps(sampler))) == list(ours)
 
 
 def test_it_is_paddles_without_shuffling() -> None:

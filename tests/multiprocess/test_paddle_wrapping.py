@@ -83,6 +83,17 @@ def test_a_single_process_weighs_its_micro_batches(rank: int) -> None:
         assert_allclose(wrapped.grad_norm(), norm, rtol=1e-5)
 
 
+@ranks(1, group=None)
+def test_a_single_process_needs_views_only_where_it_averages(rank: int) -> None:
+    os.environ["WORLD_SIZE"] = "1"
+    paddle.set_flags({"FLAGS_use_stride_kernel": False})
+    wrapped = DataParallel(two_layers())
+    wrapped(paddle.ones([1, 4])).sum().backward()
+    for needs_them in (lambda: DataParallel(two_layers(), weight=2), lambda: wrapped.weight(2)):
+        with pytest.raises(ConfigError, match="FLAGS_use_stride_kernel"):
+            needs_them()
+
+
 @ranks(2)
 def test_everybody_starts_with_rank_0s_values(group: object) -> None:
     def build() -> nn.Layer:

@@ -7,6 +7,7 @@ import paddle.distributed as dist
 import pytest
 from paddle import nn
 
+import paceline.paddle
 from paceline import Group
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel
@@ -34,6 +35,20 @@ def test_arguments_over_a_group(group: Group) -> None:
             assert "Rank 1 of 2 could not wrap" in str(caught.value)
     model = DataParallel(nn.Linear(2, 2), group=group)
     model(paddle.ones([1, 2])).sum().backward()
+
+
+@pytest.mark.parametrize("wrong_on", [{0, 1}, {1}])
+@ranks(2)
+def test_paddle_that_copies_instead_of_making_views(group: Group, wrong_on: set[int]) -> None:
+    if group.rank in wrong_on:
+        paddle.set_flags({"FLAGS_use_stride_kernel": False})
+    for wrap, owner in ((DataParallel, "DataParallel"), (paceline.paddle.share, "share")):
+        with pytest.raises(ConfigError, match="FLAGS_use_stride_kernel") as caught:
+            wrap(nn.Linear(2, 2), group=group, timeout_s=300.0)
+        first = f"{owner}: Paddle was told" if group.rank in wrong_on else "Rank 1 of 2 could not"
+        assert str(caught.value).startswith(first)
+    paddle.set_flags({"FLAGS_use_stride_kernel": True})
+    DataParallel(nn.Linear(2, 2), group=group)(paddle.ones([1, 2])).sum().backward()
 
 
 @pytest.mark.skipif(

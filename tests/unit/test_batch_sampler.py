@@ -67,6 +67,18 @@ def test_global_batches_do_not_depend_on_the_ranks(length: int, world_size: int,
     assert global_batches(batches(length, world_size, **options)) == alone
 
 
+@given(lengths, worlds, st.integers(17, 60), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_it_knows_how_many_samples_there_are(length: int, world_size: int, total: int, pad: bool) -> None:
+    options = {"global_batch_size": total, "pad": pad}
+    drawn = batches(length, world_size, **options)
+    for rank in range(world_size):
+        sampler = DistributedBatchSampler(range(length), num_replicas=world_size, rank=rank, **options)
+        assert sampler.num_samples == len(flat([drawn[rank]]))
+        assert sampler.total_size == len(flat(drawn))
+        assert (sampler.nranks, sampler.local_rank) == (world_size, rank)
+
+
 @given(st.integers(0, 500), st.integers(1, 6), st.integers(1, 9))
 @settings(max_examples=40, deadline=None)
 def test_it_is_a_batched_distributed_sampler(length: int, world_size: int, batch_size: int) -> None:

@@ -32,7 +32,8 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
         rank: The rank of this process; None: as above.
         shuffle: Permute the samples, differently in every epoch.
-        drop_last: Leave out a last step that has fewer samples.
+        drop_last: Leave out a last step that has fewer samples, on all ranks together. (Paddle's repeats
+            samples first, and then leaves out what is not a whole batch of a rank, which may be less.)
         seed: The seed of the permutation; any integer, the same on all ranks.
         pad: Repeat samples where those of the last step do not divide evenly. False: every sample exactly
             once; in the last step some ranks get one less, or none and then no batch.
@@ -78,6 +79,38 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         super().__init__(
             length_of(self.name, dataset), num_replicas, rank, reshuffle=reshuffle, identity=identity
         )
+
+    # --- attributes of Paddle's ---
+
+    @property
+    def nranks(self) -> int:
+        """`num_replicas`, as Paddle calls it."""
+        return self.num_replicas
+
+    @property
+    def local_rank(self) -> int:
+        """`rank`, as Paddle calls it: that among all ranks."""
+        return self.rank
+
+    @property
+    def num_samples(self) -> int:
+        """This rank's samples of a whole epoch. As in Paddle, drop_last counts for nothing here.
+
+        Example:
+            7 samples, two ranks: 4 on each, because one is repeated; with pad=False 4 and 3.
+        """
+        return self._samples_of(self.rank)
+
+    @property
+    def total_size(self) -> int:
+        """`num_samples` of all ranks together."""
+        return sum(map(self._samples_of, range(self.num_replicas)))
+
+    def _samples_of(self, rank: int) -> int:
+        whole, rest = divmod(self._length, self.global_batch_size)
+        ending = Ending.UNEVEN if self._ending is Ending.UNEVEN else Ending.PAD
+        plain, last = (Share(0, 0, self.num_replicas, rank, each) for each in (Ending.UNEVEN, ending))
+        return whole * plain.part_of(self.global_batch_size) + last.part_of(rest)
 
     def commit(self, count: int = 1) -> None:
         """Say that an optimizer step has used `count` more of this rank's batches. See DistributedSampler."""

@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, empty, from_dlpack, nn, view
 from paddle.base import core, framework
-from paddle.distributed import ParallelEnv
+from paddle.distributed import ParallelEnv, parallel
 from paddle.io.dataloader import dataloader_iter
 
 from paceline.rendezvous.connections import connected_sockets, send_at_once
@@ -193,6 +193,14 @@ def count_as_gradient(parameter: Tensor) -> None:
     """Let the next backward add to the gradient even after clear_grad(), which makes it replace it."""
     if _find_gradient(parameter) is not None:
         parameter._unset_fake_empty()
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Whether a tensor holds the values of its elements, if it has any.
+
+    False for a buffer that was only declared, as a recurrent layer declares its `_dropout_state` for a GPU.
+    """
+    return 0 in tensor.shape or bool(tensor._is_initialized())
 
 
 def is_sparse(gradient: Tensor) -> bool:
@@ -409,6 +417,11 @@ def empty_on(place: Any, shape: Sequence[int], dtype: Any) -> Tensor:
     """A tensor on this place; before Paddle 3.2, paddle.empty() could not be told where."""
     made = empty(shape, dtype)
     return made if same_place(made.place, place) else copy_to(made, place)
+
+
+def read_rank_anew() -> None:
+    """Let paddle.distributed read the variables of its launcher again: get_rank() keeps what it has found."""
+    parallel._global_parallel_env = None
 
 
 def device_of_this_process() -> Any:

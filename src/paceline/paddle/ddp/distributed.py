@@ -77,10 +77,11 @@ class DistributedDataParallel(DataParallel):
 def init_parallel_env() -> Group | None:
     """Bring the processes of one host together; what paddle.distributed.init_parallel_env() does, faster.
 
-    Needs no store of Paddle's. DataParallel does it by itself, so calling it is optional. Collective; blocks
-    until all processes that the launcher started have come. Processes of several hosts, and those that train
-    on GPUs, are brought together by paddle.distributed.init_parallel_env(), once it is known that they fit
-    together.
+    Needs no store of Paddle's. DataParallel does it by itself, so calling it is optional, unless something
+    asks Paddle for the rank before: under torchrun, Slurm and MPI, paddle.distributed.get_rank() and Paddle's
+    samplers know it from here on. Collective; blocks until all processes that the launcher started have come.
+    Processes of several hosts, and those that train on GPUs, are brought together by
+    paddle.distributed.init_parallel_env(), once it is known that they fit together.
 
     Returns:
         The group, which has collectives on numpy arrays. None in a single process, and None if

@@ -27,7 +27,7 @@ from paceline.paddle.link.comm_hook import GradBucket
 from paceline.paddle.link.link import Link, MemoryLink
 from paceline.paddle.link.peers import LonePeers, Peers, find_peers, known_exchange
 from paceline.paddle.link.start import attendance_of_default_group
-from paceline.paddle.model.arguments import checked_group, checked_layer
+from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
@@ -221,9 +221,11 @@ class DataParallel(WrappedModel, PaddleNames):
                 return
             self._tensors.check_trainable()
             self._config.check_devices(self._tensors.place)
-        # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
-        if peers is None and (nonfinite == "raise" or weight is not None or local_sgd is not None):
-            peers = LonePeers()
+            # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
+            if peers is None and (nonfinite == "raise" or weight is not None or local_sgd is not None):
+                peers = LonePeers()
+            if peers is not None:
+                check_views("DataParallel")
         if peers is not None:
             self._peers = peers
             self._passes = self._begin_passes(peers)
@@ -385,6 +387,7 @@ class DataParallel(WrappedModel, PaddleNames):
 
     def _passes_to_weigh(self) -> GradientPasses:
         if self._passes is None:  # alone, there still are micro-batches
+            check_views("DataParallel")
             self._passes = self._begin_passes(LonePeers())
             self._passes.sync_next_backward(self.require_backward_grad_sync)
         return self._passes

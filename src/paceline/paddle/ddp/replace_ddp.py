@@ -5,10 +5,18 @@ from __future__ import annotations
 from paddle.distributed.parallel import DataParallel as _PaddleDP
 from paddle.io import DistributedBatchSampler as _PaddleSampler
 
+from paceline import data
 from paceline.arguments import Arguments
-from paceline.data import DistributedBatchSampler
 from paceline.paddle.ddp.parallel import DataParallel
 from paceline.replacing import Pair, Replacement, replace
+
+
+class DistributedBatchSampler(data.DistributedBatchSampler, _PaddleSampler):
+    """Paceline's, which code that looks for one of Paddle's batch samplers recognises.
+
+    `paceline.data` imports no framework, so its own class cannot be that. Nothing of Paddle's class is run.
+    """
+
 
 _WRAPPERS = (Pair("paddle.DataParallel", _PaddleDP, DataParallel),)
 _SAMPLERS = (

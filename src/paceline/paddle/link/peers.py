@@ -27,7 +27,7 @@ from paceline.paddle.link.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.link.exchange import PaddleExchange
 from paceline.paddle.link.hosts import MOST_HOSTS, control_of, join_hosts
 from paceline.paddle.link.link import GroupLink, HostsLink, Link, MemoryLink
-from paceline.paddle.link.start import form_paddles_group, needs_paddles_group
+from paceline.paddle.link.start import export_place, form_paddles_group, needs_paddles_group
 from paceline.paddle.model.arguments import checked_group
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
@@ -139,8 +139,8 @@ class PaddlePeers:
         if self._calls.on_host and self.rank == 0 and self.timeout_s > GLOO_LIMIT_S and not _is_limit_told:
             _is_limit_told = True
             _log.warning(
-                "gradients go over a Gloo group of Paddle's alone, which ends the job if a rank is %g s "
-                "late, whatever timeout_s (%g s) allows",
+                "paceline: gradients go over a Gloo group of Paddle's alone, which ends the job if a rank is "
+                "%g s late, whatever timeout_s (%g s) allows",
                 GLOO_LIMIT_S,
                 self.timeout_s,
             )
@@ -352,4 +352,8 @@ def environment_group(forming_timeout_s: float | None = None) -> Group | None:
             stacklevel=5,
         )
         return None
-    return None if place.world_size == 1 else _environment.form(forming_timeout_s)
+    if place.world_size == 1:
+        return None
+    group = _environment.form(forming_timeout_s)
+    export_place(group)
+    return group

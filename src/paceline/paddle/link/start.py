@@ -3,6 +3,8 @@
 Paddle's store waits in silence for ranks that do not fit together, and ends the process that opens it where
 somebody else listens. So all ranks meet in a ledger first, at the address that the launcher gave them, and
 see who has come. Paddle's store is then at a port that rank 0 tells them there.
+
+Ranks of one host need no group of Paddle's; what Paddle is told of them is here, too.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import paddle
 import paddle.distributed as dist
 
+from paceline.collectives.group import Group
 from paceline.env import may_span_hosts, read_rank_environment, split_address
 from paceline.errors import ConfigError, RendezvousError
-from paceline.launch.ports import who_listens
+from paceline.launch.ports import free_ports, who_listens
+from paceline.launch.variables import Meeting, rank_variables
+from paceline.paddle import internals
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.rendezvous.addresses import wait_for_listener
 from paceline.rendezvous.attendance import Attendance
@@ -144,6 +150,29 @@ def _export_paddle_variables() -> None:
     os.environ["PADDLE_CURRENT_ENDPOINT"] = f"{socket.gethostname()}:{place.rank}"  # only has to be there
     if paddle.get_device() == "cpu":
         os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
+
+
+def export_place(group: Group) -> None:
+    """Tell Paddle where each rank of one host is, where another launcher (torchrun, Slurm, MPI) started it.
+
+    Collective. Paddle's samplers and its `get_rank()` then know the rank, though it has formed no group. If
+    the script has it form one later, it finds a free port: torchrun's own holds a store of the agent.
+
+    Args:
+        group: All ranks of the job.
+    """
+    ports = np.zeros(group.world_size, np.int64)
+    if group.rank == 0:
+        ports[:] = free_ports(group.world_size)
+    group.broadcast(ports)
+    if "PADDLE_TRAINER_ID" in os.environ:
+        return
+    meeting = Meeting("127.0.0.1", 0, tuple(ports.tolist()), "")
+    variables = rank_variables(group.rank, group.world_size, meeting)
+    kept = {_WHAT: os.environ[_WHAT]} if _WHAT in os.environ else {}
+    os.environ |= {name: value for name, value in variables.items() if name.startswith("PADDLE_")} | kept
+    os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
+    internals.read_rank_anew()
 
 
 def _open_ledger(start: Start, *, serves: bool) -> LedgerClient:

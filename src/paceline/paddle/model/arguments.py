@@ -1,4 +1,4 @@
-"""Arguments that are Paddle's own things: layers and groups. Checked before Paddle sees them.
+"""Arguments that are Paddle's own things: layers, groups and flags. Checked before Paddle sees them.
 
 What is of no framework is checked in `paceline.arguments`.
 """
@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import paddle
 from paddle import nn
 
 from paceline.arguments import Arguments
 from paceline.collectives.group import Group
+from paceline.errors import ConfigError
+
+_STRIDES = "FLAGS_use_stride_kernel"
 
 
 def checked_layer(owner: str, layer: Any, name: str) -> nn.Layer:
@@ -37,3 +41,19 @@ def checked_group(owner: str, group: Any, name: str = "group") -> Any:
     expected = "a paceline.Group, a group of paddle.distributed, or None"
     hint = f"paddle.distributed.new_group() makes one; leave {name} out for all ranks"
     raise Arguments(owner).refuse(name, group, expected, hint, is_type=True)
+
+
+def check_views(owner: str) -> None:
+    """Refuse a Paddle whose view(), slices and reshape() copy: means would be written to the copies.
+
+    Raises:
+        ConfigError: It was told to do so.
+    """
+    if not paddle.get_flags(_STRIDES)[_STRIDES]:
+        raise ConfigError(
+            f"{owner}: Paddle was told to make no views of memory ({_STRIDES}).",
+            expected="true, which is Paddle's default",
+            got="false: slices and reshape() copy, so gradients cannot lie where they are averaged",
+            likely=f"{_STRIDES}=0 in the environment, or paddle.set_flags()",
+            hint=f'leave the flag out; or paddle.set_flags({{"{_STRIDES}": True}}) before the model is made',
+        )

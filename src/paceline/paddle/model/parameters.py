@@ -49,38 +49,46 @@ def nbytes(tensor: paddle.Tensor) -> int:
 class ManagedTensors:
     """What DataParallel keeps in step: gradients of what is trained, values of what is not.
 
-    Parameters with `no_sync = True` are left alone, as by Paddle's.
+    Parameters and buffers with `no_sync = True` are left alone, as by Paddle's. So are buffers that are
+    sparse tensors, and those without values, as a recurrent layer has one on the CPU.
 
     Attributes:
-        buffers: Buffers, and running statistics.
+        buffers: Other buffers, and running statistics.
         statistics: Running statistics, which are parameters for Paddle.
         delayed: Indices of delay_all_reduce_named_params.
     """
 
     def __init__(self, layer: nn.Layer) -> None:
-        named = [(name, p) for name, p in layer.named_parameters() if not getattr(p, "no_sync", False)]
+        named = [(name, p) for name, p in layer.named_parameters() if not _is_left_alone(p)]
         sparse = {
             id(child.weight)
             for child in layer.sublayers(include_self=True)
             if isinstance(child, nn.Embedding) and internals.makes_sparse_gradients(child)
         }
         statistics = _running_statistics(layer)
-        trained = [(name, p) for name, p in named if not p.stop_gradient]
+        trained = [(name, p) for name, p in named if not _is_frozen(p)]
         self.all_parameters = {name: p for name, p in named if id(p) not in statistics}
         self.names = [name for name, p in trained if id(p) not in sparse]
         self.trainable = [p for _, p in trained if id(p) not in sparse]
         self.sparse = {name: p for name, p in trained if id(p) in sparse}
-        self.frozen = [p for p in self.all_parameters.values() if p.stop_gradient]
+        self.frozen = [p for p in self.all_parameters.values() if _is_frozen(p)]
         self.statistics = {name: p for name, p in named if id(p) in statistics}
         self.buffers = self.statistics | {
-            name: b for name, b in layer.named_buffers() if isinstance(b, paddle.Tensor)
+            name: b for name, b in layer.named_buffers() if _can_be_copied(b) and not _is_left_alone(b)
         }
         self.delayed: frozenset[int] = frozenset()
         self._layer = layer
         # Walking the layers takes far longer than comparing the dictionaries in which they keep things.
         layers = layer.sublayers(include_self=True)
-        slots = [slot for child in layers for slot in internals.slots_of(child)]
-        self._snapshot = _core.ModuleSnapshot(slots, "stop_gradient", self.frozen, [])
+        self._slots = [slot for child in layers for slot in internals.slots_of(child)]
+        self._structure = _core.ModuleSnapshot(self._slots, "stop_gradient", [], [])
+        self._take_snapshot()
+
+    def _take_snapshot(self) -> None:
+        """Note what is frozen, and apart from that what is frozen and in autograd's graph all the same."""
+        still = [p for p in self.frozen if p.stop_gradient]
+        self._in_graph = [p for p in self.frozen if not p.stop_gradient]
+        self._snapshot = _core.ModuleSnapshot(self._slots, "stop_gradient", still, [])
 
     @property
     def all_names(self) -> list[str]:
@@ -131,14 +139,14 @@ class ManagedTensors:
 
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
         """Parameters and buffers, as they must be on all ranks."""
-        trained = [(name, p, not p.stop_gradient) for name, p in self.all_parameters.items()]
+        trained = [(name, p, not _is_frozen(p)) for name, p in self.all_parameters.items()]
         parameters = tuple(describe_tensor(*each) for each in trained)
         return parameters, tuple(describe_tensor(name, b, None) for name, b in self.buffers.items())
 
     def current_buffers(self) -> dict[str, paddle.Tensor]:
         """The buffers and running statistics that the layer has now: layers may replace theirs."""
         now = dict(self._layer.named_buffers()) | dict(self._layer.named_parameters())
-        return {name: now[name] for name in self.buffers if name in now}
+        return {name: now[name] for name in self.buffers if _can_be_copied(now.get(name))}
 
     def check_trainable(self) -> None:
         """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""
@@ -193,18 +201,20 @@ class ManagedTensors:
 
     def check_unchanged(self) -> None:
         """Raise if parameters were added, removed, replaced or unfrozen since the model was wrapped."""
-        if self._snapshot.is_unchanged():
+        if self._snapshot.is_unchanged() and not (self._in_graph and self._unfrozen()):
+            return
+        unfrozen = self._unfrozen()
+        if not unfrozen and self._structure.is_unchanged():
+            self._take_snapshot()  # forward has changed frozen parameters in place
             return
         now = dict(self._layer.named_parameters())
         before = self.all_parameters | self.buffers
-        left_alone = {name for name, p in now.items() if getattr(p, "no_sync", False)}
+        left_alone = {name for name, p in now.items() if _is_left_alone(p)}
         changes = {
             "added": [name for name in now if name not in before and name not in left_alone],
             "removed": [name for name in self.all_parameters if name not in now],
             "replaced": [name for name in now if name in before and now[name] is not before[name]],
-            "unfrozen": [
-                name for name, p in before.items() if not p.stop_gradient and id(p) in map(id, self.frozen)
-            ],
+            "unfrozen": [name for name, p in before.items() if id(p) in unfrozen],
         }
         rows = [f"{what}: {shorten(names)}" for what, names in changes.items() if names]
         raise ConfigError(
@@ -213,6 +223,28 @@ class ManagedTensors:
             likely="the model was changed after DataParallel() had wrapped it",
             hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
         )
+
+    def _unfrozen(self) -> set[int]:
+        return {id(p) for p in self.frozen if not _is_frozen(p)}
+
+
+def _is_frozen(parameter: paddle.Tensor) -> bool:
+    """Whether it is not trained.
+
+    Where forward writes to a frozen parameter in place, as quantization-aware training does, Paddle makes it
+    part of the graph: no leaf any more, and stop_gradient is False. It gets no gradient then, either.
+    """
+    return bool(parameter.stop_gradient or not parameter.is_leaf)
+
+
+def _is_left_alone(tensor: paddle.Tensor) -> bool:
+    """Whether the user has said so."""
+    return bool(getattr(tensor, "no_sync", False))
+
+
+def _can_be_copied(buffer: Any) -> bool:
+    """Whether it has elements, one after the other, that another rank's can replace."""
+    return isinstance(buffer, paddle.Tensor) and buffer.is_dense() and internals.has_memory(buffer)
 
 
 def _running_statistics(layer: nn.Layer) -> set[int]:

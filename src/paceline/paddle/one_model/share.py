@@ -9,8 +9,9 @@ import paddle
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, format_ranks
+from paceline.paddle import internals
 from paceline.paddle.link.peers import find_peers, known_exchange
-from paceline.paddle.model.arguments import checked_group, checked_layer
+from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.parameters import describe_tensor
 from paceline.paddle.one_model.homes import move, move_out, refuse_strange
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
@@ -51,10 +52,13 @@ def share(layers: _Layer, group: Any = None, *, timeout_s: float | timedelta | N
         checked_group("share", group)
         seconds = Arguments("share").optional_seconds("timeout_s", timeout_s)
         peers = find_peers(group, seconds, owner="share")
+        if peers is not None:
+            check_views("share")
     if peers is None:
         return layers
     parameters: dict[str, paddle.Tensor] = dict(layers.named_parameters())
-    buffers = {name: b for name, b in layers.named_buffers() if isinstance(b, paddle.Tensor)}
+    named = [(name, b) for name, b in layers.named_buffers() if isinstance(b, paddle.Tensor)]
+    buffers = {name: b for name, b in named if internals.has_memory(b)}
     description = ModelDescription(_described(parameters), _described(buffers), {}, doing="share the model")
     check_agreement(description, peers.exchange, peers.timeout_s)
     memory = peers.share_hosts()
