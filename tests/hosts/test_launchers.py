@@ -121,6 +121,40 @@ def test_four_variables_by_hand(hosts: Hosts) -> None:
     assert found == expected_lines("in turn"), outputs
 
 
+@pytest.mark.parametrize("how", ["torchrun, c10d", "torchrun, static", "Paddle's launch"])
+def test_what_the_frameworks_start_on_two_hosts(hosts: Hosts, how: str, tmp_path: Path) -> None:
+    launch, framework = ["-m", "torch.distributed.run"], "torch"
+    launch += ["--nnodes", "2", "--nproc-per-node", "2"]
+    own: list[list[str]] = [[], []]
+    if how == "torchrun, c10d":
+        launch += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "node0:29420"]
+    elif how == "torchrun, static":
+        launch += ["--master-addr", "node0", "--master-port", "29421"]
+        own = [["--node-rank", str(host)] for host in range(2)]
+    else:
+        launch, framework = ["-m", "paddle.distributed.launch", "--nnodes", "2"], "paddle"
+        launch += ["--nproc_per_node", "2", "--master", f"{hosts.address(0)}:29422"]
+        launch += ["--log_dir", str(tmp_path / "logs")]
+    script = tmp_path / "launched.py"
+    script.write_text("from tests.hosts.launched import main\n\nmain()\n")
+    launchers = []
+    for host in range(2):
+        command = [sys.executable, *launch, *own[host], str(script), framework]
+        launchers.append(
+            hosts.start(host, command, {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}, **OPTIONS)
+        )
+    outputs = [launcher.communicate(timeout=WITHIN_S)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(outputs)
+    logs = [path.read_text() for path in (tmp_path / "logs").glob("workerlog.*")]
+    told = "\n".join([*outputs, *logs])
+    found = {line[line.index("rank") :] for line in told.splitlines() if "by hosts" in line}
+    # Which host is the first may be the agents' choice.
+    told_places = {re.sub(r"node\d", "node", line) for line in found}
+    place = "{} of 2" if framework == "torch" else "? of ?"  # Paddle's launcher sets variables of its own
+    places = {f"rank {rank} of 4 on node, place {place.format(rank % 2)}: 5 by hosts" for rank in range(4)}
+    assert len(found) == 4 and told_places == places, told
+
+
 def run_on(hosts: Hosts, host: int, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "paceline", "run", "--nnodes", "2", "-n", "2", *options]
     return hosts.start(host, [*command, "-m", PROGRAM[-1]], {"OMP_NUM_THREADS": "1"}, **OPTIONS)
