@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import share, train, two_layers
@@ -83,3 +84,29 @@ def test_compiled_before_and_after_wrapping(rank: int) -> None:
     placed.module.load_state_dict(Layers().state_dict())
     train(placed, own)
     check(placed, len(graphs))
+
+
+@ranks(2, group="gloo", deadline_s=300)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks at it
+def test_compiled_autograd_is_refused(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a whole step in forward, before anything is compiled; of a backward alone, in that."""
+    from torch._dynamo import compiled_autograd
+
+    x = torch.full((2, 4), 1.0 + rank)
+    model = two_layers()
+    ddp = DistributedDataParallel(model)
+    refused = pytest.raises(ConfigError, match=r"compiled_autograd = True")
+
+    def step(part: torch.Tensor) -> None:
+        ddp(part).sum().backward()
+
+    with monkeypatch.context() as changed:
+        changed.setattr(torch._dynamo.config, "compiled_autograd", True)
+        with refused:
+            torch.compile(step, backend="eager")(x)
+    torch._dynamo.reset()
+    loss = ddp(x).sum()
+    with refused, compiled_autograd._enable(lambda graph: graph):
+        loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    train(ddp, x)

@@ -358,6 +358,20 @@ def test_autograd_grad_is_no_pass(rank: int) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @ranks(2, group="gloo")
+def test_a_loss_of_parameters_alone_may_stand_for_that_of_a_forward(rank: int, path: str) -> None:
+    """As people write it for a batch that is of no use."""
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path)
+    for step in range(4):
+        ddp.zero_grad()
+        loss = ddp(torch.ones(1, 4)).sum()
+        if step % 2 == rank:
+            loss = sum(parameter.sum() for parameter in ddp.parameters()) * 0
+        loss.backward()
+        assert_close(ddp.module[2].bias.grad, torch.full((2,), 0.5))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
 def test_ranks_may_make_different_numbers_of_forwards_for_one_backward(rank: int, path: str) -> None:
     """Episodes of different lengths, say. What counts is whether a backward has come to each."""
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)

@@ -5,8 +5,8 @@ Imports only the standard library and its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 from paceline.reducer.buffer_policy import BufferPolicies
 from paceline.reducer.link import Link
@@ -23,6 +23,40 @@ class BufferedModel(Protocol):
 
     def current_buffers(self) -> dict[str, Any]:
         """Those that the model has now: modules may replace theirs."""
+        ...
+
+
+class WrittenBuffers(Protocol):
+    """Buffers that are about to be written to.
+
+    Attributes:
+        places: What to write to, by name.
+    """
+
+    places: Mapping[str, Any]
+
+    def end(self) -> None:
+        """They have been written to."""
+        ...
+
+
+@runtime_checkable
+class NoticingModel(BufferedModel, Protocol):
+    """A model whose autograd raises if a buffer that it has saved for backward gets other values."""
+
+    def written_buffers(
+        self, buffers: Mapping[str, Any], changing: Iterable[str], *, through_pointers: bool
+    ) -> WrittenBuffers | None:
+        """Let autograd know of the buffers that get other values, and of no other.
+
+        Args:
+            buffers: All that will be written to, by name.
+            changing: Names of those whose values may become others on this rank.
+            through_pointers: Whether they are written to by address, of which the framework knows nothing.
+
+        Returns:
+            None if they can be written to as they are.
+        """
         ...
 
 
@@ -61,6 +95,7 @@ class BufferSync:
     ) -> None:
         self.hook: BufferHook | None = None
         self._tensors = tensors
+        self._noticing = tensors if isinstance(tensors, NoticingModel) else None
         self._link = link
         self._patterns = patterns
         self._broadcasts = broadcasts
@@ -103,12 +138,21 @@ class BufferSync:
             on_demand: Include buffers that are left alone after a pass, but for those that a pattern says
                 to leave alone.
         """
-        now = self._tensors.current_buffers()
-        chosen = self._policies.broadcast(on_demand=on_demand)
+        now: Mapping[str, Any] = self._tensors.current_buffers()
+        chosen, averages = self._policies.broadcast(on_demand=on_demand), self._policies.averaged
+        written = None
+        if self._noticing is not None:
+            changing = averages if self._link.rank == active[0] else chosen | averages
+            is_memory = self._link.path == "memory"
+            written = self._noticing.written_buffers(now, changing, through_pointers=is_memory)
+        if written is not None:
+            now = written.places
         copied = [buffer for name, buffer in now.items() if name in chosen]
-        averaged = [buffer for name, buffer in now.items() if name in self._policies.averaged]
+        averaged = [buffer for name, buffer in now.items() if name in averages]
         # Counters and other integers have no mean.
         copied += [buffer for buffer in averaged if not buffer.is_floating_point()]
         self._link.broadcast(copied, active[0])
         if averaged:
             self._average(self._link, [buffer for buffer in averaged if buffer.is_floating_point()], active)
+        if written is not None:
+            written.end()

@@ -498,6 +498,7 @@ class Passes(Generic[AnyAutograd]):
                 elif not state.status.finished:
                     self._left_over.hand_over(reducer)
                 status = state.status
+                state.end_backward()
                 told = self.notes.take(self._begun_forwards, bool(state.accumulated))
                 reducer.set_note(told, number)
                 allow_unused = config.allow_unused or status.frozen is not None

@@ -48,6 +48,7 @@ class PassState:
     """
 
     __slots__ = (
+        "_has_reached",
         "_is_counted",
         "_number",
         "accumulated",
@@ -84,6 +85,7 @@ class PassState:
         self.accumulated: set[int] = set()
         self.begun_forwards = 0
         self._is_counted = False  # the forward under way is one of them
+        self._has_reached = False  # an output, in the backward of this pass
         self._number = 0  # of the pass
         self.status = PassStatus()
         self.rank_weight = 1.0
@@ -115,9 +117,19 @@ class PassState:
 
     def reach(self, graph: Graph) -> None:
         """The backward of a pass has come to this graph."""
+        self._has_reached = True
         self.graphs.begin(graph)
         if graph.awaited_in == self._number:
             graph.awaited_in = -1
+            self.status.forwards -= 1
+
+    def end_backward(self) -> None:
+        """The backward of a pass is over; what it tells of forwards is known.
+
+        One that came to no output was made instead of that of the last forward: on a loss of parameters alone
+        where a batch is of no use, say. Or no tensor was found in the outputs.
+        """
+        if not self._has_reached and self.status.forwards:
             self.status.forwards -= 1
 
     def is_other(self, graph: Graph) -> bool:
@@ -144,6 +156,7 @@ class PassState:
         """Forget the pass that is over."""
         self.unfollow()
         self._number += 1
+        self._has_reached = False
         self.begun_forwards = 0
         self.is_armed = self.is_interrupted = self.is_forced = False
         self.handed.clear()

@@ -42,7 +42,7 @@ from paceline.torch.link.link import MemoryLink, connect
 from paceline.torch.link.members import MemberPeers
 from paceline.torch.link.peers import Peers, find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
-from paceline.torch.model.compiling import untraced, untraced_itself
+from paceline.torch.model.compiling import refuse_compiled_autograd, untraced, untraced_itself
 from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.model.precision import cast_buffers, run_in
@@ -375,6 +375,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             recording.note_batch(inputs, kwargs)
         if not torch.is_grad_enabled() or is_alone or not self._tensors.are_trained():
             return inputs, kwargs, False
+        refuse_compiled_autograd()
         active = TorchDDP._active_ddp_module  # of a forward around this one
         if active is not None or not self._has_looked_outward:
             check_outer(self, active)

@@ -120,8 +120,8 @@ class Arena:
         )
         first = (offset - section.begin_byte) // section.itemsize
         place = self.sections[number][first : first + spec.numel]
-        if not spec.numel:
-            return place  # a sparse gradient, which lies elsewhere
+        if not spec.numel:  # a sparse gradient, which lies elsewhere; or a parameter without elements
+            return place if parameter.numel() else place.view(parameter.shape)
         if parameter.is_complex() and not place.is_complex():
             place = torch.view_as_complex(place.view(-1, 2))
         if is_dense(parameter):

@@ -51,8 +51,16 @@ def broadcast_tensors(
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own memory as flat bytes, whatever the order of its dimensions."""
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    """The tensor's own memory as flat bytes, whatever the order of its dimensions.
+
+    A tensor may be the conjugate, or the negative, of what lies in its memory: these are the bytes there.
+    """
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    if flat.is_conj():
+        flat = flat.conj()
+    if flat.is_neg():
+        flat = flat._neg_view()
+    return flat.view(torch.uint8)
 
 
 def _broadcast_piece(

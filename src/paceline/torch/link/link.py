@@ -470,7 +470,10 @@ def _check_group(peers: Peers, on_host: bool, reduce_through: str, owner: str) -
 
 
 def average_buffers(link: Link[torch.Tensor], buffers: Sequence[torch.Tensor], active: Sequence[int]) -> None:
-    """Replace each buffer by its mean over the ranks `active`, summed in float32 or wider. Collective."""
+    """Replace each buffer by its mean over the ranks `active`, summed in float32 or wider. Collective.
+
+    Autograd does not notice; `WrittenBuffers` lets it know.
+    """
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for buffer in buffers:
         wide = torch.float64 if buffer.dtype is torch.float64 else torch.float32
@@ -484,4 +487,4 @@ def average_buffers(link: Link[torch.Tensor], buffers: Sequence[torch.Tensor], a
             flat /= len(active)
             means = torch.split(flat, [buffer.numel() for buffer in group])
             for buffer, mean in zip(group, means):
-                buffer.copy_(mean.view(buffer.shape))
+                buffer.data.copy_(mean.view(buffer.shape))

@@ -5,11 +5,12 @@ The one idea: a module may change in every way, as long as no parameter is train
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from paceline import _core
 from paceline.errors import ConfigError
@@ -28,6 +29,18 @@ DTYPES = {
 }
 """Gradients that both kinds of reducer average."""
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class _Generated:
+    """Stands for the snapshot of a module that puts tensors of its own where parameters are.
+
+    A hypernetwork does that in each forward. A snapshot would keep them, and the graph of the forward.
+    """
+
+    def is_unchanged(self) -> bool:
+        return False
+
 
 class ManagedTensors:
     """What DDP keeps in step: trainable parameters (their gradients), frozen ones and buffers (their values).
@@ -44,7 +57,8 @@ class ManagedTensors:
 
     def __init__(self, module: nn.Module) -> None:
         self.ignored = ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+        # Without what a forward has computed and put where a parameter would be.
+        named = [(name, p) for name, p in module.named_parameters() if name not in ignored and p.is_leaf]
         self.all_parameters = dict(named)
         self.names = [name for name, p in named if p.requires_grad]
         self.trainable = [p for _, p in named if p.requires_grad]
@@ -143,6 +157,14 @@ class ManagedTensors:
         held = ((name, slots.get(key)) for name, slots, key in self._buffer_slots)
         return {name: buffer for name, buffer in held if buffer is not None}
 
+    def written_buffers(
+        self, buffers: Mapping[str, torch.Tensor], changing: Iterable[str], *, through_pointers: bool
+    ) -> WrittenBuffers | None:
+        """See `paceline.reducer.buffers.NoticingModel`."""
+        if through_pointers and not self._saved:  # most models: batch norms, or no buffers at all
+            return None
+        return WrittenBuffers(buffers, changing, self._saved, through_pointers=through_pointers)
+
     def check_trainable(self) -> None:
         """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""
         if not self.trainable:
@@ -172,7 +194,7 @@ class ManagedTensors:
 
         Returns:
             False where all parameters are frozen, or torch.func.functional_call runs the module with other
-            tensors for a while.
+            tensors in place of all of them for a while.
 
         Raises:
             ConfigError: A parameter would be trained that no rank averages.
@@ -183,8 +205,9 @@ class ManagedTensors:
         """Something has changed since a forward last looked."""
         if not self._structure.is_unchanged():
             slots = (module._parameters.values() for module in self._module.modules())
-            tensors = (tensor for slot in slots for tensor in slot if tensor is not None)
-            if not all(isinstance(tensor, nn.Parameter) for tensor in tensors):
+            tensors = [tensor for slot in slots for tensor in slot if tensor is not None]
+            is_whole = all(self._is_parameter(tensor) for tensor in tensors)
+            if not is_whole and (_is_transforming() or not any(id(t) in self._index_of for t in tensors)):
                 return False
             strangers = self._strangers()
             if strangers:
@@ -200,19 +223,24 @@ class ManagedTensors:
         modules = list(self._module.modules())
         # Walking the modules takes far longer than comparing the dictionaries in which they keep things.
         self._dicts: list[dict[str, Any]] = [m._parameters for m in modules]
+        held_by_all = (tensor for slots in self._dicts for tensor in slots.values())
+        self._is_generated = not all(tensor is None or self._is_parameter(tensor) for tensor in held_by_all)
         self._dicts += [m._modules for m in modules]
-        self._structure = _core.ModuleSnapshot(self._dicts, "requires_grad", [], [])
+        self._structure = self._snapshot_of([], [])
         held = {id(p): p for _, p in self._managed()}
         self._present = [index for key, index in self._index_of.items() if key in held]
         self._untrained = [p for key, p in held.items() if key not in self._index_of]
         owned = [
-            (name, owner._buffers, key)
+            (name, _slots_of(owner), key)
             for name, owner, key in _owned_buffers(self._module)
             if not self._is_ignored(name, owner._buffers[key])
         ]
+        all_owned = _owned_buffers(self._module)
+        statistics = {name for name, owner, key in all_owned if is_running_statistic(owner, key)}
         held_now = ((name, slots[key]) for name, slots, key in owned)
         self.buffers = {name: buffer for name, buffer in held_now if buffer is not None}
         self._buffer_slots = [(name, slots, key) for name, slots, key in owned if name in self.buffers]
+        self._saved = frozenset(name for name in self.buffers if name not in statistics)
         self._take_flags()
 
     def _take_flags(self) -> None:
@@ -222,13 +250,25 @@ class ManagedTensors:
         self._is_trained = any(flags[index] for index in self._present)
         trained = [p for p, flag in zip(self.trainable, flags) if flag]
         untrained = [p for p, flag in zip(self.trainable, flags) if not flag]
-        self._snapshot = _core.ModuleSnapshot(
-            self._dicts, "requires_grad", trained, [*untrained, *self._untrained]
-        )
+        self._snapshot = self._snapshot_of(trained, [*untrained, *self._untrained])
+
+    def _snapshot_of(
+        self, trained: Sequence[torch.Tensor], untrained: Sequence[torch.Tensor]
+    ) -> _core.ModuleSnapshot | _Generated:
+        """What notices that the module holds other things than now, or has other parameters frozen."""
+        if self._is_generated:
+            return _Generated()
+        return _core.ModuleSnapshot(self._dicts, "requires_grad", list(trained), list(untrained))
 
     def _managed(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The module's parameters as they are now, but for ignored ones."""
-        return ((name, p) for name, p in self._module.named_parameters() if not self._is_ignored(name, p))
+        named = ((name, p) for name, p in self._module.named_parameters() if self._is_parameter(p))
+        return ((name, p) for name, p in named if not self._is_ignored(name, p))
+
+    def _is_parameter(self, tensor: torch.Tensor) -> bool:
+        """Whether it is no tensor that a forward has computed."""
+        # torch.jit.load makes plain tensors of parameters.
+        return isinstance(tensor, nn.Parameter) or id(tensor) in self._index_of
 
     def _is_ignored(self, name: str, tensor: torch.Tensor | None) -> bool:
         return name in self.ignored or id(tensor) in self._ignored_tensors
@@ -254,11 +294,35 @@ class ManagedTensors:
         )
 
 
+def _is_transforming() -> bool:
+    """Whether a transform of torch.func (grad, vmap) runs, whose gradients are its caller's alone."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
 def _owned_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """For each buffer its name, the submodule that holds it, and its name there."""
     for prefix, owner in module.named_modules():
-        for key in owner._buffers:
+        for key in owner._buffers.keys():  # noqa: SIM118  (a ScriptModule has no dictionary)
             yield f"{prefix}.{key}" if prefix else key, owner, key
+
+
+class _ScriptSlots:
+    """The buffers of a ScriptModule as a dictionary, as far as that is asked."""
+
+    def __init__(self, held: Any) -> None:
+        self._held = held
+
+    def get(self, key: str) -> torch.Tensor | None:
+        return self[key] if key in self._held else None
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._held[key]
+        return tensor
+
+
+def _slots_of(owner: nn.Module) -> dict[str, torch.Tensor | None] | _ScriptSlots:
+    held = owner._buffers
+    return held if isinstance(held, dict) else _ScriptSlots(held)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -275,3 +339,65 @@ def describe_tensor(name: str, tensor: torch.Tensor, *, requires_grad: bool | No
         strides=() if tensor.is_contiguous() else tensor.stride(),
         requires_grad=requires_grad,
     )
+
+
+def is_running_statistic(owner: nn.Module, key: str) -> bool:
+    """Whether a buffer is one of a batch norm, or an instance norm, and so never makes a graph useless.
+
+    While it is trained, the layer saves these buffers and does not read them in backward. It writes to them
+    in each forward, without a new version either.
+    """
+    if key not in _STATISTICS:
+        return False
+    if isinstance(owner, torch.jit.ScriptModule):  # of another class than what it was made of
+        name: str = getattr(owner, "original_name", "")
+        return name.startswith(("BatchNorm", "SyncBatchNorm", "InstanceNorm"))
+    return isinstance(owner, _NormBase)
+
+
+class WrittenBuffers:
+    """Buffers that are about to be written to, some of which autograd may have saved for a later backward.
+
+    Autograd tells from a tensor's version whether it still holds what was saved. So a buffer gets a new
+    version when its bits have changed, and no other: what autograd then raises is true, and no graph is lost
+    for nothing. On a device it gets one in any case: to look at the bits would be to wait for the device.
+
+    Args:
+        buffers: By name.
+        changing: Names of those whose values may become others on this rank.
+        saved: Names of those that a backward may still read.
+        through_pointers: Whether they are written to by address, of which torch knows nothing.
+
+    Attributes:
+        places: What to write to, by name: the same memory, with a version of its own where torch copies.
+    """
+
+    def __init__(
+        self,
+        buffers: Mapping[str, torch.Tensor],
+        changing: Iterable[str],
+        saved: frozenset[str],
+        *,
+        through_pointers: bool,
+    ) -> None:
+        self.places = {
+            name: buffer if through_pointers and name not in saved else buffer.data
+            for name, buffer in buffers.items()
+        }
+        watched = [buffers[name] for name in changing if name in saved and name in buffers]
+        self._watched = [buffer for buffer in watched if buffer.is_cpu and buffer.layout is torch.strided]
+        self._others = [buffer for buffer in watched if not buffer.is_cpu]
+        self._before = _hashes(self._watched)
+
+    def end(self) -> None:
+        """They have been written to."""
+        after = _hashes(self._watched)
+        changed = [b for b, old, new in zip(self._watched, self._before, after) if old != new]
+        if changed or self._others:
+            torch.autograd.graph.increment_version([*changed, *self._others])
+
+
+def _hashes(buffers: Sequence[torch.Tensor]) -> list[int]:
+    """A hash of the bits of each."""
+    whole = [buffer.data.contiguous() for buffer in buffers]
+    return _core.hash_all([each.data_ptr() for each in whole], [each.nbytes for each in whole])

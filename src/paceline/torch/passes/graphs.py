@@ -15,16 +15,23 @@ from types import FrameType
 import torch
 from torch.utils import _pytree as pytree
 
+from paceline.torch.model.compiling import refuse_compiled_autograd
+
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:
     """All tensors in tuples, lists, dicts, dataclasses and what is registered with torch's pytree."""
-    leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
-    for leaf in leaves:
+    return iter([output]) if isinstance(output, torch.Tensor) else _tensors_within(output, set())
+
+
+def _tensors_within(output: object, entered: set[int]) -> Iterator[torch.Tensor]:
+    """The same, without dataclasses that have been entered: they may refer to themselves."""
+    for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
+        elif is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in entered:
+            entered.add(id(leaf))
             for field in fields(leaf):
-                yield from tensors_in(getattr(leaf, field.name, None))
+                yield from _tensors_within(getattr(leaf, field.name, None), entered)
 
 
 class RunningCall(Enum):
@@ -41,7 +48,12 @@ class RunningCall(Enum):
 
 
 def running_call() -> RunningCall:
-    """The innermost call of autograd on this thread's stack; or the one that waits for this thread."""
+    """The innermost call of autograd on this thread's stack; or the one that waits for this thread.
+
+    Raises:
+        ConfigError: What runs is no graph of autograd's, but a program that torch has compiled of it.
+    """
+    refuse_compiled_autograd()
     found = _innermost_call(sys._getframe(1))
     if found is not None:
         return found
