@@ -61,6 +61,25 @@ def test_a_rank_may_look_at_its_own_outputs_in_between(rank: int) -> None:
 
 
 @ranks(2, group="gloo")
+def test_a_backward_of_some_parameters_is_averaged_as_its_forward_asks(rank: int) -> None:
+    ddp = DistributedDataParallel(Scale())
+    x = torch.tensor(1.0 + rank)
+    for _ in range(2):
+        ddp.zero_grad()
+        loss = ddp(x)
+        with ddp.no_sync():
+            ddp(x).detach()
+        loss.backward(inputs=list(ddp.parameters()))
+        assert_close(ddp.module.a.grad, torch.tensor([1.5]))
+        with ddp.no_sync():
+            loss = ddp(x)
+        (other,) = torch.autograd.grad(ddp(x), ddp.module.a)
+        assert_close(other, torch.tensor([1.0 + rank]))
+        loss.backward(inputs=[ddp.module.a])  # type: ignore[no-untyped-call]
+        assert_close(ddp.module.a.grad, torch.tensor([2.5 + rank]))
+
+
+@ranks(2, group="gloo")
 def test_what_a_trainer_prepares_is_averaged_whatever_its_forward_was(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     with ddp.no_sync():

@@ -133,7 +133,8 @@ class PaddleAutograd:
                 if not state.is_syncing:  # a pass ends by itself
                     graphs.at_end(EndOfBackward(state.unfollow, state.unfollow))
             if not state.is_syncing:
-                self.weights.watch_local()
+                if self.weights.is_used:
+                    self.weights.watch_local()
             elif calls.depth and self.has_ended:
                 raise ConfigError(
                     "The outputs of this backward are older than the last init_reducer().",

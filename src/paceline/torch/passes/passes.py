@@ -195,7 +195,7 @@ class TorchAutograd:
     @untraced
     def _on_output_gradient(self, graph: Graph) -> None:
         state = self._state
-        if state.is_other(graph) and running_call() is RunningCall.BACKWARD:
+        if state.is_other(graph) and running_call() is not RunningCall.GRAD:
             state.follow(graph)
             if not state.is_syncing:  # a pass ends by itself
                 end = EndOfBackward(state.unfollow, state.unfollow)
