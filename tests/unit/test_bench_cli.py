@@ -29,7 +29,7 @@ def test_arguments_are_read():
     [
         (("all_reduce", "--ranks", "1"), "at least 2"),
         (("all_reduce", "--rounds", "x"), "at least 1"),
-        (("all_reduce", "--sizes", "16KB"), "'16KB' is no size"),
+        (("all_reduce", "--sizes", "16K"), "'16K' is no size"),
         (("killed", "--resident", "-1"), "at least 0"),
         (("data", "--length", "10"), "at least 1000"),
         (("trace", "--sample-s", "0"), "'0' is not a number of seconds"),

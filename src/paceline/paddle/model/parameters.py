@@ -146,7 +146,11 @@ class ManagedTensors:
     def current_buffers(self) -> dict[str, paddle.Tensor]:
         """The buffers and running statistics that the layer has now: layers may replace theirs."""
         now = dict(self._layer.named_buffers()) | dict(self._layer.named_parameters())
-        return {name: now[name] for name in self.buffers if _can_be_copied(now.get(name))}
+        return {
+            name: buffer
+            for name, known in self.buffers.items()
+            if (buffer := now.get(name)) is known or _can_be_copied(buffer)
+        }
 
     def check_trainable(self) -> None:
         """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""
