@@ -5,9 +5,9 @@
 // unpack() alone know how the word is made:
 //
 //   bits 28-31, kind     bits 0-27
-//   0  a count           number of forwards without a backward
+//   0  a count           number of forwards
 //   1  frozen            digest of the idle parameters (14), forwards (14)
-//   2  static graph      the same number
+//   2  static graph      number of forwards
 //   3  graph changed     0
 //   4  twice             index of the parameter
 //   6  refused           index of the parameter

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
@@ -91,3 +92,79 @@ def test_what_a_trainer_prepares_is_averaged_whatever_its_forward_was(rank: int)
         loss = ddp(torch.tensor(1.0 + rank))
     loss.backward()
     assert_close(ddp.module.a.grad, torch.tensor([1.5 + 1.0 + rank]))
+    with ddp.no_sync():
+        loss = ddp(torch.tensor(1.0 + rank))
+    ddp.reducer.prepare_for_backward([])
+    with ddp.no_sync():
+        pass  # somebody's empty loop
+    ddp.zero_grad()
+    loss.backward()
+    assert_close(ddp.module.a.grad, torch.tensor([1.5]))
+
+
+class Hidden:
+    """An output in which no tensor is found."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Hiding(Scale):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Hidden(super().forward(x))
+
+
+@ranks(2, group="gloo")
+def test_a_backward_that_comes_to_no_known_output_is_averaged_if_any_is_due(rank: int) -> None:
+    """As with torch, whose hooks wait for gradients from the forward on."""
+    for is_looked_at in (True, rank == 0):  # by all, and by one rank alone
+        for net in (Hiding(), Scale()):
+            ddp = DistributedDataParallel(net)
+            for _ in range(2):
+                ddp.zero_grad()
+                loss = ddp(torch.tensor(1.0 + rank))
+                if is_looked_at:
+                    with ddp.no_sync():
+                        ddp(torch.tensor(7.0))
+                if isinstance(loss, Hidden):
+                    loss.tensor.backward()
+                    assert_close(net.a.grad, torch.tensor([1.5]))
+                else:  # of parameters alone, for a batch that is of no use
+                    sum(p.sum() for p in net.parameters()).backward()
+                    assert_close(net.a.grad, torch.ones(1))
+
+
+@ranks(2, group="gloo")
+def test_a_local_loss_that_lingers_keeps_no_hooks_of_a_wrapper_that_is_gone(rank: int) -> None:
+    net = Scale()
+    ddp = DistributedDataParallel(net)
+    with ddp.no_sync():
+        loss = ddp(torch.tensor(1.0))
+    loss.backward(retain_graph=True)
+    ddp(torch.tensor(1.0)).backward()
+    del ddp
+    if rank == 0:  # waits for nobody
+        net.zero_grad()
+        net(torch.tensor(3.0)).backward()
+        assert_close(net.a.grad, torch.tensor([3.0]))
+    assert loss.item() == 4.0
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@ranks(2, group="gloo")
+def test_what_a_checkpoint_repeats_is_averaged_as_what_it_stands_for(rank: int, use_reentrant: bool) -> None:
+    ddp = DistributedDataParallel(Scale())
+    x = torch.tensor(1.0 + rank, requires_grad=True)
+    for _ in range(2):
+        ddp.zero_grad()
+        loss = checkpoint(ddp, x, use_reentrant=use_reentrant)
+        with ddp.no_sync():
+            ddp(x).detach()
+        loss.backward()
+        assert_close(ddp.module.a.grad, torch.tensor([1.5]))
+    if not use_reentrant:  # else the forward itself runs in backward, and no_sync() is over
+        with ddp.no_sync():
+            loss = checkpoint(ddp, x, use_reentrant=use_reentrant)
+        ddp.zero_grad()
+        loss.backward()
+        assert_close(ddp.module.a.grad, torch.tensor([1.0 + rank]))

@@ -260,21 +260,3 @@ def test_weights_that_begin_while_the_parameters_are_frozen(rank: int, path: str
         wrapped.weight((1.0, 3.0)[rank])
         output.sum().backward()
         assert_array_equal(parameter.grad.numpy(), [[3.0]])
-
-
-@pytest.mark.parametrize("path", ["memory", "group"])
-@ranks(2, group=None)
-def test_ranks_may_make_different_numbers_of_forwards_for_one_backward(rank, path):
-    """Episodes of different lengths, say. What counts is whether a backward has come to each."""
-    join_paddle(rank)
-    model = DataParallel(two_layers(), reduce_through=path)
-    for step in range(3):
-        model.clear_gradients()
-        losses = [model(paddle.ones([1, 4])).sum() for _ in range(1 + step + 2 * rank)]
-        paddle.stack(losses).sum().backward()
-        assert_allclose(model.parameters()[-1].grad.numpy(), 2.0 + step)
-    loss = model(paddle.ones([1, 4])).sum()
-    if rank == 1:
-        model(paddle.ones([1, 4]))  # and goes on without a backward
-    with pytest.raises(SkippedPassError, match="Rank 1 of 2 skipped"):
-        loss.backward()

@@ -67,7 +67,7 @@ def test_a_sum_that_overflows_blames_no_rank() -> None:
 def test_a_skipped_backward_names_the_odd_rank_out() -> None:
     error = skipped_error([PLAIN, PLAIN, PassStatus(2), PLAIN])
     assert str(error).startswith("Rank 2 of 4 skipped")
-    assert "rank 2: 2 forwards without" in str(error) and "ranks 0-1, 3: 1 forward without" in str(error)
+    assert "rank 2: 2 forwards since" in str(error) and "ranks 0-1, 3: 1 forward since" in str(error)
     assert error.ranks == (2,)
 
 

@@ -269,10 +269,10 @@ def graph_changed_error(
 
 
 def skipped_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
-    """Some ranks have made forwards since the last pass that no backward has come to, and others have not.
+    """Ranks did not make the same number of forwards before this backward.
 
     Args:
-        statuses: The statuses of the ranks, with the numbers of these.
+        statuses: The statuses of the ranks, with their forwards since the previous synchronised backward.
     """
     world_size = len(statuses)
     interrupted = [rank for rank, status in enumerate(statuses) if status.interrupted]
@@ -287,7 +287,7 @@ def skipped_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
         f"{_of_world(odd, world_size).capitalize()} skipped a forward or a backward that others made.",
         where="the end of backward; the gradients of this pass are of no use, on any rank",
         seen="\n".join(
-            f"{format_ranks(ranks)}: {_counted(count, 'forward')} without a backward"
+            f"{format_ranks(ranks)}: {_counted(count, 'forward')} since the last backward"
             for count, ranks in sorted(counts.items())
         ),
         likely="a `continue` between forward and backward, on some ranks only"

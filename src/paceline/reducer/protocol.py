@@ -29,7 +29,7 @@ class Outcome(IntFlag):
     NONFINITE = _core.OUTCOMES["nonfinite"]
     """Some rank's gradients hold an infinity or a NaN."""
     SKIPPED = _core.OUTCOMES["skipped"]
-    """Ranks made different numbers of forwards without a backward, or an exception broke it off."""
+    """Ranks made different numbers of forwards before this backward, or an exception broke it off."""
     FINISHED = _core.OUTCOMES["finished"]
     """Some rank has no more data."""
     OVERFLOWED = _core.OUTCOMES["overflowed"]

@@ -328,6 +328,7 @@ class DataParallel(WrappedModel, PaddleNames):
             return self._run(inputs, kwargs)
         if calls.depth:  # recompute runs the model again, then backward
             output = self._run(inputs, kwargs)
+            self._passes.state.is_forward_averaged = self.require_backward_grad_sync
             self._passes.watch(output)
             return output
         self._tensors.check_unchanged()

@@ -8,7 +8,7 @@ are, so that the inner backwards of recompute and PyLayer are told from the user
 the end of the user's happens after it, where an exception reaches the user as it is. (Paddle's own hook at
 the end of a backward turns every exception into a SystemError, and fires early where backwards nest.)
 
-`reducer.graphs` keeps what belongs to the graph of a forward.
+`reducer.passes.graphs` keeps what belongs to the graph of a forward.
 """
 
 from __future__ import annotations

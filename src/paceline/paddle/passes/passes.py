@@ -102,8 +102,8 @@ class PaddleAutograd:
         self._gradients.count_all()
 
     def watch(self, output: object) -> None:
-        state = self._state
-        graph = state.watch(state.graphs.add(self._on_output_gradient, is_averaged=state.is_syncing))
+        is_averaged = self._state.is_forward_averaged
+        graph = self._state.graphs.add(self._on_output_gradient, is_averaged=is_averaged)
         begins_at_outputs = not may_hide_tensors(output)
         for tensor in tensors_in(output):
             if tensor.stop_gradient:
@@ -142,7 +142,7 @@ class PaddleAutograd:
                     hint="call init_reducer() between a backward and the next forward",
                 )
             elif calls.depth:
-                state.reach(graph)
+                state.graphs.begin(graph)
                 if not state.is_armed:
                     state.arm()
         except BaseException as error:

@@ -215,7 +215,7 @@ class Flight(ABC):
     Attributes:
         bucket: The same.
         number: The pass in which it is under way.
-        is_one_round: See `paceline.reducer.hosts.Route`.
+        is_one_round: See `paceline.reducer.between_hosts.routes.Route`.
         has_report: Whether the reports of a pass travel beside it.
     """
 

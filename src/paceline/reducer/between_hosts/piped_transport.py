@@ -57,7 +57,7 @@ _Item = TypeVar("_Item")
 
 
 class PipedTransfer:
-    """A message on its way; see `paceline.reducer.hosts.Transfer`."""
+    """A message on its way; see `paceline.reducer.between_hosts.wire.Transfer`."""
 
     __slots__ = ("__weakref__", "_error", "_is_done", "message")
 
@@ -161,7 +161,7 @@ class Pipes:
 
 
 class PipedTransport:
-    """One model's messages through `Pipes`; a `paceline.reducer.hosts.HostsTransport`.
+    """One model's messages through `Pipes`; a `paceline.reducer.between_hosts.wire.HostsTransport`.
 
     Args:
         pipes: The connections, which other models may use too.

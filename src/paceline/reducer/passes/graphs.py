@@ -24,17 +24,13 @@ class Graph:
     Args:
         on_gradient: Called with this graph when an output has got its gradient.
         is_averaged: Whether a backward through it is; not, if its forward ran in no_sync().
-
-    Attributes:
-        awaited_in: The pass in whose number of forwards without a backward this one is; -1: in none.
     """
 
-    __slots__ = ("__weakref__", "_on_gradient", "awaited_in", "is_averaged")
+    __slots__ = ("__weakref__", "_on_gradient", "is_averaged")
 
     def __init__(self, on_gradient: Callable[[Graph], None], *, is_averaged: bool) -> None:
         self._on_gradient = on_gradient
         self.is_averaged = is_averaged
-        self.awaited_in = -1
 
     def hook(self, _: object) -> None:
         """The hook of each output."""
@@ -63,7 +59,8 @@ class Graphs:
     def add(self, on_gradient: Callable[[Graph], None], *, is_averaged: bool) -> Graph:
         """The graph of a new forward, open until a pass runs through it, or it is dropped."""
         graph = Graph(on_gradient, is_averaged=is_averaged)
-        self._open.add(weakref.ref(graph, self._forget))
+        if is_averaged:  # a local backward needs no hooks
+            self._open.add(weakref.ref(graph, self._forget))
         return graph
 
     def begin(self, graph: Graph) -> None:

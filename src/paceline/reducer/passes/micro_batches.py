@@ -130,7 +130,7 @@ class MicroBatchWeights(ABC):
         self._weight, self._once = given, None  # one that is given from now on is of the next backward
         total = self._total + given
         if self._count == 0:
-            # One without weight must not be part of what others are added to.
+            # A first micro-batch of weight 0 must leave nothing that others are added to.
             self._share = 1.0 if given or self._state.is_syncing else 0.0
         else:
             self._share = given / total if total else 0.0

@@ -327,10 +327,13 @@ class Passes(Generic[AnyAutograd]):
         if self._is_obstructed and is_syncing:
             self._check_scattering(is_training=is_training)
         self._begun_forwards += 1
-        state.expect(is_syncing)
+        in_backward = autograd.is_in_backward()
+        state.begin_forward(is_syncing, in_backward=in_backward)
         self.tell_forward(is_syncing=is_syncing, is_training=is_training)
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
-        state.count_forward(is_syncing and is_training)
+        # What a checkpoint repeats has been counted.
+        if is_syncing and is_training and not in_backward:
+            state.status.forwards += 1
         if recording.note is not None:
             self._log.records.begin_forward(self._pass_id, is_syncing, is_training, inputs, kwargs)
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
@@ -339,7 +342,7 @@ class Passes(Generic[AnyAutograd]):
         """Let the errors of other ranks tell that this one begins a forward. See `begin_forward`."""
         if self._set_activity is None:
             return
-        number = self.state.begun_forwards + (is_syncing and is_training)
+        number = self.state.status.forwards + (is_syncing and is_training)
         which = f"{number} " if number > 1 else ""
         self._set_activity(f"in forward {which}of pass {self._pass_id - self._log.before_first}", number)
 
@@ -350,19 +353,22 @@ class Passes(Generic[AnyAutograd]):
         Nor does a later backward of a forward that ran within it.
         """
         state = self.state
-        before, was_local, begun_before = state.is_syncing, state.is_local, self._begun_forwards
+        was_local, was_forced, before = state.is_local, state.is_forced, bool(state.is_syncing)
+        begun_before = self._begun_forwards
         state.expect(False)
         state.is_local = True
         try:
             yield
         finally:
             state.is_local = was_local
-            if self._begun_forwards == begun_before:
-                state.expect(before)
+            is_empty = self._begun_forwards == begun_before
+            if is_empty or state.is_due:
+                state.expect(before or state.is_due, is_forced=was_forced and is_empty)
 
     def sync_next_backward(self, is_syncing: bool = True) -> None:
         """The next backward synchronises, or does not, whatever its forward was to do."""
         self.state.expect(is_syncing, is_forced=True)
+        self.state.is_forward_averaged = is_syncing
 
     def _arm(self) -> None:
         """The first gradient of a backward has come.
@@ -392,7 +398,7 @@ class Passes(Generic[AnyAutograd]):
         interrupted = functools.partial(self._interrupt_if_current, self._armed)
         self.autograd.at_end(EndOfBackward(self._end_backward, interrupted))
         if self._set_activity is not None:
-            forwards = state.begun_forwards
+            forwards = state.status.forwards
             self._set_activity(f"in backward of pass {self._pass_id - self._log.before_first}", forwards)
         if recording.note is not None:
             self._log.records.begin_backward(self._pass_id)
@@ -498,7 +504,6 @@ class Passes(Generic[AnyAutograd]):
                 elif not state.status.finished:
                     self._left_over.hand_over(reducer)
                 status = state.status
-                state.end_backward()
                 told = self.notes.take(self._begun_forwards, bool(state.accumulated))
                 reducer.set_note(told, number)
                 allow_unused = config.allow_unused or status.frozen is not None

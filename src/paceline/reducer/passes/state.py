@@ -27,6 +27,9 @@ class PassState:
             backward within no_sync() be averaged. A backward that comes to the outputs of an earlier forward
             has it as that forward had, until it is over: see `follow`.
         is_local: Whether this is within no_sync().
+        is_due: Whether a forward whose backward is to be averaged was made since the last pass. Then a
+            backward that comes to no known output is taken for one to be averaged.
+        is_forward_averaged: Whether the backward of the forward under way is to be.
         is_forced: Whether the next backward is averaged or not whatever its forward was to do.
         is_armed: Whether a pass is under way, so that the end of this backward ends it.
         is_interrupted: Whether an exception has ended the backward of the last pass, of which the other ranks
@@ -40,25 +43,23 @@ class PassState:
         rank_weight: The weight of this rank in the pass under way, or the last one.
         arm: Begins a pass; hooks call it at the first gradient of a backward.
         graphs: The graphs of forwards whose backward is still to come.
-        begun_forwards: Forwards since the last pass that all ranks make.
-        status: What the end of the pass tells all ranks: how many of these no backward has come to, and what
-            is wrong. A hook that raised instead would leave the others waiting.
+        status: What the end of the pass tells all ranks: the forwards since the last one, and what is wrong.
+            A hook that raised instead would leave the others waiting.
         refusal: Why the gradient of the parameter `status.refused` cannot be averaged.
         where: "rank 1 of 2", for errors.
     """
 
     __slots__ = (
-        "_has_reached",
-        "_is_counted",
-        "_number",
+        "_usual",
         "accumulated",
         "arm",
-        "begun_forwards",
         "ends_by_hand",
         "graphs",
         "handed",
         "is_armed",
+        "is_due",
         "is_forced",
+        "is_forward_averaged",
         "is_interrupted",
         "is_left_open",
         "is_local",
@@ -68,25 +69,21 @@ class PassState:
         "refusal",
         "staged",
         "status",
-        "usual",
         "where",
     )
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.where = f"rank {rank} of {world_size}"
         self.is_syncing = True
-        self.is_local = self.is_forced = False
-        self.usual: bool | None = None  # what `is_syncing` is after the backward that follows its forward
+        self.is_local = self.is_forced = self.is_due = False
+        self.is_forward_averaged = True
+        self._usual: bool | None = None  # what `is_syncing` is after the backward that follows its forward
         self.is_armed = False
         self.is_interrupted = False
         self.ends_by_hand = self.is_left_open = False
         self.handed = _core.HandedGradients()
         self.staged: list[int] = []
         self.accumulated: set[int] = set()
-        self.begun_forwards = 0
-        self._is_counted = False  # the forward under way is one of them
-        self._has_reached = False  # an output, in the backward of this pass
-        self._number = 0  # of the pass
         self.status = PassStatus()
         self.rank_weight = 1.0
         self.refusal: ConfigError | None = None
@@ -100,40 +97,22 @@ class PassState:
         Args:
             is_forced: Whatever it comes to.
         """
-        self.is_syncing, self.usual, self.is_forced = is_syncing, None, is_forced
+        self.is_syncing, self._usual, self.is_forced = is_syncing, None, is_forced
 
-    def count_forward(self, is_counted: bool) -> None:
-        """A forward begins; not counted are those that some rank may make alone."""
-        self._is_counted = is_counted
-        if is_counted:
-            self.begun_forwards += 1
-            self.status.forwards += 1
+    def begin_forward(self, is_averaged: bool, *, in_backward: bool) -> None:
+        """A forward begins.
 
-    def watch(self, graph: Graph) -> Graph:
-        """The graph of the forward under way; it is counted with this one, and not with others of it."""
-        if self._is_counted:
-            self._is_counted, graph.awaited_in = False, self._number
-        return graph
-
-    def reach(self, graph: Graph) -> None:
-        """The backward of a pass has come to this graph."""
-        self._has_reached = True
-        self.graphs.begin(graph)
-        if graph.awaited_in == self._number:
-            graph.awaited_in = -1
-            self.status.forwards -= 1
-
-    def end_backward(self) -> None:
-        """The backward of a pass is over; what it tells of forwards is known.
-
-        One that came to no output was made instead of that of the last forward: on a loss of parameters alone
-        where a batch is of no use, say. Or no tensor was found in the outputs.
+        Args:
+            is_averaged: Whether its backward is to be averaged.
+            in_backward: Whether a checkpoint repeats it there; the backward that runs may be another one's.
         """
-        if not self._has_reached and self.status.forwards:
-            self.status.forwards -= 1
+        self.is_forward_averaged = is_averaged
+        if not in_backward:
+            self.is_due = self.is_due or is_averaged
+            self.expect(self.is_due and not self.is_local)
 
     def is_other(self, graph: Graph) -> bool:
-        """Whether the backward that has come to this graph is averaged and taken for local, or vice versa."""
+        """Whether `is_syncing` is wrong for the backward that has come to this graph."""
         if self.is_armed or self.is_forced:
             return False
         return self.is_syncing != (graph.is_averaged and not self.is_local)
@@ -143,22 +122,19 @@ class PassState:
 
         Where a backward runs through several graphs it is averaged if any of them is, as in torch.
         """
-        if self.usual is None:
-            self.usual = self.is_syncing
+        if self._usual is None:
+            self._usual = self.is_syncing
         self.is_syncing = graph.is_averaged and not self.is_local
 
     def unfollow(self) -> None:
         """The backward is over that `follow` was called in; or there was none."""
-        if self.usual is not None:
-            self.is_syncing, self.usual = self.usual, None
+        if self._usual is not None:
+            self.is_syncing, self._usual = self._usual, None
 
     def begin_next(self) -> None:
         """Forget the pass that is over."""
         self.unfollow()
-        self._number += 1
-        self._has_reached = False
-        self.begun_forwards = 0
-        self.is_armed = self.is_interrupted = self.is_forced = False
+        self.is_armed = self.is_interrupted = self.is_forced = self.is_due = False
         self.handed.clear()
         self.staged.clear()
         self.accumulated.clear()

@@ -407,7 +407,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             passes.watch(output)
             if recording.note is not None:
                 passes.end_forward()
-                if recording.keeps_all and not passes.state.is_syncing:
+                if recording.keeps_all and not passes.state.is_forward_averaged:
                     passes.watch_local(output)
 
     def _passes_to_weigh(self) -> GradientPasses:

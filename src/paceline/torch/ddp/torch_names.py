@@ -367,7 +367,7 @@ class TorchNames(TorchDDP):
             warnings.warn("static_graph is True already, no need to set it again.", stacklevel=2)
             return
         passes = self._passes
-        forwards = 0 if passes is None else passes.state.begun_forwards
+        forwards = 0 if passes is None else passes.state.status.forwards
         if passes is not None and (passes.good_passes or forwards or passes.state.is_armed):
             raise ConfigError(
                 "_set_static_graph() should be called before training loop starts, and after wrapping.",

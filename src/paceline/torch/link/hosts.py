@@ -1,9 +1,10 @@
 """The connections between hosts through Gloo groups of torch: two for each place in a host.
 
-A `paceline.reducer.hosts.HostsTransport`. Gloo is in every wheel of torch, its messages pair by tags, and its
-own thread moves them, so that they travel while Python computes. A group of our own, and not the user's: its
-calls and tags are ours alone, and when it has to be ended the user's goes on. It is not registered with torch
-as `new_group` would: names of those depend on how many groups a rank is in, and they never end.
+A `HostsTransport` of `paceline.reducer.between_hosts`. Gloo is in every wheel of torch, its messages pair by
+tags, and its own thread moves them, so that they travel while Python computes. A group of our own, and not
+the user's: its calls and tags are ours alone, and when it has to be ended the user's goes on. It is not
+registered with torch as `new_group` would: names of those depend on how many groups a rank is in, and they
+never end.
 
 Two, so that each connection carries one direction. Gloo's thread can't read from a connection while
 another thread writes to it: it asks the kernel in a loop until that thread has done. docs/design/hosts.md has
@@ -132,7 +133,7 @@ def connect_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -
 
 
 class GlooTransport:
-    """See `paceline.reducer.hosts.HostsTransport`.
+    """See `paceline.reducer.between_hosts.wire.HostsTransport`.
 
     Args:
         upwards: A ProcessGroupGloo of this rank and its partners, by number of their host, for messages to a

@@ -342,10 +342,11 @@ def describe_tensor(name: str, tensor: torch.Tensor, *, requires_grad: bool | No
 
 
 def is_running_statistic(owner: nn.Module, key: str) -> bool:
-    """Whether a buffer is one of a batch norm, or an instance norm, and so never makes a graph useless.
+    """Whether a buffer is one of a batch norm, or an instance norm.
 
-    While it is trained, the layer saves these buffers and does not read them in backward. It writes to them
-    in each forward, without a new version either.
+    While it is trained, the layer saves these buffers and does not read them in backward: no graph becomes
+    useless. It writes to them in each forward, without a new version either. In evaluation mode it reads
+    them, and usually no forward in training mode has changed them meanwhile.
     """
     if key not in _STATISTICS:
         return False

@@ -1,6 +1,6 @@
 """Autograd's graph, as far as passes ask: the tensors that a forward returned, and whose call runs a hook.
 
-`reducer.graphs` keeps what belongs to the graph of a forward.
+`reducer.passes.graphs` keeps what belongs to the graph of a forward.
 """
 
 from __future__ import annotations

@@ -174,10 +174,10 @@ class TorchAutograd:
             self._buffers.hook.before_forward(self._tensors.current_buffers())
 
     def watch(self, output: object) -> None:
-        if self._buffers.hook is not None and self._state.is_syncing:
+        if self._buffers.hook is not None and self._state.is_forward_averaged:
             self._buffers.hook.after_forward(self._tensors.current_buffers())
-        state = self._state
-        graph = state.watch(state.graphs.add(self._on_output_gradient, is_averaged=state.is_syncing))
+        is_averaged = self._state.is_forward_averaged
+        graph = self._state.graphs.add(self._on_output_gradient, is_averaged=is_averaged)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(graph.hook)  # type: ignore[no-untyped-call]
@@ -208,7 +208,7 @@ class TorchAutograd:
             return
         call = RunningCall.BACKWARD if state.is_armed else running_call()
         if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):
-            state.reach(graph)
+            state.graphs.begin(graph)
         if call is RunningCall.BACKWARD and not state.is_armed:
             state.arm()
 
