@@ -22,6 +22,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "tutorials"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 _NUMBER = re.compile(r"-?\b\d[\d.]*(e[+-]?\d+)?\b")
+_ON_OTHER_HOSTS = re.compile(r"^paceline: host \S+ has waited .*\n?", re.M)
 _ON_A_SLOW_RANK = re.compile(r"^paceline: rank .* was waited for in .*\n", re.M)
 _WITHIN_S = 300.0
 
@@ -98,9 +99,11 @@ def run(step: Step, folder: Path) -> list[str]:
 def words_of(output: str) -> Counter[str]:
     """The lines of an output without numbers and without their order, which differs from run to run.
 
-    Which rank was slow, and whether any was, depends on what else the machine does.
+    Which rank was slow, whether any was, and whether the hosts met within 10 s, depends on what else the
+    machine does.
     """
     output = _ON_A_SLOW_RANK.sub("", output)
+    output = _ON_OTHER_HOSTS.sub("", output)
     output = re.sub(r"`paceline trace \w+`", "`paceline trace #`", output)
     return Counter(_NUMBER.sub("#", line.rstrip()) for line in output.splitlines() if line.strip())
 
