@@ -236,7 +236,7 @@ def test_paceline_run_says_nothing_of_other_hosts_where_ranks_fail_at_once(
     outputs = [launcher.communicate(timeout=WITHIN_S)[0] for launcher in launchers]
     for launcher, output in zip(launchers, outputs, strict=True):
         assert launcher.returncode == 1, output
-        assert "for the other hosts" not in output, output
+        assert "started no rank" not in output, output
 
 
 def test_paceline_run_refuses_a_name_that_stands_for_nothing(hosts: Hosts) -> None:

@@ -180,8 +180,10 @@ class _Meeting:
             _say(f"paceline: {self._waited()} at --rdzv {rdzv} for the other hosts of --nnodes {nnodes}")
 
     def end(self, status: int) -> None:
-        """The agent has ended: say what that means, if it was before there was any rank."""
-        if self._is_over or status == 0:
+        """The agent has ended: say what that means, if it has given up before there was any rank."""
+        # One that has seen a rank fail at once ends as early as it likes.
+        has_given_up = time.monotonic() - self._began_s >= self._elastic.timeout_s
+        if self._is_over or status == 0 or not has_given_up:
             return
         nnodes, rdzv = self._elastic.nnodes, self._elastic.rdzv
         _say(
