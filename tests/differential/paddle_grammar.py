@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.device import paddle as device
+from tests.differential.orders import out_of_order
 from tests.differential.programs import Op, Program
 
 VIEWS = (
@@ -318,20 +319,7 @@ class _Writer:
         return [*ops, *self.plain(), *self.end()]
 
     def out_of_order(self) -> list[Op]:
-        """A forward in no_sync() between another one and its backward, or the other way round."""
-        if self.is_weighted:  # each backward in no_sync() needs a weight there
-            return self.accumulate()
-        rng = self.rng
-        ops = [self.forward("a"), self.forward("b", no_sync=True)]
-        rng.shuffle(ops)
-        backwards = [
-            [self.backward("a")],  # the other one was for a log
-            [self.backward("b"), self.backward("a")],
-            [self.backward("b", no_sync=True), self.backward("a")],
-            [self.backward("a"), self.backward("b"), *self.plain()],
-            [self.backward("a", "b")],
-        ]
-        return [*self.clear(sure=True), *ops, *rng.choice(backwards), *self.end()]
+        return out_of_order(self)
 
     def two_losses(self) -> list[Op]:
         ops = [*self.clear(sure=True), self.forward("a"), self.forward("b")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_FACTORS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_FACTORS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 
 
 def parse_size(text: str) -> int:

@@ -165,13 +165,18 @@ def make_error(facts: Facts) -> PacelineError:
 def describe_slow(facts: Facts) -> str:
     """A warning's text: whom this rank has been waiting for."""
     facts = renumbered(facts)
-    late = format_ranks(facts["late"]) if facts["late"] else "its partners on other hosts"
-    if not facts["late"] and facts["ranks"][facts["rank"]]["waits_in"] != "host_sums":
-        late = "something of which no rank is known to be late"
     return (
         f"rank {facts['rank']} of {facts['world_size']} has waited {facts['waited_s']:.1f} s for "
-        f"{late} in group {facts['group']!r}, {_doing(facts)}\n{describe_late(facts)}"
+        f"{_awaited(facts)} in group {facts['group']!r}, {_doing(facts)}\n{describe_late(facts)}"
     )
+
+
+def _awaited(facts: Facts) -> str:
+    if facts["late"]:
+        return format_ranks(facts["late"])
+    if facts["ranks"][facts["rank"]]["waits_in"] == "host_sums":
+        return "its partners on other hosts"
+    return "something of which no rank is known to be late"
 
 
 def _doing(facts: Facts) -> str:

@@ -161,23 +161,24 @@ def descendants(ancestor: int) -> list[int]:
 
 def has_had_children(pid: int) -> bool:
     """Whether a process, which may have ended, has waited for a child that used 10 ms of a processor."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except OSError:
-        return False
-    return int(fields[13]) + int(fields[14]) > 0  # cutime and cstime, see proc_pid_stat(5)
+    fields = _stat_of(pid)
+    return bool(fields) and int(fields[13]) + int(fields[14]) > 0  # cutime and cstime
 
 
 def _live_parent(pid: str) -> int | None:
     """The parent of a process that has not ended; None for a zombie."""
+    fields = _stat_of(pid)
+    return None if not fields or fields[0] in (b"Z", b"X") else int(fields[1])
+
+
+def _stat_of(pid: int | str) -> list[bytes]:
+    """What the kernel tells of a process, from its state on; empty: it is gone. See proc_pid_stat(5)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name in brackets may itself hold brackets and spaces.
-            state, parent = file.read().rpartition(b")")[2].split()[:2]
-    except (OSError, ValueError):
-        return None
-    return None if state in (b"Z", b"X") else int(parent)
+            return file.read().rpartition(b")")[2].split()
+    except OSError:
+        return []
 
 
 def describe(pid: int) -> str:

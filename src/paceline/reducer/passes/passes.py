@@ -314,11 +314,12 @@ class Passes(Generic[AnyAutograd]):
             ConfigError: The last pass has been left open.
         """
         state, autograd = self.state, self.autograd
-        if self._sharing_version != registry.version and not autograd.is_in_backward():
+        in_backward = autograd.is_in_backward()
+        if self._sharing_version != registry.version and not in_backward:
             self.refresh_sharing()
         state.check_process()
         has_weights = self.micro_batches.is_used
-        if (state.is_armed or state.is_interrupted or has_weights) and not autograd.is_in_backward():
+        if (state.is_armed or state.is_interrupted or has_weights) and not in_backward:
             self._tell_if_interrupted()
             if has_weights:
                 if self.micro_batches.awaits_end:  # of a backward in no_sync()
@@ -327,7 +328,6 @@ class Passes(Generic[AnyAutograd]):
         if self._is_obstructed and is_syncing:
             self._check_scattering(is_training=is_training)
         self._begun_forwards += 1
-        in_backward = autograd.is_in_backward()
         state.begin_forward(is_syncing, in_backward=in_backward)
         self.tell_forward(is_syncing=is_syncing, is_training=is_training)
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
