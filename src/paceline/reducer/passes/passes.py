@@ -314,10 +314,10 @@ class Passes(Generic[AnyAutograd]):
             ConfigError: The last pass has been left open.
         """
         state, autograd = self.state, self.autograd
+        state.check_process()
         in_backward = autograd.is_in_backward()
         if self._sharing_version != registry.version and not in_backward:
             self.refresh_sharing()
-        state.check_process()
         has_weights = self.micro_batches.is_used
         if (state.is_armed or state.is_interrupted or has_weights) and not in_backward:
             self._tell_if_interrupted()
