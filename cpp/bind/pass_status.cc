@@ -3,10 +3,12 @@
 #include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bind/bindings.h"
 
@@ -17,6 +19,8 @@ namespace nb = nanobind;
 
 std::string describe(const PassStatus& status) {
   std::string text = "PassStatus(" + std::to_string(status.forwards);
+  if (status.reached != 0)
+    text += ", reached=" + std::to_string(status.reached);
   const auto index = [&](const char* name, std::optional<uint32_t> value) {
     if (value) text += std::string(", ") + name + "=" + std::to_string(*value);
   };
@@ -33,6 +37,13 @@ std::string describe(const PassStatus& status) {
   return text + ")";
 }
 
+bool agree(const std::vector<uint64_t>& words) {
+  uint32_t differs = PassStatus::kNone;
+  for (const uint64_t word : words)
+    differs |= PassStatus::difference(words.front(), word);
+  return differs != PassStatus::kInBoth;
+}
+
 }  // namespace
 
 void bind_pass_status(nb::module_& m) {
@@ -42,10 +53,11 @@ void bind_pass_status(nb::module_& m) {
   nb::class_<PassStatus>(m, "PassStatus")
       .def(
           "__init__",
-          [](PassStatus* self, uint32_t forwards, Index refused, Index twice,
-             Index frozen, bool graph_changed, bool static_graph, bool finished,
-             bool interrupted) {
+          [](PassStatus* self, uint32_t forwards, uint32_t reached,
+             Index refused, Index twice, Index frozen, bool graph_changed,
+             bool static_graph, bool finished, bool interrupted) {
             new (self) PassStatus(forwards);
+            self->reached = reached;
             self->refused = refused;
             self->twice = twice;
             self->frozen = frozen;
@@ -54,12 +66,14 @@ void bind_pass_status(nb::module_& m) {
             self->finished = finished;
             self->interrupted = interrupted;
           },
-          "forwards"_a = 0, nb::kw_only(), "refused"_a = nb::none(),
-          "twice"_a = nb::none(), "frozen"_a = nb::none(),
-          "graph_changed"_a = false, "static_graph"_a = false,
-          "finished"_a = false, "interrupted"_a = false)
+          "forwards"_a = 0, nb::kw_only(), "reached"_a = 0,
+          "refused"_a = nb::none(), "twice"_a = nb::none(),
+          "frozen"_a = nb::none(), "graph_changed"_a = false,
+          "static_graph"_a = false, "finished"_a = false,
+          "interrupted"_a = false)
       .def(nb::init_implicit<uint32_t>())
       .def_rw("forwards", &PassStatus::forwards)
+      .def_rw("reached", &PassStatus::reached)
       .def_rw("refused", &PassStatus::refused, may_be_none)
       .def_rw("twice", &PassStatus::twice, may_be_none)
       .def_rw("frozen", &PassStatus::frozen, may_be_none)
@@ -72,6 +86,8 @@ void bind_pass_status(nb::module_& m) {
       .def("begin_next", &PassStatus::begin_next)
       .def("pack", &PassStatus::pack)
       .def_static("unpack", &PassStatus::unpack, "word"_a)
+      .def_static("agree", &agree, "words"_a,
+                  "Whether ranks that have data and tell these words agree.")
       .def(nb::self == nb::self)
       .def("__repr__", &describe);
 }

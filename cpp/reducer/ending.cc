@@ -56,12 +56,14 @@ uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
   in_pass_ = false;
   leave();
   finished_passes_ = pass_;
+  constexpr uint32_t kBoth = kPassForwardsDiffer | kPassLeftDiffer;
+  if ((verdict & kBoth) != kBoth) verdict &= ~kBoth;
   // Not by what this rank allows: one without data has nothing to allow.
   if ((verdict & kPassUnusedRefused) != 0 && allow_nobodys && is_unused_alike())
     verdict ^= kPassUnused | kPassUnusedRefused | kPassNobodys;
   const bool is_reduced =
       (verdict & (kPassForwardsDiffer | kPassUnusedRefused)) == 0;
-  verdict &= ~kPassUnusedRefused;
+  verdict &= ~(kPassUnusedRefused | kPassLeftDiffer);
   if (!is_reduced) {
     restart_without_reduction();
     return verdict;
@@ -157,16 +159,18 @@ uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
   PassHeader& own = header(session_.rank(), pass_);
   own.status = status.pack();
   uint64_t first = 0;
-  const uint64_t mine = uint64_t{own.status} + 1;
+  const uint64_t mine = own.status + 1;
+  uint32_t difference = PassStatus::kNone;
   if (status.finished) {
     flags |= kPassFinished;
   } else if (status.interrupted) {
-    flags |= kPassForwardsDiffer;
+    difference = PassStatus::kInBoth;
   } else if (!shared.status.compare_exchange_strong(
-                 first, mine, std::memory_order_relaxed) &&
-             first != mine) {
-    flags |= kPassForwardsDiffer;
+                 first, mine, std::memory_order_relaxed)) {
+    difference = PassStatus::difference(first - 1, own.status);
   }
+  if ((difference & PassStatus::kInForwards) != 0) flags |= kPassForwardsDiffer;
+  if ((difference & PassStatus::kInLeft) != 0) flags |= kPassLeftDiffer;
   if (!status.is_plain() && !status.finished) flags |= kPassTold;
   own.note = note_;
   own.ended_ns = now_ns();

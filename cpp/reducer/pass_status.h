@@ -1,17 +1,17 @@
 // What a rank tells the others of its pass when its backward ends.
 //
-// It travels as one 32-bit word: in shared memory, where the reducer puts it,
-// and in the messages that Python sends through process groups. pack() and
-// unpack() alone know how the word is made:
+// It travels as one 64-bit word: in shared memory, where the reducer puts it,
+// and in the messages that Python sends through process groups. pack(),
+// unpack() and difference() alone know how the word is made:
 //
-//   bits 28-31, kind     bits 0-27
-//   0  a count           number of forwards
-//   1  frozen            digest of the idle parameters (14), forwards (14)
-//   2  static graph      number of forwards
+//   bits 60-62, kind     bits 0-59, from the highest to the lowest
+//   0  counts            forwards left (20), forwards (20)
+//   1  frozen            digest of the idle parameters (20), the same
+//   2  static graph      the same as 0
 //   3  graph changed     0
 //   4  twice             index of the parameter
 //   6  refused           index of the parameter
-//   7  ended             2^28 - 2: finished; 2^28 - 1: interrupted
+//   7  ended             2^60 - 2: finished; 2^60 - 1: interrupted
 #pragma once
 
 #include <cstdint>
@@ -20,9 +20,13 @@
 namespace paceline {
 
 /// Ranks whose words are equal agree; one without data agrees with all others,
-/// one whose backward was broken off with none, nor with its like.
+/// one whose backward was broken off with none, nor with its like. Two that
+/// tell counts agree if one of the two is the same: a rank that skipped a
+/// backward has made more forwards than others, and has left one more of them.
+/// Where only the forwards differ, some ranks have made longer episodes; where
+/// only those differ that are left, some have not used an output.
 struct PassStatus {
-  // Not explicit: a number of forwards alone is the usual status.
+  // Not explicit: a number of forwards alone, all of them left, says the least.
   constexpr PassStatus(uint32_t count = 0) : forwards(count) {}  // NOLINT
 
   static constexpr PassStatus without_data() {
@@ -39,6 +43,8 @@ struct PassStatus {
 
   /// Since the last synchronised pass.
   uint32_t forwards = 0;
+  /// How many of them this backward has come to; it has left the others.
+  uint32_t reached = 0;
   /// A parameter whose gradient cannot be averaged.
   std::optional<uint32_t> refused = {};
   /// A parameter whose gradient came again after it had been handed over.
@@ -57,11 +63,11 @@ struct PassStatus {
 
   constexpr bool operator==(const PassStatus&) const = default;
 
-  /// Whether it tells a number of forwards, alone or with something else.
+  /// Whether it tells counts of forwards, alone or with something else.
   constexpr bool is_count() const {
     return !refused && !twice && !graph_changed && !finished && !interrupted;
   }
-  /// Whether it tells a number of forwards and nothing else.
+  /// Whether it tells counts of forwards and nothing else.
   constexpr bool is_plain() const {
     return is_count() && !static_graph && !frozen;
   }
@@ -75,51 +81,71 @@ struct PassStatus {
 
   /// Encodes the status as one word. If there are several things to tell, the
   /// word tells the one that matters most.
-  constexpr uint32_t pack() const {
+  constexpr uint64_t pack() const {
     if (interrupted) return kInterrupted;
     if (finished) return kFinished;
     if (refused) return word(Kind::kRefused, *refused);
     if (twice) return word(Kind::kTwice, *twice);
     if (graph_changed) return word(Kind::kGraphChanged, 0);
-    if (static_graph) return word(Kind::kStaticGraph, forwards);
-    if (!frozen) return forwards;
-    const uint32_t digest = *frozen & kLow;
-    return word(Kind::kFrozen, digest << kLowBits | (forwards & kLow));
+    const uint64_t counts = low(forwards) | low(forwards - reached)
+                                                << kCountBits;
+    if (static_graph) return word(Kind::kStaticGraph, counts);
+    if (!frozen) return counts;
+    return word(Kind::kFrozen, low(*frozen) << 2 * kCountBits | counts);
   }
 
-  static constexpr PassStatus unpack(uint32_t word) {
-    const uint32_t value = word & kValue;
+  static constexpr PassStatus unpack(uint64_t word) {
+    const uint64_t value = word & kValue;
     PassStatus status;
-    switch (static_cast<Kind>(word >> kValueBits)) {
+    switch (kind_of(word)) {
       case Kind::kFrozen:
-        status.frozen = value >> kLowBits;
-        status.forwards = value & kLow;
-        return status;
+        status.frozen = static_cast<uint32_t>(low(value >> 2 * kCountBits));
+        break;
       case Kind::kStaticGraph:
         status.static_graph = true;
-        status.forwards = value;
-        return status;
+        break;
       case Kind::kGraphChanged:
         status.graph_changed = true;
         return status;
       case Kind::kTwice:
-        status.twice = value;
+        status.twice = static_cast<uint32_t>(value);
         return status;
       case Kind::kRefused:
-        status.refused = value;
+        status.refused = static_cast<uint32_t>(value);
         return status;
       case Kind::kEnded:
         (word == kInterrupted ? status.interrupted : status.finished) = true;
         return status;
-      case Kind::kCount:
+      case Kind::kCounts:
         break;
     }
-    return {word};
+    status.forwards = static_cast<uint32_t>(low(value));
+    status.reached =
+        static_cast<uint32_t>(low(value) - low(value >> kCountBits));
+    return status;
+  }
+
+  /// What differs between two ranks, as bits. Ranks disagree if both do, in
+  /// whichever pairs of them; everything else than counts differs in both.
+  enum Difference : uint32_t {
+    kNone = 0,
+    kInForwards = 1,
+    kInLeft = 2,
+    kInBoth = kInForwards | kInLeft
+  };
+  static constexpr Difference difference(uint64_t one, uint64_t other) {
+    const uint64_t differs = one ^ other;
+    if (differs == 0) return kNone;
+    const bool is_in_counts =
+        differs >> 2 * kCountBits == 0 && kind_of(one) <= Kind::kStaticGraph;
+    if (!is_in_counts) return kInBoth;
+    if (low(differs) == 0) return kInLeft;
+    return low(differs >> kCountBits) == 0 ? kInForwards : kInBoth;
   }
 
  private:
   enum class Kind : uint32_t {
-    kCount = 0,
+    kCounts = 0,
     kFrozen = 1,
     kStaticGraph = 2,
     kGraphChanged = 3,
@@ -127,16 +153,21 @@ struct PassStatus {
     kRefused = 6,
     kEnded = 7,
   };
-  static constexpr uint32_t kValueBits = 28;
-  static constexpr uint32_t kValue = (uint32_t{1} << kValueBits) - 1;
-  static constexpr uint32_t kLowBits = kValueBits / 2;
-  static constexpr uint32_t kLow = (uint32_t{1} << kLowBits) - 1;
-  static constexpr uint32_t word(Kind kind, uint32_t value) {
-    return static_cast<uint32_t>(kind) << kValueBits | (value & kValue);
+  static constexpr uint32_t kValueBits = 60;
+  static constexpr uint64_t kValue = (uint64_t{1} << kValueBits) - 1;
+  static constexpr uint32_t kCountBits = kValueBits / 3;
+  static constexpr uint64_t low(uint64_t value) {
+    return value & ((uint64_t{1} << kCountBits) - 1);
   }
-  static constexpr uint32_t kFinished =
-      static_cast<uint32_t>(Kind::kEnded) << kValueBits | (kValue - 1);
-  static constexpr uint32_t kInterrupted = kFinished + 1;
+  static constexpr Kind kind_of(uint64_t word) {
+    return static_cast<Kind>(word >> kValueBits);
+  }
+  static constexpr uint64_t word(Kind kind, uint64_t value) {
+    return static_cast<uint64_t>(kind) << kValueBits | (value & kValue);
+  }
+  static constexpr uint64_t kFinished =
+      static_cast<uint64_t>(Kind::kEnded) << kValueBits | (kValue - 1);
+  static constexpr uint64_t kInterrupted = kFinished + 1;
 };
 
 }  // namespace paceline

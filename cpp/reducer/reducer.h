@@ -120,6 +120,7 @@ struct OwnedBytes {
 inline constexpr size_t kSegmentElements = 16384 / kSmaller;
 inline constexpr uint32_t kPassUnused = 1;
 inline constexpr uint32_t kPassNonFinite = 2;
+/// Ranks skipped a forward or a backward, by PassStatus::difference().
 inline constexpr uint32_t kPassForwardsDiffer = 4;
 inline constexpr uint32_t kPassFinished = 8;
 inline constexpr uint32_t kPassOverflow = 16;
@@ -132,8 +133,12 @@ inline constexpr uint32_t kPassNobodys = 64;
 /// A rank left parameters unused, and did not allow it. Ranks tell each other;
 /// callers are told kPassUnused.
 inline constexpr uint32_t kPassUnusedRefused = 128;
-/// Some rank tells more than its number of forwards; see PassStatus.
+/// Some rank tells more than its counts of forwards; see PassStatus.
 inline constexpr uint32_t kPassTold = 256;
+/// Ranks left different numbers of forwards without a backward. Ranks tell each
+/// other, as kPassForwardsDiffer does that they made different numbers of them;
+/// callers are told that one if it was both.
+inline constexpr uint32_t kPassLeftDiffer = 512;
 
 class Reducer final : OpenPass {
  public:
@@ -317,7 +322,7 @@ class Reducer final : OpenPass {
   struct alignas(kLinePairBytes) PassHeader {
     double weight;
     /// PassStatus::pack()
-    uint32_t status;
+    uint64_t status;
     uint32_t note;
     // Evidence for whoever waits: how far this rank has come, whether others
     // wait for a chunk in its hands, and how many of the chunks assigned to it

@@ -3,7 +3,7 @@
 tests/unit/test_core_stub.py compares this with the module.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
 ABI_VERSION: int
@@ -171,6 +171,7 @@ class HostGroup:
 
 class PassStatus:
     forwards: int
+    reached: int
     refused: int | None
     twice: int | None
     frozen: int | None
@@ -182,6 +183,7 @@ class PassStatus:
         self,
         forwards: int = 0,
         *,
+        reached: int = 0,
         refused: int | None = None,
         twice: int | None = None,
         frozen: int | None = None,
@@ -198,6 +200,8 @@ class PassStatus:
     def pack(self) -> int: ...
     @staticmethod
     def unpack(word: int) -> PassStatus: ...
+    @staticmethod
+    def agree(words: Sequence[int]) -> bool: ...
     def __eq__(self, other: object) -> bool: ...
 
 class Reducer:

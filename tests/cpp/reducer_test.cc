@@ -29,36 +29,40 @@ std::vector<size_t> random_order(std::mt19937& random) {
 }
 
 void run_passes(int ranks, size_t cap_bytes, int num_passes, double spin_us) {
-  run_group(
-      ranks,
-      [&](HostGroup& group) {
-        Model model(group, cap_bytes);
-        std::mt19937 own(17 + static_cast<unsigned>(group.rank()));
-        std::mt19937 shared(3);
-        for (int step = 0; step < num_passes; ++step) {
-          const unsigned kind = shared() % 6;  // 0: unused, 1: forwards differ
-          const bool is_odd = group.rank() == step % group.world();
-          std::vector<size_t> order = random_order(own);
-          if (kind == 0 && is_odd) order.pop_back();
-          for (const size_t parameter : order) {
-            if (own() % 8 == 0)
-              for (unsigned i = own() % 3000; i > 0; --i) cpu_relax();
-            model.mark(parameter, step);
-          }
-          const bool differs = kind == 1 && is_odd && group.world() > 1;
-          const uint32_t flags = model.reducer().finish(differs ? 2 : 1, false);
-          const uint32_t expected = kind == 0 ? kPassUnused
-                                    : kind == 1 && group.world() > 1
-                                        ? kPassForwardsDiffer
-                                        : 0;
-          CHECK_EQ(flags, expected);
-          if (flags == 0) model.check(step);
-          if (kind == 0)
-            CHECK_EQ(model.reducer().unused(step % group.world()).size(),
-                     size_t{1});
-        }
-      },
-      {.timeout_s = 60, .spin_us = spin_us});
+  run_group(ranks,
+            [&](HostGroup& group) {
+              Model model(group, cap_bytes);
+              std::mt19937 own(17 + static_cast<unsigned>(group.rank()));
+              std::mt19937 shared(3);
+              for (int step = 0; step < num_passes; ++step) {
+                // 0: unused, 1: a skipped backward, 2: a longer episode, 3: an output
+                // that one rank does not use
+                const unsigned kind = shared() % 6;
+                const bool is_odd = group.rank() == step % group.world();
+                std::vector<size_t> order = random_order(own);
+                if (kind == 0 && is_odd) order.pop_back();
+                for (const size_t parameter : order) {
+                  if (own() % 8 == 0)
+                    for (unsigned i = own() % 3000; i > 0; --i) cpu_relax();
+                  model.mark(parameter, step);
+                }
+                PassStatus status(is_odd && (kind == 1 || kind == 2) ? 2 : 1);
+                status.reached = is_odd && kind == 2   ? 2
+                                 : is_odd && kind == 3 ? 0
+                                                       : 1;
+                const uint32_t flags = model.reducer().finish(status, false);
+                const uint32_t expected = kind == 0 ? kPassUnused
+                                          : kind == 1 && group.world() > 1
+                                              ? kPassForwardsDiffer
+                                              : 0;
+                CHECK_EQ(flags, expected);
+                if (flags == 0) model.check(step);
+                if (kind == 0)
+                  CHECK_EQ(model.reducer().unused(step % group.world()).size(),
+                           size_t{1});
+              }
+            },
+            {.timeout_s = 60, .spin_us = spin_us});
 }
 
 TEST(passes_with_random_readiness) {

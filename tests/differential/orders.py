@@ -12,6 +12,7 @@ class Steps(Protocol):
     """What a grammar makes steps of."""
 
     rng: random.Random
+    ranks: int
     is_weighted: bool
 
     def forward(self, to: str = "loss", **arguments: Any) -> Op: ...
@@ -41,3 +42,17 @@ def out_of_order(steps: Steps) -> list[Op]:
         [steps.backward("a", "b")],
     ]
     return [*steps.clear(sure=True), *ops, *steps.rng.choice(backwards), *steps.end()]
+
+
+def of_episodes(steps: Steps) -> list[Op]:
+    """One rank makes more forwards for a backward than the others."""
+    if steps.is_weighted:  # as above
+        return steps.accumulate()
+    odd = [steps.rng.randrange(steps.ranks)]
+    ops = [steps.forward("a"), steps.forward("b", ranks=odd)]
+    names = ["a", "b"]
+    if steps.rng.random() < 0.3:
+        ops.append(steps.forward("c", ranks=odd))
+        names.append("c")
+    steps.rng.shuffle(ops)
+    return [*steps.clear(sure=True), *ops, steps.backward(*names), *steps.end()]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.device import paddle as device
-from tests.differential.orders import out_of_order
+from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program
 
 VIEWS = (
@@ -288,6 +288,7 @@ class _Writer:
             self.plain_step: 5,
             self.accumulate: 2,
             self.out_of_order: 0.8,
+            self.of_episodes: 0.6,
             self.two_losses: 1.5,
             self.retain: 0.7,
             self.failing: 1.2,
@@ -320,6 +321,9 @@ class _Writer:
 
     def out_of_order(self) -> list[Op]:
         return out_of_order(self)
+
+    def of_episodes(self) -> list[Op]:
+        return of_episodes(self)
 
     def two_losses(self) -> list[Op]:
         ops = [*self.clear(sure=True), self.forward("a"), self.forward("b")]

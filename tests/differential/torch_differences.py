@@ -37,10 +37,13 @@ KNOWN: list[tuple[str, str]] = [
 
 def incumbents_of(program: Program) -> list[str]:
     """The modes in which torch's own DDP runs it: none if it uses what only Paceline has."""
+    features = features_of(program, "")
     for _, op in numbered(program["ops"]):
         if op["op"] == "weight" or (op["op"] == "iterate" and op.get("how") != "join") or "nest" in op:
             return []
-    return ["torch unused" if "layer gate" in features_of(program, "") else "torch"]
+        if op["op"] == "forward" and "ranks" in op and "layer buffer" in features:
+            return []  # each forward of torch's broadcasts buffers, and waits for the other ranks
+    return ["torch unused" if "layer gate" in features else "torch"]
 
 
 def known_difference(program: Program, at: str) -> str | None:

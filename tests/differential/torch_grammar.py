@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests import accelerator
-from tests.differential.orders import out_of_order
+from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program, numbered
 
 VIEWS = ("plain", "unsqueeze", "view", "reshape", "t", "expand", "cat", "stack", "chunk", "select", "cut")
@@ -338,6 +338,7 @@ class _Writer:
             self.plain_step: 5,
             self.accumulate: 1.5,
             self.out_of_order: 0.8,
+            self.of_episodes: 0.6,
             self.two_losses: 1.5,
             self.retain: 0.7,
             self.failing: 1.2,
@@ -366,6 +367,9 @@ class _Writer:
 
     def out_of_order(self) -> list[Op]:
         return out_of_order(self)
+
+    def of_episodes(self) -> list[Op]:
+        return of_episodes(self)
 
     def two_losses(self) -> list[Op]:
         ops = [*self.clear(sure=True), self.forward("a"), self.forward("b")]

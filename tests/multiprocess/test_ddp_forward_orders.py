@@ -11,9 +11,18 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from paceline.errors import SkippedPassError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
-from tests.multiprocess.forward_orders import ORDERS, expected, run
+from tests.multiprocess.forward_orders import (
+    EPISODES,
+    ORDERS,
+    SKIPS,
+    expected,
+    expected_of,
+    run,
+    run_alone,
+)
 
 
 class Scale(nn.Module):
@@ -24,15 +33,20 @@ class Scale(nn.Module):
         self.a = nn.Parameter(torch.ones(1))
         self.b = nn.Parameter(torch.ones(3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *, raises: bool = False) -> torch.Tensor:
+        if raises:
+            raise MemoryError
         return self.a.sum() * x + self.b.sum() * x
 
 
-@pytest.mark.parametrize(
+OPTIONS = pytest.mark.parametrize(
     "options",
     [{}, {"gradient_as_bucket_view": True}, {"reduce_through": "group"}],
     ids=["pointers", "views", "group"],
 )
+
+
+@OPTIONS
 @ranks(2, group="gloo")
 def test_a_backward_is_averaged_as_its_forward_asks(rank: int, options: dict[str, Any]) -> None:
     for order in ORDERS:
@@ -45,6 +59,53 @@ def test_a_backward_is_averaged_as_its_forward_asks(rank: int, options: dict[str
         wanted = float(expected(order, 2)[rank])
         for parameter in ddp.parameters():
             assert_close(parameter.grad, torch.full_like(parameter, wanted), msg=f"{order}: {parameter.grad}")
+
+
+def run_one(ddp: DistributedDataParallel, order: str, rank: int) -> None:
+    def fail(value: float) -> None:
+        with pytest.raises(MemoryError):
+            ddp(torch.tensor(value), raises=True)
+
+    def backward(outputs: Sequence[torch.Tensor]) -> None:
+        torch.stack(list(outputs)).sum().backward()  # type: ignore[no-untyped-call]
+
+    run_alone(order, rank, lambda value: ddp(torch.tensor(value)), backward, fail)
+
+
+@OPTIONS
+@ranks(2, group="gloo")
+def test_ranks_may_make_episodes_of_different_lengths(rank: int, options: dict[str, Any]) -> None:
+    """And leave different outputs out of their loss."""
+    for orders in EPISODES:
+        ddp = DistributedDataParallel(Scale(), **options)
+        run_one(ddp, orders[rank], rank)
+        for parameter in ddp.parameters():
+            wanted = torch.full_like(parameter, expected_of(orders))
+            assert_close(parameter.grad, wanted, msg=f"{orders}: {parameter.grad}")
+
+
+@OPTIONS
+@ranks(2, group="gloo")
+def test_a_rank_that_skips_a_backward_is_told_by_all(rank: int, options: dict[str, Any]) -> None:
+    for orders in SKIPS:
+        ddp = DistributedDataParallel(Scale(), **options)
+        with pytest.raises(SkippedPassError) as caught:
+            run_one(ddp, orders[rank], rank)
+        made = [len(order) - 1 for order in orders]
+        assert f"rank 0: {made[0]} forward" in str(caught.value)
+        assert f"rank 1: {made[1]} forward" in str(caught.value)
+        ddp.zero_grad()
+        run_one(ddp, "Ff", rank)  # and all go on
+        assert_close(ddp.module.a.grad, torch.tensor([expected_of(["Ff", "Ff"])]))
+
+
+@ranks(2, group="gloo")
+def test_a_forward_that_raised_weighs_nothing(rank: int) -> None:
+    ddp = DistributedDataParallel(Scale(), weight=lambda x, **_: float(x))
+    with pytest.raises(MemoryError):
+        ddp(torch.tensor(5.0), raises=True)
+    ddp(torch.tensor(1.0 + 2.0 * rank)).backward()
+    assert_close(ddp.module.a.grad, torch.tensor([(1.0 * 1.0 + 3.0 * 3.0) / 4.0]))
 
 
 @ranks(2, group="gloo")

@@ -9,8 +9,17 @@ import pytest
 from numpy.testing import assert_allclose
 from paddle import nn
 
+from paceline.errors import SkippedPassError
 from paceline.paddle import DataParallel
-from tests.multiprocess.forward_orders import ORDERS, expected, run
+from tests.multiprocess.forward_orders import (
+    EPISODES,
+    ORDERS,
+    SKIPS,
+    expected,
+    expected_of,
+    run,
+    run_alone,
+)
 from tests.multiprocess.paddle_models import join_paddle, ranks
 
 
@@ -22,7 +31,9 @@ class Scale(nn.Layer):
         self.a = self.create_parameter([1], default_initializer=nn.initializer.Constant(1.0))
         self.b = self.create_parameter([3], default_initializer=nn.initializer.Constant(1.0))
 
-    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+    def forward(self, x: paddle.Tensor, *, raises: bool = False) -> paddle.Tensor:
+        if raises:
+            raise MemoryError
         return self.a.sum() * x + self.b.sum() * x
 
 
@@ -40,3 +51,42 @@ def test_a_backward_is_averaged_as_its_forward_asks(rank: int, path: str) -> Non
         wanted = expected(order, 2)[rank]
         for parameter in model.parameters():
             assert_allclose(parameter.grad.numpy(), wanted, rtol=1e-6, err_msg=order)
+
+
+def run_one(model: DataParallel, order: str, rank: int) -> None:
+    def fail(value: float) -> None:
+        with pytest.raises(MemoryError):
+            model(paddle.to_tensor(value), raises=True)
+
+    def backward(outputs: Sequence[paddle.Tensor]) -> None:
+        paddle.stack(list(outputs)).sum().backward()
+
+    run_alone(order, rank, lambda value: model(paddle.to_tensor(value)), backward, fail)
+
+
+@pytest.mark.parametrize("path", ["memory", "group"])
+@ranks(2, group=None)
+def test_ranks_may_make_episodes_of_different_lengths(rank: int, path: str) -> None:
+    """And leave different outputs out of their loss."""
+    join_paddle(rank)
+    for orders in EPISODES:
+        model = DataParallel(Scale(), reduce_through=path)
+        run_one(model, orders[rank], rank)
+        for parameter in model.parameters():
+            assert_allclose(parameter.grad.numpy(), expected_of(orders), rtol=1e-6, err_msg=str(orders))
+
+
+@pytest.mark.parametrize("path", ["memory", "group"])
+@ranks(2, group=None)
+def test_a_rank_that_skips_a_backward_is_told_by_all(rank: int, path: str) -> None:
+    join_paddle(rank)
+    for orders in SKIPS:
+        model = DataParallel(Scale(), reduce_through=path)
+        with pytest.raises(SkippedPassError) as caught:
+            run_one(model, orders[rank], rank)
+        made = [len(order) - 1 for order in orders]
+        assert f"rank 0: {made[0]} forward" in str(caught.value)
+        assert f"rank 1: {made[1]} forward" in str(caught.value)
+        model.clear_gradients()
+        run_one(model, "Ff", rank)  # and all go on
+        assert_allclose(model._layers.a.grad.numpy(), expected_of(["Ff", "Ff"]), rtol=1e-6)

@@ -33,6 +33,9 @@ def test_ranks_differ_in_what_is_frozen_or_in_more() -> None:
     assert not differ_in_frozen_only([frozen(0), PassStatus(interrupted=True)])
     assert not differ_in_frozen_only([frozen(0), PassStatus(1, static_graph=True)])
     assert not differ_in_frozen_only([PassStatus(1), PassStatus(2)])
+    longer = PassStatus(2, reached=2, frozen=digest_of([0]))
+    assert differ_in_frozen_only([longer, PassStatus(1, reached=1)])
+    assert not differ_in_frozen_only([longer, PassStatus(1, reached=0)])
 
 
 def test_what_is_unused_and_not_frozen_is_seen_by_all() -> None:

@@ -8,18 +8,23 @@ import pytest
 
 from paceline.reducer.protocol import PassStatus
 
-LARGEST = (1 << 28) - 1  # forwards, or the index of a parameter
+LARGEST = (1 << 20) - 1  # a number of forwards
+LARGEST_INDEX = (1 << 32) - 1
 TOLD: list[dict[str, Any]] = [
     {"forwards": 0},
     {"forwards": 3},
+    {"forwards": 3, "reached": 1},
+    {"forwards": 3, "reached": 3},
     {"forwards": LARGEST},
+    {"forwards": LARGEST, "reached": LARGEST},
     {"forwards": 2, "static_graph": True},
     {"forwards": 2, "frozen": 0},
-    {"forwards": (1 << 14) - 1, "frozen": (1 << 14) - 1},
+    {"forwards": 2, "reached": 1, "frozen": 7},
+    {"forwards": LARGEST, "frozen": LARGEST},
     {"refused": 0},
-    {"refused": LARGEST},
+    {"refused": LARGEST_INDEX},
     {"twice": 0},
-    {"twice": LARGEST},
+    {"twice": LARGEST_INDEX},
     {"graph_changed": True},
     {"finished": True},
     {"interrupted": True},
@@ -32,16 +37,47 @@ def test_a_word_tells_what_was_said(told):
     again = PassStatus.unpack(status.pack())
     assert again == status
     assert {name: getattr(again, name) for name in told} == told
-    assert status.pack() < 1 << 32
+    assert status.pack() < 1 << 63
 
 
 def test_no_two_say_the_same():
     assert len({PassStatus(**told).pack() for told in TOLD}) == len(TOLD)
 
 
-def test_a_plain_word_is_the_number_itself():
-    """As ranks of other versions of the package send it."""
-    assert [PassStatus(count).pack() for count in (0, 1, 77)] == [0, 1, 77]
+@pytest.mark.parametrize(
+    ("told", "agree"),
+    [
+        ([(1, 1), (1, 1)], True),
+        ([(5, 5), (3, 3), (1, 1)], True),  # episodes of different lengths
+        ([(5, 4), (3, 2)], True),  # the same, and of each the last output is not used
+        ([(2, 2), (2, 1), (2, 0)], True),  # outputs that some ranks do not use
+        ([(2, 1), (1, 1)], False),  # a skipped backward
+        ([(1, 1), (1, 1), (3, 1)], False),
+        ([(2, 1), (2, 2), (1, 1)], False),
+        ([(2, 2), (2, 1), (1, 1)], False),
+        ([(1, 1), (2, 1), (2, 2)], False),
+        ([(2, 0), (1, 0)], False),  # outputs in which no tensor is found
+        ([(0, 0), (0, 0)], True),
+        ([(LARGEST, LARGEST), (LARGEST, 0)], True),
+    ],
+)
+def test_ranks_agree_in_forwards_or_in_what_they_left(told, agree):
+    for frozen in (None, 7):
+        words = [PassStatus(forwards, reached=reached, frozen=frozen).pack() for forwards, reached in told]
+        assert PassStatus.agree(words) is agree
+
+
+def test_ranks_agree_in_all_else_only_if_they_say_the_same():
+    words = [PassStatus(**told).pack() for told in TOLD]
+    kinds = ("forwards", "reached")
+    for one, told in zip(words, TOLD, strict=True):
+        for other, of_other in zip(words, TOLD, strict=True):
+            if set(told) <= set(kinds) and set(of_other) <= set(kinds):
+                continue
+            if "frozen" in told and told.get("frozen") == of_other.get("frozen"):
+                continue
+            assert PassStatus.agree([one, other]) is (one == other)
+    assert PassStatus.agree([])
 
 
 @pytest.mark.parametrize(
@@ -59,7 +95,7 @@ def test_of_several_things_the_worst_is_told(said, told):
     assert PassStatus.unpack(PassStatus(**said).pack()) == PassStatus(**told)
 
 
-def test_what_is_a_number_of_forwards():
+def test_what_is_counts_of_forwards():
     plain, promised, frozen = PassStatus(1), PassStatus(1, static_graph=True), PassStatus(1, frozen=3)
     assert plain.is_plain and plain.is_count
     assert promised.is_count and frozen.is_count and not promised.is_plain and not frozen.is_plain
@@ -74,7 +110,9 @@ def test_what_is_a_number_of_forwards():
 
 
 def test_a_promise_outlives_a_pass_and_nothing_else_does():
-    status = PassStatus(2, refused=1, twice=1, frozen=1, graph_changed=True, static_graph=True, finished=True)
+    status = PassStatus(
+        2, reached=1, refused=1, twice=1, frozen=1, graph_changed=True, static_graph=True, finished=True
+    )
     status.begin_next()
     assert status == PassStatus(static_graph=True)
     status.static_graph = False

@@ -1,6 +1,6 @@
 """Parameters that are frozen for a while: they may be unused in a pass if all ranks have frozen the same.
 
-The one idea: with its number of forwards a rank tells a digest of the frozen parameters that got no
+The one idea: with its counts of forwards a rank tells a digest of the frozen parameters that got no
 gradient. Where the digests differ the pass is void, as it is where the numbers do; and where a digest is not
 that of all that a rank left unused, more is unused than what is frozen. So all ranks judge alike.
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from paceline.reducer.protocol import PassStatus, Reducer
 
-_DIGEST_BITS = 14  # as many as PassStatus has room for
+_DIGEST_BITS = 20  # as many as PassStatus has room for
 
 
 def digest_of(frozen: Sequence[int]) -> int:
@@ -24,10 +24,14 @@ def digest_of(frozen: Sequence[int]) -> int:
 
 
 def differ_in_frozen_only(statuses: Sequence[PassStatus]) -> bool:
-    """Whether all ranks with data made as many forwards, and have not frozen the same parameters."""
+    """Whether no rank with data skipped a forward or a backward, and not all have frozen the same."""
     active = [status for status in statuses if not status.finished]
-    told = {status.pack() if status.frozen is None else status.forwards for status in active}
-    return len(told) == 1 and any(status.frozen is not None for status in active)
+    counts = [
+        status if status.frozen is None else PassStatus(status.forwards, reached=status.reached)
+        for status in active
+    ]
+    has_frozen = any(status.frozen is not None for status in active)
+    return has_frozen and PassStatus.agree([status.pack() for status in counts])
 
 
 def is_all_unused_frozen(reducer: Reducer) -> bool:

@@ -269,26 +269,33 @@ def graph_changed_error(
 
 
 def skipped_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
-    """Ranks did not make the same number of forwards before this backward.
+    """Some ranks made more forwards since the last synchronised backward, and left more of them without one.
 
     Args:
-        statuses: The statuses of the ranks, with their forwards since the previous synchronised backward.
+        statuses: The statuses of the ranks.
     """
     world_size = len(statuses)
     interrupted = [rank for rank, status in enumerate(statuses) if status.interrupted]
     if interrupted:
         return _interrupted_error(interrupted, world_size)
-    active = [(rank, status.forwards) for rank, status in enumerate(statuses) if not status.finished]
-    counts = _invert((rank, [count]) for rank, count in active)
-    usual = max(counts, key=lambda count: (len(counts[count]), -count))
+    active = [
+        (rank, (status.forwards, status.reached))
+        for rank, status in enumerate(statuses)
+        if not status.finished
+    ]
+    counts: dict[tuple[int, int], list[int]] = {}
+    for rank, count in active:
+        counts.setdefault(count, []).append(rank)
+    usual = max(counts, key=lambda count: (len(counts[count]), -count[0], count[1]))
     ahead = [rank for rank, count in active if count > usual]
     odd = [rank for rank, count in active if count != usual]
     return SkippedPassError(
         f"{_of_world(odd, world_size).capitalize()} skipped a forward or a backward that others made.",
         where="the end of backward; the gradients of this pass are of no use, on any rank",
         seen="\n".join(
-            f"{format_ranks(ranks)}: {_counted(count, 'forward')} since the last backward"
-            for count, ranks in sorted(counts.items())
+            f"{format_ranks(ranks)}: {_counted(forwards, 'forward')} since the last backward"
+            + (f", {forwards - reached} of which this backward has not reached" if reached < forwards else "")
+            for (forwards, reached), ranks in sorted(counts.items())
         ),
         likely="a `continue` between forward and backward, on some ranks only"
         if ahead

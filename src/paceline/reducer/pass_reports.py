@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from paceline.reducer.protocol import Outcome, PassStatus
 
-_REPORT = struct.Struct("<dIIIIII?I")
+_REPORT = struct.Struct("<dIQIIII?I")
 _MOST_WORKED_US = 2**32 - 1
 REPORT_BYTES = _REPORT.size
 """The size of one report, packed."""
@@ -131,7 +131,8 @@ def _told_by(words: frozenset[int]) -> Outcome:
     active = [status for status in told if not status.finished]
     if len(active) < len(told):
         outcome |= Outcome.FINISHED
-    if len(active) > 1 or any(status.interrupted for status in active):
+    is_interrupted = any(status.interrupted for status in active)
+    if is_interrupted or not PassStatus.agree([status.pack() for status in active]):
         outcome |= Outcome.SKIPPED
     if not all(status.is_plain for status in active):
         outcome |= Outcome.TOLD

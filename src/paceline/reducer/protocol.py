@@ -29,7 +29,7 @@ class Outcome(IntFlag):
     NONFINITE = _core.OUTCOMES["nonfinite"]
     """Some rank's gradients hold an infinity or a NaN."""
     SKIPPED = _core.OUTCOMES["skipped"]
-    """Ranks made different numbers of forwards before this backward, or an exception broke it off."""
+    """Ranks skipped a forward or a backward, by `PassStatus.agree`; or an exception broke one off."""
     FINISHED = _core.OUTCOMES["finished"]
     """Some rank has no more data."""
     OVERFLOWED = _core.OUTCOMES["overflowed"]
@@ -39,7 +39,7 @@ class Outcome(IntFlag):
     NOBODYS = _core.OUTCOMES["nobodys"]
     """In place of UNUSED: all ranks left the same parameters unused; the means are in place."""
     TOLD = _core.OUTCOMES["told"]
-    """Some rank tells more than its number of forwards; see PassStatus."""
+    """Some rank tells more than its counts of forwards; see PassStatus."""
 
 
 class Reducer(Protocol):

@@ -23,7 +23,8 @@ struct Kind {
   Who allow_it = Who::kNobody;       ///< allow_unused: each rank says its own
   bool nobodys = false;              ///< allow_nobodys, the same on all ranks
   Who lack_data = Who::kNobody;      ///< use nothing, and allow that
-  Who differ = Who::kNobody;         ///< in their number of forwards
+  Who skip = Who::kNobody;           ///< the backward of a forward
+  Who go_on = Who::kNobody;          ///< for two forwards, before a backward
   Who break_off = Who::kNobody;      ///< by an exception, somewhere
   uint32_t verdict = 0;
   bool is_void = false;
@@ -32,7 +33,9 @@ using enum Who;
 constexpr uint32_t kBrokenOff = kPassForwardsDiffer | kPassTold;
 constexpr Kind kKinds[] = {
     {},
-    {.differ = kOddRank, .verdict = kPassForwardsDiffer, .is_void = true},
+    {.skip = kOddRank, .verdict = kPassForwardsDiffer, .is_void = true},
+    {.go_on = kOddRank},
+    {.skip = kOddRank, .go_on = kOthers},
     {.break_off = kOddRank, .verdict = kBrokenOff, .is_void = true},
     {.break_off = kAll, .verdict = kBrokenOff, .is_void = true},
     {.lack_data = kOddRank, .verdict = kPassUnused | kPassFinished},
@@ -242,10 +245,13 @@ struct Rank {
       return;
     }
     mark_some(number, kParameters);
-    const PassStatus status =
-        !pass.has_data(rank)
-            ? PassStatus::without_data()
-            : PassStatus(pass.is_of(pass.kind.differ, rank) ? 2 : 1);
+    PassStatus status = PassStatus::without_data();
+    if (pass.has_data(rank)) {
+      const bool skips = pass.is_of(pass.kind.skip, rank);
+      const bool goes_on = pass.is_of(pass.kind.go_on, rank);
+      status = PassStatus(skips || goes_on ? 2 : 1);
+      status.reached = goes_on ? 2 : 1;
+    }
     uint32_t flags =
         model->reducer().finish(status, pass.allows(rank), pass.kind.nobodys);
     ++outcome.good_passes;

@@ -328,7 +328,8 @@ class DataParallel(WrappedModel, PaddleNames):
             return self._run(inputs, kwargs)
         if calls.depth:  # recompute runs the model again, then backward
             output = self._run(inputs, kwargs)
-            self._passes.state.is_forward_averaged = self.require_backward_grad_sync
+            is_averaged = self.require_backward_grad_sync
+            self._passes.state.begin_forward(is_averaged, is_training=False, in_backward=True)
             self._passes.watch(output)
             return output
         self._tensors.check_unchanged()
@@ -339,13 +340,17 @@ class DataParallel(WrappedModel, PaddleNames):
             self._begin_local_forward(self._passes, is_training=self._layers.training)
         is_syncing = self.require_backward_grad_sync
         is_training = self._layers.training
+        weight = self._config.weight
+        if callable(weight):
+            weight = as_weight(weight(*inputs, **kwargs))
         self._passes.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=is_training)
-        if self._config.weight is not None:
-            weight = self._config.weight
-            self._passes.micro_batches.add_forward(
-                as_weight(weight(*inputs, **kwargs) if callable(weight) else weight)
-            )
-        output = self._run(inputs, kwargs)
+        if weight is not None:
+            self._passes.micro_batches.add_forward(weight)
+        try:
+            output = self._run(inputs, kwargs)
+        except BaseException:
+            self._passes.micro_batches.take_back_forward()
+            raise
         self._passes.watch(output)
         if recording.note is not None:
             self._passes.end_forward()

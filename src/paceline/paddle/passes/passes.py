@@ -102,8 +102,12 @@ class PaddleAutograd:
         self._gradients.count_all()
 
     def watch(self, output: object) -> None:
-        is_averaged = self._state.is_forward_averaged
-        graph = self._state.graphs.add(self._on_output_gradient, is_averaged=is_averaged)
+        state = self._state
+        graph = state.graphs.add(
+            self._on_output_gradient,
+            is_averaged=state.is_forward_averaged,
+            is_counted=state.is_forward_counted,
+        )
         begins_at_outputs = not may_hide_tensors(output)
         for tensor in tensors_in(output):
             if tensor.stop_gradient:

@@ -24,13 +24,17 @@ class Graph:
     Args:
         on_gradient: Called with this graph when an output has got its gradient.
         is_averaged: Whether a backward through it is; not, if its forward ran in no_sync().
+        counted_in: The pass in whose number of forwards it is, as `Graphs` counts passes; None: in none.
     """
 
-    __slots__ = ("__weakref__", "_on_gradient", "is_averaged")
+    __slots__ = ("__weakref__", "_on_gradient", "counted_in", "is_averaged")
 
-    def __init__(self, on_gradient: Callable[[Graph], None], *, is_averaged: bool) -> None:
+    def __init__(
+        self, on_gradient: Callable[[Graph], None], *, is_averaged: bool, counted_in: int | None
+    ) -> None:
         self._on_gradient = on_gradient
         self.is_averaged = is_averaged
+        self.counted_in = counted_in
 
     def hook(self, _: object) -> None:
         """The hook of each output."""
@@ -42,12 +46,16 @@ class Graphs:
 
     Args:
         close: Removes the model's hooks.
+
+    Attributes:
+        reached: How many forwards the pass under way runs through that were counted since the last one.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
         self._open: set[weakref.ref[Graph]] = set()
         self._begun: set[weakref.ref[Graph]] = set()
+        self._passes = self.reached = 0
         self._has_wrapper = True
         self._is_closed = False
 
@@ -56,9 +64,10 @@ class Graphs:
         """Whether a backward has reached a forward's outputs, and its pass is not over."""
         return bool(self._begun)
 
-    def add(self, on_gradient: Callable[[Graph], None], *, is_averaged: bool) -> Graph:
+    def add(self, on_gradient: Callable[[Graph], None], *, is_averaged: bool, is_counted: bool) -> Graph:
         """The graph of a new forward, open until a pass runs through it, or it is dropped."""
-        graph = Graph(on_gradient, is_averaged=is_averaged)
+        counted_in = self._passes if is_counted else None
+        graph = Graph(on_gradient, is_averaged=is_averaged, counted_in=counted_in)
         if is_averaged:  # a local backward needs no hooks
             self._open.add(weakref.ref(graph, self._forget))
         return graph
@@ -76,9 +85,14 @@ class Graphs:
                 hint="keep the wrapped model, not just its outputs; run forward again in the new group",
             )
         self._begun.add(weakref.ref(graph))
+        if graph.counted_in == self._passes:
+            graph.counted_in = None
+            self.reached += 1
 
     def end_pass(self) -> None:
         """The pass is over, and the graphs that it ran through with it."""
+        self._passes += 1
+        self.reached = 0
         begun, self._begun = self._begun, set()
         self._open -= begun
         self._close_if_last()

@@ -55,6 +55,7 @@ class MicroBatchWeights(ABC):
         self._scopes: list[float] = []
         self._once: float | None = None
         self._of_forwards: float | None = None
+        self._before_forward: float | None = None
         self._is_open = False  # a backward is under way that has begun to weigh
         self._awaited: object = None  # stands for the end of one in no_sync() that the framework still holds
         self._weight = 0.0
@@ -98,7 +99,12 @@ class MicroBatchWeights(ABC):
     def add_forward(self, weight: float) -> None:
         """Count a forward whose weight is known; those of several forwards before a backward add up."""
         self.use()
+        self._before_forward = self._of_forwards
         self._of_forwards = weight + (self._of_forwards or 0.0)
+
+    def take_back_forward(self) -> None:
+        """The last forward has raised: it has no backward."""
+        self._of_forwards = self._before_forward
 
     @contextlib.contextmanager
     def _scope(self, weight: float) -> Iterator[None]:
@@ -181,7 +187,7 @@ class MicroBatchWeights(ABC):
 
     def _close_backward(self) -> None:
         self._is_open = False
-        self._of_forwards = None
+        self._of_forwards = self._before_forward = None
 
 
 def as_weight(weight: object, owner: str = "weight") -> float:

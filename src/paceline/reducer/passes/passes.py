@@ -328,12 +328,8 @@ class Passes(Generic[AnyAutograd]):
         if self._is_obstructed and is_syncing:
             self._check_scattering(is_training=is_training)
         self._begun_forwards += 1
-        state.begin_forward(is_syncing, in_backward=in_backward)
         self.tell_forward(is_syncing=is_syncing, is_training=is_training)
-        # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
-        # What a checkpoint repeats has been counted.
-        if is_syncing and is_training and not in_backward:
-            state.status.forwards += 1
+        state.begin_forward(is_syncing, is_training=is_training, in_backward=in_backward)
         if recording.note is not None:
             self._log.records.begin_forward(self._pass_id, is_syncing, is_training, inputs, kwargs)
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
@@ -367,8 +363,9 @@ class Passes(Generic[AnyAutograd]):
 
     def sync_next_backward(self, is_syncing: bool = True) -> None:
         """The next backward synchronises, or does not, whatever its forward was to do."""
-        self.state.expect(is_syncing, is_forced=True)
-        self.state.is_forward_averaged = is_syncing
+        state = self.state
+        state.expect(is_syncing, is_forced=True)
+        state.is_forward_averaged, state.is_forward_counted = is_syncing, False
 
     def _arm(self) -> None:
         """The first gradient of a backward has come.
@@ -504,6 +501,7 @@ class Passes(Generic[AnyAutograd]):
                 elif not state.status.finished:
                     self._left_over.hand_over(reducer)
                 status = state.status
+                status.reached = self.graphs.reached
                 told = self.notes.take(self._begun_forwards, bool(state.accumulated))
                 reducer.set_note(told, number)
                 allow_unused = config.allow_unused or status.frozen is not None

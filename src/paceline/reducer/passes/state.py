@@ -30,6 +30,7 @@ class PassState:
         is_due: Whether a forward whose backward is to be averaged was made since the last pass. Then a
             backward that comes to no known output is taken for one to be averaged.
         is_forward_averaged: Whether the backward of the forward under way is to be.
+        is_forward_counted: Whether `status.forwards` counts it, or the last one.
         is_forced: Whether the next backward is averaged or not whatever its forward was to do.
         is_armed: Whether a pass is under way, so that the end of this backward ends it.
         is_interrupted: Whether an exception has ended the backward of the last pass, of which the other ranks
@@ -60,6 +61,7 @@ class PassState:
         "is_due",
         "is_forced",
         "is_forward_averaged",
+        "is_forward_counted",
         "is_interrupted",
         "is_left_open",
         "is_local",
@@ -76,7 +78,7 @@ class PassState:
         self.where = f"rank {rank} of {world_size}"
         self.is_syncing = True
         self.is_local = self.is_forced = self.is_due = False
-        self.is_forward_averaged = True
+        self.is_forward_averaged, self.is_forward_counted = True, False
         self._usual: bool | None = None  # what `is_syncing` is after the backward that follows its forward
         self.is_armed = False
         self.is_interrupted = False
@@ -99,14 +101,20 @@ class PassState:
         """
         self.is_syncing, self._usual, self.is_forced = is_syncing, None, is_forced
 
-    def begin_forward(self, is_averaged: bool, *, in_backward: bool) -> None:
+    def begin_forward(self, is_averaged: bool, *, is_training: bool, in_backward: bool) -> None:
         """A forward begins.
 
         Args:
             is_averaged: Whether its backward is to be averaged.
-            in_backward: Whether a checkpoint repeats it there; the backward that runs may be another one's.
+            is_training: Whether the model is in training mode. Forwards in evaluation mode often have no
+                backward, on some ranks only; such a rank skips nothing, so they are not counted.
+            in_backward: Whether a checkpoint repeats it there, and it has been counted; the backward that
+                runs may be another one's.
         """
         self.is_forward_averaged = is_averaged
+        self.is_forward_counted = is_averaged and is_training and not in_backward
+        if self.is_forward_counted:
+            self.status.forwards += 1
         if not in_backward:
             self.is_due = self.is_due or is_averaged
             self.expect(self.is_due and not self.is_local)

@@ -345,6 +345,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
             output = self._run_ddp_forward(*inputs, **kwargs)
+        except BaseException:
+            if is_training and self._passes is not None:
+                self._passes.micro_batches.take_back_forward()
+            raise
         finally:
             TorchDDP._active_ddp_module = outer
         if is_training:
@@ -391,11 +395,12 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             is_syncing = self.require_backward_grad_sync
             if self._join_config is not None and self._join_config.enable and self._joining is not None:
                 self._joining.notify(self, is_syncing, is_training=is_training)
+            weight = self._config.weight
+            if callable(weight):
+                weight = as_weight(weight(*inputs, **kwargs))
             passes.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=is_training)
-            if self._config.weight is not None:
-                weight = self._config.weight
-                given = weight(*inputs, **kwargs) if callable(weight) else weight
-                passes.micro_batches.add_forward(as_weight(given))
+            if weight is not None:
+                passes.micro_batches.add_forward(weight)
         return inputs, kwargs, True
 
     @untraced

@@ -176,8 +176,12 @@ class TorchAutograd:
     def watch(self, output: object) -> None:
         if self._buffers.hook is not None and self._state.is_forward_averaged:
             self._buffers.hook.after_forward(self._tensors.current_buffers())
-        is_averaged = self._state.is_forward_averaged
-        graph = self._state.graphs.add(self._on_output_gradient, is_averaged=is_averaged)
+        state = self._state
+        graph = state.graphs.add(
+            self._on_output_gradient,
+            is_averaged=state.is_forward_averaged,
+            is_counted=state.is_forward_counted,
+        )
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(graph.hook)  # type: ignore[no-untyped-call]
