@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 
@@ -36,6 +37,10 @@ def channels(request):
     end(found)
 
 
+def is_selecting(thread):
+    return sys._current_frames()[thread.ident].f_code.co_name == "select"
+
+
 @contextlib.contextmanager
 def stopped(channel):
     """Its thread does nothing more, as if the process were stopped."""
@@ -46,6 +51,8 @@ def stopped(channel):
         receive(rank)
 
     channel._receive = wait
+    while not is_selecting(channel._thread):  # it may still be in what it received before
+        time.sleep(0.001)
     try:
         yield
     finally:
