@@ -25,7 +25,7 @@ namespace paceline {
 inline constexpr uint64_t kMagic = 0x31656e696c656361;  // "aceline1"
 /// One more whenever something lies elsewhere in the region, or a word there
 /// means something else: ranks of two versions refuse each other.
-inline constexpr uint32_t kAbiVersion = 5;
+inline constexpr uint32_t kAbiVersion = 6;
 inline constexpr size_t kMaxAllocations = 4096 / kSmaller;
 
 /// Payloads up to this are exchanged with one synchronisation instead of two.

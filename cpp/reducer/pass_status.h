@@ -24,7 +24,8 @@ namespace paceline {
 /// tell counts agree if one of the two is the same: a rank that skipped a
 /// backward has made more forwards than others, and has left one more of them.
 /// Where only the forwards differ, some ranks have made longer episodes; where
-/// only those differ that are left, some have not used an output.
+/// only those differ that are left, some have not used an output. But whoever
+/// made none at all is in a backward of its own, which others do not make.
 struct PassStatus {
   // Not explicit: a number of forwards alone, all of them left, says the least.
   constexpr PassStatus(uint32_t count = 0) : forwards(count) {}  // NOLINT
@@ -138,7 +139,8 @@ struct PassStatus {
     if (differs == 0) return kNone;
     const bool is_in_counts =
         differs >> 2 * kCountBits == 0 && kind_of(one) <= Kind::kStaticGraph;
-    if (!is_in_counts) return kInBoth;
+    const bool has_one_none = (low(one) == 0) != (low(other) == 0);
+    if (!is_in_counts || has_one_none) return kInBoth;
     if (low(differs) == 0) return kInLeft;
     return low(differs >> kCountBits) == 0 ? kInForwards : kInBoth;
   }

@@ -100,6 +100,76 @@ def test_a_rank_that_skips_a_backward_is_told_by_all(rank: int, options: dict[st
 
 
 @ranks(2, group="gloo")
+def test_a_rank_that_makes_a_backward_more_is_told_by_all(rank: int) -> None:
+    ddp = DistributedDataParallel(Scale())
+    loss = ddp(torch.tensor(1.0 + rank))
+    loss.backward(retain_graph=True)
+    with pytest.raises(SkippedPassError, match="Rank 1 of 2 skipped") as caught:
+        if rank == 0:
+            loss = ddp(torch.tensor(1.0))
+        loss.backward()
+    assert "rank 1: 0 forwards" in str(caught.value) and "rank 0: 1 forward" in str(caught.value)
+    assert "a backward that some ranks alone make" in str(caught.value)
+
+
+@ranks(2, group="gloo")
+def test_a_rank_that_forgot_to_go_back_to_training_is_told_by_all(rank: int) -> None:
+    ddp = DistributedDataParallel(Scale())
+    ddp.train(rank == 1)
+    with pytest.raises(SkippedPassError, match="Rank 0 of 2 .*|evaluation mode"):
+        ddp(torch.tensor(1.0)).backward()
+
+
+class Policy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Linear(2, 3)
+
+    def forward(self, x: torch.Tensor, *, is_sampled: bool = False) -> Any:
+        found = torch.distributions.Independent(torch.distributions.Normal(self.logits(x), 1.0), 1)
+        return found.sample() if is_sampled else found
+
+
+@pytest.mark.parametrize("way", ["all", "some", "acts first"])
+@ranks(2, group="gloo")
+def test_episodes_of_a_policy(rank: int, way: str) -> None:
+    """Whose forwards return distributions, and actions that have no backward."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Policy())
+    alone = [Policy() for _ in range(2)]
+    for each in alone:
+        each.load_state_dict(ddp.module.state_dict())
+
+    def loss_of(policy: nn.Module, length: int) -> torch.Tensor:
+        states = torch.arange(2.0 * length).reshape(length, 2)
+        if way == "acts first":
+            for state in states:
+                policy(state, is_sampled=True)
+            return policy(states).log_prob(torch.zeros(length, 3)).sum()
+        return torch.stack([policy(state).log_prob(torch.zeros(3)) for state in states]).sum()
+
+    for _ in range(2):
+        loss = loss_of(ddp, 2 + 3 * rank)
+        loss.backward(inputs=list(ddp.parameters()) if way == "some" else None)
+        for number, each in enumerate(alone):
+            loss_of(each, 2 + 3 * number).backward()
+    for name, parameter in ddp.module.named_parameters():
+        wanted = torch.stack([each.get_parameter(name).grad for each in alone]).mean(0)
+        assert_close(parameter.grad, wanted)
+
+
+@ranks(2, group="gloo")
+def test_what_some_backward_has_met_counts_for_no_later_one(rank: int) -> None:
+    ddp = DistributedDataParallel(Scale())
+    x = torch.tensor(1.0, requires_grad=True)
+    if rank == 0:  # a skipped backward, of which the gradient of the input was asked for
+        ddp(x).backward(inputs=[x])
+    loss = ddp(torch.tensor(1.0))
+    with pytest.raises(SkippedPassError):
+        loss.backward(inputs=list(ddp.parameters()))
+
+
+@ranks(2, group="gloo")
 def test_a_forward_that_raised_weighs_nothing(rank: int) -> None:
     ddp = DistributedDataParallel(Scale(), weight=lambda x, **_: float(x))
     with pytest.raises(MemoryError):
@@ -168,6 +238,16 @@ class Hidden:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+
+
+@ranks(2, group="gloo")
+def test_forwards_whose_outputs_are_hidden_must_be_as_many(rank: int) -> None:
+    ddp = DistributedDataParallel(Hiding())
+    for _ in range(2):
+        sum(ddp(torch.tensor(1.0)).tensor for _ in range(3)).backward()
+    assert_close(ddp.module.a.grad, torch.tensor([6.0]))
+    with pytest.raises(SkippedPassError, match="objects in which no tensor is found"):
+        sum(ddp(torch.tensor(1.0)).tensor for _ in range(1 + rank)).backward()
 
 
 class Hiding(Scale):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import paddle
 import pytest
 from numpy.testing import assert_allclose
@@ -90,3 +91,52 @@ def test_a_rank_that_skips_a_backward_is_told_by_all(rank: int, path: str) -> No
         model.clear_gradients()
         run_one(model, "Ff", rank)  # and all go on
         assert_allclose(model._layers.a.grad.numpy(), expected_of(["Ff", "Ff"]), rtol=1e-6)
+
+
+@ranks(2, group=None)
+def test_a_rank_that_makes_a_backward_more_is_told_by_all(rank: int) -> None:
+    join_paddle(rank)
+    model = DataParallel(Scale())
+    loss = model(paddle.to_tensor(1.0 + rank))
+    loss.backward(retain_graph=True)
+    with pytest.raises(SkippedPassError, match="Rank 1 of 2 skipped"):
+        if rank == 0:
+            loss = model(paddle.to_tensor(1.0))
+        loss.backward()
+
+
+class Policy(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Linear(2, 3)
+
+    def forward(self, x: paddle.Tensor, *, is_sampled: bool = False) -> object:
+        found = paddle.distribution.Normal(self.logits(x), paddle.ones([3]))
+        return found.sample().detach() if is_sampled else found
+
+
+@pytest.mark.parametrize("way", ["all", "acts first"])
+@ranks(2, group=None)
+def test_episodes_of_a_policy(rank: int, way: str) -> None:
+    """Whose forwards return distributions, and actions that have no backward."""
+    join_paddle(rank)
+    model = DataParallel(Policy())
+    alone = [Policy() for _ in range(2)]
+    for each in alone:
+        each.set_state_dict(model._layers.state_dict())
+
+    def loss_of(policy: nn.Layer, length: int) -> paddle.Tensor:
+        states = paddle.arange(2 * length, dtype="float32").reshape([length, 2])
+        if way == "acts first":
+            for state in states:
+                policy(state, is_sampled=True)
+            return policy(states).log_prob(paddle.zeros([length, 3])).sum()
+        return paddle.stack([policy(state).log_prob(paddle.zeros([3])) for state in states]).sum()
+
+    for _ in range(2):
+        loss_of(model, 2 + 3 * rank).backward()
+        for number, each in enumerate(alone):
+            loss_of(each, 2 + 3 * number).backward()
+    for parameter, *others in zip(model.parameters(), *(each.parameters() for each in alone)):
+        wanted = np.mean([each.grad.numpy() for each in others], 0)
+        assert_allclose(parameter.grad.numpy(), wanted, rtol=1e-5)

@@ -58,6 +58,9 @@ def test_no_two_say_the_same():
         ([(1, 1), (2, 1), (2, 2)], False),
         ([(2, 0), (1, 0)], False),  # outputs in which no tensor is found
         ([(0, 0), (0, 0)], True),
+        ([(1, 1), (0, 0)], False),  # a backward that only some ranks make
+        ([(0, 0), (3, 3), (1, 1)], False),
+        ([(3, 3), (0, 0), (1, 1)], False),
         ([(LARGEST, LARGEST), (LARGEST, 0)], True),
     ],
 )
@@ -69,10 +72,10 @@ def test_ranks_agree_in_forwards_or_in_what_they_left(told, agree):
 
 def test_ranks_agree_in_all_else_only_if_they_say_the_same():
     words = [PassStatus(**told).pack() for told in TOLD]
-    kinds = ("forwards", "reached")
+    counts = ("forwards", "reached")
     for one, told in zip(words, TOLD, strict=True):
         for other, of_other in zip(words, TOLD, strict=True):
-            if set(told) <= set(kinds) and set(of_other) <= set(kinds):
+            if set(told) <= set(counts) and set(of_other) <= set(counts):
                 continue
             if "frozen" in told and told.get("frozen") == of_other.get("frozen"):
                 continue

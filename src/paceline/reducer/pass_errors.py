@@ -3,7 +3,7 @@
 `Judge` decides; below it are the errors, with names for indices; at the end the promise of static_graph=True:
 in every pass the same parameters are used. Whether a parameter was used only its own rank knows, because a
 gradient that is left from before (zeros, after zero_grad(set_to_none=False)) is averaged like any other. So
-each rank compares its pass with its first one, and says instead of its number of forwards that they differ;
+each rank compares its pass with its first one, and says instead of its counts of forwards that they differ;
 then all tell all.
 
 Imports only the standard library, `errors` and its neighbours.
@@ -269,7 +269,7 @@ def graph_changed_error(
 
 
 def skipped_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
-    """Some ranks made more forwards since the last synchronised backward, and left more of them without one.
+    """Ranks differ in their forwards since the last synchronised backward, and in those it has not reached.
 
     Args:
         statuses: The statuses of the ranks.
@@ -278,17 +278,28 @@ def skipped_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
     interrupted = [rank for rank, status in enumerate(statuses) if status.interrupted]
     if interrupted:
         return _interrupted_error(interrupted, world_size)
-    active = [
-        (rank, (status.forwards, status.reached))
-        for rank, status in enumerate(statuses)
-        if not status.finished
-    ]
+    active = [(rank, status) for rank, status in enumerate(statuses) if not status.finished]
+    # Whoever differs from most in what it has left skipped a backward: others may have made longer episodes.
+    # But a backward without any forward is one that only some ranks make.
+    has_extra = len({status.forwards > 0 for _, status in active}) > 1
+    said = {
+        rank: min(status.forwards, 1) if has_extra else status.forwards - status.reached
+        for rank, status in active
+    }
+    ranks_of = _invert((rank, [number]) for rank, number in said.items())
+    usual = max(ranks_of, key=lambda number: (len(ranks_of[number]), number if has_extra else -number))
+    odd = [rank for rank, number in said.items() if number != usual]
+    if has_extra:
+        likely = "a backward that some ranks alone make, or a model in evaluation mode on some ranks only"
+    elif not any(status.reached for _, status in active):
+        likely = "other numbers of forwards, whose outputs are in objects in which no tensor is found"
+    elif usual < max(ranks_of):
+        likely = "a `continue` between forward and backward, on some ranks only"
+    else:
+        likely = "a forward in a branch that only some ranks took"
     counts: dict[tuple[int, int], list[int]] = {}
-    for rank, count in active:
-        counts.setdefault(count, []).append(rank)
-    usual = max(counts, key=lambda count: (len(counts[count]), -count[0], count[1]))
-    ahead = [rank for rank, count in active if count > usual]
-    odd = [rank for rank, count in active if count != usual]
+    for rank, status in active:
+        counts.setdefault((status.forwards, status.reached), []).append(rank)
     return SkippedPassError(
         f"{_of_world(odd, world_size).capitalize()} skipped a forward or a backward that others made.",
         where="the end of backward; the gradients of this pass are of no use, on any rank",
@@ -297,9 +308,7 @@ def skipped_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
             + (f", {forwards - reached} of which this backward has not reached" if reached < forwards else "")
             for (forwards, reached), ranks in sorted(counts.items())
         ),
-        likely="a `continue` between forward and backward, on some ranks only"
-        if ahead
-        else "a forward in a branch that only some ranks took",
+        likely=likely,
         hint="make the decision to skip the same on every rank, or run backward on a loss times 0",
         ranks=tuple(odd),
     )

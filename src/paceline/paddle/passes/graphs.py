@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import paddle
+from paddle.distribution import Distribution
 
 from paceline.paddle import internals
 
@@ -32,7 +33,7 @@ _PLAIN = (str, bytes, int, float, complex, np.ndarray, np.generic, type(None))
 
 
 def tensors_in(output: object) -> Iterator[paddle.Tensor]:
-    """All tensors in tuples, lists, mappings and dataclasses."""
+    """All tensors in tuples, lists, mappings, dataclasses and distributions."""
     for leaf in _leaves(output):
         if isinstance(leaf, paddle.Tensor):
             yield leaf
@@ -53,6 +54,8 @@ def _leaves(output: object) -> Iterator[object]:
     elif is_dataclass(output) and not isinstance(output, type):
         for field in fields(output):
             yield from _leaves(getattr(output, field.name, None))
+    elif isinstance(output, Distribution):
+        yield from _leaves(vars(output))
     else:
         yield output
 

@@ -108,8 +108,9 @@ class PaddleAutograd:
             is_averaged=state.is_forward_averaged,
             is_counted=state.is_forward_counted,
         )
-        begins_at_outputs = not may_hide_tensors(output)
-        for tensor in tensors_in(output):
+        begins_at_outputs = hides_nothing = not may_hide_tensors(output)
+        found = list(tensors_in(output))
+        for tensor in found:
             if tensor.stop_gradient:
                 continue
             if tensor.is_leaf:
@@ -118,6 +119,9 @@ class PaddleAutograd:
                 # Holds these passes, as long as the graph: the wrapper may be gone before backward().
                 tensor.register_hook(graph.hook)
         self._begins_at_outputs = begins_at_outputs
+        if hides_nothing and found and all(tensor.stop_gradient for tensor in found):
+            state.take_back_forward()  # it can have no backward: an action that was sampled, say
+            self.weights.take_back_forward()
 
     def watch_local(self, output: object, backward: LocalBackward) -> None:
         def begin(_: object) -> None:

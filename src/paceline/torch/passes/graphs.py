@@ -13,25 +13,44 @@ from enum import Enum
 from types import FrameType
 
 import torch
+from torch.distributions import Distribution
 from torch.utils import _pytree as pytree
 
 from paceline.torch.model.compiling import refuse_compiled_autograd
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:
-    """All tensors in tuples, lists, dicts, dataclasses and what is registered with torch's pytree."""
+    """All in tuples, lists, dicts, dataclasses, distributions and what is registered with torch's pytree."""
     return iter([output]) if isinstance(output, torch.Tensor) else _tensors_within(output, set())
 
 
 def _tensors_within(output: object, entered: set[int]) -> Iterator[torch.Tensor]:
-    """The same, without dataclasses that have been entered: they may refer to themselves."""
+    """The same, without objects that have been entered: they may refer to themselves."""
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             yield leaf
-        elif is_dataclass(leaf) and not isinstance(leaf, type) and id(leaf) not in entered:
+        elif (values := _values_of(leaf)) and id(leaf) not in entered:
             entered.add(id(leaf))
-            for field in fields(leaf):
-                yield from _tensors_within(getattr(leaf, field.name, None), entered)
+            yield from _tensors_within(values, entered)
+
+
+def _values_of(leaf: object) -> list[object]:
+    """What an object holds, if it is of a kind that may be an output."""
+    if isinstance(leaf, Distribution):
+        return list(vars(leaf).values())
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return [getattr(leaf, field.name, None) for field in fields(leaf)]
+    return []
+
+
+_PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), Distribution)
+
+
+def has_no_backward(output: object) -> bool:
+    """Whether there are tensors in it, none that needs a gradient, and no object that may hide one."""
+    found = list(tensors_in(output))
+    is_plain = all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(output))
+    return is_plain and bool(found) and not any(tensor.requires_grad for tensor in found)
 
 
 class RunningCall(Enum):

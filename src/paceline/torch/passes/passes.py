@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -32,7 +33,7 @@ from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.passes.accumulated import part_accumulated
 from paceline.torch.passes.gradient_hooks import SharedGradients
 from paceline.torch.passes.gradients import Gradients
-from paceline.torch.passes.graphs import RunningCall, running_call, tensors_in
+from paceline.torch.passes.graphs import RunningCall, has_no_backward, running_call, tensors_in
 from paceline.torch.passes.last_hooks import LastHooks
 from paceline.torch.passes.late import LateGradients
 from paceline.torch.passes.micro_batches import TorchWeights
@@ -99,6 +100,8 @@ class TorchAutograd:
         self._shared_gradients = SharedGradients(state)
         self._is_frozen_noted = self._has_begun = False
         self._in_backward: Steppers = []
+        # Graphs that a backward of some tensors alone has come to; perhaps no parameter is among them.
+        self._met: list[tuple[int, weakref.ref[Graph]]] = []
         self._last_hooks: LastHooks | None = None
         self._late: LateGradients | None
         self.complete: Callable[[], None] | None
@@ -182,9 +185,14 @@ class TorchAutograd:
             is_averaged=state.is_forward_averaged,
             is_counted=state.is_forward_counted,
         )
+        is_watched = False
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(graph.hook)  # type: ignore[no-untyped-call]
+                is_watched = True
+        if not is_watched and has_no_backward(output):  # an action that was sampled, say
+            state.take_back_forward()
+            self._weights.take_back_forward()
 
     def watch_local(self, output: object, backward: LocalBackward) -> None:
         @untraced
@@ -213,6 +221,8 @@ class TorchAutograd:
         call = RunningCall.BACKWARD if state.is_armed else running_call()
         if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):
             state.graphs.begin(graph)
+        elif call is RunningCall.BACKWARD_OF_SOME:
+            self._met.append((self.backward(), weakref.ref(graph)))
         if call is RunningCall.BACKWARD and not state.is_armed:
             state.arm()
 
@@ -235,6 +245,11 @@ class TorchAutograd:
             part_accumulated(self._tensors.trainable, self._state.accumulated)
         if (scattered := self._gradients.scattered) is not None:
             scattered.forget()
+        if self._met:
+            met, self._met = self._met, []
+            for backward, find in met:
+                if backward == self.backward() and (graph := find()) is not None:
+                    self._state.graphs.begin(graph)
 
     def at_end(self, end: Callable[[], None]) -> None:
         if self.times.is_begun and not self._state.ends_by_hand:  # when that one ends, the caller chooses
@@ -266,6 +281,7 @@ class TorchAutograd:
     def forget(self) -> None:
         if self._late is not None:
             self._late.forget()
+        self._met.clear()
         self._is_frozen_noted = False
 
 
