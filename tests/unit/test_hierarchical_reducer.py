@@ -127,7 +127,7 @@ class Links:
 class Transport:
     """One rank's end of the links."""
 
-    needs_headers = False
+    needs_headers = lets_signals_in = False
 
     def __init__(self, links: Links, host: int, ranks: Sequence[int]) -> None:
         self.host, self.ranks = host, ranks

@@ -16,6 +16,8 @@ Steps of a bucket, on each rank
    part are added up and sent on, the next bucket's come first if there is one, and then the parts of the
    others are published.
 4. The thread waits for what was sent: until then its memory is not free. Then the next bucket may have it.
+Where there are few messages, no other rank on the host, and signals are heard meanwhile, whoever runs the
+backward makes steps 3 and 4 itself: it has nothing else to do, and need not wake and be woken.
 
 Memory: a few buckets are under way at a time (WINDOW), each in a *room* of its own for what is sent and what
 is received: together about WINDOW * 2 to 3 shares of the largest bucket, or one for values, whatever the size
@@ -93,7 +95,10 @@ class HostExchange:
         # Held by whoever begins receives, which the four above are about. Nobody does in `_open_next_pass`.
         self._making = threading.Lock()
         self._has_few_messages = len(buckets) == 1 and self._has_few()
+        is_alone = group.world_size == 1
+        self._waits_itself = self._has_few_messages and is_alone and terms.transport.lets_signals_in
         self._met: CollectiveError | None = None
+        self._last_flight: Flight | None = None  # of `_take_only`, which has not waited for what was sent
         self._flights: queue.SimpleQueue[Flight | _ReceiveNext | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         self._thread.start()
@@ -129,7 +134,10 @@ class HostExchange:
             flight = self._ready.popleft()
         assert flight.bucket == bucket and flight.has_report == (make_report is not None)
         flight.send(note_nonfinite, make_report)
-        self._flights.put(flight)
+        if self._waits_itself:
+            self._take_only(flight)
+        else:
+            self._flights.put(flight)
         return True
 
     def check(self) -> None:
@@ -197,6 +205,22 @@ class HostExchange:
         num_rooms = len(self._rooms)
         return (number if len(self._terms.routes) < num_rooms else bucket) % num_rooms
 
+    def _take_only(self, flight: Flight) -> None:
+        """Wait for the messages of a pass of one bucket, and publish the means.
+
+        Those that were sent have most likely gone by the next pass, which needs their memory.
+        """
+        before, self._last_flight = self._last_flight, flight
+        with _core.DefaultFloats():
+            if before is not None:
+                self._end_flight(before)
+            self._open_next_pass()
+            self._receive_next()
+            flight.first_round()
+            if not flight.is_one_round:
+                flight.second_round()
+        self._core.count_share()
+
     # --- messages ---
 
     def _lay_out(self, bucket: int, room: int) -> Flight:
@@ -256,8 +280,14 @@ class HostExchange:
                     halfway.append(flight)
                     continue
             self._core.count_share()
-            flight.wait_sent()
-            self._give_back(flight)
+            self._end_flight(flight)
+
+    def _end_flight(self, flight: Flight) -> None:
+        """Wait for what was sent, and give its memory back."""
+        flight.wait_sent()
+        with self._is_free:
+            self._is_taken[self._room_of(flight.bucket, flight.number)] = False
+            self._is_free.notify()
 
     def _next(self, halfway: deque[Flight]) -> Flight | None:
         """What was launched last comes before the second round of what came before it."""
@@ -290,11 +320,6 @@ class HostExchange:
         finally:
             self._is_due = False
             self._making.release()
-
-    def _give_back(self, flight: Flight) -> None:
-        with self._is_free:
-            self._is_taken[self._room_of(flight.bucket, flight.number)] = False
-            self._is_free.notify()
 
     # --- failures ---
 

@@ -59,21 +59,24 @@ _Item = TypeVar("_Item")
 class PipedTransfer:
     """A message on its way; see `paceline.reducer.between_hosts.wire.Transfer`."""
 
-    __slots__ = ("__weakref__", "_error", "_is_done", "message")
+    __slots__ = ("__weakref__", "_error", "_under_way", "message")
 
     def __init__(self, message: Message) -> None:
         self.message = message
         self._error = ""
-        self._is_done = threading.Event()
+        # A lock: an Event has one for each wait, and passes through Python's lock some times more.
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
 
     def end(self, error: str = "") -> None:
         """It is done; or will never be, for a reason."""
         self._error = error
-        self._is_done.set()
+        self._under_way.release()
 
     def wait(self, timeout_s: float) -> None:
-        if not self._is_done.wait(timeout_s):
+        if not self._under_way.acquire(timeout=timeout_s):
             raise RuntimeError(f"Timed out: nothing has come for {timeout_s:.1f} s")
+        self._under_way.release()
         if self._error:
             raise RuntimeError(self._error)
 
@@ -169,7 +172,8 @@ class PipedTransport:
     """
 
     def __init__(self, pipes: Pipes, model: int) -> None:
-        self.host, self.ranks, self.needs_headers = pipes.host, pipes.ranks, True
+        self.host, self.ranks = pipes.host, pipes.ranks
+        self.needs_headers = self.lets_signals_in = True
         self._pipes, self._model = pipes, model
 
     def sending(self, host: int, message: Message, tag: int) -> Callable[[], PipedTransfer]:

@@ -58,11 +58,13 @@ class HostsTransport(Protocol):
         host: Number of this rank's host, in the order of the hosts' lowest ranks.
         ranks: The partner on each host, and this rank itself.
         needs_headers: Whether every message has to begin with a header, by which this tells them apart.
+        lets_signals_in: Whether the handlers of signals run while the main thread waits for a transfer.
     """
 
     host: int
     ranks: Sequence[int]
     needs_headers: bool
+    lets_signals_in: bool
 
     def sending(self, host: int, message: Message, tag: int) -> Begin:
         """What sends a message to the partner on a host. It must not change before the `wait` returns."""

@@ -154,7 +154,8 @@ class GlooTransport:
         names: Sequence[str],
         sockets: Sequence[socket.socket],
     ) -> None:
-        self.host, self.ranks, self.needs_headers = host, ranks, False
+        self.host, self.ranks = host, ranks
+        self.needs_headers = self.lets_signals_in = False
         self._upwards, self._downwards = upwards, downwards
         self._names = names
         self._sockets = sockets
