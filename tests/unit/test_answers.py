@@ -44,14 +44,17 @@ def is_selecting(thread):
 @contextlib.contextmanager
 def stopped(channel):
     """Its thread does nothing more, as if the process were stopped."""
-    goes_on, receive = threading.Event(), channel._receive
+    goes_on, has_stopped, receive = threading.Event(), threading.Event(), channel._receive
 
     def wait(rank):
+        has_stopped.set()
         goes_on.wait()
         receive(rank)
 
     channel._receive = wait
-    while not is_selecting(channel._thread):  # it may still be in what it received before
+    until_s = time.monotonic() + 60
+    while not has_stopped.is_set() and not is_selecting(channel._thread):  # but in what came before
+        assert time.monotonic() < until_s
         time.sleep(0.001)
     try:
         yield
