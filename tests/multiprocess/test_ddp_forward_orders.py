@@ -116,7 +116,7 @@ def test_a_rank_that_makes_a_backward_more_is_told_by_all(rank: int) -> None:
 def test_a_rank_that_forgot_to_go_back_to_training_is_told_by_all(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     ddp.train(rank == 1)
-    with pytest.raises(SkippedPassError, match="Rank 0 of 2 .*|evaluation mode"):
+    with pytest.raises(SkippedPassError, match="in evaluation mode on some ranks only"):
         ddp(torch.tensor(1.0)).backward()
 
 
