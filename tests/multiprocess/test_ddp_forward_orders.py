@@ -38,6 +38,9 @@ class Scale(nn.Module):
             raise MemoryError
         return self.a.sum() * x + self.b.sum() * x
 
+    def looked_at(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).detach()
+
 
 OPTIONS = pytest.mark.parametrize(
     "options",
@@ -175,6 +178,11 @@ def test_a_forward_that_raised_weighs_nothing(rank: int) -> None:
     with pytest.raises(MemoryError):
         ddp(torch.tensor(5.0), raises=True)
     ddp(torch.tensor(1.0 + 2.0 * rank)).backward()
+    assert_close(ddp.module.a.grad, torch.tensor([(1.0 * 1.0 + 3.0 * 3.0) / 4.0]))
+    ddp.zero_grad()
+    output = ddp(torch.tensor(1.0 + 2.0 * rank))
+    assert not ddp.looked_at(torch.tensor(9.0)).requires_grad  # no forward of the wrapper's
+    output.backward()
     assert_close(ddp.module.a.grad, torch.tensor([(1.0 * 1.0 + 3.0 * 3.0) / 4.0]))
 
 

@@ -119,8 +119,9 @@ class PaddleAutograd:
                 # Holds these passes, as long as the graph: the wrapper may be gone before backward().
                 tensor.register_hook(graph.hook)
         self._begins_at_outputs = begins_at_outputs
-        if hides_nothing and found and all(tensor.stop_gradient for tensor in found):
-            state.take_back_forward()  # it can have no backward: an action that was sampled, say
+        has_no_backward = hides_nothing and bool(found) and all(tensor.stop_gradient for tensor in found)
+        if state.is_forward_counted and has_no_backward:  # a sampled action, say
+            state.take_back_forward()
             self.weights.take_back_forward()
 
     def watch_local(self, output: object, backward: LocalBackward) -> None:

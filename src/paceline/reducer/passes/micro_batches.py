@@ -103,7 +103,7 @@ class MicroBatchWeights(ABC):
         self._of_forwards = weight + (self._of_forwards or 0.0)
 
     def take_back_forward(self) -> None:
-        """The last forward has raised, or can have no backward."""
+        """The last forward, if its weight is known, has raised, or can have no backward."""
         self._of_forwards = self._before_forward
 
     @contextlib.contextmanager

@@ -120,10 +120,9 @@ class PassState:
             self.expect(self.is_due and not self.is_local)
 
     def take_back_forward(self) -> None:
-        """The last forward can have no backward."""
-        if self.is_forward_counted:
-            self.is_forward_counted = False
-            self.status.forwards -= 1
+        """The last forward, which was counted, can have no backward."""
+        self.is_forward_counted = False
+        self.status.forwards -= 1
 
     def is_other(self, graph: Graph) -> bool:
         """Whether `is_syncing` is wrong for the backward that has come to this graph."""

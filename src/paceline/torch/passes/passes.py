@@ -190,7 +190,7 @@ class TorchAutograd:
             if tensor.grad_fn is not None:
                 tensor.register_hook(graph.hook)  # type: ignore[no-untyped-call]
                 is_watched = True
-        if not is_watched and has_no_backward(output):  # an action that was sampled, say
+        if not is_watched and state.is_forward_counted and has_no_backward(output):  # a sampled action, say
             state.take_back_forward()
             self._weights.take_back_forward()
 
