@@ -47,7 +47,7 @@ LONGEST_FILES = (
     "multiprocess/test_silent_rank.py",
     "multiprocess/test_lost_while_wrapping.py",
     "model/test_model.py",
-    "multiprocess/test_examples.py",
+    "pages/test_examples.py",
     "multiprocess/test_paddle_aliases.py",
     "multiprocess/test_ddp_aliases.py",
     "fault/test_limits.py",

@@ -1,4 +1,4 @@
-"""What examples/demo.py says of its runs, which tests/multiprocess/test_examples.py makes."""
+"""What examples/demo.py says of its runs, which tests/pages/test_examples.py makes."""
 
 from __future__ import annotations
 
