@@ -63,9 +63,9 @@ test-device: $(VENV)/.core $(VENV)/.paddle ## Run the tests of GPUs on devices t
 gpu-check: ## Run every test that needs a GPU, and a bench against torch's DDP; PYTHON=python3 is one that has CUDA
 	@VENV=$(VENV) scripts/gpu-check $(if $(filter file,$(origin PYTHON)),-,$(PYTHON)) $(ARGS)
 
-# Two files at a time: a test waits for what it starts, for much of its time.
+# One after the other: two clusters of Ray that start at once get in each other's way.
 integrations: $(VENV)/.integrations ## Train with Lightning and other libraries, in an environment of their own; minutes
-	@$(VENV)/integrations/bin/python -m pytest --quiet --numprocesses 2 --dist loadgroup tests/integrations $(ARGS)
+	@$(VENV)/integrations/bin/python -m pytest --quiet tests/integrations $(ARGS)
 
 incumbents: $(VENV)/.core ## Run torch's own tests of its DDP and its collectives on Paceline, beside a list of what they do; minutes
 	@$(BIN)/python -m tests.incumbents $(ARGS)
