@@ -289,9 +289,12 @@ def skipped_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
     ranks_of = _invert((rank, [number]) for rank, number in said.items())
     usual = max(ranks_of, key=lambda number: (len(ranks_of[number]), number if has_extra else -number))
     odd = [rank for rank, number in said.items() if number != usual]
+    hint = "make the decision to skip the same on every rank, or run backward on a loss times 0"
     if has_extra:
+        hint = "run a backward of one rank alone in no_sync(); call train() and eval() on every rank alike"
         likely = "a backward that some ranks alone make, or a model in evaluation mode on some ranks only"
     elif not any(status.reached for _, status in active):
+        hint = "return tensors, tuples, lists or dicts of them, or make as many forwards on every rank"
         likely = "other numbers of forwards, whose outputs are in objects in which no tensor is found"
     elif usual < max(ranks_of):
         likely = "a `continue` between forward and backward, on some ranks only"
@@ -309,7 +312,7 @@ def skipped_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
             for (forwards, reached), ranks in sorted(counts.items())
         ),
         likely=likely,
-        hint="make the decision to skip the same on every rank, or run backward on a loss times 0",
+        hint=hint,
         ranks=tuple(odd),
     )
 
