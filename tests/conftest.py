@@ -6,6 +6,7 @@ so.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -69,6 +70,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {os.path.join(os.path.dirname(__file__), name): n for n, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(str(item.path), len(places)))  # stable
+
+
+def pytest_collection_finish() -> None:
+    """All tests and both frameworks stay: without them a collection takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> list[str]:

@@ -109,14 +109,20 @@ def predict(
         0.156
     """
     messages, sent, rounds = 0, 0.0, 0
-    whole, rest = divmod(nbytes, BUCKET_BYTES)
-    for size, count in ((BUCKET_BYTES, whole), (rest, 1)):
-        if not size * count:
+    followed, last = divmod(max(0, nbytes - 1), BUCKET_BYTES)
+    for size, count, is_followed in ((BUCKET_BYTES, followed, True), (last + 1, 1, False)):
+        if not count:
             continue
         sends_values = ranks_per_host == 1 and not compression
         value_bytes = _ITEM_BYTES if sends_values else None
         route = plan_route(
-            size // _ITEM_BYTES, _ITEM_BYTES, 0, ranks_per_host, hosts, value_bytes=value_bytes
+            size // _ITEM_BYTES,
+            _ITEM_BYTES,
+            0,
+            ranks_per_host,
+            hosts,
+            value_bytes=value_bytes,
+            is_followed=is_followed,
         )
         pieces = len(route.part_of(0))
         way = 1 if route.is_one_round else 2

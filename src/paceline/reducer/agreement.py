@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError, ModelMismatchError, PacelineError, format_ranks
 from paceline.rendezvous.exchange import Exchange
@@ -61,7 +61,7 @@ class ModelDescription:
     doing: str = ""
 
     def to_json(self) -> bytes:
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+        return json.dumps(self, default=vars, sort_keys=True, separators=(",", ":")).encode()
 
     @classmethod
     def from_json(cls, payload: bytes) -> ModelDescription:

@@ -7,7 +7,7 @@ all ranks raise the same error.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import PacelineError, RegionError, format_ranks
@@ -37,7 +37,7 @@ class Obstacle:
         return cls(f"could not {doing}: {error}", likely, remedy, is_limit=bool(likely))
 
     def facts(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))
 
 
 def raise_limits(everybodys: Sequence[Mapping[str, Any]], what: str) -> None:

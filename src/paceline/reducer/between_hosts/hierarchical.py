@@ -384,8 +384,9 @@ class HierarchicalReducer(ReportingReducer):
                 len(hosts.ranks),
                 num_blocks=num_blocks,
                 value_bytes=itemsize if may_send_values else None,
+                is_followed=number < self._last,
             )
-            for begin, end, itemsize in spans
+            for number, (begin, end, itemsize) in enumerate(spans)
             if self._has_share
         ]
         sums: SumFormat = PlainSums(itemsizes)

@@ -12,10 +12,11 @@ from itertools import pairwise
 MESSAGE_BYTES = 512 << 10
 """Most of one message, but for the next case. One connection of Gloo moves one large message after the
 other, not both ways at once; pieces let it use both directions of a link."""
-PAIR_MESSAGE_BYTES = 2 << 20
-"""Most of one message of gradients that travel as they are between two hosts. Nothing has to be made before
-they are sent, and each message takes a rank tens of microseconds, with what Gloo says to the partner's. With
-more hosts connections share links unevenly, and a large piece that comes late keeps the other links idle."""
+LONG_MESSAGE_BYTES = 2 << 20
+"""Most of one message of gradients that travel as they are, between two hosts or where more buckets follow.
+Nothing has to be made before they are sent, and each message takes a rank tens of microseconds, with what
+Gloo says to the partner's. Connections between more hosts share links unevenly, and a large piece that comes
+late keeps the other links idle unless they have another bucket to carry."""
 ONE_ROUND_BYTES = 12 << 10
 """How many more bytes than two rounds one round may send. At 100 Mbit/s they take 1 ms, about as long as a
 second round."""
@@ -60,6 +61,8 @@ def plan_route(
     piece_bytes: int | None = None,
     num_blocks: Sequence[int] | None = None,
     value_bytes: int | None = None,
+    *,
+    is_followed: bool = False,
 ) -> Route:
     """The route of one rank's share; a pure function, the same for all its partners.
 
@@ -73,6 +76,7 @@ def plan_route(
         num_blocks: How many blocks each host has; None: one.
         value_bytes: Bytes of an element of a gradient, where gradients may travel as they are; None: they
             may not.
+        is_followed: Whether more buckets come behind this one.
 
     Example:
         >>> plan_route(64, 4, 1, 2, 2)
@@ -80,7 +84,8 @@ def plan_route(
     """
     share = _cut_evenly(range(count), num_ranks)[local_rank]
     if value_bytes is not None and (value_bytes < itemsize or len(share) * value_bytes >= VALUES_BYTES):
-        piece_bytes = piece_bytes or (PAIR_MESSAGE_BYTES if num_hosts == 2 else MESSAGE_BYTES)
+        is_long = num_hosts == 2 or is_followed
+        piece_bytes = piece_bytes or (LONG_MESSAGE_BYTES if is_long else MESSAGE_BYTES)
         most = piece_bytes // value_bytes // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS
         nbytes = len(share) * value_bytes
         is_one_round = (
