@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import paddle
 import paddle.distributed as dist
 
+from paceline import _core
 from paceline.arguments import Arguments, show
 from paceline.collectives.formation import share_on_each_host
 from paceline.collectives.group import Group
@@ -252,6 +253,7 @@ def find_peers(
             return GroupPeers(environment, timeout_s, warn_after_s, owner)
     if group is None and not (dist.is_initialized() and dist.get_world_size() > 1):
         return None
+    _core.hold_late_threads()  # rank 0 serves Paddle's store until it has ended
     calls = GroupCalls(group, timeout_s or _DEFAULT_TIMEOUT_S, warn_after_s or WARN_AFTER_S)
     return PaddlePeers(calls, owner) if calls.world_size > 1 else None
 

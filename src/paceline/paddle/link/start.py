@@ -22,6 +22,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
+from paceline import _core
 from paceline.collectives.group import Group
 from paceline.env import may_span_hosts, read_rank_environment, split_address
 from paceline.errors import ConfigError, RendezvousError
@@ -86,6 +87,7 @@ def form_paddles_group(timeout_s: float) -> None:
             likely="paddle.distributed.destroy_process_group(), and then a model is wrapped",
             hint="destroy the group at the end of the program; or train in a new process",
         )
+    _core.hold_late_threads()
     _export_paddle_variables()
     address = _paddles_address()
     if not address:
