@@ -137,6 +137,26 @@ def test_who_does_not_answer_is_named_and_not_who_computes(channels):
         assert "rank 1 on host node0" in late.seen
 
 
+@pytest.mark.parametrize("ended", [0, 1])
+def test_a_rank_that_has_given_up_and_ends_is_not_named(channels, ended):
+    """The first to give up is at the end of its process when the others ask, and does not answer any more."""
+    wait_all(channels, but=[3])
+    assert channels[ended].late().ranks == (3,)
+    with stopped(channels[ended]):
+        late = channels[2].late()
+    assert late is not None and late.ranks == (3,), late
+    assert "does not answer" not in late.seen
+
+
+def test_a_rank_that_was_busy_a_moment_ago_and_does_not_answer_is_named(channels):
+    wait_all(channels, but=[3])
+    assert channels[0].late().ranks == (3,)
+    with stopped(channels[3]):
+        late = channels[1].late()
+    assert late is not None and late.ranks == (3,)
+    assert "does not answer" in late.seen
+
+
 def test_ranks_that_ask_at_once_share_a_round(channels):
     wait_all(channels, but=[1])
     with stopped(channels[1]):

@@ -102,7 +102,7 @@ class ChannelWitness:
     def give_up(self) -> None:
         """Who raises first says why, and others do not speak after that."""
         self._has_given_up = True
-        self._channel.say(_GAVE_UP, is_waiting=True)
+        self._channel.say(_GAVE_UP, is_waiting=True, has_given_up=True)
 
     def fail(self, error: BaseException) -> None:
         self._channel.tell(error)

@@ -9,8 +9,10 @@ asks for everybody: one round serves all who ask meanwhile. Nothing is sent unle
     every rank    ANSWER to the hub: what it is in
     the hub       SEEN to all: who has not answered in time, and who is not waiting
 
-So a rank without SEEN knows that the hub does not answer, or in a tree its parent. May import errors, stacks
-and the rest of this folder.
+So a rank without SEEN knows that the hub does not answer, or in a tree its parent. A rank that has given up
+ends, perhaps while others still wait, and does not answer any more. It is none to blame: its answer to the
+round that it asked for itself counts for a while, and what a hub has seen then that is silent now. May import
+errors, stacks and the rest of this folder.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ ASK_WITHIN_S = 2.0
 """Most seconds that a rank waits for what the hub has seen; so many only where some rank is silent. On a
 machine with more processes than cores, a rank that is not stopped may be without a core for half a second."""
 _ANSWER_WITHIN_S = 1.5  # of which the hub waits so long
+_COUNTS_FOR_S = 30.0  # what a rank has answered that has given up
 _MOST_RANKS = 32
 _LONGEST_WORDS = 160
 
@@ -45,10 +48,12 @@ class Activity(NamedTuple):
     Attributes:
         text: In words: "in backward of pass 3".
         is_waiting: Whether it waits for others, or has given up on them: it is none to blame.
+        has_given_up: Whether its deadline has passed.
     """
 
     text: str = ""
     is_waiting: bool = False
+    has_given_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Answer:
         rank: Which.
         round: The number of the hub's round that it belongs to.
         doing: The text of its activity.
-        is_waiting: See `Activity`.
+        is_waiting, has_given_up: See `Activity`.
         at: Where its main thread is: "load in train.py:12".
     """
 
@@ -68,6 +73,7 @@ class Answer:
     doing: str
     is_waiting: bool
     at: str
+    has_given_up: bool = False
 
     def pack(self) -> bytes:
         return write_object(vars(self))
@@ -75,7 +81,14 @@ class Answer:
     @classmethod
     def unpack(cls, raw: bytes) -> Answer:
         """Raises MessageError: it is none."""
-        fields = {"rank": int, "round": int, "doing": str, "is_waiting": bool, "at": str}
+        fields = {
+            "rank": int,
+            "round": int,
+            "doing": str,
+            "is_waiting": bool,
+            "at": str,
+            "has_given_up": bool,
+        }
         return cls(**read_object(raw, fields))
 
 
@@ -150,10 +163,11 @@ class Answers:
         self._rank, self._parent, self._below = rank, neighbours.parent, neighbours.below
         self._ranks, self._send = ranks, send
         self._news = threading.Condition(lock)
-        self._seen, self._num_seen = Seen(), 0
+        self._seen, self._num_seen, self._seen_at_s = Seen(), 0, -math.inf
         self._is_parent_there = False
         self._round = 0
         self._answers: dict[int, Answer] = {}
+        self._heard: dict[int, tuple[float, Answer]] = {}  # at the hub: what each rank said last, and when
         self._gone: frozenset[int] = frozenset()
 
     def ask(self, gone: Callable[[], frozenset[int]]) -> Seen:
@@ -174,6 +188,9 @@ class Answers:
                 return self._without_own(self._seen)
             if self._parent is None:  # the thread of the channel has not come to it
                 return self._without_own(self._close())
+            hub = self._seen.answers.get(HUB)
+            if hub is not None and hub.has_given_up and _is_recent(self._seen_at_s):
+                return self._without_own(self._seen)
             if not self._is_parent_there:
                 return Seen((self._parent,))
             return Seen() if self._parent == HUB else Seen((HUB,))
@@ -230,6 +247,7 @@ class Answers:
             self._send(self._parent, Frame.ANSWER, text)
         elif self.ends_at_s < math.inf and answer.round == self._round:
             self._answers[answer.rank] = answer
+            self._heard[answer.rank] = time.monotonic(), answer
             self._end_if_all_are_there()
 
     def _awaited(self) -> list[int]:
@@ -245,7 +263,12 @@ class Answers:
         # Who speaks through a silent rank may have answered.
         hidden = {rank for child in missing for rank in self._below.get(child, ()) if rank != child}
         self._answers[self._rank] = self._own(self._round)
-        seen = Seen(tuple(rank for rank in missing if rank not in hidden), dict(self._answers))
+        for rank in missing:
+            at_s, answer = self._heard.get(rank, (-math.inf, None))
+            if answer is not None and answer.has_given_up and _is_recent(at_s):
+                self._answers[rank] = answer
+        silent = tuple(rank for rank in missing if rank not in hidden and rank not in self._answers)
+        seen = Seen(silent, dict(self._answers))
         self._tell(seen, seen.pack())
         return seen
 
@@ -256,7 +279,7 @@ class Answers:
         self._send(self._parent, Frame.ANSWER, self._own(number).pack())
 
     def _tell(self, seen: Seen, text: bytes) -> None:
-        self._seen = seen
+        self._seen, self._seen_at_s = seen, time.monotonic()
         self._num_seen += 1
         self._news.notify_all()
         for child in self._below:
@@ -265,12 +288,17 @@ class Answers:
     def _own(self, number: int) -> Answer:
         activity = self.activity
         text = activity.text[:_LONGEST_WORDS]
-        return Answer(self._rank, number, text, activity.is_waiting, _place_of_main_thread())
+        place = _place_of_main_thread()
+        return Answer(self._rank, number, text, activity.is_waiting, place, activity.has_given_up)
 
     def _without_own(self, seen: Seen) -> Seen:
         """A rank that asks is there, and does not wait for itself."""
         silent = tuple(rank for rank in seen.silent if rank != self._rank)
         return Seen(silent, {rank: each for rank, each in seen.answers.items() if rank != self._rank})
+
+
+def _is_recent(at_s: float) -> bool:
+    return time.monotonic() - at_s <= _COUNTS_FOR_S
 
 
 def _place_of_main_thread() -> str:

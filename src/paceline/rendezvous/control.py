@@ -273,9 +273,9 @@ class ControlChannel:
         """The ranks that have left in good order."""
         return tuple(self.members[rank] for rank in sorted(self._left))
 
-    def say(self, activity: str, *, is_waiting: bool = False) -> None:
+    def say(self, activity: str, *, is_waiting: bool = False, has_given_up: bool = False) -> None:
         """What this rank is in, for others that find it late. Nothing is sent. See `Activity`."""
-        self._answers.activity = Activity(activity, is_waiting)
+        self._answers.activity = Activity(activity, is_waiting, has_given_up)
 
     def tell_waiting(self) -> Activity:
         """This rank waits for others in what it is in, which is returned for `tell_again`."""
@@ -290,7 +290,7 @@ class ControlChannel:
     def late(self, *, is_silent: bool = False) -> LateRanks | None:
         """Ranks for which the others wait: those that do not answer, else those that wait for nobody.
 
-        For a rank whose deadline has passed. Not collective; blocks at most half a second. None also if there
+        For a rank whose deadline has passed. Not collective; blocks at most two seconds. None also if there
         is a `failure` meanwhile, which says more.
 
         Args:
@@ -299,6 +299,8 @@ class ControlChannel:
         if os.getpid() != self._pid or self._is_closed:
             return None
         before = self.failure
+        if not is_silent:
+            self._answers.activity = self._answers.activity._replace(has_given_up=True)
         seen = self._answers.ask(lambda: frozenset(self._left))
         if self.failure is not before:
             return None
