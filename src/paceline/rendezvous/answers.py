@@ -33,10 +33,9 @@ from paceline.rendezvous.handshake import Member
 from paceline.rendezvous.messages import MessageError, read_object, write_object
 from paceline.stacks import STOPPED, process_state
 
-ASK_WITHIN_S = 2.0
-"""Most seconds that a rank waits for what the hub has seen; so many only where some rank is silent. On a
-machine with more processes than cores, a rank that is not stopped may be without a core for half a second."""
-_ANSWER_WITHIN_S = 1.5  # of which the hub waits so long
+ASK_WITHIN_S = 0.5
+"""Most seconds that a rank waits for what the hub has seen. Who waits for a rank that asks allows more."""
+_ANSWER_WITHIN_S = 0.35  # of which the hub waits so long
 _COUNTS_FOR_S = 30.0  # what a rank has answered that has given up
 _MOST_RANKS = 32
 _LONGEST_WORDS = 160

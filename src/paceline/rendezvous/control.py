@@ -290,7 +290,7 @@ class ControlChannel:
     def late(self, *, is_silent: bool = False) -> LateRanks | None:
         """Ranks for which the others wait: those that do not answer, else those that wait for nobody.
 
-        For a rank whose deadline has passed. Not collective; blocks at most two seconds. None also if there
+        For a rank whose deadline has passed. Not collective; blocks at most half a second. None also if there
         is a `failure` meanwhile, which says more.
 
         Args:
