@@ -77,6 +77,14 @@ def all_late(channels, but):
     return found
 
 
+def until_told_all(channels):
+    """A rank that asks before it has heard what the last round saw would take that for its answer."""
+    until_s = time.monotonic() + 60
+    while any(each._answers._num_seen == 0 for each in channels):
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+
+
 def wait_all(channels, but=()):
     for rank, each in enumerate(channels):
         if rank not in but:
@@ -142,6 +150,7 @@ def test_a_rank_that_has_given_up_and_ends_is_not_named(channels, ended):
     """The first to give up is at the end of its process when the others ask, and does not answer any more."""
     wait_all(channels, but=[3])
     assert channels[ended].late().ranks == (3,)
+    until_told_all(channels)
     with stopped(channels[ended]):
         late = channels[2].late()
     assert late is not None and late.ranks == (3,), late
@@ -151,6 +160,7 @@ def test_a_rank_that_has_given_up_and_ends_is_not_named(channels, ended):
 def test_a_rank_that_was_busy_a_moment_ago_and_does_not_answer_is_named(channels):
     wait_all(channels, but=[3])
     assert channels[0].late().ranks == (3,)
+    until_told_all(channels)
     with stopped(channels[3]):
         late = channels[1].late()
     assert late is not None and late.ranks == (3,)
