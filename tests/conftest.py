@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """All tests and both frameworks stay: without them a collection takes a tenth of the time."""
+    """Keep the garbage collector from walking all tests and both frameworks, which stay until the end."""
     gc.collect()
     gc.freeze()
 

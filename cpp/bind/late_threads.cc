@@ -1,17 +1,18 @@
 // Threads of foreign libraries at the end of the process, which must not abort
 // it. They sleep until it has ended, whatever status that is with.
 //
-// Those that come back when the interpreter ends. Before Python 3.14 a daemon thread that asks for the interpreter's lock then
-// is ended by pthread_exit, which unwinds its stack. Where a function on it
-// must not throw, as pybind11's destructor that takes the lock, unwinding calls
-// std::terminate, and with it the whole process is aborted, whatever status it
-// was about to end with. As Python 3.14 lets them, they sleep there instead;
-// remove that part when it is the oldest that is supported.
+// One kind comes back from a library when the interpreter ends. Before Python
+// 3.14 a daemon thread that asks for the interpreter's lock then is ended by
+// pthread_exit, which unwinds its stack. Where a function on it must not throw,
+// as pybind11's destructor that takes the lock, unwinding calls std::terminate,
+// and with it the whole process is aborted. Python 3.14 lets such a thread
+// sleep; remove this part when that is the oldest version that is supported.
 //
-// Those that go on while static objects are destroyed, behind the interpreter's
-// end. Rank 0 of Paddle's serves a store in such a thread. If another rank ends
-// in that moment, the thread writes a log, and Paddle's log is a static object:
-// it finds its lock destroyed, and calls abort() without a word.
+// The other kind goes on after the interpreter has ended, while static objects
+// are destroyed. With Paddle, rank 0 serves a store in such a thread. If
+// another rank ends in that moment, the thread writes a line to Paddle's log,
+// which is a static object, too. Its lock is destroyed by then, and so it calls
+// abort() without a word.
 #include <Python.h>
 #include <nanobind/nanobind.h>
 #include <signal.h>
@@ -45,7 +46,8 @@ bool is_interpreter_ending() {
   std::abort();
 }
 
-// What abort() raises first. Sent by another process it does as it always did.
+// For the signal that abort() raises first. Where another process has sent it,
+// it ends this one as always.
 void sleep_or_abort(int number, siginfo_t* info, void*) {
   while (info->si_code == SI_TKILL && !is_main_thread()) pause();
   signal(number, SIG_DFL);
@@ -62,9 +64,11 @@ void hold_threads_that_abort() {
 }
 
 void hold_late_threads() {
-  if (std::get_terminate() == sleep_or_terminate) return;
+  static bool is_done = false;  // callers hold the interpreter's lock
+  if (is_done) return;
+  is_done = true;
   previous = std::set_terminate(sleep_or_terminate);
-  // If the interpreter has no place left, it is as without us.
+  // It fails where the interpreter has no place left, which changes nothing.
   static_cast<void>(Py_AtExit(hold_threads_that_abort));
 }
 

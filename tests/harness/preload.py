@@ -58,8 +58,8 @@ def preload(framework: str) -> None:
 def _seed_without_stacks() -> None:
     """Have torch.manual_seed seed no devices that this build of torch knows nothing of.
 
-    For each of them it would keep a stack, in words, for an error to come: 9 ms of each call in all, and most
-    ranks seed their models.
+    For each of them it would keep a stack, in words, for an error to come: 3 to 4 ms of a process's first
+    call, because the lines are read from their files, and most ranks seed their models.
     """
     import torch
 

@@ -77,6 +77,13 @@ def all_late(channels, but):
     return found
 
 
+def give_up(channel):
+    """What a rank is told whose deadline has passed."""
+    witness = ChannelWitness(channel)
+    witness.give_up()
+    return witness.late()
+
+
 def until_told_all(channels):
     """A rank that asks before it has heard what the last round saw would take that for its answer."""
     until_s = time.monotonic() + 60
@@ -149,7 +156,7 @@ def test_who_does_not_answer_is_named_and_not_who_computes(channels):
 def test_a_rank_that_has_given_up_and_ends_is_not_named(channels, ended):
     """The first to give up is at the end of its process when the others ask, and does not answer any more."""
     wait_all(channels, but=[3])
-    assert channels[ended].late().ranks == (3,)
+    assert give_up(channels[ended]).ranks == (3,)
     until_told_all(channels)
     with stopped(channels[ended]):
         late = channels[2].late()
@@ -159,7 +166,7 @@ def test_a_rank_that_has_given_up_and_ends_is_not_named(channels, ended):
 
 def test_a_rank_that_was_busy_a_moment_ago_and_does_not_answer_is_named(channels):
     wait_all(channels, but=[3])
-    assert channels[0].late().ranks == (3,)
+    assert give_up(channels[0]).ranks == (3,)
     until_told_all(channels)
     with stopped(channels[3]):
         late = channels[1].late()

@@ -29,7 +29,8 @@ static void end() {
 __attribute__((constructor)) static void load() { atexit(end); }
 """
 PROGRAM = """
-import ctypes, os, sys
+import ctypes, os, resource, sys
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 ctypes.CDLL(sys.argv[1])
 if os.environ["IS_HELD"]:
     from paceline import _core

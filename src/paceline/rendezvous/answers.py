@@ -9,10 +9,13 @@ asks for everybody: one round serves all who ask meanwhile. Nothing is sent unle
     every rank    ANSWER to the hub: what it is in
     the hub       SEEN to all: who has not answered in time, and who is not waiting
 
-So a rank without SEEN knows that the hub does not answer, or in a tree its parent. A rank that has given up
-ends, perhaps while others still wait, and does not answer any more. It is none to blame: its answer to the
-round that it asked for itself counts for a while, and what a hub has seen then that is silent now. May import
-errors, stacks and the rest of this folder.
+So a rank without SEEN knows that the hub does not answer, or in a tree its parent.
+
+A rank whose deadline has passed gives up, and may be ending its process while others still wait. It does not
+answer then, and is not to blame. So for a while its last answer stands for the one that is missing; where it
+was the hub that gave up, the others take what they were told of its last round.
+
+May import errors, stacks and the rest of this folder.
 """
 
 from __future__ import annotations
@@ -34,9 +37,11 @@ from paceline.rendezvous.messages import MessageError, read_object, write_object
 from paceline.stacks import STOPPED, process_state
 
 ASK_WITHIN_S = 0.5
-"""Most seconds that a rank waits for what the hub has seen. Who waits for a rank that asks allows more."""
+"""Most seconds that a rank waits for what the hub has seen. Other ranks of its host must not give up
+meanwhile, so it has to be shorter than what they allow a rank whose own deadline comes first (`_GRACE_S` of
+the hierarchical reducer, and one second in `HostExchange`)."""
 _ANSWER_WITHIN_S = 0.35  # of which the hub waits so long
-_COUNTS_FOR_S = 30.0  # what a rank has answered that has given up
+_COUNTS_FOR_S = 30.0  # so long the last answer of a rank that has given up stands for a missing one
 _MOST_RANKS = 32
 _LONGEST_WORDS = 160
 

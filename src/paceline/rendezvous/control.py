@@ -299,8 +299,6 @@ class ControlChannel:
         if os.getpid() != self._pid or self._is_closed:
             return None
         before = self.failure
-        if not is_silent:
-            self._answers.activity = self._answers.activity._replace(has_given_up=True)
         seen = self._answers.ask(lambda: frozenset(self._left))
         if self.failure is not before:
             return None

@@ -87,7 +87,7 @@ def form_paddles_group(timeout_s: float) -> None:
             likely="paddle.distributed.destroy_process_group(), and then a model is wrapped",
             hint="destroy the group at the end of the program; or train in a new process",
         )
-    _core.hold_late_threads()
+    _core.hold_late_threads()  # rank 0 serves Paddle's store until it has ended
     _export_paddle_variables()
     address = _paddles_address()
     if not address:
