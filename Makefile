@@ -79,9 +79,9 @@ fuzz: $(VENV)/.core $(VENV)/.paddle ## Compare generated programs with reference
 chaos: $(VENV)/.core $(VENV)/.paddle ## Make random faults in training jobs; FAULTS=1000, SEED=0, TORCHS=60 gives some to torch's DDP too
 	@$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) --torchs $(TORCHS) $(ARGS)
 
-# Two at a time: a test waits for much of its time, and its hosts do not see those of another test.
-test-hosts: $(VENV)/.core ## Run the tests of several hosts (network namespaces; needs root); minutes
-	@$(BIN)/python -m pytest --quiet --numprocesses 2 tests/hosts $(ARGS)
+# Four at a time: a test waits for most of its time, and its hosts do not see those of another test.
+test-hosts: $(VENV)/.core $(VENV)/.paddle ## Run the tests of several hosts (network namespaces; needs root); minutes
+	@$(BIN)/python -m pytest --quiet --numprocesses 4 tests/hosts $(ARGS)
 
 hosts: $(VENV)/.core ## Measure steps on several hosts (network namespaces; needs root) beside torch's DDP
 	@$(BIN)/python -m tests.hosts $(ARGS)

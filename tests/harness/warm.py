@@ -7,8 +7,10 @@ names itself as `sys.executable`, so what the program starts is warm as well.
 
 The program at the path (`_CLIENT`) hands its command line, environment, folder and open files to the process
 that forks (`_serve`), passes on the signals that it gets, and ends as the fork ends; if it is killed, so is
-the fork. Not for tests of who starts, signals or outlives whom: there are two processes where
-Python has one. Nor for programs of which multiprocessing spawns processes: those import all anew.
+the fork. The fork enters the program's namespaces, of which hosts are made (`tests.hosts.namespaces`). Not
+for tests of who starts, signals or outlives whom, unless they ask the fork for its number: there are two
+processes where Python has one. Nor for what happens at the very end of a process, which a fork skips, or for
+programs of which multiprocessing spawns processes: those import all anew.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import functools
 import json
@@ -38,6 +41,8 @@ from tests.harness import server
 from tests.harness.rank_main import die_with
 
 _PATIENCE_S = 120.0  # for the import, on a machine that is busy with other things
+# In this order: with the last of them the process leaves the files of its own.
+_NAMESPACES = ("uts", "net", "mnt")
 
 _CLIENT = """#!{python} -IS
 import array, json, os, signal, socket, sys
@@ -50,7 +55,8 @@ with socket.socket(socket.AF_UNIX) as server:
     said = {{"arguments": sys.argv, "environ": dict(os.environ), "folder": os.getcwd(), "fds": fds}}
     message = json.dumps(said).encode()
     lifeline, kept = os.pipe()  # closed with this process, however it ends
-    head = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [lifeline, *fds]))]
+    own = [os.open(f"/proc/self/ns/{{name}}", os.O_RDONLY) for name in {namespaces}]
+    head = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [lifeline, *own, *fds]))]
     server.sendmsg([len(message).to_bytes(8, "big")], head)
     server.sendall(message)
     pid = int.from_bytes(server.recv(8), "big")
@@ -83,7 +89,9 @@ def warm_python(framework: str) -> str:
         raise RuntimeError(f"no Python with {framework} imported after {_PATIENCE_S:g} s")
     ready.recv()
     path = Path(folder.name) / "python"
-    path.write_text(_CLIENT.format(python=sys.executable, address=address, patience_s=_PATIENCE_S))
+    path.write_text(
+        _CLIENT.format(python=sys.executable, address=address, patience_s=_PATIENCE_S, namespaces=_NAMESPACES)
+    )
     path.chmod(0o700)
     atexit.register(lambda: (ours.close(), process.join(5.0), folder.cleanup()))
     return str(path)
@@ -173,6 +181,8 @@ def _take_over(connection: socket.socket) -> tuple[str, list[str]]:
     above = max(said["fds"]) + 1
     lifeline, *moved = (_move(fd, above) for fd in got)
     die_with(lifeline, is_group=True)
+    for name in _NAMESPACES:
+        _enter(name, moved.pop(0))
     for fd, number in zip(moved, said["fds"], strict=True):
         os.dup2(fd, number, inheritable=True)
         os.close(fd)
@@ -193,6 +203,13 @@ def _move(fd: int, above: int) -> int:
     moved = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above)
     os.close(fd)
     return moved
+
+
+def _enter(name: str, fd: int) -> None:
+    """Have this process be in a namespace, unless it is."""
+    if os.fstat(fd).st_ino != os.stat(f"/proc/self/ns/{name}").st_ino and ctypes.CDLL(None).setns(fd, 0):
+        raise OSError(f"cannot enter the program's {name} namespace")
+    os.close(fd)
 
 
 def _run(path: str, arguments: list[str]) -> None:

@@ -53,8 +53,11 @@ def measure(
     congestion: str = CONGESTION,
     framework: str = "torch",
     dtype: str = "float32",
+    python: str = sys.executable,
 ) -> dict[str, Any]:
     """What the ranks of one job have found; see `rank` and `paddle_rank`.
+
+    `python` runs them.
 
     Raises:
         RuntimeError: A rank failed; with what it wrote.
@@ -66,7 +69,7 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, Hosts(max(places) + 1, rate, congestion) as hosts:
         result, outputs = Path(folder) / "result", [Path(folder) / f"rank-{r}" for r in range(len(places))]
         command = [
-            sys.executable,
+            python,
             "-m",
             {"torch": "tests.hosts.rank", "paddle": "tests.hosts.paddle_rank"}[framework],
             str(nbytes),

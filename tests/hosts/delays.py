@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 
 from tests.hosts.namespaces import Hosts
@@ -15,7 +16,7 @@ ROUNDS = 3
 def struck(what: str, path: str) -> float:
     """Seconds from the fault of one rank to the error of the last of the others."""
     with Hosts(2, "1gbit") as hosts:
-        ranks = start(hosts, what, path)
+        ranks = start(hosts, what, path, python=sys.executable)
         at = guilty_at(ranks[GUILTY])
         return max(noticed(rank)[0] for rank in ranks[:GUILTY]) - at
 
@@ -23,7 +24,7 @@ def struck(what: str, path: str) -> float:
 def cut(path: str) -> float:
     """Seconds from the cut of the link to the error of the last rank."""
     with Hosts(2, "1gbit") as hosts:
-        ranks = start(hosts, "cut", path)
+        ranks = start(hosts, "cut", path, python=sys.executable)
         at = time.monotonic()
         hosts.cut(1)
         return max(noticed(rank)[0] for rank in ranks) - at

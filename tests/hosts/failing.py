@@ -2,7 +2,8 @@
 
 Rank 3 is killed, or raises, where WHAT says so; else somebody outside does something, or was wrong from the
 start. PATH is what `reduce_through` takes; with "torch", torch's own DDP trains. Each rank prints lines of an
-event and the time, of a clock that all hosts share, and the error behind the last one.
+event and the time, of a clock that all hosts share. Behind "warm" comes its process, and behind "noticed" the
+error.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def main() -> None:
             time.sleep(0.01)
             step += 1
             if step == WARM_STEPS:
-                say("warm")
+                say("warm", f"{os.getpid()}\n")
             if step == 2 * WARM_STEPS and rank == GUILTY:
                 if what == "kill":
                     say("guilty")

@@ -8,20 +8,23 @@ kind are torch's alone.
 from __future__ import annotations
 
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.harness.warm import warm_python
 from tests.hosts.namespaces import Hosts, why_not
-from tests.hosts.test_launchers import OPTIONS, PROGRAM
+from tests.hosts.test_launchers import OPTIONS
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "paddle"])
 ADDRESS = {"torch": "MASTER_ADDR", "paddle": "PADDLE_MASTER"}
 """The variable that has the address of rank 0, as the framework knows it."""
+PROGRAM = ("-m", "tests.hosts.launched")
 WITHIN_S = 60  # the ranks themselves would wait 90
 
 
@@ -31,13 +34,19 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-def outputs_of(hosts: Hosts, *variables: dict[str, str], framework: str = "torch") -> list[str]:
-    """Start one rank on each host; what they said, none of them well."""
+def outputs_of(
+    hosts: Hosts, *variables: dict[str, str], framework: str = "torch", python: str | None = None
+) -> list[str]:
+    """Start one rank on each host; what they said, none of them well.
+
+    `python` runs them; None: one that has imported the framework.
+    """
+    program = [python or warm_python(framework), *PROGRAM, framework]
     common = {"MASTER_ADDR": "node0", "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
     ranks = [
         hosts.start(
             host,
-            [*PROGRAM, framework],
+            program,
             common | {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"} | own,
             **OPTIONS,
         )
@@ -130,7 +139,8 @@ def test_other_versions(hosts: Hosts, tmp_path: Path, framework: str) -> None:
     other = {"torch": "2.12.1+cpu", "paddle": "3.2.9"}[framework]
     change = f"import {framework}\n{framework}.__version__ = {other!r}\n"
     (tmp_path / "sitecustomize.py").write_text(change)
-    for output in outputs_of(hosts, {}, {"PYTHONPATH": str(tmp_path)}, framework=framework):
+    changed = {"PYTHONPATH": str(tmp_path)}
+    for output in outputs_of(hosts, {}, changed, framework=framework, python=sys.executable):
         assert "Ranks have different versions." in output
         assert "rank 1 on host node1" in output and f"has {framework} {other.partition('+')[0]}" in output
 
@@ -143,7 +153,7 @@ def test_a_host_that_cannot_be_reached(hosts: Hosts, framework: str) -> None:
     ranks = [
         hosts.start(
             host,
-            [*PROGRAM, framework],
+            [warm_python(framework), *PROGRAM, framework],
             common | {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"},
             **OPTIONS,
         )

@@ -5,19 +5,25 @@ to survive a pause. So Paddle meets each fault once on the path through the memo
 connections are Paceline's. Over its process group alone all ranks raise as well, but a process in which a
 call of Paddle's is still open may abort at its very end (docs/design/hosts.md, what is not there yet). That a
 rank without a share is heard too, does not depend on the framework.
+
+The ranks of most tests are forks of a process that has imported the framework, which skip the very end of a
+process. Where a whole host is killed they are not: those who are left end as a user's would.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.harness.warm import warm_python
 from tests.hosts.failing import GUILTY, NOTICED
 from tests.hosts.namespaces import Hosts, why_not
 from tests.hosts.test_launchers import OPTIONS
@@ -53,35 +59,59 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
+@dataclass(frozen=True)
+class Rank:
+    """One that trains by now.
+
+    Attributes:
+        process: Which ends as the rank does.
+        pid: Of the rank, which may be a fork that `process` stands for.
+    """
+
+    process: subprocess.Popen[str]
+    pid: int
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def output(self) -> str:
+        """All that it said, once it has ended."""
+        return self.process.communicate(timeout=WITHIN_S)[0]
+
+
 def start(
-    hosts: Hosts, what: str, path: str, layout: Layout = TWO_AND_TWO, framework: str = "torch"
-) -> list[subprocess.Popen[str]]:
-    """Ranks that train by now."""
-    ranks = hosts.start_ranks(
-        [sys.executable, "-m", "tests.hosts.failing", framework, what, path], layout, {}, **OPTIONS
-    )
-    for rank in ranks:
+    hosts: Hosts,
+    what: str,
+    path: str,
+    layout: Layout = TWO_AND_TWO,
+    framework: str = "torch",
+    python: str | None = None,
+) -> list[Rank]:
+    """Ranks that train by now. `python` runs them; None: one that has imported the framework."""
+    program = [python or warm_python(framework), "-m", "tests.hosts.failing", framework, what, path]
+    ranks = []
+    for process in hosts.start_ranks(program, layout, {}, **OPTIONS):
         said = []
         while not (said and said[-1].startswith("warm ")):
-            line = rank.stdout.readline()
+            line = process.stdout.readline()
             assert line, said
             said.append(line)
+        ranks.append(Rank(process, int(process.stdout.readline())))
     return ranks
 
 
-def noticed(rank: subprocess.Popen[str]) -> tuple[float, str]:
+def noticed(rank: Rank) -> tuple[float, str]:
     """When a rank raised because of another, and its error."""
-    output, _ = rank.communicate(timeout=WITHIN_S)
-    assert rank.returncode == NOTICED, output
+    output = rank.output()
+    assert rank.process.returncode == NOTICED, output
     before, _, after = output.partition("noticed ")
     assert after, before
     at, _, error = after.partition("\n")
     return float(at), error
 
 
-def guilty_at(rank: subprocess.Popen[str]) -> float:
-    output, _ = rank.communicate(timeout=WITHIN_S)
-    return float(output.partition("guilty ")[2].split()[0])
+def guilty_at(rank: Rank) -> float:
+    return float(rank.output().partition("guilty ")[2].split()[0])
 
 
 @LAYOUTS
@@ -110,16 +140,16 @@ def test_an_exception(hosts: Hosts, framework: str, path: str, layout: Layout) -
 
 @PATHS
 def test_a_killed_host(hosts: Hosts, framework: str, path: str) -> None:
-    ranks = start(hosts, "host", path, TWO_AND_TWO, framework)
+    ranks = start(hosts, "host", path, TWO_AND_TWO, framework, sys.executable)
     at = time.monotonic()
     for rank in ranks[2:]:
-        rank.kill()
+        rank.signal(signal.SIGKILL)
     for rank in ranks[:2]:
         when, error = noticed(rank)
         assert when - at < SOON_S, error
         assert "host node1" in error, error
     for rank in ranks[2:]:
-        rank.communicate(timeout=WITHIN_S)
+        rank.output()
 
 
 @PATHS
@@ -138,12 +168,12 @@ def test_a_pause_is_survived(hosts: Hosts, framework: str, path: str, layout: La
     """Of 4 s: longer than a link may be silent, because the kernel of a stopped process answers."""
     ranks = start(hosts, "pause", path, layout, framework)
     for paused in (ranks[0], ranks[3]):
-        paused.send_signal(signal.SIGSTOP)
+        paused.signal(signal.SIGSTOP)
         time.sleep(4.0)
-        paused.send_signal(signal.SIGCONT)
+        paused.signal(signal.SIGCONT)
     for rank in ranks:
-        output, _ = rank.communicate(timeout=WITHIN_S)
-        assert rank.returncode == 0 and "done" in output, output
+        output = rank.output()
+        assert rank.process.returncode == 0 and "done" in output, output
 
 
 @FRAMEWORKS
@@ -164,7 +194,7 @@ def test_a_wrong_secret(hosts: Hosts, framework: str, tmp_path: Path) -> None:
             "PACELINE_SECRET_FILE": str(secret),
         }
         command = [
-            sys.executable,
+            warm_python(framework),
             "-m",
             "tests.hosts.failing",
             framework,

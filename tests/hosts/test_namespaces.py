@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.harness.warm import warm_python
 from tests.hosts.__main__ import floor_bytes, measure
 from tests.hosts.namespaces import why_not
 
@@ -16,9 +18,15 @@ REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
+def measured(layout: str, *ways: str, framework: str = "torch") -> dict[str, Any]:
+    """Of one round; the time that steps take says nothing here."""
+    python = warm_python(framework)
+    return measure(layout, "1gbit", 1_000_000, rounds=1, ways=ways, framework=framework, python=python)
+
+
 @pytest.mark.parametrize("layout", ["2x2 in turn", "3x1", "2+1"])
 def test_no_byte_crosses_the_network_twice(layout: str) -> None:
-    found = measure(layout, "1gbit", 1_000_000, rounds=1, ways=("torch", "hosts"))  # checks the gradients
+    found = measured(layout, "torch", "hosts")  # checks the gradients
     least = floor_bytes(layout, found["nbytes"])
     sent = {way: each[0] for way, each in found["sent_bytes"].items()}
     assert 1.0 < sent["hosts"] / least < 1.08  # what exceeds is headers of packets and acknowledgements
@@ -28,14 +36,14 @@ def test_no_byte_crosses_the_network_twice(layout: str) -> None:
 
 @pytest.mark.parametrize("layout", ["2x2 in turn", "3x1"])
 def test_nor_does_it_with_paddle(layout: str) -> None:
-    found = measure(layout, "1gbit", 1_000_000, rounds=1, ways=("hosts",), framework="paddle")
+    found = measured(layout, "hosts", framework="paddle")
     assert 1.0 < found["sent_bytes"]["hosts"][0] / floor_bytes(layout, found["nbytes"]) < 1.08
 
 
 @pytest.mark.parametrize("layout, blocks", [("2x2 in turn", 2), ("2x3", 2), ("1+2", 1)])
 def test_exact_sums_send_each_block_of_ranks(layout: str, blocks: int) -> None:
     """As many bytes as docs/design/hosts.md says, of host 0."""
-    found = measure(layout, "1gbit", 1_000_000, rounds=1, ways=("exact",))
+    found = measured(layout, "exact")
     sent = found["sent_bytes"]["exact"][0] / floor_bytes(layout, found["nbytes"])
     assert 1.0 < sent / ((blocks + 1) / 2) < 1.08
 

@@ -142,6 +142,38 @@ def test_rank_0_stays_until_others_have_read_although_it_refuses_the_first_that_
     assert not thread.is_alive()
 
 
+def test_rank_0_that_has_no_way_to_another_stays_until_that_one_has_read(monkeypatch):
+    """It knows what is wrong before the other has come to say what that one sees."""
+    monkeypatch.setattr(attendance, "_LINGER_S", 10.0)
+    monkeypatch.setattr(attendance, "no_way_to", lambda address: "Network is unreachable")
+    ledger, late = Memory(), Memory()
+    vars(late).update(vars(ledger))
+    has_ended = threading.Event()
+
+    def add(key, amount):
+        if key == "start/ways/arrivals" and has_ended.wait(0.3):
+            raise RuntimeError("Connection reset by peer")
+        return ledger.add(key, amount)
+
+    monkeypatch.setattr(late, "add", add)
+    outcomes = {}
+
+    def run(own, ledger):
+        with pytest.raises(RendezvousError) as caught:
+            attend(ledger, "start", own, 30.0)
+        outcomes[own.rank] = caught.value.summary
+        if own.rank == 0:
+            has_ended.set()
+
+    ranks = [arrival(0, 2, "node0"), arrival(1, 2, "node1", address="10.88.1.1", interface="eth1")]
+    threads = [threading.Thread(target=run, args=each) for each in zip(ranks, (ledger, late))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert outcomes == dict.fromkeys(range(2), "Rank 0 of 2 cannot join.")
+
+
 @pytest.mark.parametrize("call", ["add", "write", "read"])
 def test_a_store_that_is_gone_is_told_in_words(call, monkeypatch):
     ledger = Memory()

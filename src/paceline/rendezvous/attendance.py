@@ -221,7 +221,7 @@ def _see_all_reached(
             )
             break
     again = replace(own, problem=problem)
-    _see_all_come(ledger, f"{prefix}/ways", again, timeout_s, [], signatures)
+    _see_all_come(ledger, f"{prefix}/ways", again, timeout_s, [], signatures, num_sure=own.world_size)
 
 
 def _see_all_come(
@@ -231,8 +231,9 @@ def _see_all_come(
     timeout_s: float,
     arrivals: list[Arrival],
     signatures: Signatures,
+    num_sure: int = 0,
 ) -> None:
-    """Append each rank that comes to `arrivals`, until all are there."""
+    """Append each rank that comes to `arrivals`, until all are there. So many are sure to come."""
     key = f"{prefix}/arrival/{ledger.add(f'{prefix}/arrivals', 1)}"
     ledger.write(key, signatures.sign(key, own.write().encode()).decode())
     begun = said = time.monotonic()
@@ -243,7 +244,7 @@ def _see_all_come(
             try:
                 arrivals.append(_read(own, signatures, key, text))
             except RendezvousError:
-                _leave(ledger, prefix, own)
+                _leave(ledger, prefix, own, num_sure)
                 raise
             key = f"{prefix}/arrival/{len(arrivals) + 1}"
             nap_s = _SHORTEST_NAP_S
@@ -251,7 +252,7 @@ def _see_all_come(
         is_late = now > begun + timeout_s
         error = misfit(own, arrivals) or (_late(own, arrivals, timeout_s) if is_late else None)
         if error is not None:
-            _leave(ledger, prefix, own)
+            _leave(ledger, prefix, own, num_sure)
             raise error
         if len(arrivals) == own.world_size:
             return
@@ -428,11 +429,16 @@ def _unanswered(own: Arrival, arrivals: Sequence[Arrival], timeout_s: float) -> 
     )
 
 
-def _leave(ledger: Ledger, prefix: str, own: Arrival) -> None:
+def _leave(ledger: Ledger, prefix: str, own: Arrival, num_sure: int) -> None:
     """Let the others read, too, before rank 0 ends, and the store with it."""
     left = ledger.add(f"{prefix}/left", 1)
     deadline = time.monotonic() + _LINGER_S
-    # For all that have come, and not only those whom this rank had read when it found one that does not fit.
-    while own.rank == 0 and left < ledger.add(f"{prefix}/arrivals", 0) and time.monotonic() < deadline:
+    # For all that have come or are sure to, and not only those whom this rank had read when it found one that
+    # does not fit.
+    while (
+        own.rank == 0
+        and left < max(num_sure, ledger.add(f"{prefix}/arrivals", 0))
+        and time.monotonic() < deadline
+    ):
         time.sleep(_LONGEST_NAP_S)
         left = ledger.add(f"{prefix}/left", 0)
