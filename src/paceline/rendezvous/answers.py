@@ -38,8 +38,7 @@ from paceline.stacks import STOPPED, process_state
 
 ASK_WITHIN_S = 0.5
 """Most seconds that a rank waits for what the hub has seen. Other ranks of its host must not give up
-meanwhile, so it has to be shorter than what they allow a rank whose own deadline comes first (`_GRACE_S` of
-the hierarchical reducer, and one second in `HostExchange`)."""
+meanwhile, so they wait longer (`between_hosts.partner_waits`)."""
 _ANSWER_WITHIN_S = 0.35  # of which the hub waits so long
 _COUNTS_FOR_S = 30.0  # so long the last answer of a rank that has given up stands for a missing one
 _MOST_RANKS = 32

@@ -181,7 +181,7 @@ class HostExchange:
     def _take_flight(self, bucket: int, *, may_wait: bool) -> Flight | None:
         """The messages of a bucket, once its room is free."""
         room = self._room_of(bucket, self._number)
-        ends_s = time.monotonic() + self._waits.patience_s + 1.0  # the thread's own deadline comes first
+        ends_s = time.monotonic() + self._waits.patience_with_its_host_s
         with self._is_free:
             self.check()
             if self._is_taken[room] and not may_wait:

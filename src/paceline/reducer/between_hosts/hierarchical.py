@@ -40,7 +40,7 @@ from paceline.reducer.between_hosts.blocks import exact_blocks, whole_hosts
 from paceline.reducer.between_hosts.bystander import Bystander
 from paceline.reducer.between_hosts.exchange import HostExchange
 from paceline.reducer.between_hosts.messages import Terms
-from paceline.reducer.between_hosts.partner_waits import PartnerWaits, patience_s
+from paceline.reducer.between_hosts.partner_waits import PartnerWaits, patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import num_shares, plan_route, spoken_for
 from paceline.reducer.between_hosts.share_exchange import ShareExchange
 from paceline.reducer.between_hosts.sum_formats import CodedSums, PlainSums, SumFormat
@@ -54,7 +54,6 @@ from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.told_failures import is_packed, unpack_failure
 
 _DTYPES = _core.DTYPES
-_GRACE_S = 2.0  # whoever waits for another host knows its name, so its deadline comes first
 _PAIR = struct.Struct("<II")
 MOST_POINTER_BYTES = 256 << 10
 """The largest gradient that this reducer copies to the arena, and the mean back; larger ones the framework
@@ -136,7 +135,7 @@ class HierarchicalReducer(ReportingReducer):
         count = len(plan.parameters)
         self._no_bits = pack_bits((), count)
         self._last = len(plan.buckets) - 1
-        self._longest_wait_s = patience_s(hosts.timeout_s) + _GRACE_S
+        self._longest_wait_s = patience_with_its_host_s(hosts.timeout_s)
         dtypes = [_DTYPES[plan.sections[bucket.section].dtype] for bucket in plan.buckets]
         self._core = _core.HostSums(
             hosts.group,

@@ -13,10 +13,14 @@ from collections.abc import Callable, Iterable
 from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
 from paceline.reducer.between_hosts.wire import Header, HostsTransport, Message
 from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer, late_error
+from paceline.rendezvous.answers import ASK_WITHIN_S
 from paceline.rendezvous.control import ControlChannel
 
 _SHOWN = 300  # characters of a transport's own words
 _TOLD_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows why
+# A rank whose deadline has passed asks all others what they are in before it gives up and tells its host. The
+# rest is for a busy machine.
+_ASKS_WITHIN_S = 4 * ASK_WITHIN_S
 
 
 def patience_s(timeout_s: float) -> float:
@@ -26,6 +30,14 @@ def patience_s(timeout_s: float) -> float:
     given up by then, and told.
     """
     return timeout_s + min(2.0, timeout_s / 2)
+
+
+def patience_with_its_host_s(timeout_s: float) -> float:
+    """How long to wait for somebody on this host, a rank or a thread, who waits for a message of a partner.
+
+    Who waits for the partner knows its name: its deadline comes first, and it is to have told by then.
+    """
+    return patience_s(timeout_s) + _ASKS_WITHIN_S
 
 
 class PartnerWaits:
@@ -40,6 +52,7 @@ class PartnerWaits:
 
     Attributes:
         patience_s: Most seconds of one wait for a message.
+        patience_with_its_host_s: Most seconds of one wait for somebody on this host who waits for a message.
         timeout: The same, as transfers take it.
     """
 
@@ -54,6 +67,7 @@ class PartnerWaits:
         self._transport, self._control = transport, control
         self._who, self._where = who, where
         self.patience_s = patience_s(timeout_s)
+        self.patience_with_its_host_s = patience_with_its_host_s(timeout_s)
         self.timeout = transport.timeout_of(self.patience_s)
 
     def late(self, hosts: Iterable[int], doing: str, bucket: int, text: str = "") -> DeadlineError:

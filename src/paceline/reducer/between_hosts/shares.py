@@ -30,7 +30,7 @@ from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import CollectiveError, DeadlineError
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
-from paceline.reducer.between_hosts.partner_waits import patience_s
+from paceline.reducer.between_hosts.partner_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.reducer.compression import Floats
 from paceline.reducer.pass_errors import shorten
@@ -39,7 +39,6 @@ from paceline.reducer.protocol import PassStatus
 from paceline.reducer.witness import Witness
 from paceline.rendezvous.told_failures import unpack_failure
 
-_GRACE_S = 2.0  # whoever fetches a share knows whom it waits for, so its deadline comes first
 _LOOK_S = 0.05  # how often whoever waits looks for signals, and for a failure that nobody has told it
 
 
@@ -202,14 +201,14 @@ class Shares:
         Raises:
             CollectiveError: A share has failed, or did not come in time.
         """
-        ends_s = time.monotonic() + patience_s(self._timeout_s) + _GRACE_S
+        ends_s = time.monotonic() + patience_with_its_host_s(self._timeout_s)
         num_ready = 0
         with self._changed:
             while self._num_ready < self._num_shares:
                 self.check()
                 if self._num_ready > num_ready:  # each share has a deadline of its own
                     num_ready = self._num_ready
-                    ends_s = time.monotonic() + patience_s(self._timeout_s) + _GRACE_S
+                    ends_s = time.monotonic() + patience_with_its_host_s(self._timeout_s)
                 if time.monotonic() > ends_s:
                     raise self._late()
                 self._changed.wait(_LOOK_S)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.errors import ConfigError, RendezvousError, format_ranks
-from paceline.reducer.between_hosts.partner_waits import patience_s
+from paceline.reducer.between_hosts.partner_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import place_of
 from paceline.reducer.plan import Plan
 from paceline.reducer.witness import Witness
@@ -38,7 +38,6 @@ ENGINES = ("nccl", "gloo")
 """Backends that a host's group can have: that of the process group of all ranks for their device."""
 
 _ENGINE_LATER_S = 10.0
-_GRACE_S = 2.0  # as that of the pass of the shares
 _LEAVES_WITHIN_S = 10.0
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, LocalGroup]] = weakref.WeakKeyDictionary()
@@ -168,7 +167,7 @@ def _make(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torc
     nonces = peers.exchange.all_gather(secrets.token_hex(8).encode(), peers.timeout_s)
     keys = f"paceline/within/{nonces[0].decode()}/{host}"
     # Whoever waits here gives up before the engine does, which names nobody, and NCCL's ends the process.
-    timeout = timedelta(seconds=_patience_s(peers) + _ENGINE_LATER_S)
+    timeout = timedelta(seconds=patience_with_its_host_s(peers.timeout_s) + _ENGINE_LATER_S)
     try:
         store = store_of(peers.process_group)
         if store is None:
@@ -205,14 +204,6 @@ def _backend(
     return dist.ProcessGroupNCCL(store, place, len(world_ranks), options)
 
 
-def _patience_s(peers: ProcessGroupPeers) -> float:
-    """How long to wait for the last calls of a pass.
-
-    Another rank may wait for its partner, and alone knows which: by then it has given up, and told.
-    """
-    return patience_s(peers.timeout_s) + _GRACE_S
-
-
 class LocalCalls:
     """One rank's calls over the process group of its host.
 
@@ -241,7 +232,7 @@ class LocalCalls:
         self.place, self.size = group.place, group.size
         within = group.process_group, group.words
         self._calls = GroupCalls(peers, witness, plan, within)
-        self._last_calls = GroupCalls(peers, witness, plan, within, _patience_s(peers))
+        self._last_calls = GroupCalls(peers, witness, plan, within, patience_with_its_host_s(peers.timeout_s))
         self._group = group.process_group
         self._is_gloo = group.engine == "gloo"
         self._device = device
