@@ -246,6 +246,31 @@ def test_hosts_weigh_what_they_have_trained_on(rank):
         assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
 
 
+@ranks(2, group="gloo")
+def test_a_round_in_which_nothing_has_weight_ends_with_the_same_model(rank):
+    """Batches without a target: no gradient, but the optimizers' momentum moves each host in its own way."""
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, outer_lr=1, outer_momentum=0))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR, momentum=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        ddp(rows(step, 2)[rank::2]).square().mean().backward()
+        optimizer.step()
+    ddp.sync_parameters()
+    for step in range(2, 4):
+        optimizer.zero_grad()
+        with ddp.weight(0.0):
+            ddp(rows(step, 2)[rank::2]).square().mean().backward()
+        optimizer.step()
+    own = values_of(ddp)
+    held = [None, None]
+    torch.distributed.all_gather_object(held, own)
+    ddp.sync_parameters()
+    assert_same_everywhere(ddp)
+    for value, first, second in zip(values_of(ddp), *held, strict=True):
+        assert_allclose(value, (first + second) / 2, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("counts", [(3, 6), (4, 4), (5, 0)])
 @ranks(2, group="gloo")
 def test_hosts_with_fewer_batches_take_part_in_later_meetings(rank, counts):

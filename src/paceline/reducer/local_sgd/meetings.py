@@ -42,7 +42,7 @@ from paceline.reducer.replica_check import Entry, check_replicas
 _Tensor = TypeVar("_Tensor", bound=Any)
 
 # What a rank tells with a meeting, as its note; never 0, which is nothing.
-_MEETS, _HAS_TRAINED, _IS_FINISHED = 1, 2, 4
+_MEETS, _HAS_TRAINED, _IS_FINISHED, _HAS_STEPPED = 1, 2, 4, 8
 _STATE = ("steps", "since_meeting", "parameters", "momentum")
 
 
@@ -253,22 +253,14 @@ class Meetings(Generic[_Tensor]):
         if not self._are_equal:
             self._check_values()
         trained = [index for index in range(len(tensors.names)) if tensors.is_trained(index)]
-        reducer, places = self._reduction.reducer, self._reduction.places
-        for index in trained:
-            tensors.put_change(index, self._values[index], places[index])
-        # Of usual passes and an undisturbed rhythm this makes 1, which needs no multiplication.
-        reducer.set_weight(self._weight / self._options.every)
-        reducer.set_note(
-            _MEETS | (_HAS_TRAINED if self._weight else 0) | (_IS_FINISHED if is_finished else 0)
-        )
-        for index in trained:
-            reducer.mark_ready(index, 0)
-        outcome = Outcome(reducer.finish(PassStatus(self.number + 1), True, True))
-        if Outcome.SKIPPED in outcome:
-            raise self._mismatch([status.forwards for status in reducer.statuses()])
-        notes = reducer.notes_by_rank()
+        outcome, notes = self._average(trained, self._weight, is_finished)
         active = [rank for rank, note in enumerate(notes) if note & _HAS_TRAINED]
+        if not active and any(note & _HAS_STEPPED for note in notes):
+            # All passes have weighed nothing, but optimizers have stepped: by momentum, or weight decay.
+            outcome, notes = self._average(trained, self.since, is_finished)
+            active = [rank for rank, note in enumerate(notes) if note & _HAS_STEPPED]
         if active:
+            reducer = self._reduction.reducer
             if outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):
                 raise self._nonfinite(reducer.nonfinite(), reducer.overflowed())
             self._step(set(range(len(tensors.names))).difference(reducer.globally_unused()))
@@ -278,6 +270,24 @@ class Meetings(Generic[_Tensor]):
         if tell is not None:
             tell(f"after meeting {self.number} of local SGD")
         return all(note & _IS_FINISHED for note in notes)
+
+    def _average(
+        self, trained: Sequence[int], weight: float, is_finished: bool
+    ) -> tuple[Outcome, Sequence[int]]:
+        """Average the changes of these parameters; what came of it, and the notes of all ranks."""
+        reducer, places = self._reduction.reducer, self._reduction.places
+        for index in trained:
+            self._tensors.put_change(index, self._values[index], places[index])
+        # Of usual passes and an undisturbed rhythm this makes 1, which needs no multiplication.
+        reducer.set_weight(weight / self._options.every)
+        flags = {_HAS_TRAINED: self._weight, _IS_FINISHED: is_finished, _HAS_STEPPED: self.since}
+        reducer.set_note(_MEETS | sum(flag for flag, holds in flags.items() if holds))
+        for index in trained:
+            reducer.mark_ready(index, 0)
+        outcome = Outcome(reducer.finish(PassStatus(self.number + 1), True, True))
+        if Outcome.SKIPPED in outcome:
+            raise self._mismatch([status.forwards for status in reducer.statuses()])
+        return outcome, reducer.notes_by_rank()
 
     def _step(self, indices: set[int]) -> None:
         for index in sorted(indices):
