@@ -41,7 +41,7 @@ from tests.harness import server
 from tests.harness.rank_main import die_with
 
 _PATIENCE_S = 120.0  # for the import, on a machine that is busy with other things
-# In this order: with the last of them the process leaves the files of its own.
+# What makes a host: its name, its links and its files, which come last because the others are found there.
 _NAMESPACES = ("uts", "net", "mnt")
 
 _CLIENT = """#!{python} -IS

@@ -17,14 +17,13 @@ import pytest
 
 from tests.harness.warm import warm_python
 from tests.hosts.namespaces import Hosts, why_not
-from tests.hosts.test_launchers import OPTIONS
+from tests.hosts.test_launchers import OPTIONS, PROGRAM
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "paddle"])
 ADDRESS = {"torch": "MASTER_ADDR", "paddle": "PADDLE_MASTER"}
 """The variable that has the address of rank 0, as the framework knows it."""
-PROGRAM = ("-m", "tests.hosts.launched")
 WITHIN_S = 60  # the ranks themselves would wait 90
 
 
@@ -34,24 +33,24 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
+def start(
+    hosts: Hosts, *variables: dict[str, str], framework: str, python: str | None = None
+) -> list[subprocess.Popen[str]]:
+    """Start one rank on each host. `python` runs them; None: one that has imported the framework."""
+    program = [python or warm_python(framework), *PROGRAM[1:], framework]
+    common = {"MASTER_ADDR": "node0", "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
+    common |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    return [
+        hosts.start(host, program, common | {"RANK": str(host)} | own, **OPTIONS)
+        for host, own in enumerate(variables)
+    ]
+
+
 def outputs_of(
     hosts: Hosts, *variables: dict[str, str], framework: str = "torch", python: str | None = None
 ) -> list[str]:
-    """Start one rank on each host; what they said, none of them well.
-
-    `python` runs them; None: one that has imported the framework.
-    """
-    program = [python or warm_python(framework), *PROGRAM, framework]
-    common = {"MASTER_ADDR": "node0", "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
-    ranks = [
-        hosts.start(
-            host,
-            program,
-            common | {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"} | own,
-            **OPTIONS,
-        )
-        for host, own in enumerate(variables)
-    ]
+    """What ranks said that were started so, none of them well."""
+    ranks = start(hosts, *variables, framework=framework, python=python)
     deadline = time.monotonic() + WITHIN_S
     outputs = [rank.communicate(timeout=max(1, deadline - time.monotonic()))[0] for rank in ranks]
     assert all(rank.returncode for rank in ranks), outputs
@@ -149,16 +148,7 @@ def test_other_versions(hosts: Hosts, tmp_path: Path, framework: str) -> None:
 def test_a_host_that_cannot_be_reached(hosts: Hosts, framework: str) -> None:
     """Both sides say so, long before their deadline."""
     hosts.cut(1)
-    common = {"MASTER_ADDR": "node0", "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
-    ranks = [
-        hosts.start(
-            host,
-            [warm_python(framework), *PROGRAM, framework],
-            common | {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"},
-            **OPTIONS,
-        )
-        for host in range(2)
-    ]
+    ranks = start(hosts, {}, {}, framework=framework)
     said = [said_by(rank, word) for rank, word in zip(ranks, ("has waited", "waits for"), strict=True)]
     for rank in ranks:
         rank.kill()

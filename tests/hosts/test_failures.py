@@ -71,7 +71,7 @@ class Rank:
     process: subprocess.Popen[str]
     pid: int
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
     def output(self) -> str:
@@ -143,7 +143,7 @@ def test_a_killed_host(hosts: Hosts, framework: str, path: str) -> None:
     ranks = start(hosts, "host", path, TWO_AND_TWO, framework, sys.executable)
     at = time.monotonic()
     for rank in ranks[2:]:
-        rank.signal(signal.SIGKILL)
+        rank.send_signal(signal.SIGKILL)
     for rank in ranks[:2]:
         when, error = noticed(rank)
         assert when - at < SOON_S, error
@@ -168,9 +168,9 @@ def test_a_pause_is_survived(hosts: Hosts, framework: str, path: str, layout: La
     """Of 4 s: longer than a link may be silent, because the kernel of a stopped process answers."""
     ranks = start(hosts, "pause", path, layout, framework)
     for paused in (ranks[0], ranks[3]):
-        paused.signal(signal.SIGSTOP)
+        paused.send_signal(signal.SIGSTOP)
         time.sleep(4.0)
-        paused.signal(signal.SIGCONT)
+        paused.send_signal(signal.SIGCONT)
     for rank in ranks:
         output = rank.output()
         assert rank.process.returncode == 0 and "done" in output, output

@@ -233,7 +233,7 @@ def _see_all_come(
     signatures: Signatures,
     num_sure: int = 0,
 ) -> None:
-    """Append each rank that comes to `arrivals`, until all are there. So many are sure to come."""
+    """Append each rank that comes to `arrivals`, until all are there. `num_sure` ranks are known to come."""
     key = f"{prefix}/arrival/{ledger.add(f'{prefix}/arrivals', 1)}"
     ledger.write(key, signatures.sign(key, own.write().encode()).decode())
     begun = said = time.monotonic()
@@ -433,8 +433,8 @@ def _leave(ledger: Ledger, prefix: str, own: Arrival, num_sure: int) -> None:
     """Let the others read, too, before rank 0 ends, and the store with it."""
     left = ledger.add(f"{prefix}/left", 1)
     deadline = time.monotonic() + _LINGER_S
-    # For all that have come or are sure to, and not only those whom this rank had read when it found one that
-    # does not fit.
+    # For all that have come or are known to come, and not only for those whom this rank had read when it
+    # found one that does not fit.
     while (
         own.rank == 0
         and left < max(num_sure, ledger.add(f"{prefix}/arrivals", 0))

@@ -52,8 +52,8 @@ class PartnerWaits:
 
     Attributes:
         patience_s: Most seconds of one wait for a message.
-        patience_with_its_host_s: Most seconds of one wait for somebody on this host who waits for a message.
         timeout: The same, as transfers take it.
+        patience_with_its_host_s: Most seconds of one wait for somebody on this host who waits for a message.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class PartnerWaits:
         self._transport, self._control = transport, control
         self._who, self._where = who, where
         self.patience_s = patience_s(timeout_s)
-        self.patience_with_its_host_s = patience_with_its_host_s(timeout_s)
         self.timeout = transport.timeout_of(self.patience_s)
+        self.patience_with_its_host_s = patience_with_its_host_s(timeout_s)
 
     def late(self, hosts: Iterable[int], doing: str, bucket: int, text: str = "") -> DeadlineError:
         """The error for partners from which nothing has come in time.
