@@ -43,6 +43,7 @@ from paceline.torch import DistributedDataParallel
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from paceline.torch.link.hosts import GlooTransport
 from tests.harness import ranks, run_ranks
+from tests.multiprocess.leftovers import files_and_threads, until_no_more_than
 from tests.multiprocess.other_ranks import until
 from tests.several_hosts import be_on_host, noting, send_values
 
@@ -492,16 +493,12 @@ def test_models_that_are_gone_leave_no_connection(rank):
         backward(DistributedDataParallel(network()), 0, rank, 2)
         gc.collect()
 
-    def files_and_threads() -> tuple[int, int]:
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
     train()
     train()
-    files, threads = files_and_threads()
+    before = files_and_threads()
     for _ in range(3):
         train()
-    # Gloo's threads close what the group had, some time after it.
-    until(lambda: files_and_threads()[0] <= files and files_and_threads()[1] <= threads)
+    until_no_more_than(before)  # Gloo's threads close what the group had, some time after it
 
 
 @ranks(4, group="gloo")

@@ -36,7 +36,7 @@ from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from paceline.torch.link.local_group import LocalCalls
 from paceline.torch.link.share_transport import ShareTransport
 from tests.harness import ranks
-from tests.multiprocess.other_ranks import until
+from tests.multiprocess.leftovers import files_and_threads, until_no_more_than
 from tests.multiprocess.test_hosts import (
     BLOCKS,
     ROUND_ROBIN,
@@ -458,17 +458,14 @@ def test_models_that_are_gone_leave_no_thread_and_no_connection(rank, monkeypatc
         del wrapped
         gc.collect()
 
-    def files_and_threads() -> tuple[int, int]:
-        gc.collect()  # one thread ends after the other, and what each has held goes with it
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
     train()
     train()
     time.sleep(0.5)
-    files, threads = files_and_threads()
+    gc.collect()
+    before = files_and_threads()
     for _ in range(3):
         train()
-    until(lambda: files_and_threads()[0] <= files and files_and_threads()[1] <= threads)
+    until_no_more_than(before, collecting=True)
 
 
 # --- failures ---
