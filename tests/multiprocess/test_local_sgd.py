@@ -6,6 +6,7 @@ on several hosts where each says so: `_host_hint` tells who could share memory.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Sequence
@@ -370,6 +371,109 @@ def test_frozen_parameters_do_not_move(rank):
     ddp.sync_parameters()
     assert_array_equal(ddp.module[0].weight.numpy(), frozen.numpy())  # momentum would have moved it
     assert not torch.equal(ddp.module[2].weight, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "steps", [4, 6]
+)  # those that are frozen right after a meeting is due, and within a round
+@ranks(2, group="gloo")
+def test_parameters_that_were_frozen_after_training_are_averaged(rank, steps, dtype):
+    """Members have left them at different values, which nothing else would bring together again."""
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(dtype), local_sgd=LocalSGD(4, outer_lr=1, outer_momentum=0))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    train(ddp, optimizer, range(steps), rank, 2)
+    weight = ddp.module[0].weight
+    held = [torch.empty_like(weight) for _ in range(2)]
+    torch.distributed.all_gather(held, weight.detach())
+    assert not torch.equal(*held)
+    weight.requires_grad_(False)
+    train(ddp, optimizer, range(steps, steps + 3), rank, 2)
+    ddp.sync_parameters()
+    expected = (held[0].double() + held[1].double()) / 2
+    rtol = 1e-6 if dtype is torch.float32 else 2**-7
+    assert_allclose(weight.detach().double().numpy(), expected.numpy(), rtol=rtol)
+    assert_same_everywhere(ddp.float())
+
+
+@ranks(2, group="gloo")
+def test_parameters_that_take_turns_are_averaged(rank):
+    """As those of a GAN, whose meetings all come where the same half is frozen."""
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, outer_lr=1, outer_momentum=0))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    for step in range(6):
+        ddp.module[0].requires_grad_(step % 2 == 1)
+        ddp.module[2].requires_grad_(step % 2 == 0)
+        train(ddp, optimizer, [step], rank, 2)
+    ddp.sync_parameters()
+    assert_same_everywhere(ddp)
+
+
+@pytest.mark.parametrize("given", ["scope", "before"])
+@ranks(2, group="gloo")
+def test_a_weight_that_is_given_before_the_forward_that_ends_the_warm_up(rank, given):
+    """That forward begins other passes, and the weight is theirs."""
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(8, warmup_steps=1))
+    reference = network(torch.float64)
+    for step in range(3):
+        x, weight = rows(step, 2)[rank::2], [3.0, 1.0][rank]
+        ddp.zero_grad()
+        scope = ddp.weight(weight)
+        if given == "scope":
+            with scope:
+                ddp(x).square().mean().backward()
+        else:
+            ddp(x).square().mean().backward()
+        means = [reference(rows(step, 2)[each::2].double()).square().mean() for each in range(2)]
+        expected = torch.autograd.grad((3 * means[0] + means[1]) / 4, list(reference.parameters()))
+        for parameter, value in zip(ddp.parameters(), expected, strict=True):
+            assert_allclose(parameter.grad.numpy(), value.numpy(), rtol=1e-4, atol=1e-6)
+    assert ddp._meetings is not None
+
+
+@ranks(2, group="gloo")
+def test_weights_of_micro_batches_at_the_end_of_the_warm_up(rank):
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(8, warmup_steps=1))
+    reference = network(torch.float64)
+    for step in range(3):
+        ddp.zero_grad()
+        total = 0.0
+        for micro, weight in enumerate([3.0, 1.0]):
+            x = rows(2 * step + micro, 2)
+            with ddp.no_sync() if micro == 0 else contextlib.nullcontext(), ddp.weight(weight):
+                ddp(x[rank::2]).square().mean().backward()
+            total = total + weight * reference(x.double()).square().mean()  # all rows: each rank has half
+        expected = torch.autograd.grad(total / 4, list(reference.parameters()))
+        for parameter, value in zip(ddp.parameters(), expected, strict=True):
+            assert_allclose(parameter.grad.numpy(), value.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_hosts", [1, 2])
+@pytest.mark.parametrize("counts", [(2, 7), (3, 7), (4, 7), (0, 5), (2, 2)])
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+@ranks(2, group="gloo")
+def test_uneven_data_at_the_end_of_the_warm_up(rank, warmup_steps, counts, num_hosts):
+    place(rank, num_hosts)
+    options = LocalSGD(2, outer_lr=1, outer_momentum=0, warmup_steps=warmup_steps)
+    ddp = DistributedDataParallel(network(), timeout_s=10, local_sgd=options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    for _ in range(2):  # epochs
+        for step in ddp.iterate(range(counts[rank]), optimizer.step):
+            train(ddp, optimizer, [step], rank, 2)
+        assert_same_everywhere(ddp)
+
+
+@ranks(2, group="gloo")
+def test_states_of_different_steps_are_refused_in_the_warm_up(rank):
+    ddp = DistributedDataParallel(network(), timeout_s=10, local_sgd=LocalSGD(2, warmup_steps=2))
+    state = {"steps": 4 * rank, "since_meeting": 0, "parameters": {}, "momentum": {}}
+    with pytest.raises(ModelMismatchError, match="rank 1 of 2 loads another state than rank 0"):
+        ddp.load_local_sgd_state_dict(state)
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(4), rank, 2)
+    ddp.sync_parameters()
+    assert_same_everywhere(ddp)
 
 
 class Product(nn.Module):

@@ -143,6 +143,15 @@ def test_sparse_gradients_uneven_data_and_frozen_parameters(group):
     optimizer.step()
     wrapped.sync_parameters()
     assert_array_equal(model.head.weight.numpy(), before)
+    model.head.weight.stop_gradient = False
+    squares(wrapped(words)).backward()
+    optimizer.step()
+    model.head.weight.stop_gradient = True  # trained since the last meeting, to other values on each rank
+    held = group.all_gather(model.head.weight.numpy())
+    assert not np.array_equal(held[0], held[1])
+    wrapped.sync_parameters()
+    held = group.all_gather(model.head.weight.numpy())
+    assert_array_equal(held[0], held[1])
 
 
 @ranks(2)

@@ -20,7 +20,14 @@ from paceline.reducer.arguments import WrapperOptions
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.link import Link
-from paceline.reducer.local_sgd.meetings import Meetings, OuterTensors, Warmup, check_state, state_before
+from paceline.reducer.local_sgd.meetings import (
+    Meetings,
+    OuterTensors,
+    Warmup,
+    check_same_state,
+    check_state,
+    state_before,
+)
 from paceline.reducer.local_sgd.members import Members
 from paceline.reducer.one_copy.homes import Home, written
 from paceline.reducer.one_copy.torn import torn
@@ -189,19 +196,23 @@ class WrappedModel:
             >>> model.finish(optimizer.step)
         """
         _check_after_pass(f"{type(self).__name__}.finish", after_pass)
-        if self._meetings is not None and self._passes is not None:
-            meetings = self._meetings
+        if self._meetings is None and self._passes is not None:
+            if take_part_until_all_finished(self._passes, after_pass, self._is_warmup_done):
+                return
+            self._end_warmup()  # as the others do in their next forward
+        if self._meetings is None or self._passes is None:
+            return
+        meetings = self._meetings
+        meetings.begin_round()  # this rank may have had no data at all
+        meetings.meet_if_due()
+
+        def step_and_meet() -> None:
+            if after_pass is not None:
+                after_pass()
             meetings.meet_if_due()
 
-            def step_and_meet() -> None:
-                if after_pass is not None:
-                    after_pass()
-                meetings.meet_if_due()
-
-            take_part_until_all_finished(self._passes, step_and_meet)
-            meetings.finish()
-        elif self._passes is not None:
-            take_part_until_all_finished(self._passes, after_pass)
+        take_part_until_all_finished(self._passes, step_and_meet)
+        meetings.finish()
 
     def finished(self, after_pass: Callable[[], object] | None = None) -> None:
         """The earlier name of `finish`. Deprecated."""
@@ -345,6 +356,9 @@ class WrappedModel:
         """
         self._require_local_sgd("load_local_sgd_state_dict")
         state = check_state(state)
+        if self._passes is not None:  # before anything is done that is for all ranks or for none
+            link = self._passes.link if self._meetings is None else self._meetings.link
+            check_same_state(link, state["steps"], sorted(state["parameters"]), sorted(state["momentum"]))
         self._earlier_steps = state["steps"] - self.num_good_passes
         options = self._config.local_sgd
         if self._warmup is not None and options is not None:
@@ -413,12 +427,19 @@ class WrappedModel:
         self._meetings = Meetings(options, tensors, link, members, passes, buffers, self._config)
         return passes
 
+    def _is_warmup_done(self) -> bool:
+        """Whether a warm-up has had all its passes: the next forward to train ends it."""
+        return self._warmup is not None and self._warmup.left <= 0
+
     def _end_warmup(self) -> None:
         """From here on members of local SGD train on their own. Collective."""
         before = self._passes
         assert before is not None
+        if 0 < len(before.active) < before.world_size:
+            before.broadcast_model(before.active[0])  # some had no data, and may have made no step
         self._passes = self._begin_again()
         self._passes.good_passes = before.good_passes
+        self._passes.micro_batches.take_over(before.micro_batches)
         self._passes.sync_next_backward(self.require_backward_grad_sync)
 
     def _begin_local_forward(self, passes: _Passes, *, is_training: bool) -> _Passes:

@@ -37,11 +37,14 @@ class OuterParameters:
     def copy(self, index: int) -> paddle.Tensor:
         return _wide(self._parameters[index]).clone()
 
+    def has_changed(self, index: int, before: paddle.Tensor) -> bool:
+        values = _wide(self._parameters[index])
+        return not paddle.allclose(
+            self._as_written(index, before), values, rtol=0.0, atol=0.0, equal_nan=True
+        )
+
     def put_change(self, index: int, before: paddle.Tensor, place: paddle.Tensor) -> None:
-        parameter = self._parameters[index]
-        if before.dtype != parameter.dtype:
-            before = before.astype(parameter.dtype).astype(before.dtype)  # as it was written there
-        place.copy_(before - _wide(parameter), True)
+        place.copy_(self._as_written(index, before) - _wide(self._parameters[index]), True)
 
     def write(self, index: int, values: paddle.Tensor) -> None:
         parameter = self._parameters[index]
@@ -55,6 +58,11 @@ class OuterParameters:
 
     def hashes(self, values: Mapping[str, paddle.Tensor]) -> Sequence[Entry]:
         return hash_model(values, {}, None)
+
+    def _as_written(self, index: int, values: paddle.Tensor) -> paddle.Tensor:
+        """What a parameter holds that these values were written to: rounded to 16 bits, if it has 16."""
+        dtype = self._parameters[index].dtype
+        return values if values.dtype == dtype else values.astype(dtype).astype(values.dtype)
 
 
 def _wide(parameter: paddle.Tensor) -> paddle.Tensor:

@@ -112,6 +112,10 @@ class OuterTensors(Protocol[_Tensor]):
         """Its values, in memory of their own."""
         ...
 
+    def has_changed(self, index: int, before: _Tensor) -> bool:
+        """Whether the parameter has other values than when it was made `before`."""
+        ...
+
     def put_change(self, index: int, before: _Tensor, place: _Tensor) -> None:
         """Fill `place` with what has been taken from the parameter since it was made `before`."""
         ...
@@ -197,6 +201,11 @@ class Meetings(Generic[_Tensor]):
         self._weight += weight
         self._modes.end_pass()
 
+    def begin_round(self) -> None:
+        """A pass may be the first one: note with which parameters members begin to train on their own."""
+        if self.number == self.since == 0 and not self._are_equal:
+            self._take_values()  # again: weights may have been loaded after a first forward
+
     def begin_forward(self, *, is_training: bool) -> None:
         """A forward begins whose gradients will be needed; meet, if it is time. Collective then.
 
@@ -205,8 +214,7 @@ class Meetings(Generic[_Tensor]):
         """
         if self._passes.autograd.is_in_backward():
             return
-        if self.number == self.since == 0 and not self._are_equal:
-            self._take_values()  # again: weights may have been loaded after a first forward
+        self.begin_round()
         if self._modes.is_of_all_ranks(is_training=is_training):
             self.meet_if_due()
 
@@ -252,7 +260,12 @@ class Meetings(Generic[_Tensor]):
             self._take_values()
         if not self._are_equal:
             self._check_values()
-        trained = [index for index in range(len(tensors.names)) if tensors.is_trained(index)]
+        # Frozen ones, too, if they were trained since the last meeting: members have left them apart.
+        trained = [
+            index
+            for index, before in enumerate(self._values)
+            if tensors.is_trained(index) or tensors.has_changed(index, before)
+        ]
         outcome, notes = self._average(trained, self._weight, is_finished)
         active = [rank for rank, note in enumerate(notes) if note & _HAS_TRAINED]
         if not active and any(note & _HAS_STEPPED for note in notes):
@@ -337,17 +350,7 @@ class Meetings(Generic[_Tensor]):
         values = self._loaded(state["parameters"], "parameters")
         momentum = self._loaded(state["momentum"], "momentum")
         entries = [*self._tensors.hashes(values), *self._tensors.hashes(momentum)]
-        digest = hashlib.sha256(repr((state["since_meeting"], entries)).encode()).digest()
-        told = self.link.all_gather(digest)
-        if len(set(told)) > 1:
-            odd = [rank for rank, each in enumerate(told) if each != told[0]]
-            raise ModelMismatchError(
-                f"load_local_sgd_state_dict: {format_ranks(odd)} of {len(told)} "
-                f"{'loads' if len(odd) == 1 else 'load'} another state than rank 0.",
-                expected="the same state on all ranks",
-                likely="checkpoints of different steps, or a file that not every host has",
-                hint="load the checkpoint of one rank on all ranks",
-            )
+        check_same_state(self.link, state["since_meeting"], *entries)
         self._values = [values[name] for name in names] if values else []
         self._momentum = [momentum.get(name) for name in names]
         self._are_equal = bool(values)
@@ -424,6 +427,28 @@ class Meetings(Generic[_Tensor]):
             "parameters were at the last meeting",
             nonfinite=found,
             overflowed=sums,
+        )
+
+
+def check_same_state(link: Link[Any], *what: Any) -> None:
+    """Raise unless all ranks load the same state. Collective.
+
+    Args:
+        link: Between all ranks.
+        what: Some of the state; what is compared are its words.
+
+    Raises:
+        ModelMismatchError: They do not; on all ranks.
+    """
+    told = link.all_gather(hashlib.sha256(repr(what).encode()).digest())
+    if len(set(told)) > 1:
+        odd = [rank for rank, each in enumerate(told) if each != told[0]]
+        raise ModelMismatchError(
+            f"load_local_sgd_state_dict: {format_ranks(odd)} of {len(told)} "
+            f"{'loads' if len(odd) == 1 else 'load'} another state than rank 0.",
+            expected="the same state on all ranks",
+            likely="checkpoints of different steps, or a file that not every host has",
+            hint="load the checkpoint of one rank on all ranks",
         )
 
 

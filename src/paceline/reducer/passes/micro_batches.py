@@ -84,6 +84,15 @@ class MicroBatchWeights(ABC):
         """What was given was for a backward that does not come: this rank has no more data."""
         self._once = None
 
+    def take_over(self, before: MicroBatchWeights) -> None:
+        """Go on where the weights of other passes have stopped, which these passes replace."""
+        self._scopes = before._scopes  # the same list: a scope that is open ends there
+        self._once = before._once
+        self._of_forwards, self._before_forward = before._of_forwards, before._before_forward
+        self._total, self._count = before._total, before._count
+        if before.is_used:
+            self.use()
+
     def use(self) -> None:
         """Have the hooks that weighing needs."""
         if not self.is_used:

@@ -84,14 +84,22 @@ class Shadow:
         self._passes.state.accumulated |= self._accumulated
 
 
-def take_part_until_all_finished(passes: UnevenPasses, after_pass: Callable[[], object] | None) -> None:
+def take_part_until_all_finished(
+    passes: UnevenPasses,
+    after_pass: Callable[[], object] | None,
+    are_over: Callable[[], bool] = lambda: False,
+) -> bool:
     """Shadow the others' passes, then take over the model of those who went on longest. Collective.
 
     Args:
         passes: This rank has no data for them.
         after_pass: Called after each of them, with the means as gradients; None: this rank makes no steps.
+        are_over: Asked before each of them whether other passes take their place, on all ranks alike.
+
+    Returns:
+        Whether all ranks are finished. Else these passes are over, and no model was taken over.
     """
-    _take_part(passes, after_pass, weight=0.0, keep_accumulated=False)
+    return _take_part(passes, after_pass, are_over, weight=0.0, keep_accumulated=False)
 
 
 @contextlib.contextmanager
@@ -106,18 +114,28 @@ def joining(passes: UnevenPasses, *, divide_by_all: bool, throws: bool) -> Itera
     before, passes.refuses_uneven = passes.refuses_uneven, throws
     try:
         yield
-        _take_part(passes, None, weight=1.0 if divide_by_all else 0.0, keep_accumulated=True)
+        weight = 1.0 if divide_by_all else 0.0
+        _take_part(passes, None, lambda: False, weight=weight, keep_accumulated=True)
     finally:
         passes.refuses_uneven = before
 
 
 def _take_part(
-    passes: UnevenPasses, after_pass: Callable[[], object] | None, *, weight: float, keep_accumulated: bool
-) -> None:
+    passes: UnevenPasses,
+    after_pass: Callable[[], object] | None,
+    are_over: Callable[[], bool],
+    *,
+    weight: float,
+    keep_accumulated: bool,
+) -> bool:
     last_active = passes.active
     shadow = Shadow(passes, keep_accumulated=keep_accumulated)
     try:
-        while passes.shadow(weight=weight):
+        while True:
+            if are_over():
+                return False
+            if not passes.shadow(weight=weight):
+                break
             last_active = passes.active
             if after_pass is not None:
                 after_pass()
@@ -127,6 +145,7 @@ def _take_part(
         shadow.end()
     if 0 < len(last_active) < passes.world_size:  # 0: all have finished before, and made no pass since
         passes.broadcast_model(last_active[0])
+    return True
 
 
 def _cannot_step_along(who: str) -> ConfigError:

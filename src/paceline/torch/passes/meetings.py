@@ -39,11 +39,12 @@ class OuterParameters:
     def copy(self, index: int) -> torch.Tensor:
         return _wide(self._parameters[index]).clone(memory_format=torch.contiguous_format)
 
+    def has_changed(self, index: int, before: torch.Tensor) -> bool:
+        before, values = self._as_written(index, before), _wide(self._parameters[index])
+        return not torch.allclose(before, values, rtol=0.0, atol=0.0, equal_nan=True)
+
     def put_change(self, index: int, before: torch.Tensor, place: torch.Tensor) -> None:
-        parameter = self._parameters[index]
-        if not parameter.is_complex() and before.dtype is not parameter.dtype:
-            before = before.to(parameter.dtype).to(before.dtype)  # as it was written there
-        torch.sub(before, _wide(parameter), out=place)
+        torch.sub(self._as_written(index, before), _wide(self._parameters[index]), out=place)
 
     def write(self, index: int, values: torch.Tensor) -> None:
         parameter = self._parameters[index].detach()
@@ -57,6 +58,13 @@ class OuterParameters:
 
     def hashes(self, values: Mapping[str, torch.Tensor]) -> Sequence[Entry]:
         return hash_model(values, {}, None)
+
+    def _as_written(self, index: int, values: torch.Tensor) -> torch.Tensor:
+        """What a parameter holds that these values were written to: rounded to 16 bits, if it has 16."""
+        parameter = self._parameters[index]
+        if parameter.is_complex() or values.dtype is parameter.dtype:
+            return values
+        return values.to(parameter.dtype).to(values.dtype)
 
 
 def _wide(parameter: torch.Tensor) -> torch.Tensor:
