@@ -7,6 +7,7 @@ on several hosts where each says so: `_host_hint` tells who could share memory.
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 from collections.abc import Sequence
@@ -466,6 +467,16 @@ def test_uneven_data_at_the_end_of_the_warm_up(rank, warmup_steps, counts, num_h
 
 
 @ranks(2, group="gloo")
+def test_a_copy_does_not_warm_up_again(rank):
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, warmup_steps=2))
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(3), rank, 2)
+    twin = copy.deepcopy(copy.deepcopy(ddp))
+    train(twin, torch.optim.SGD(twin.parameters(), lr=LR), range(1), rank, 2)
+    assert twin._meetings is not None
+    assert twin.local_sgd_state_dict()["steps"] == 4
+
+
+@ranks(2, group="gloo")
 def test_states_of_different_steps_are_refused_in_the_warm_up(rank):
     ddp = DistributedDataParallel(network(), timeout_s=10, local_sgd=LocalSGD(2, warmup_steps=2))
     state = {"steps": 4 * rank, "since_meeting": 0, "parameters": {}, "momentum": {}}
@@ -678,6 +689,36 @@ def test_compression_between_hosts_applies_to_meetings(rank):
     for value, expected, first in zip(values_of(ddp), reference.begun, begun, strict=True):
         unit = np.abs(expected - first).max() / 127
         assert 0 < np.abs(value - expected).max() < 4 * unit
+
+
+@pytest.mark.parametrize("world_size, num_hosts", [(2, 2), (4, 2), (3, 3)])
+@pytest.mark.parametrize("compression", ["topk", "int8"])
+@ranks("world_size", group="gloo")
+def test_what_a_failed_meeting_has_sent_comes_once(rank, world_size, compression, num_hosts):
+    """It is sent again, so nothing of it may be kept for later besides: the bits are those without it."""
+    place(rank, num_hosts)
+    ends = []
+    for fails in (0, 3):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4096, 2), nn.Linear(2, 1))
+        options = LocalSGD(1, outer_lr=1, outer_momentum=0)
+        ddp = DistributedDataParallel(net, compress_between_hosts=compression, local_sgd=options)
+        x = torch.randn(4, 4096, generator=torch.Generator().manual_seed(rank))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
+        for step in range(6):
+            optimizer.zero_grad()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+            before = net[1].weight.detach().clone()
+            for _ in range(fails if step == 1 else 0):
+                if rank == 1:
+                    net[1].weight.data.fill_(float("nan"))
+                with pytest.raises(NonFiniteGradientError):
+                    ddp.sync_parameters()
+                net[1].weight.data.copy_(before)
+        ddp.sync_parameters()
+        ends.append(torch.cat([parameter.detach().flatten() for parameter in net.parameters()]))
+    assert_array_equal(ends[0].numpy(), ends[1].numpy())
 
 
 @ranks(4, group="gloo")

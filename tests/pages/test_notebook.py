@@ -23,6 +23,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "notebook.md"
 def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
     """One for all these tests: what a cell leaves behind, the next one meets."""
     kernel = Kernel(tmp_path_factory.mktemp("k"))
+    kernel.run("import os, time\nimport paceline")
     yield kernel
     kernel.close()
 
@@ -36,9 +37,6 @@ def children(pid: int) -> set[int]:
 def test_what_ranks_print_comes_while_they_run(kernel: Kernel, tmp_path: Path) -> None:
     """Each rank goes on only when the cell shows what both have printed before."""
     cell = f"""
-import os, time
-import paceline
-
 folder = {str(tmp_path)!r}
 
 def say(rank):

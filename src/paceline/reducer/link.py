@@ -66,6 +66,8 @@ class Reduction(Generic[_Tensor]):
         order: In which passes of all models make their calls over an engine that pairs the calls of different
             ranks by it; None: nobody pairs them so.
         owned: Who gets which part of each mean; empty: all ranks get all.
+        remember: Remembers what has not been delivered yet where gradients are encoded between hosts; the
+            result forgets what was sent since. None: nothing is encoded.
     """
 
     plan: Plan
@@ -76,6 +78,7 @@ class Reduction(Generic[_Tensor]):
     put: Callable[[_Tensor, _Tensor], None] | None = None
     order: CallOrder | None = None
     owned: tuple[Ranges, ...] = ()
+    remember: Callable[[], Callable[[], None]] | None = None
 
 
 class Link(Protocol[_Tensor]):

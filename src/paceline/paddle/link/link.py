@@ -209,7 +209,8 @@ class HostsLink:
         reducer = self._reducers.make(plan, options, instead_of)
         if reducer is not None:
             places = shared_places(plan, parameters, reducer.arena_pointer, reducer.memory)
-            return Reduction(plan, places, reducer, most_pointer_bytes=MOST_POINTER_BYTES)
+            remember = None if reducer.codes is None else reducer.codes.remember
+            return Reduction(plan, places, reducer, most_pointer_bytes=MOST_POINTER_BYTES, remember=remember)
         self.path, self.bits = self._link.path, self._link.bits
         return self._link.make_reduction(plan, parameters, options)
 

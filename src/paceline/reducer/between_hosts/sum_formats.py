@@ -11,7 +11,7 @@ Imports numpy, the core, `collectives` and its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -158,6 +158,16 @@ class CodedSums:
         for index, whole in enumerate(errors):
             for elements, error in self._pieces.get(index, ()):
                 error[:] = whole[elements]
+
+    def remember(self) -> Callable[[], None]:
+        """Remember all errors; the result goes back to them: what was encoded since was for nothing."""
+        before = [(error, error.copy()) for error in (*self._shares, *self._parts)]
+
+        def go_back() -> None:
+            for error, copied in before:
+                error[:] = copied
+
+        return go_back
 
     def error_of(self, index: int) -> Floats:
         """What this rank has not delivered yet of a parameter's sums; zeros where another rank sends them.

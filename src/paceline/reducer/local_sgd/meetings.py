@@ -295,9 +295,13 @@ class Meetings(Generic[_Tensor]):
         reducer.set_weight(weight / self._options.every)
         flags = {_HAS_TRAINED: self._weight, _IS_FINISHED: is_finished, _HAS_STEPPED: self.since}
         reducer.set_note(_MEETS | sum(flag for flag, holds in flags.items() if holds))
+        remember = self._reduction.remember
+        go_back = None if remember is None else remember()
         for index in trained:
             reducer.mark_ready(index, 0)
         outcome = Outcome(reducer.finish(PassStatus(self.number + 1), True, True))
+        if go_back is not None and outcome & (Outcome.SKIPPED | Outcome.NONFINITE | Outcome.OVERFLOWED):
+            go_back()  # the next meeting sends the whole change again, and not what is left of it besides
         if Outcome.SKIPPED in outcome:
             raise self._mismatch([status.forwards for status in reducer.statuses()])
         return outcome, reducer.notes_by_rank()

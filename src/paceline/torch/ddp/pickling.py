@@ -41,7 +41,9 @@ _CONNECTIONS = (
 
 def state_of(ddp: TorchNames) -> dict[str, Any]:
     """What a copy of a wrapper takes with it, for `__getstate__`."""
-    return {name: value for name, value in ddp.__dict__.items() if name not in _CONNECTIONS}
+    state = {name: value for name, value in ddp.__dict__.items() if name not in _CONNECTIONS}
+    state["_earlier_steps"] = ddp._earlier_steps + ddp.num_good_passes  # no second warm-up of local SGD
+    return state
 
 
 def restore(ddp: TorchNames, state: dict[str, Any]) -> None:

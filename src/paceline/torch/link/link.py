@@ -254,7 +254,8 @@ class HostsLink:
             self.path, self.bits = self._link.path, self._link.bits
             return self._link.make_reduction(plan, parameters, options)
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer.memory)
-        return Reduction(plan, arena.views, reducer, most_pointer_bytes=MOST_POINTER_BYTES)
+        remember = None if reducer.codes is None else reducer.codes.remember
+        return Reduction(plan, arena.views, reducer, most_pointer_bytes=MOST_POINTER_BYTES, remember=remember)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
         self._between_hosts.refuse(A_HOOK)
