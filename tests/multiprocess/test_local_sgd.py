@@ -361,6 +361,42 @@ def test_a_meeting_more_on_one_rank_is_told_to_all(rank):
 
 
 @ranks(2, group="gloo")
+def test_ranks_that_meet_at_different_places_are_told(rank):
+    """Host 1 has left out a step; each of its meetings from here on would be an earlier one of host 0."""
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), timeout_s=10, local_sgd=LocalSGD(2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    train(ddp, optimizer, range(2 - rank), rank, 2)
+    before = values_of(ddp)
+    places = r"rank 0 \(host 0\): in a forward, after 2 steps\n.*rank 1 \(host 1\): in sync_parameters\(\)"
+    with pytest.raises(MismatchError, match=f"(?s){places}"):
+        if rank == 0:
+            train(ddp, optimizer, [2], rank, 2)
+        else:
+            ddp.sync_parameters()
+    for value, expected in zip(values_of(ddp), before, strict=True):
+        assert_array_equal(value, expected)
+    ddp.sync_parameters()
+    assert_same_everywhere(ddp)
+
+
+@ranks(2, group="gloo")
+def test_an_error_that_one_host_has_caught_disturbs_no_finish(rank):
+    place(rank, 2)
+    options = LocalSGD(4, outer_lr=1, outer_momentum=0)
+    ddp = DistributedDataParallel(network(), timeout_s=10, nonfinite="raise", local_sgd=options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    for step in range(9):
+        optimizer.zero_grad()
+        x = rows(step, 2)[rank::2] * (float("nan") if (rank, step) == (1, 2) else 1)
+        with contextlib.suppress(NonFiniteGradientError):
+            ddp(x).square().mean().backward()
+            optimizer.step()
+    ddp.finish(optimizer.step)
+    assert_same_everywhere(ddp)
+
+
+@ranks(2, group="gloo")
 def test_frozen_parameters_do_not_move(rank):
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(1, between="ranks"))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)

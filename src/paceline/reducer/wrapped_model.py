@@ -311,7 +311,8 @@ class WrappedModel:
 
         Raises:
             NonFiniteGradientError: Parameters are infinite or NaN somewhere; no rank changes its own.
-            MismatchError: Ranks have met a different number of times.
+            MismatchError: Ranks have met a different number of times, or another one is in a forward, whose
+                meeting is due: it has made more steps. No rank changes its own.
 
         Example:
             Since the last meeting rank 0 has moved a weight from 1.0 to 0.8 and rank 1 to 0.6; with

@@ -42,7 +42,7 @@ from paceline.reducer.replica_check import Entry, check_replicas
 _Tensor = TypeVar("_Tensor", bound=Any)
 
 # What a rank tells with a meeting, as its note; never 0, which is nothing.
-_MEETS, _HAS_TRAINED, _IS_FINISHED, _HAS_STEPPED = 1, 2, 4, 8
+_MEETS, _HAS_TRAINED, _IS_FINISHED, _HAS_STEPPED, _IN_FORWARD, _ON_DEMAND = 1, 2, 4, 8, 16, 32
 _STATE = ("steps", "since_meeting", "parameters", "momentum")
 
 
@@ -215,32 +215,40 @@ class Meetings(Generic[_Tensor]):
         if self._passes.autograd.is_in_backward():
             return
         self.begin_round()
-        if self._modes.is_of_all_ranks(is_training=is_training):
-            self.meet_if_due()
+        if self._modes.is_of_all_ranks(is_training=is_training) and self.since >= self._options.every:
+            self._meet(_IN_FORWARD)
 
     def meet_if_due(self) -> None:
-        """Meet, if it is time: also where no forward follows, after the last pass. Collective then."""
+        """Meet, if it is time, where no forward follows: this rank has no data left. Collective then."""
         if self.since >= self._options.every:
-            self.meet()
+            self._meet(0)
+
+    def meet(self) -> None:
+        """Meet now, because this rank's program asks for it. Collective; see `_meet`."""
+        self._meet(_ON_DEMAND)
 
     def finish(self) -> None:
         """Meet until all ranks have no data left; then all have the same model. Collective."""
-        while not self.meet(is_finished=True):
+        while not self._meet(_IS_FINISHED):
             pass
 
     # --- a meeting ---
 
-    def meet(self, *, is_finished: bool = False) -> bool:
+    def _meet(self, why: int) -> bool:
         """Average what the members have changed, and make a step of the outer optimizer. Collective.
 
         If it raises, no parameter has changed on this rank.
+
+        Args:
+            why: A flag of the note that says why this rank meets now; 0: it has no more data.
 
         Returns:
             Whether all ranks have said that they are finished.
 
         Raises:
             NonFiniteGradientError: The change of a parameter is infinite or NaN somewhere; on all ranks.
-            MismatchError: Ranks have met a different number of times; on all ranks.
+            MismatchError: Ranks have met a different number of times, or some meet in their next forward and
+                some because their program asks for it; on all ranks.
             ReplicasDifferError: At the first meeting: the members did not begin with the same parameters.
         """
         passes, tensors = self._passes, self._tensors
@@ -266,11 +274,11 @@ class Meetings(Generic[_Tensor]):
             for index, before in enumerate(self._values)
             if tensors.is_trained(index) or tensors.has_changed(index, before)
         ]
-        outcome, notes = self._average(trained, self._weight, is_finished)
+        outcome, notes = self._average(trained, self._weight, why)
         active = [rank for rank, note in enumerate(notes) if note & _HAS_TRAINED]
         if not active and any(note & _HAS_STEPPED for note in notes):
             # All passes have weighed nothing, but optimizers have stepped: by momentum, or weight decay.
-            outcome, notes = self._average(trained, self.since, is_finished)
+            outcome, notes = self._average(trained, self.since, why)
             active = [rank for rank, note in enumerate(notes) if note & _HAS_STEPPED]
         if active:
             reducer = self._reduction.reducer
@@ -284,27 +292,30 @@ class Meetings(Generic[_Tensor]):
             tell(f"after meeting {self.number} of local SGD")
         return all(note & _IS_FINISHED for note in notes)
 
-    def _average(
-        self, trained: Sequence[int], weight: float, is_finished: bool
-    ) -> tuple[Outcome, Sequence[int]]:
+    def _average(self, trained: Sequence[int], weight: float, why: int) -> tuple[Outcome, Sequence[int]]:
         """Average the changes of these parameters; what came of it, and the notes of all ranks."""
         reducer, places = self._reduction.reducer, self._reduction.places
         for index in trained:
             self._tensors.put_change(index, self._values[index], places[index])
         # Of usual passes and an undisturbed rhythm this makes 1, which needs no multiplication.
         reducer.set_weight(weight / self._options.every)
-        flags = {_HAS_TRAINED: self._weight, _IS_FINISHED: is_finished, _HAS_STEPPED: self.since}
-        reducer.set_note(_MEETS | sum(flag for flag, holds in flags.items() if holds))
+        flags = {_HAS_TRAINED: self._weight, _HAS_STEPPED: self.since}
+        reducer.set_note(_MEETS | why | sum(flag for flag, holds in flags.items() if holds))
         remember = self._reduction.remember
         go_back = None if remember is None else remember()
         for index in trained:
             reducer.mark_ready(index, 0)
         outcome = Outcome(reducer.finish(PassStatus(self.number + 1), True, True))
-        if go_back is not None and outcome & (Outcome.SKIPPED | Outcome.NONFINITE | Outcome.OVERFLOWED):
+        notes = reducer.notes_by_rank()
+        is_uneven = all(any(note & flag for note in notes) for flag in (_IN_FORWARD, _ON_DEMAND))
+        fails = is_uneven or outcome & (Outcome.SKIPPED | Outcome.NONFINITE | Outcome.OVERFLOWED)
+        if go_back is not None and fails:
             go_back()  # the next meeting sends the whole change again, and not what is left of it besides
         if Outcome.SKIPPED in outcome:
             raise self._mismatch([status.forwards for status in reducer.statuses()])
-        return outcome, reducer.notes_by_rank()
+        if is_uneven:
+            raise self._uneven(notes)
+        return outcome, notes
 
     def _step(self, indices: set[int]) -> None:
         for index in sorted(indices):
@@ -407,6 +418,28 @@ class Meetings(Generic[_Tensor]):
             seen="\n".join(rows),
             likely="sync_parameters() was called on some ranks only, or a checkpoint was loaded on some only",
             hint="make the same calls on all ranks",
+        )
+
+    def _uneven(self, notes: Sequence[int]) -> MismatchError:
+        """Some have made more passes: from here on, each meeting would be another one for them."""
+        words = {
+            _IN_FORWARD: f"in a forward, after {self._options.every} steps",
+            _ON_DEMAND: "in sync_parameters()",
+        }
+        rows = [
+            f"{self._member_of(rank)}: {word}"
+            for rank, note in enumerate(notes)
+            for flag, word in words.items()
+            if note & flag
+        ]
+        return MismatchError(
+            "Ranks meet in local SGD at different places of their programs; no parameter has changed.",
+            where=f"{self._who}, meeting {self.number + 1}",
+            seen="\n".join(rows),
+            likely="some ranks have made fewer steps: one has caught an error and left out a step, or has "
+            "fewer batches; or sync_parameters() was called on some ranks only",
+            hint="call sync_parameters() on all ranks after as many steps; finish() and iterate() are for "
+            "uneven data",
         )
 
     def _nonfinite(
