@@ -513,6 +513,20 @@ def test_a_copy_does_not_warm_up_again(rank):
 
 
 @ranks(2, group="gloo")
+def test_each_host_may_load_its_own_state_after_uneven_data(rank):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    for step in ddp.iterate(range([3, 7][rank]), optimizer.step):
+        train(ddp, optimizer, [step], rank, 2)
+    again = DistributedDataParallel(copy.deepcopy(ddp.module), local_sgd=LocalSGD(2))
+    again.load_local_sgd_state_dict(ddp.local_sgd_state_dict())
+    train(again, torch.optim.SGD(again.parameters(), lr=LR), range(3), rank, 2)
+    again.sync_parameters()
+    assert_same_everywhere(again)
+
+
+@ranks(2, group="gloo")
 def test_states_of_different_steps_are_refused_in_the_warm_up(rank):
     ddp = DistributedDataParallel(network(), timeout_s=10, local_sgd=LocalSGD(2, warmup_steps=2))
     state = {"steps": 4 * rank, "since_meeting": 0, "parameters": {}, "momentum": {}}

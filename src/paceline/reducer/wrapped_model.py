@@ -326,9 +326,10 @@ class WrappedModel:
 
         The parameters of the last meeting and the momentum of the outer optimizer, by name, copied: 16-bit
         parameters as float32, complex ones as pairs of real numbers; and how many steps there were, in all
-        and since that meeting. It is the same on all ranks. The model's own parameters are the same only
-        right after a meeting: a checkpoint between two has the steps of one host, and loses those of the
-        others since the last meeting. So call sync_parameters() before saving.
+        and since that meeting. It is the same on all ranks, but for the steps where data is uneven. The
+        model's own parameters are the same only right after a meeting: a checkpoint between two has the steps
+        of one host, and loses those of the others since the last meeting. So call sync_parameters() before
+        saving.
 
         Raises:
             ConfigError: The wrapper was made without `local_sgd`.
@@ -357,11 +358,14 @@ class WrappedModel:
         """
         self._require_local_sgd("load_local_sgd_state_dict")
         state = check_state(state)
-        if self._passes is not None:  # before anything is done that is for all ranks or for none
-            link = self._passes.link if self._meetings is None else self._meetings.link
-            check_same_state(link, state["steps"], sorted(state["parameters"]), sorted(state["momentum"]))
-        self._earlier_steps = state["steps"] - self.num_good_passes
         options = self._config.local_sgd
+        if self._passes is not None and options is not None:
+            # Before anything is done that is for all ranks or for none: whether the warm-up is over, and what
+            # is there to load. With uneven data hosts may have made more steps than others.
+            link = self._passes.link if self._meetings is None else self._meetings.link
+            names = [sorted(map(str, state[part])) for part in ("parameters", "momentum")]
+            check_same_state(link, min(state["steps"], options.warmup_steps), *names)
+        self._earlier_steps = state["steps"] - self.num_good_passes
         if self._warmup is not None and options is not None:
             if state["steps"] >= options.warmup_steps:
                 self._end_warmup()
