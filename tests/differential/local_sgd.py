@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from tests.harness import run_ranks
+from tests.local_sgd_reference import meet, values_of
 from tests.several_hosts import be_on_host
 
 WIDTH = 5
@@ -104,10 +105,6 @@ def batch(op: int, step: int, micro: int, rank: int) -> torch.Tensor:
 
 def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (net(x) - x.sum(1, keepdim=True)).square().mean()
-
-
-def values_of(net: nn.Module) -> list[np.ndarray]:
-    return [parameter.detach().double().numpy().copy() for parameter in net.parameters()]
 
 
 # --- what each rank does ---
@@ -300,25 +297,10 @@ class Simulation:
             yield True
 
     def _meet(self) -> None:
-        weights, options = self.weights, self.options
-        if sum(weights):
-            held = [values_of(replica) for replica in self.replicas]
-            trained = [each.requires_grad for each in self.replicas[0].parameters()]
-            for index, before in enumerate(self.begun):
-                moved = sum(
-                    weight * (before - each[index]) for weight, each in zip(weights, held, strict=True)
-                ) / sum(weights)
-                if not trained[index] and all(np.array_equal(before, each[index]) for each in held):
-                    continue
-                momentum = options["outer_momentum"]
-                self.velocity[index] = momentum * self.velocity[index] + moved
-                nesterov = moved + momentum * self.velocity[index]
-                direction = nesterov if options["nesterov"] else self.velocity[index]
-                self.begun[index] = before - options["outer_lr"] * direction
-            with torch.no_grad():
-                for replica in self.replicas:
-                    for parameter, value in zip(replica.parameters(), self.begun, strict=True):
-                        parameter.copy_(torch.from_numpy(value))
+        if sum(self.weights):
+            names = ("outer_lr", "outer_momentum", "nesterov")
+            lr, momentum, nesterov = (self.options[name] for name in names)
+            meet(self.replicas, self.begun, self.velocity, self.weights, (lr, momentum, nesterov))
         self.since = [0] * len(self.members)
         self.weights = [0.0] * len(self.members)
 

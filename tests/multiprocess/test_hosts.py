@@ -43,7 +43,7 @@ from paceline.torch import DistributedDataParallel
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from paceline.torch.link.hosts import GlooTransport
 from tests.harness import ranks, run_ranks
-from tests.multiprocess.leftovers import files_and_threads, until_no_more_than
+from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
 from tests.multiprocess.other_ranks import until
 from tests.several_hosts import be_on_host, noting, send_values
 

@@ -36,7 +36,7 @@ from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from paceline.torch.link.local_group import LocalCalls
 from paceline.torch.link.share_transport import ShareTransport
 from tests.harness import ranks
-from tests.multiprocess.leftovers import files_and_threads, until_no_more_than
+from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
 from tests.multiprocess.test_hosts import (
     BLOCKS,
     ROUND_ROBIN,

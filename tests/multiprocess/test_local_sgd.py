@@ -31,6 +31,7 @@ from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.link.hosts import GlooTransport
 from paceline.torch.passes.meetings import OuterParameters
 from tests.harness import ranks
+from tests.local_sgd_reference import Outer, meet, values_of
 from tests.several_hosts import be_on_host, noting
 
 WIDTH = 6
@@ -62,10 +63,6 @@ def train(
         optimizer.step()
 
 
-def values_of(net: nn.Module) -> list[np.ndarray]:
-    return [parameter.detach().double().numpy().copy() for parameter in net.parameters()]
-
-
 class Simulation:
     """Local SGD in one process, in float64: for each member a replica that plain SGD trains.
 
@@ -74,7 +71,7 @@ class Simulation:
         outer: lr, momentum, and whether it is Nesterov's.
     """
 
-    def __init__(self, members: Sequence[Sequence[int]], outer: tuple[float, float, bool]) -> None:
+    def __init__(self, members: Sequence[Sequence[int]], outer: Outer) -> None:
         self.members, self.outer = members, outer
         self.world_size = sum(map(len, members))
         self.replicas = [network(torch.float64) for _ in members]
@@ -94,17 +91,7 @@ class Simulation:
 
     def meet(self, weights: Sequence[float] | None = None) -> None:
         weights = weights or [len(ranks) for ranks in self.members]
-        lr, momentum, nesterov = self.outer
-        held = [values_of(replica) for replica in self.replicas]
-        for index, before in enumerate(self.begun):
-            moved = sum(w * (before - each[index]) for w, each in zip(weights, held)) / sum(weights)
-            self.velocity[index] = momentum * self.velocity[index] + moved
-            direction = moved + momentum * self.velocity[index] if nesterov else self.velocity[index]
-            self.begun[index] = before - lr * direction
-        for replica in self.replicas:
-            with torch.no_grad():
-                for parameter, value in zip(replica.parameters(), self.begun):
-                    parameter.copy_(torch.from_numpy(value))
+        meet(self.replicas, self.begun, self.velocity, weights, self.outer)
 
 
 def hosts_of(world_size: int, num_hosts: int) -> list[list[int]]:
@@ -411,9 +398,7 @@ def test_frozen_parameters_do_not_move(rank):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "steps", [4, 6]
-)  # those that are frozen right after a meeting is due, and within a round
+@pytest.mark.parametrize("steps", [4, 6])  # frozen when a meeting is due, and within a round
 @ranks(2, group="gloo")
 def test_parameters_that_were_frozen_after_training_are_averaged(rank, steps, dtype):
     """Members have left them at different values, which nothing else would bring together again."""

@@ -17,7 +17,7 @@ from paceline.errors import ConfigError, RendezvousError
 from paceline.rendezvous.hub import HubExchange
 from paceline.rendezvous.meeting_place import hub_address
 from tests.harness import ranks, run_ranks
-from tests.multiprocess.leftovers import files_and_threads, until_no_more_than
+from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
 
 
 def init(rank, world_size, **options):

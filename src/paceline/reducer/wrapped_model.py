@@ -33,7 +33,7 @@ from paceline.reducer.one_copy.homes import Home, written
 from paceline.reducer.one_copy.torn import torn
 from paceline.reducer.passes.micro_batches import as_weight
 from paceline.reducer.passes.passes import Passes
-from paceline.reducer.passes.uneven import take_part_until_all_finished
+from paceline.reducer.passes.uneven import take_over_model, take_part_until_all_finished
 from paceline.reducer.plan import BucketLayout, bucket_layout
 from paceline.reducer.statistics import Statistics
 from paceline.reducer.traced import recorded
@@ -196,13 +196,14 @@ class WrappedModel:
             >>> model.finish(optimizer.step)
         """
         _check_after_pass(f"{type(self).__name__}.finish", after_pass)
-        if self._meetings is None and self._passes is not None:
+        if self._passes is None:
+            return
+        if self._meetings is None:
             if take_part_until_all_finished(self._passes, after_pass, self._is_warmup_done):
                 return
             self._end_warmup()  # as the others do in their next forward
-        if self._meetings is None or self._passes is None:
-            return
         meetings = self._meetings
+        assert meetings is not None
         meetings.begin_round()  # this rank may have had no data at all
         meetings.meet_if_due()
 
@@ -440,8 +441,7 @@ class WrappedModel:
         """From here on members of local SGD train on their own. Collective."""
         before = self._passes
         assert before is not None
-        if 0 < len(before.active) < before.world_size:
-            before.broadcast_model(before.active[0])  # some had no data, and may have made no step
+        take_over_model(before, before.active)
         self._passes = self._begin_again()
         self._passes.good_passes = before.good_passes
         self._passes.micro_batches.take_over(before.micro_batches)

@@ -35,6 +35,7 @@ from paceline.reducer.local_sgd.options import LocalSGD, outer_step
 from paceline.reducer.pass_errors import names_by_rank, shorten
 from paceline.reducer.passes.passes import Passes
 from paceline.reducer.passes.sharing import registry
+from paceline.reducer.passes.uneven import take_over_model
 from paceline.reducer.plan import BucketCaps, CappedBuckets, ParameterSpec, plan_gradients
 from paceline.reducer.protocol import Outcome, PassStatus
 from paceline.reducer.replica_check import Entry, check_replicas
@@ -262,8 +263,7 @@ class Meetings(Generic[_Tensor]):
             )
         if (tell := self.link.tell) is not None:
             tell(f"in meeting {self.number + 1} of local SGD")
-        if 0 < len(passes.active) < passes.world_size:
-            passes.broadcast_model(passes.active[0])  # some had no data, and may have made no step
+        take_over_model(passes, passes.active)
         if not self._values:
             self._take_values()
         if not self._are_equal:
@@ -438,8 +438,8 @@ class Meetings(Generic[_Tensor]):
             seen="\n".join(rows),
             likely="some ranks have made fewer steps: one has caught an error and left out a step, or has "
             "fewer batches; or sync_parameters() was called on some ranks only",
-            hint="call sync_parameters() on all ranks after as many steps; finish() and iterate() are for "
-            "uneven data",
+            hint="call sync_parameters() after the same number of steps on all ranks; for uneven data use "
+            "finish() or iterate()",
         )
 
     def _nonfinite(
@@ -472,7 +472,7 @@ def check_same_state(link: Link[Any], *what: Any) -> None:
 
     Args:
         link: Between all ranks.
-        what: Some of the state; what is compared are its words.
+        what: Some of the state; compared by its `repr`.
 
     Raises:
         ModelMismatchError: They do not; on all ranks.

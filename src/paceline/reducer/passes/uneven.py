@@ -99,7 +99,7 @@ def take_part_until_all_finished(
     Returns:
         Whether all ranks are finished. Else these passes are over, and no model was taken over.
     """
-    return _take_part(passes, after_pass, are_over, weight=0.0, keep_accumulated=False)
+    return _take_part(passes, after_pass, weight=0.0, keep_accumulated=False, are_over=are_over)
 
 
 @contextlib.contextmanager
@@ -114,8 +114,7 @@ def joining(passes: UnevenPasses, *, divide_by_all: bool, throws: bool) -> Itera
     before, passes.refuses_uneven = passes.refuses_uneven, throws
     try:
         yield
-        weight = 1.0 if divide_by_all else 0.0
-        _take_part(passes, None, lambda: False, weight=weight, keep_accumulated=True)
+        _take_part(passes, None, weight=1.0 if divide_by_all else 0.0, keep_accumulated=True)
     finally:
         passes.refuses_uneven = before
 
@@ -123,10 +122,10 @@ def joining(passes: UnevenPasses, *, divide_by_all: bool, throws: bool) -> Itera
 def _take_part(
     passes: UnevenPasses,
     after_pass: Callable[[], object] | None,
-    are_over: Callable[[], bool],
     *,
     weight: float,
     keep_accumulated: bool,
+    are_over: Callable[[], bool] = lambda: False,
 ) -> bool:
     last_active = passes.active
     shadow = Shadow(passes, keep_accumulated=keep_accumulated)
@@ -143,9 +142,19 @@ def _take_part(
                 raise _cannot_step_along(passes.who)
     finally:
         shadow.end()
-    if 0 < len(last_active) < passes.world_size:  # 0: all have finished before, and made no pass since
-        passes.broadcast_model(last_active[0])
+    take_over_model(passes, last_active)
     return True
+
+
+def take_over_model(passes: UnevenPasses, active: Sequence[int]) -> None:
+    """Give the ranks without data, which may have made no step, the model of one that had some. Collective.
+
+    Args:
+        passes: In which they took part.
+        active: Who had data in the last pass for which somebody had; empty: there was none.
+    """
+    if 0 < len(active) < passes.world_size:
+        passes.broadcast_model(active[0])
 
 
 def _cannot_step_along(who: str) -> ConfigError:

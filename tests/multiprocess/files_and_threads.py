@@ -17,8 +17,8 @@ def files_and_threads() -> tuple[int, int]:
 def until_no_more_than(before: tuple[int, int], *, collecting: bool = False) -> None:
     """Wait until this process has no more open files and threads than it had before.
 
-    Waiting, because a thread that was joined is still one for the kernel until it has left its last
-    instructions behind: Python's `join` and `pthread_join` return before that.
+    It has to wait, because the kernel lists a thread for a moment after Python's `join`, or `pthread_join`,
+    has returned.
 
     Args:
         before: What `files_and_threads` returned.
