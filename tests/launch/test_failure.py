@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -199,3 +201,99 @@ def test_a_reader_that_leaves_ends_the_job(launcher: Launcher) -> None:
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait(WITHIN_S) == 128 + signal.SIGPIPE
+
+
+SAVES_SLOWLY = f"""
+    def save(*_):
+        print("saving")
+        time.sleep(1.5)
+        print("saved")
+        sys.exit(0)
+    signal.signal(signal.SIGTERM, save)
+    print("pid", os.getpid())
+    {HANG}
+"""
+
+
+def test_sigterm_leaves_longer_to_save_than_a_failure(launcher: Launcher) -> None:
+    process = launcher.start("-n", "2", "--grace-s", "0.1", "script.py", script=SAVES_SLOWLY)
+    read_pids(process, 2)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)  # longer than what counts as the same signal, passed on by a wrapper
+    process.send_signal(signal.SIGTERM)  # as Slurm does at the end of its grace time
+    stdout, stderr = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert stdout.count("saved") == 2
+    assert "SIGTERM: stopping 2 ranks; SIGKILL follows in 30 s (--preempt-s)" in stderr
+
+
+def test_a_rank_that_saves_for_too_long_is_killed(launcher: Launcher) -> None:
+    script = SAVES_SLOWLY.replace("1.5", "1000")
+    process = launcher.start("-n", "2", "--preempt-s", "0.3", "script.py", script=script)
+    pids = read_pids(process, 2)
+    process.send_signal(signal.SIGTERM)
+    stdout, stderr = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 128 + signal.SIGTERM and "saved" not in stdout
+    assert "ranks 0-1 did not end within 0.3 s; sending SIGKILL" in stderr
+    seconds_until_gone(pids)
+
+
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
+def test_a_schedulers_warning_reaches_the_ranks_that_want_it(launcher: Launcher, name: str) -> None:
+    script = f"""
+        if rank != 1:
+            signal.signal(signal.{name}, lambda *_: print("warned"))
+        if rank == 2:
+            signal.signal(signal.{name}, signal.SIG_IGN)
+        print("pid", os.getpid())
+        while not os.path.exists("over"):
+            time.sleep(0.01)
+    """
+    process = launcher.start("-n", "3", "script.py", script=script)
+    read_pids(process, 3)
+    process.send_signal(signal.Signals[name])
+    assert process.stdout is not None
+    assert process.stdout.readline() == "[rank 0] warned\n"
+    (launcher.folder / "over").touch()
+    _, stderr = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 0
+    assert f"{name} was not passed on to rank 1 of 3, which would have ended by it" in stderr
+
+
+def test_a_rank_that_hangs_after_all_others_is_named_and_stopped(launcher: Launcher) -> None:
+    script = """
+        import atexit
+        from paceline import stacks
+        def hang_here():
+            time.sleep(1000)
+        if rank == 1:
+            stacks.answer_requests()
+            atexit.register(hang_here)
+    """
+    done = launcher.run("-n", "3", "--exit-timeout-s", "1", "script.py", script=script)
+    assert done.returncode == 124
+    assert "rank 1 of 3 did not end after all others, and used no processor for 1 s" in done.stderr
+    assert "where rank 1 is:" in done.stderr and "in hang_here" in done.stderr
+
+
+def test_a_rank_that_works_after_all_others_may_take_as_long_as_it_likes(launcher: Launcher) -> None:
+    script = """
+        end = time.process_time() + 1.5
+        while rank == 0 and time.process_time() < end:
+            pass
+        print("done")
+    """
+    done = launcher.run("-n", "2", "--exit-timeout-s", "0.5", "script.py", script=script)
+    assert done.returncode == 0 and done.stdout.count("done") == 2
+
+
+def test_a_full_disk_behind_standard_output_does_not_end_the_job(launcher: Launcher) -> None:
+    launcher.write("print('hello', flush=True)\nopen(f'trained{rank}', 'w').close()")
+    command = [sys.executable, "-m", "paceline", "run", "-n", "2", "script.py"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=launcher.folder, timeout=WITHIN_S
+        )
+    assert done.returncode == 0
+    assert done.stderr.count("standard output cannot be written: No space left on device") == 1
+    assert (launcher.folder / "trained0").exists() and (launcher.folder / "trained1").exists()

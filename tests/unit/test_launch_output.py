@@ -7,12 +7,14 @@ import os
 import pty
 import tty
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.launch.output import LineBuffer, Screen, TracebackKeeper
+from paceline.launch.wiring import RankLog
 
 TEXT = st.binary(max_size=60).map(
     lambda data: data.translate(bytes(b"ab\n\r"[byte % 4] for byte in range(256)))
@@ -120,3 +122,22 @@ def test_a_reader_that_is_gone_is_noticed() -> None:
     screen.write_lines(1, b"", [b"lost"])
     assert screen.has_lost_reader
     os.close(writer)
+
+
+def test_a_full_disk_behind_a_log_is_reported_once() -> None:
+    reader, writer = os.pipe()
+    log = RankLog(Path("/dev/full"), Screen(writer, writer))
+    log.write(b"lost")
+    log.write(b"lost too")
+    os.close(writer)
+    with open(reader, "rb") as file:
+        said = file.read().decode()
+    assert said.count("/dev/full cannot be written: No space left on device. The job goes on") == 1
+    assert said.count("\n") == 1
+
+
+def test_a_log_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "rank0.log").symlink_to(tmp_path / "precious")
+    with pytest.raises(OSError, match="symbolic links"):
+        RankLog(tmp_path / "rank0.log", Screen())
+    assert not (tmp_path / "precious").exists()

@@ -238,6 +238,7 @@ def _starts() -> list[Use]:
         *each("spawn", "log_dir", lambda v: spawn(log_dir=v), 7, b"logs", "/dev/null/logs", ""),
         *each("spawn", "timeout_s", lambda v: spawn(timeout_s=v), *seconds),
         *each("spawn", "grace_s", lambda v: spawn(grace_s=v), *seconds, None),
+        *each("spawn", "exit_timeout_s", lambda v: spawn(exit_timeout_s=v), *seconds, None),
         *each("join", "timeout", lambda v: SpawnContext.join(None, v), "5", -1, NAN, True),
         *each(
             "environment",

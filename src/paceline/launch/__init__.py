@@ -14,6 +14,7 @@ numpy, torch or the core, so that the launcher itself is small and starts at onc
     ports.py       free ports, and who holds a taken one
     guardian.py    the process that the user sees: whoever dies, it leaves nothing behind
     supervise.py   its child: starts the ranks, relays their output, stops them
+    last_ranks.py  ranks that go on after the others have ended
     process.py     one rank's process, and everything it started
     output.py      lines and progress bars of several ranks on one terminal
     report.py      which rank failed first, and why (pure)

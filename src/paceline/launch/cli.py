@@ -39,8 +39,9 @@ examples:
   paceline run --nnodes 2 --rdzv node0:29400 -n 4 train.py   on each of two hosts: eight ranks
 
 Every rank gets the variables of torchrun and of paddle.distributed.launch. When a rank fails the others are
-stopped, and the first failure is shown last. The exit status is that of the first rank to fail, 128 + signal
-if a signal killed it; 124 after --timeout-s; 130 after Ctrl-C (a second Ctrl-C kills at once).
+stopped, and the first failure is shown last. SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the ranks. The
+exit status is that of the first rank to fail, 128 + signal if a signal killed it; 124 after --timeout-s or
+--exit-timeout-s; 143 after SIGTERM; 130 after Ctrl-C (a second Ctrl-C kills at once).
 """
 
 
@@ -123,6 +124,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=5.0,
         metavar="S",
         help="after a failure: seconds until SIGTERM, then until SIGKILL (default: %(default)g)",
+    )
+    add(
+        "--preempt-s",
+        type=float,
+        default=Options.preempt_s,
+        metavar="S",
+        help="after a SIGTERM, which schedulers send before they take the machine: seconds until SIGKILL "
+        "(default: %(default)g)",
+    )
+    add(
+        "--exit-timeout-s",
+        type=float,
+        default=Options.exit_timeout_s,
+        metavar="S",
+        help="stop the last ranks when all others have ended and they have used no processor for S seconds "
+        "(default: %(default)g)",
     )
 
 
@@ -214,6 +231,8 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
             log_dir=parsed.log_dir,
             timeout_s=parsed.timeout_s,
             grace_s=parsed.grace_s,
+            preempt_s=parsed.preempt_s,
+            exit_timeout_s=parsed.exit_timeout_s,
             trace=parsed.trace,
             dashboard=parsed.dashboard,
         ),
@@ -276,9 +295,10 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
     missing = [name for name in ("nnodes", "rdzv") if getattr(parsed, name) is None]
     alone = argparse.ArgumentParser(add_help=False)
     add_arguments(alone)
-    of_one_host = ("master_addr", "master_port", "bind", "prefix", "timeout_s", "grace_s")
+    addresses = ("master_addr", "master_port")
+    of_one_host = (*addresses, "bind", "prefix", "timeout_s", "grace_s", "preempt_s", "exit_timeout_s")
     given = [name for name in of_one_host if getattr(parsed, name) != alone.get_default(name)]
-    is_address = any(name.startswith("master_") for name in given)
+    is_address = not set(given).isdisjoint(addresses)
     if parsed.nprocs == _AUTO:
         raise ConfigError(
             "-n auto is for a launch on one host only.",

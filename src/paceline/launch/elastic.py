@@ -23,14 +23,17 @@ from typing import NoReturn
 from paceline.arguments import Arguments
 from paceline.env import split_address
 from paceline.errors import ConfigError
+from paceline.launch import report
 from paceline.launch.dashboard import DashboardProcess, check_dashboard
 from paceline.launch.process import (
     adopt_orphans,
+    children,
     descendants,
     die_with_parent,
     has_had_children,
     interpreter,
     kill_descendants,
+    pass_on,
     wait_readable,
 )
 from paceline.launch.trace import HostTrace, JobRecording, trace_variables
@@ -200,6 +203,13 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _pass_on(agent: int, signum: int) -> None:
+    """Give the ranks of an agent a signal that schedulers send as a warning; no process ends by it."""
+    deaf = pass_on(children(agent), signum)
+    if deaf:
+        _say(report.not_passed_on(signum, f"pid {', '.join(map(str, deaf))}"))
+
+
 def _run_watched(
     words: Sequence[str], environment: Mapping[str, str], watch: _Watch, meeting: _Meeting
 ) -> int:
@@ -223,6 +233,8 @@ def _run_watched(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda received, _: agent.send_signal(received))
+    for signum in (signal.SIGUSR1, signal.SIGUSR2):  # the agent would end by them
+        signal.signal(signum, lambda received, _: _pass_on(agent.pid, received))
     while not wait_readable([ended], min(watch.recording.seconds_to_look(), meeting.seconds_to_look())):
         watch.recording.look()
         meeting.look(agent.pid)

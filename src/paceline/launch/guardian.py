@@ -34,7 +34,8 @@ from paceline.launch.process import (
 )
 from paceline.launch.supervise import Supervisor
 
-_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGTSTP, signal.SIGWINCH)
+_PASSED_ON = (signal.SIGWINCH, signal.SIGUSR1, signal.SIGUSR2)
+_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGTSTP, *_PASSED_ON)
 # Wrappers pass on a Ctrl-C that the terminal has sent us too, and timeout(1) signals both us and our group;
 # a second one from a person takes longer.
 _SECOND_SIGNAL_AFTER_S = 0.3
@@ -97,12 +98,13 @@ class _Guardian:
             self._status = reap_children().get(self._supervisor, self._status)
         elif signum == signal.SIGTSTP:
             _suspend()
-        elif signum == signal.SIGWINCH:
+        elif signum in _PASSED_ON:
             send(self._supervisor, signum)
         elif self._first_stop_at is None:
             self._first_stop_at = time.monotonic()
             send(self._supervisor, signum)
-        elif time.monotonic() - self._first_stop_at > _SECOND_SIGNAL_AFTER_S:
+        # Schedulers send SIGTERM again at the end of the time that they leave a job to save its work.
+        elif signum != signal.SIGTERM and time.monotonic() - self._first_stop_at > _SECOND_SIGNAL_AFTER_S:
             kill_descendants()
             _say(f"paceline: second {signal.Signals(signum).name}: every rank was killed")
             self._status = 128 + signum

@@ -7,6 +7,7 @@ written of its current line.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import select
@@ -88,7 +89,8 @@ class Screen:
         self._has_colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self._drawn = b""  # rank 0's unfinished last line, or the rows that it redraws together
         self._rows_above = 0  # of those rows, how many stand above the last
-        self.has_lost_reader = False  # nobody reads our standard output any more
+        self.has_lost_reader = False  # no process reads our standard output any more
+        self._failed: set[int] = set()  # streams that could not be written, which was reported
 
     def is_terminal(self, stream: int) -> bool:
         return self._is_terminal[stream]
@@ -143,8 +145,16 @@ class Screen:
                 writable = select.poll()
                 writable.register(fd, select.POLLOUT)
                 writable.poll()
-            except OSError:  # the reader is gone; go on reading the ranks, so that none blocks
-                self.has_lost_reader = self.has_lost_reader or stream == 1
+            except OSError as error:  # go on reading the ranks, so that none blocks
+                if error.errno == errno.EPIPE or self._is_terminal[stream]:
+                    self.has_lost_reader = self.has_lost_reader or stream == 1
+                elif stream not in self._failed:
+                    self._failed.add(stream)
+                    if stream == 1:
+                        self.say(
+                            f"paceline: standard output cannot be written: {os.strerror(error.errno or 0)}. "
+                            "The job goes on; what the ranks print is lost as long as this lasts"
+                        )
                 return
 
 

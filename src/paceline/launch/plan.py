@@ -49,6 +49,8 @@ class Options:
     log_dir: str | None = None
     timeout_s: float | None = None
     grace_s: float = 5.0
+    preempt_s: float = 30.0  # from a SIGTERM for the job to SIGKILL
+    exit_timeout_s: float = 1800.0  # how long the last ranks may be idle; as a process group's time-out
     trace: str | None = None  # a file for the timeline of all ranks
     dashboard: str | None = None  # the port of a page about the job; "0": a free one
 
@@ -184,6 +186,8 @@ def _checked_options(options: Options) -> Options:
         if options.timeout_s is None
         else launch_seconds(check, "timeout_s", options.timeout_s),
         grace_s=launch_seconds(check, "grace_s", options.grace_s),
+        preempt_s=launch_seconds(check, "preempt_s", options.preempt_s),
+        exit_timeout_s=launch_seconds(check, "exit_timeout_s", options.exit_timeout_s),
         bind=check.choice("bind", options.bind, ("auto", "cores", "none")),
         prefix=check.choice("prefix", options.prefix, ("auto", "always", "never")),
     )

@@ -165,6 +165,42 @@ def has_had_children(pid: int) -> bool:
     return bool(fields) and int(fields[13]) + int(fields[14]) > 0  # cutime and cstime
 
 
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """The processor time that processes have used, with that of all below them."""
+    ticks = 0
+    for pid in pids:
+        for member in (pid, *descendants(pid)):
+            fields = _stat_of(member)
+            ticks += sum(map(int, fields[11:15]))  # utime, stime, cutime, cstime
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def pass_on(pids: Iterable[int], signum: int) -> list[int]:
+    """Send a signal to the processes that do not end by it; returns the others."""
+    deaf = []
+    for pid in pids:
+        if _survives(pid, signum):
+            send(pid, signum)
+        else:
+            deaf.append(pid)
+    return deaf
+
+
+def _survives(pid: int, signum: int) -> bool:
+    """Whether a process handles, blocks or ignores a signal."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            masks = dict(line.split(b":", 1) for line in file if line.startswith(b"Sig"))
+    except OSError:
+        return False
+    return any(int(masks[name], 16) >> (signum - 1) & 1 for name in (b"SigBlk", b"SigIgn", b"SigCgt"))
+
+
+def children(parent: int) -> list[int]:
+    """Every live process that `parent` has started itself or adopted."""
+    return [pid for pid in descendants(parent) if _live_parent(str(pid)) == parent]
+
+
 def _live_parent(pid: str) -> int | None:
     """The parent of a process that has not ended; None for a zombie."""
     fields = _stat_of(pid)

@@ -126,6 +126,15 @@ _MEANING = {
 }
 
 
+def not_passed_on(signum: int, ranks: str) -> str:
+    """What the launcher says of a signal that it keeps from ranks without a handler."""
+    name = signal_name(signum)
+    return (
+        f"paceline: {name} was not passed on to {ranks}, which would have ended by it. "
+        f"A script that wants it installs a handler: signal.signal(signal.{name}, ...)"
+    )
+
+
 def signal_name(signum: int) -> str:
     try:
         return signal.Signals(signum).name

@@ -49,6 +49,7 @@ def spawn(
     log_dir: str | os.PathLike[str] | None = None,
     timeout_s: float | timedelta | None = None,
     grace_s: float | timedelta = 5.0,
+    exit_timeout_s: float | timedelta = Options.exit_timeout_s,
     trace: str | os.PathLike[str] | None = None,
 ) -> SpawnContext | None:
     """Call `fn(rank, *args)` in `nprocs` new processes, each one rank of a job.
@@ -73,6 +74,8 @@ def spawn(
         log_dir: A folder that gets each rank's output too, as rankN.log.
         timeout_s: Stop the job after so many seconds, or a timedelta.
         grace_s: After a failure: seconds until SIGTERM, then until SIGKILL.
+        exit_timeout_s: Stop the last ranks when all others have ended and they have used no processor for so
+            many seconds, or a timedelta.
         trace: A file for a timeline of all ranks, for ui.perfetto.dev; written when the last rank has ended.
 
     Returns:
@@ -100,7 +103,9 @@ def spawn(
         prefix=prefix,
         log_dir=str(log_dir) if isinstance(log_dir, os.PathLike) else log_dir,
         timeout_s=None if timeout_s is None else launch_seconds(_arguments, "timeout_s", timeout_s),
-        grace_s=launch_seconds(_arguments, "grace_s", grace_s),
+        grace_s=(grace := launch_seconds(_arguments, "grace_s", grace_s)),
+        preempt_s=grace,  # a SIGTERM is our own, from SpawnContext
+        exit_timeout_s=launch_seconds(_arguments, "exit_timeout_s", exit_timeout_s),
         trace=str(trace) if isinstance(trace, os.PathLike) else trace,
     )
     context = _start(fn, tuple(args), options, is_daemon=daemon)

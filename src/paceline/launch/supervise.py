@@ -15,13 +15,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from paceline import stacks
 from paceline.errors import format_ranks
 from paceline.launch import report
 from paceline.launch.dashboard import DashboardProcess
 from paceline.launch.forked import StoppedError, fork_ranks
+from paceline.launch.last_ranks import LastRanks
 from paceline.launch.memory_file import read_memory_file
 from paceline.launch.output import Screen
 from paceline.launch.plan import Plan
@@ -30,12 +31,13 @@ from paceline.launch.process import (
     RankStart,
     Streams,
     end_leftovers,
+    pass_on,
     reap_children,
     send,
     start_rank,
 )
 from paceline.launch.trace import JobRecording
-from paceline.launch.wiring import Channel, Wiring, connect, copy_window_size
+from paceline.launch.wiring import Channel, RankLog, Wiring, connect, copy_window_size
 
 _KILLED_WITHIN_S = 30.0
 _SHOWN_STACKS = 4  # one would often do, and those of 128 ranks would bury the report
@@ -60,6 +62,7 @@ class _Stop:
     exit_status: int | None  # None: the first failing rank's
     steps: tuple[int, ...]  # signals still to send
     next_at: float
+    grace_s: float  # before each of them
 
 
 class Supervisor:
@@ -81,6 +84,7 @@ class Supervisor:
         self._stop: _Stop | None = None
         self._started_at = time.monotonic()
         self._wakeup = -1
+        self._last_ranks = LastRanks(plan.options.exit_timeout_s)
         self._is_given_up = False  # a rank did not even end by SIGKILL
         self._recording = JobRecording(
             plan.recording,
@@ -115,6 +119,7 @@ class Supervisor:
             self._take_due_step()
             if self._stop is None:
                 self._recording.look()
+                self._look_at_last_ranks()
         return self._finish()
 
     def _running(self) -> list[_Rank]:
@@ -161,13 +166,10 @@ class Supervisor:
                 channel.fd, selectors.EVENT_READ, lambda channel=channel: self._read(channel)
             )
 
-    def _open_log(self, rank: int) -> BinaryIO | None:
+    def _open_log(self, rank: int) -> RankLog | None:
         if self._plan.options.log_dir is None:
             return None
-        path = Path(self._plan.options.log_dir) / f"rank{rank}.log"
-        # Not through a link: in a folder that others can write to, it may lead to any file of ours.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        return open(os.open(path, flags, 0o666), "wb", buffering=0)
+        return RankLog(Path(self._plan.options.log_dir) / f"rank{rank}.log", self._screen)
 
     # Events
 
@@ -186,12 +188,25 @@ class Supervisor:
             elif signum == signal.SIGWINCH and self._ranks:
                 copy_window_size(self._ranks[0].wiring)
                 send(self._ranks[0].process.pid, signal.SIGWINCH)
+            elif signum in (signal.SIGUSR1, signal.SIGUSR2):
+                self._pass_on(signum)
             elif signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 self._on_request_to_stop(signum)
 
+    def _pass_on(self, signum: int) -> None:
+        """Give ranks a signal that schedulers send as a warning; no rank ends by it."""
+        ranks = {rank.process.pid: rank.rank for rank in self._running()}
+        deaf = [ranks[pid] for pid in pass_on(ranks, signum)]
+        if deaf:
+            self._screen.say(report.not_passed_on(signum, f"{format_ranks(deaf)} of {self._plan.nprocs}"))
+
     def _on_request_to_stop(self, signum: int) -> None:
-        self._screen.say(f"paceline: {signal.Signals(signum).name}: stopping {self._plan.nprocs} ranks")
-        self._begin_stop(128 + signum, signum)
+        name, options = signal.Signals(signum).name, self._plan.options
+        text = f"paceline: {name}: stopping {self._plan.nprocs} ranks"
+        if signum == signal.SIGTERM:
+            text += f"; SIGKILL follows in {options.preempt_s:g} s (--preempt-s)"
+        self._screen.say(text)
+        self._begin_stop(128 + signum, signum, options.preempt_s if signum == signal.SIGTERM else None)
 
     def _on_ended(self) -> None:
         ended = reap_children()  # of the ranks, and of the orphans that they left us
@@ -220,7 +235,11 @@ class Supervisor:
         )
         if rank.end.is_failure and self._stop is None:
             # The others normally raise by themselves within milliseconds: give them the time to say so.
-            self._stop = _Stop(None, (signal.SIGTERM, signal.SIGKILL), ended_at + self._plan.options.grace_s)
+            grace_s = self._plan.options.grace_s
+            self._stop = _Stop(None, (signal.SIGTERM, signal.SIGKILL), ended_at + grace_s, grace_s)
+        running = self._running()
+        if self._stop is None and running and 2 * len(running) <= self._plan.nprocs:
+            self._last_ranks.begin([other.process.pid for other in running])
 
     def _caught_exception(self, rank: int) -> str:
         """The traceback that a rank of `spawn` left for us."""
@@ -237,14 +256,36 @@ class Supervisor:
 
     # The way down
 
-    def _begin_stop(self, exit_status: int, signum: int) -> None:
+    def _begin_stop(self, exit_status: int, signum: int, grace_s: float | None = None) -> None:
         """Send `signum` now, and stronger ones to those that are left after each grace."""
+        grace_s = self._plan.options.grace_s if grace_s is None else grace_s
         if self._stop is not None:
-            exit_status_before = self._stop.exit_status  # a failure stays the reason
-            self._stop = replace(self._stop, exit_status=exit_status_before, steps=self._steps_after(signum))
+            # A failure stays the reason.
+            self._stop = replace(self._stop, steps=self._steps_after(signum), grace_s=grace_s)
         else:
-            self._stop = _Stop(exit_status, self._steps_after(signum), 0.0)
+            self._stop = _Stop(exit_status, self._steps_after(signum), 0.0, grace_s)
         self._send(signum)
+
+    def _look_at_last_ranks(self) -> None:
+        running = self._running()
+        after_s, has_hung = self._last_ranks.look([rank.process.pid for rank in running])
+        if after_s is None and not has_hung:
+            return
+        ranks = f"{format_ranks(rank.rank for rank in running)} of {self._plan.nprocs}"
+        timeout = f"{self._plan.options.exit_timeout_s:g} s (--exit-timeout-s)"
+        if has_hung:
+            self._screen.say(
+                f"paceline: {ranks} did not end after all others, and used no processor for {timeout}; "
+                f"sending SIGTERM"
+            )
+        else:
+            self._screen.say(
+                f"paceline: {ranks} did not end within {after_s:g} s of all others. "
+                f"The job is stopped when they have used no processor for {timeout}"
+            )
+        self._show_stacks()
+        if has_hung:
+            self._begin_stop(report.TIMED_OUT, signal.SIGTERM)
 
     @staticmethod
     def _steps_after(signum: int) -> tuple[int, ...]:
@@ -260,7 +301,7 @@ class Supervisor:
             if not (signum == signal.SIGINT and rank.rank == 0 and self._terminal_group):
                 send(rank.process.pid, signum)
             send(rank.process.pid, signal.SIGCONT)  # a stopped process takes nothing but SIGKILL
-        grace_s = self._plan.options.grace_s
+        grace_s = self._stop.grace_s
         if signum == signal.SIGKILL:  # to give back much memory takes long
             grace_s = max(grace_s, _KILLED_WITHIN_S)
         self._stop = replace(self._stop, next_at=time.monotonic() + grace_s)
@@ -269,8 +310,8 @@ class Supervisor:
         seconds = self._seconds_to_deadline()
         if self._stop is not None:
             return seconds
-        look_s = self._recording.seconds_to_look()
-        return look_s if seconds is None else min(seconds, look_s)
+        looks = [seconds, self._recording.seconds_to_look(), self._last_ranks.seconds_to_look()]
+        return min(look for look in looks if look is not None)
 
     def _seconds_to_deadline(self) -> float | None:
         due = []
@@ -299,7 +340,7 @@ class Supervisor:
             return
         signum, *steps = self._stop.steps
         self._screen.say(
-            f"paceline: {ranks} did not end within {self._plan.options.grace_s:g} s; "
+            f"paceline: {ranks} did not end within {self._stop.grace_s:g} s; "
             f"sending {signal.Signals(signum).name}"
         )
         if signum == signal.SIGTERM:

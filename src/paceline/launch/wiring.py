@@ -5,6 +5,7 @@ Its one idea: a rank writes where nobody else does, and we read it without ever 
 
 from __future__ import annotations
 
+import errno
 import os
 import pty
 import termios
@@ -13,13 +14,59 @@ import tty
 from contextlib import suppress
 from dataclasses import dataclass
 from fcntl import ioctl
-from typing import BinaryIO
+from pathlib import Path
 
 from paceline.launch.output import LineBuffer, Screen, TracebackKeeper
 
 _READ_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 16
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 _DRAINED_READS = 64  # more than a pipe holds: a grandchild that never stops writing must not keep us
+
+
+class RankLog:
+    """A file that gets all output of one rank; where it cannot be written, this is said once and no more.
+
+    Args:
+        path: The file; one of an earlier run is replaced.
+        screen: Where to say it.
+
+    Raises:
+        OSError: It cannot be opened, for another reason than a disk that is full or broken.
+    """
+
+    def __init__(self, path: Path, screen: Screen) -> None:
+        self._path = path
+        self._screen = screen
+        self._is_reported = False
+        self._fd: int | None = None
+        # Not through a link: in a folder that others can write to, it may lead to any file of ours.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._fd = os.open(path, flags, 0o666)
+        except OSError as error:
+            if error.errno not in _DISK_ERRORS:
+                raise
+            self._report(error)
+
+    def write(self, data: bytes) -> None:
+        """Append bytes, or as many of them as the disk takes."""
+        if self._fd is None:
+            return
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self._fd, view) :]
+        except OSError as error:
+            self._report(error)
+
+    def _report(self, error: OSError) -> None:
+        if not self._is_reported:
+            self._is_reported = True
+            self._screen.say(
+                f"paceline: {self._path} cannot be written: {os.strerror(error.errno or 0)}. "
+                "The job goes on, and this log is not complete"
+            )
 
 
 class Channel:
@@ -34,7 +81,7 @@ class Channel:
     """
 
     def __init__(
-        self, screen: Screen, fd: int, stream: int, prefix: bytes | None, log: BinaryIO | None
+        self, screen: Screen, fd: int, stream: int, prefix: bytes | None, log: RankLog | None
     ) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
@@ -108,7 +155,7 @@ class Wiring:
         os.close(self.stderr)
 
 
-def connect(screen: Screen, rank: int, nprocs: int, prefix: str, log: BinaryIO | None) -> Wiring:
+def connect(screen: Screen, rank: int, nprocs: int, prefix: str, log: RankLog | None) -> Wiring:
     """Open the streams of a rank.
 
     Bytes of the only rank, and of rank 0 on a terminal, pass as they are: its progress bars draw themselves.

@@ -63,7 +63,7 @@ class Job:
                     *python_command("from paceline.cli import main; sys.exit(main())"),
                     "run",
                     *("-n", str(layout.ranks), "--threads", str(layout.threads)),
-                    *("--grace-s", str(_GRACE_S), "--prefix", "never"),
+                    *("--grace-s", str(_GRACE_S), "--preempt-s", str(_GRACE_S), "--prefix", "never"),
                     *options,
                     *command,
                 ],

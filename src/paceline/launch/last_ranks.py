@@ -1,0 +1,77 @@
+"""Reports ranks that go on after the others have ended well, and says when they have hung for too long.
+
+A rank that hangs in `destroy_process_group` or at exit would hold the job without a word. A rank that works,
+such as rank 0 in a last evaluation, is reported as well and may take as long as it likes: only time in which
+it used no processor counts towards the time-out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from paceline.launch.process import cpu_seconds
+
+_REPORTS_AFTER_S = (30.0, 60.0, 120.0, 300.0)  # and every 300 s from then on
+_IDLE_SHARE = 0.01  # of one core: less than any evaluation, upload or compilation takes
+
+
+class LastRanks:
+    """Watches the ranks that are left when at least half of the job has ended without an error.
+
+    Args:
+        timeout_s: How long they may be idle.
+        now: The time in seconds.
+        used: The processor time that processes and all below them have used, in seconds.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        now: Callable[[], float] = time.monotonic,
+        used: Callable[[Sequence[int]], float] = cpu_seconds,
+    ) -> None:
+        self._timeout_s = timeout_s
+        self._now = now
+        self._used = used
+        self._since: float | None = None  # None: most of the job runs
+        self._idle_since = 0.0
+        self._sample = (0.0, 0.0)  # when, and the processor time used by then
+        self._num_reports = 0
+
+    def begin(self, pids: Sequence[int]) -> None:
+        """Start, or start again: another rank has ended, and these are left."""
+        now = self._now()
+        self._since = self._idle_since = now
+        self._sample = (now, self._used(pids))
+        self._num_reports = 0
+
+    def seconds_to_look(self) -> float | None:
+        """When `look` has something to do, counted from now; None: never, as far as is known."""
+        if self._since is None:
+            return None
+        due = min(self._since + self._next_report_s(), self._idle_since + self._timeout_s)
+        return max(0.0, due - self._now())
+
+    def look(self, pids: Sequence[int]) -> tuple[float | None, bool]:
+        """See how these ranks are, if it is time to.
+
+        Returns:
+            After how many seconds they must be reported now (None: not now), and whether they were idle for
+            the whole time-out.
+        """
+        if self._since is None or self.seconds_to_look() != 0.0:
+            return None, False
+        now, used = self._now(), self._used(pids)
+        sampled_at, used_before = self._sample
+        if used - used_before > _IDLE_SHARE * (now - sampled_at):
+            self._idle_since = now
+        self._sample = (now, used)
+        after_s = self._next_report_s()
+        is_report = now >= self._since + after_s
+        self._num_reports += is_report
+        return after_s if is_report else None, now >= self._idle_since + self._timeout_s
+
+    def _next_report_s(self) -> float:
+        beyond = self._num_reports - len(_REPORTS_AFTER_S)
+        return _REPORTS_AFTER_S[self._num_reports] if beyond < 0 else 300.0 * (beyond + 2)
