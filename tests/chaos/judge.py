@@ -86,6 +86,10 @@ def judge(result: Result) -> Verdict:
     elif expected is Expected.WARNED:
         outcome = "warned"
         wrong += [f"rank {rank} was not warned" for rank in everybody if not _is_warned(result.ranks[rank])]
+    elif expected is Expected.HELD:
+        outcome = "trained on, and was stopped"
+        wrong += _judge_equal([_report(ended) for ended in result.ranks])
+        wrong += [f"rank {rank} raised" for rank in everybody if _report(result.ranks[rank]).how != "done"]
     elif expected is Expected.ENDED:
         outcome = "all ended"  # no rank is to blame
     elif expected is Expected.LATER:
@@ -197,7 +201,15 @@ def _judge_launcher(result: Result) -> list[str]:
         return []
     status, printed = result.launcher
     if result.plan.expected is Expected.FINE:
-        return [f"the launcher ended with status {status}"] if status else []
+        wrong = [f"the launcher ended with status {status}"] if status else []
+        if result.plan.fault.kind.family == "full disk" and "cannot be written" not in printed:
+            wrong.append("the launcher does not say what could not be written")
+        return wrong
+    if result.plan.expected is Expected.HELD:
+        is_named = all(f"rank {rank} of" in printed for rank in result.plan.fault.struck)
+        wrong = [] if is_named else ["the launcher does not name the rank that does not end"]
+        is_stopped = status == 124 or (status == 1 and "exit status 124 of its launcher" in printed)
+        return wrong if is_stopped else [*wrong, f"the launcher ended with status {status}"]
     wrong = [] if status else ["the launcher ended well"]
     is_ours = result.plan.job.launcher.startswith("paceline")
     named = any(re.search(rf"[Rr]ank {rank} of", printed) for rank in result.plan.fault.struck)

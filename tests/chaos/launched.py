@@ -7,10 +7,12 @@ launcher itself can be struck. Each takes seconds, for importing the framework, 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -20,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.chaos.board import Board
-from tests.chaos.plans import Plan
+from tests.chaos.plans import Expected, Plan
 from tests.chaos.strikes import signal_of
 from tests.chaos.trial import Ended, Outside, Result, left_names
 from tests.harness.leftovers import left_in_folder, shm_names
@@ -48,14 +50,15 @@ def _run(plan: Plan) -> Result:
     (folder / "plan").write_bytes(pickle.dumps(plan))
     board = Board(folder / "board", plan.job.world_size)
     begun_s = time.monotonic()
-    with (folder / "output").open("wb") as output:
+    is_full = plan.fault.kind.name == "full disk: output"
+    with (folder / "output").open("wb") as output, open("/dev/full", "wb") as full:
         launcher = subprocess.Popen(
             _command(plan, folder),
             cwd=folder,
             env=_environment(folder, mark),
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            stdout=full if is_full else output,
+            stderr=output,
             start_new_session=True,
         )
     is_hung = _watch(plan, board, launcher, begun_s + _DEADLINE_S)
@@ -86,12 +89,26 @@ def _run(plan: Plan) -> Result:
 def _command(plan: Plan, folder: Path) -> list[str]:
     launcher, count = plan.job.launcher, str(plan.job.world_size)
     ranks = [str(_SCRIPT), str(folder)]
+    options: dict[str, str] = {}
+    if plan.expected is Expected.HELD:
+        options["exit_timeout_s"] = "2"
+    if plan.fault.kind.name == "full disk: logs":
+        options["log_dir"] = str(_full_logs(folder / "logs", plan.job.world_size))
     if launcher == "paceline run":
-        return [sys.executable, "-m", "paceline", "run", "-n", count, *ranks]
+        words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+        return [sys.executable, "-m", "paceline", "run", "-n", count, *words, *ranks]
     if launcher == "paceline.spawn":
-        return [sys.executable, *ranks, count]
+        return [sys.executable, *ranks, count, json.dumps(options)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
     return [*torchrun, "--log-dir", str(folder / "logs"), *ranks]
+
+
+def _full_logs(folder: Path, world_size: int) -> Path:
+    """A folder with a log for each rank on a disk that is full; needs root."""
+    folder.mkdir()
+    for rank in range(world_size):
+        os.mknod(folder / f"rank{rank}.log", 0o666 | stat.S_IFCHR, Path("/dev/full").stat().st_rdev)
+    return folder
 
 
 def _environment(folder: Path, mark: str) -> dict[str, str]:

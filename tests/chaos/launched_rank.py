@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import pickle
 import sys
@@ -11,22 +13,32 @@ from pathlib import Path
 def train(_: int, folder: str) -> None:
     """One rank's program, in an interpreter of its own: how that ends is part of the trial."""
     from tests.chaos.board import Board
-    from tests.chaos.rank import run_rank
     from tests.chaos.strikes import Striker
-    from tests.chaos.torch_rank import make_trainer
 
     plan = pickle.loads((Path(folder) / "plan").read_bytes())
     rank = int(os.environ["RANK"])
     board = Board(Path(folder) / "board", plan.job.world_size)
     board.note_pid(rank, os.getpid())
     striker = Striker(plan.fault, rank, board)
+    print(f"rank {rank} begins", flush=True)  # so that a full disk behind the output is met
+    striker.at("import")
+    from tests.chaos.rank import run_rank
+    from tests.chaos.torch_rank import destroy, make_trainer
+
+    atexit.register(striker.at, "exit")
     run_rank(plan, rank, board, make_trainer(plan, rank, "", Path(folder), striker), striker)
+    striker.at("destroy")
+    destroy()
 
 
 if __name__ == "__main__":
     if len(sys.argv) > 2:
         import paceline
 
-        paceline.spawn(train, args=(sys.argv[1],), nprocs=int(sys.argv[2]))
+        options = {
+            name: float(text) if name.endswith("_s") else text
+            for name, text in json.loads(sys.argv[3]).items()
+        }
+        paceline.spawn(train, args=(sys.argv[1],), nprocs=int(sys.argv[2]), **options)
     else:
         train(0, sys.argv[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,21 @@ class PaddleTrainer(Trainer):
     def step(self) -> None:
         self.striker.at("in the step", self._model.number)
         self._optimizer.step()
+
+    def evaluate(self, step: int) -> None:
+        inputs, _ = map(paddle.to_tensor, batch(self.rank, step, 0))
+        self._model.number = -1
+        self.wrapped.eval()
+        with paddle.no_grad():
+            self.wrapped(inputs)
+            self.striker.at("in evaluation", step)
+        self.wrapped.train()
+        self._model.number = step
+
+    def save(self, path: Path, strike: Callable[[], None]) -> None:
+        state = {"model": self.wrapped.state_dict(), "optimizer": self._optimizer.state_dict()}
+        strike()
+        paddle.save(state, str(path))
 
     def weights(self) -> list[Array]:
         found = []

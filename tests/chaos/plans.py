@@ -27,6 +27,7 @@ class Expected(Enum):
     ENDED = "every process of the job ends, and the launcher's status is that of a failure"
     LATER = "the other ranks raise when the rank that was struck has come to its end"
     EVEN = "the ranks train on, to equal weights: a rank with one batch more or fewer is nothing wrong there"
+    HELD = "all ranks train on; the launcher names the rank that does not end, and stops it"
     BEHIND = "the rank that was struck raises at its end; the others have come to theirs, with equal weights"
 
 
@@ -53,7 +54,10 @@ class Kind:
     given_to_torch: bool = False
 
 
-_LOOP = ("before forward", "in forward", "in backward", "after backward", "in the step", "after the step")
+_LOOP = (
+    *("before forward", "in forward", "in backward", "after backward", "in the step", "after the step"),
+    *("in evaluation", "in the checkpoint"),
+)
 # Often, because a moment that nobody chose is the one that nobody thought of.
 _ANYWHERE = (*_LOOP, "outside", "outside", "outside", "core", "core", "core", "wrapping", "outside wrapping")
 _OUTSIDE = ("outside",)
@@ -133,6 +137,13 @@ KINDS = (
 
 # Launchers start new interpreters, which import the framework: seconds each. So they are few.
 _LAUNCHED = (
+    *(Kind(name, "while importing", Expected.ENDED, 1, ("import",)) for name in ("SIGKILL", "exception")),
+    *(
+        Kind(name, "after training", Expected.ENDED, 1, ("destroy", "exit"))
+        for name in ("SIGKILL", "os._exit(3)")
+    ),
+    Kind("stuck", "after training", Expected.HELD, 3, ("destroy", "exit")),
+    *(Kind(f"full disk: {what}", "full disk", _FINE, 2, ("start",)) for what in ("output", "logs")),
     Kind("SIGKILL", "under a launcher: a rank", _TOLD, 4, (*_LOOP, "outside")),
     Kind("exception", "under a launcher: a rank", _TOLD, 4, _LOOP),
     Kind("sys.exit(3)", "under a launcher: a rank", _TOLD, 2, _LOOP),
@@ -335,7 +346,7 @@ def _fault(chance: random.Random, job: Job, kind: Kind) -> Fault | None:
     if place == "start":
         step = -2
         # There, torch's own rendezvous speaks and not ours.
-        if job.way not in ("memory", "environment"):
+        if job.way not in ("memory", "environment") and kind.expected is not _FINE:
             return None
     if kind.name == "SIGKILL beside a child" and place == "in backward":
         place = (
@@ -346,8 +357,10 @@ def _fault(chance: random.Random, job: Job, kind: Kind) -> Fault | None:
         if job.world_size < 3:
             return None
         also = chance.choice([other for other in range(job.world_size) if other != rank])
-    if (job.launcher, kind.name) == ("torchrun", "launcher SIGKILL"):
-        return None  # torchrun's own ranks outlive it
+    if job.launcher == "torchrun" and (
+        kind.name == "launcher SIGKILL" or kind.name.startswith("full disk") or kind.expected is Expected.HELD
+    ):
+        return None  # its own ranks outlive it; it raises where it cannot write; it waits for ever
     if job.framework == "paddle" and kind.name == "model: another dtype":
         return None  # Paddle's layers of another dtype don't multiply inputs of this one
     return Fault(kind, rank, step, place, amount, also)
@@ -363,6 +376,7 @@ def for_torch(plan: Plan) -> Plan | None:
         place = "in forward" if fault.kind.name == "exception" else "outside"
     if "wrapping" in place or place == "start":
         return None
+    assert place not in ("import", "destroy", "exit")  # of launched jobs
     given = Fault(fault.kind, fault.rank, fault.step, place, fault.amount, fault.also)
     # Everything is late there: its ranks may wait for ever for one that skipped.
     return Plan(plan.seed, Job("torch", job.world_size, "torch", job.style, job.width), given, 2 * SHORT_S)

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,14 @@ class Trainer(ABC):
     @abstractmethod
     def step(self) -> None:
         """The optimizer's."""
+
+    @abstractmethod
+    def evaluate(self, step: int) -> None:
+        """A forward of this rank alone, in evaluation mode."""
+
+    @abstractmethod
+    def save(self, path: Path, strike: Callable[[], None]) -> None:
+        """Write a checkpoint, and call `strike` between taking and writing it."""
 
     @abstractmethod
     def weights(self) -> list[Array]:
@@ -184,6 +192,10 @@ class Program:
         if striker.changes("step too many", step):
             self._apply()
         striker.at("after the step", step)
+        trainer.evaluate(step)
+        trainer.save(
+            trainer.folder / f"checkpoint-{self._rank}", lambda: striker.at("in the checkpoint", step)
+        )
 
     def _apply(self) -> None:
         self._trainer.step()

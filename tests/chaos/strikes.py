@@ -1,9 +1,11 @@
 """What a fault does inside of the rank that it strikes.
 
-Places: "start", before the group is formed; "wrapping", before the model is wrapped; those of a step ("before
-forward", "in forward", "in backward", "after backward", "in the step", "after the step"); "core POINT N", at
-the Nth passage of a labelled point of the core in that step or later (cpp/core/faults.h). A fault of the
-place "outside" or "outside wrapping" is the driver's: a signal at a moment that nobody chose.
+Places: "import", before a framework is imported; "start", before the group is formed; "wrapping", before the
+model is wrapped; those of a step ("before forward", "in forward", "in backward", "after backward", "in the
+step", "after the step", "in evaluation", "in the checkpoint"); "destroy", before the process group is
+destroyed; "exit", when the interpreter ends; "core POINT N", at the Nth passage of a labelled point of the
+core in that step or later (cpp/core/faults.h). A fault of the place "outside" or "outside wrapping" is the
+driver's: a signal at a moment that nobody chose.
 
 Imports nothing of a framework.
 """
@@ -23,6 +25,7 @@ from pathlib import Path
 from tests.chaos.board import Board
 from tests.chaos.plans import Fault
 
+_OUTSIDE_THE_LOOP = ("import", "start", "wrapping", "destroy", "exit")
 _CHILD_LIVES_S = 0.5
 _SLOW_S = 0.3
 _UNTIL_STRUCK_S = 600.0
@@ -60,7 +63,7 @@ class Striker:
         if fault.place.startswith("core") and (place, step) == ("before forward", max(fault.step, 0)):
             self._has_struck = True
             self._arm_core()
-        elif place == fault.place and (step == fault.step or place in ("start", "wrapping")):
+        elif place == fault.place and (step == fault.step or place in _OUTSIDE_THE_LOOP):
             self._has_struck = True
             self._note()
             self._strike()
@@ -106,6 +109,8 @@ class Striker:
         name = self._fault.kind.name
         if name in _STRIKES:
             _STRIKES[name]()
+        elif name.startswith("full disk"):
+            pass  # it is full from the start; see `launched.py`
         elif name.startswith("limit: "):
             _limit(name.removeprefix("limit: "), self._fault.amount)
         elif name == "SIGINT handled":

@@ -51,9 +51,9 @@ def test_faults_in_jobs_of_paddle(tmp_path):
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="PaddlePaddle has no wheels for it")
 def test_a_rank_of_paddle_that_closes_all_descriptors_is_named():
     pytest.importorskip("paddle")
-    status, output = chaos("--one", "12", "--framework", "paddle", framework="paddle")
+    status, output = chaos("--one", "68", "--framework", "paddle", framework="paddle")
     assert status == 0, output
-    assert "2 of 2 name it" in output
+    assert "3 of 3 name it" in output
 
 
 def test_a_run_that_was_killed_goes_on(tmp_path):

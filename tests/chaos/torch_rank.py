@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,21 @@ class TorchTrainer(Trainer):
     def step(self) -> None:
         self._optimizer.step()
 
+    def evaluate(self, step: int) -> None:
+        inputs, _ = map(torch.from_numpy, batch(self.rank, step, 0))
+        self._model.step = -1
+        self.wrapped.eval()
+        with torch.no_grad():
+            self.wrapped(inputs)
+            self.striker.at("in evaluation", step)
+        self.wrapped.train()
+        self._model.step = step
+
+    def save(self, path: Path, strike: Callable[[], None]) -> None:
+        state = {"model": self.wrapped.state_dict(), "optimizer": self._optimizer.state_dict()}
+        strike()
+        torch.save(state, path)
+
     def weights(self) -> list[Array]:
         found = []
         for name in ("first", "middle", "last"):
@@ -142,3 +158,9 @@ class TorchTrainer(Trainer):
 def make_trainer(plan: Plan, rank: int, job: str, folder: Path, striker: Striker) -> TorchTrainer:
     """What `rank.py` runs."""
     return TorchTrainer(plan, rank, job, folder, striker)
+
+
+def destroy() -> None:
+    """What a script does after training."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -27,6 +27,11 @@ def hang_or_fail(rank: int, hangs: Path) -> None:
     raise ValueError("boom")
 
 
+def hang_last(rank: int) -> None:
+    if rank == 1:
+        time.sleep(1000)
+
+
 def wait_for_file(rank: int, path: Path) -> None:
     while not path.exists():
         time.sleep(0.01)

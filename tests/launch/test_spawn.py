@@ -17,7 +17,14 @@ import paceline
 from paceline.errors import ConfigError, LaunchError
 from paceline.launch import payload
 from tests.launch.conftest import WITHIN_S
-from tests.launch.programs import hang_or_fail, put_rank, raise_in_a_group, wait_for_file, write_place
+from tests.launch.programs import (
+    hang_last,
+    hang_or_fail,
+    put_rank,
+    raise_in_a_group,
+    wait_for_file,
+    write_place,
+)
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -50,6 +57,12 @@ def test_the_first_failure_is_raised_and_a_hung_rank_shows_where(
     assert error.failures[0].rank == 1
     shown = capsys.readouterr().err
     assert "in hang_or_fail" in shown[shown.index("where rank 0 is:") :]
+
+
+def test_a_rank_that_hangs_after_all_others_is_named() -> None:
+    with pytest.raises(LaunchError, match="Rank 1 of 2 did not end after all others, and hung") as caught:
+        paceline.spawn(hang_last, nprocs=2, exit_timeout_s=1.0)
+    assert caught.value.exit_status == 124
 
 
 def test_a_context_is_joined_later(tmp_path: Path) -> None:

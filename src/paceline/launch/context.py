@@ -16,7 +16,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from paceline.arguments import Arguments
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, format_ranks
 from paceline.launch import report
 from paceline.launch.cells import with_cell_names
 from paceline.launch.plan import Plan
@@ -130,17 +130,21 @@ class SpawnContext:
     def _raise_for_failure(self) -> None:
         lines = self._received.splitlines()
         result = json.loads(lines[-1]) if len(lines) > 1 else {}
+        ends = [report.from_json(end) for end in result.get("ends", ())]
         if result.get("is_failure"):
-            ends = [report.from_json(end) for end in result["ends"]]
             ends = [replace(end, output=with_cell_names(end.output)) for end in ends]
             raise report.launch_error(ends, self._plan.name)
         if result.get("exit_status") == 0:
             return
         status = result.get("exit_status", self._guardian.returncode)
+        options, summary = self._plan.options, "The job was stopped before it ended."
+        if status == report.TIMED_OUT:
+            stopped = format_ranks(end.rank for end in ends if end.stopped_by).capitalize()
+            summary = f"{stopped} of {self._plan.nprocs} did not end after all others, and hung."
+            if options.timeout_s is not None and not any(end.status == 0 for end in ends):
+                summary = f"The job did not end within {options.timeout_s:g} s and was stopped."
         raise LaunchError(
-            f"The job did not end within {self._plan.options.timeout_s:g} s and was stopped."
-            if status == report.TIMED_OUT
-            else "The job was stopped before it ended.",
+            summary,
             where=f"{self._plan.name} on {self._plan.nprocs} ranks",
             got=f"exit status {status} of its launcher (pid {self._guardian.pid})",
             exit_status=status,
