@@ -40,6 +40,31 @@ def test_torch_distributed_says_the_rank(rank: int) -> None:
 
 
 @needs_torch
+@pytest.mark.parametrize("kind", ["batches", "buckets"])
+def test_each_step_of_loaders_with_workers_has_the_same_samples_on_any_number_of_ranks(kind: str) -> None:
+    from torch.utils.data import DataLoader
+
+    def steps_of(world_size: int) -> list[list[int]]:
+        drawn = []
+        for rank in range(world_size):
+            if kind == "batches":
+                sampler: Any = DistributedBatchSampler(
+                    range(23), None, world_size, rank, shuffle=True, global_batch_size=5
+                )
+            else:
+                sampler = BucketedSampler([index % 7 for index in range(23)], 5, world_size, rank)
+            loader = DataLoader(range(23), batch_sampler=sampler, num_workers=2 * (rank == 0))
+            drawn.append([batch.tolist() for batch in loader])
+        assert all(batch for of_rank in drawn for batch in of_rank)
+        return [sorted(index for part in parts for index in part) for parts in zip(*drawn, strict=True)]
+
+    alone = steps_of(1)
+    assert [len(step) for step in alone] == [5] * 5
+    for world_size in (2, 3, 5):
+        assert steps_of(world_size) == alone
+
+
+@needs_torch
 @pytest.mark.parametrize("rank", [0, 1])
 def test_workers_fetch_ahead_and_states_do_not_count_it(rank: int) -> None:
     from torch.utils.data import DataLoader

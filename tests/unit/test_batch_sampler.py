@@ -67,6 +67,66 @@ def test_global_batches_do_not_depend_on_the_ranks(length: int, world_size: int,
     assert global_batches(batches(length, world_size, **options)) == alone
 
 
+def expected_steps(order: list[int], total: int, start: int = 0) -> list[list[int]]:
+    """What one process would do that goes on with the first samples where the last ones don't fill a step."""
+    firsts = range(start, len(order), total)
+    return [[order[place % len(order)] for place in range(first, first + total)] for first in firsts]
+
+
+@given(st.integers(1, 400), worlds, st.integers(17, 60), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_every_step_has_the_same_samples_on_any_number_of_ranks(
+    length: int, world_size: int, total: int, shuffle: bool
+) -> None:
+    (whole,) = batches(length, 1, batch_size=length, shuffle=shuffle)
+    (order,) = whole
+    drawn = batches(length, world_size, global_batch_size=total, shuffle=shuffle)
+    assert global_batches(drawn) == expected_steps(order, total)
+    assert all(batch for of_rank in drawn for batch in of_rank)  # no rank waits for others without data
+
+
+@given(st.integers(1, 300), st.lists(worlds, min_size=1, max_size=4), st.integers(17, 60), st.data())
+@settings(max_examples=40, deadline=None)
+def test_it_goes_on_with_other_ranks_through_the_same_steps(
+    length: int, lives: list[int], total: int, data: st.DataObject
+) -> None:
+    """Each life makes some steps and saves; the next one has another number of ranks."""
+    options = {"global_batch_size": total, "shuffle": True}
+    (alone,) = batches(length, 1, **options)
+    state, seen = None, []
+    for world_size in lives:
+        samplers = [
+            DistributedBatchSampler(range(length), None, world_size, rank, **options)
+            for rank in range(world_size)
+        ]
+        for sampler in samplers:
+            if state is not None:
+                sampler.load_state_dict(state)
+            assert len(sampler) == len(alone) - len(seen)
+        runs = [iter(sampler) for sampler in samplers]
+        steps = data.draw(st.integers(0, max(0, len(alone) - len(seen) - 1)), label="steps")
+        drawn = [[next(run) for _ in range(steps)] for run in runs]
+        seen += global_batches(drawn) if steps else []
+        for sampler in samplers:
+            sampler.commit(steps)
+        states = [sampler.state_dict() for sampler in samplers]
+        assert all(each == states[0] for each in states)
+        state = states[0]
+    rest = batches_from(state, length, 3, options)
+    assert seen + global_batches(rest) == alone
+
+
+def batches_from(state: object, length: int, world_size: int, options: dict) -> list[list[list[int]]]:
+    drawn = []
+    for rank in range(world_size):
+        sampler = DistributedBatchSampler(range(length), None, world_size, rank, **options)
+        sampler.load_state_dict(state)
+        drawn.append(list(sampler))
+        sampler.commit(len(drawn[-1]))
+        assert sampler.state_dict()["is_complete"]
+    return drawn
+
+
 @given(lengths, worlds, st.integers(17, 60), st.booleans())
 @settings(max_examples=40, deadline=None)
 def test_it_knows_how_many_samples_there_are(length: int, world_size: int, total: int, pad: bool) -> None:

@@ -43,6 +43,11 @@ def test_every_sample_once_in_batches_that_ranks_do_not_change(
     assert steps_of(drawn) == steps_of(batches(lengths, total, 1, **options))
     padded = batches(lengths, total, world_size, pool_batches=pool_batches, shuffle=shuffle)
     assert len(set(map(len, padded))) == 1
+    assert [len(step) for step in steps_of(padded)] == [total] * -(-len(lengths) // total)
+    assert steps_of(padded) == steps_of(
+        batches(lengths, total, 1, pool_batches=pool_batches, shuffle=shuffle)
+    )
+    assert all(set(full) == set(short) for full, short in zip(steps_of(padded), steps_of(drawn), strict=True))
     assert {i for of_rank in padded for batch in of_rank for i in batch} == set(range(len(lengths)))
     dropped = batches(lengths, total, world_size, pool_batches=pool_batches, drop_last=True)
     assert [len(step) for step in steps_of(dropped)] == [total] * (len(lengths) // total)
@@ -61,7 +66,7 @@ def test_tokens_are_balanced(lengths: list[int], world_size: int) -> None:
 
 
 def test_it_pads_and_waits_less_than_a_plain_shuffle() -> None:
-    lengths = np.random.default_rng(0).lognormal(4, 1, 20_000).astype(int) + 1
+    lengths = np.random.default_rng(0).lognormal(4, 1, 20_480).astype(int) + 1
     used = lengths.sum()
 
     def costs(drawn: list[list[list[int]]]) -> tuple[float, float]:
@@ -74,7 +79,7 @@ def test_it_pads_and_waits_less_than_a_plain_shuffle() -> None:
 
     ours = batches(lengths, 128, 4, pool_batches=50)
     plain = [
-        list(DistributedBatchSampler(range(20_000), None, 4, rank, shuffle=True, global_batch_size=128))
+        list(DistributedBatchSampler(range(20_480), None, 4, rank, shuffle=True, global_batch_size=128))
         for rank in range(4)
     ]
     (padding, waiting), (plain_padding, plain_waiting) = costs(ours), costs(plain)

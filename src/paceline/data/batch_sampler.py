@@ -35,11 +35,12 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         drop_last: Leave out a last step that has fewer samples, on all ranks together. (Paddle's repeats
             samples first, and then leaves out what is not a whole batch of a rank, which may be less.)
         seed: The seed of the permutation; any integer, the same on all ranks.
-        pad: Repeat samples where those of the last step do not divide evenly. False: every sample exactly
-            once; in the last step some ranks get one less, or none and then no batch.
+        pad: Repeat samples in a last step that has fewer: with `batch_size` until all ranks have as many,
+            with `global_batch_size` until there are so many. False: every sample exactly once; in the last
+            step some ranks get one less, or none and then no batch.
         global_batch_size: Samples of one step on all ranks together, whatever their number: training goes
-            through the same batches on 2 ranks as on 8. Where the ranks do not divide it, some get one
-            sample less: weight their gradients by the number of samples.
+            through the same batches on 2 ranks as on 8, up to the last step. Where the ranks do not divide
+            it, some get one sample less: weight their gradients by the number of samples.
         reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
         dataset_id: Name by which a saved state knows the data; None: its fingerprint or its type.
 
@@ -48,7 +49,9 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
 
     Example:
         With two ranks, 7 samples in order and batch_size=2, rank 0 iterates over [0, 2], [4, 6] and
-        rank 1 over [1, 3], [5, 0]; with pad=False over [1, 3], [5].
+        rank 1 over [1, 3], [5, 0]; with pad=False over [1, 3], [5]. With 5 samples and
+        global_batch_size=4 they iterate over [0, 2], [4, 1] and [1, 3], [0, 2]: steps of samples 0, 1, 2, 3
+        and 4, 0, 1, 2, as one rank would make.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         num_replicas, rank = find_rank(self.name, num_replicas, rank)
         self.global_batch_size = choose_global_batch(self.name, batch_size, global_batch_size, num_replicas)
         self.batch_size = batch_size
-        self._ending = choose_ending(self.name, drop_last, pad)
+        self._ending = choose_ending(self.name, drop_last, pad, is_global=batch_size is None)
         self.dataset = dataset
         self.shuffle = Arguments(self.name).flag("shuffle", shuffle)
         self.seed = seed_of(self.name, seed)
@@ -97,7 +100,8 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         """This rank's samples of a whole epoch. As in Paddle, drop_last counts for nothing here.
 
         Example:
-            7 samples, two ranks: 4 on each, because one is repeated; with pad=False 4 and 3.
+            7 samples, two ranks: 4 on each, because one is repeated; with pad=False 4 and 3; with
+            global_batch_size=6 two steps of 3 on each.
         """
         return self._samples_of(self.rank)
 
@@ -108,6 +112,8 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
 
     def _samples_of(self, rank: int) -> int:
         whole, rest = divmod(self._length, self.global_batch_size)
+        if self._ending is Ending.FILL:
+            whole, rest = whole + (rest > 0), 0
         ending = Ending.UNEVEN if self._ending is Ending.UNEVEN else Ending.PAD
         plain, last = (Share(0, 0, self.num_replicas, rank, each) for each in (Ending.UNEVEN, ending))
         return whole * plain.part_of(self.global_batch_size) + last.part_of(rest)

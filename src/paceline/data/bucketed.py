@@ -43,8 +43,8 @@ class BucketedSampler(EpochSampler[list[int]]):
             samples first in each.
         seed: Any integer, the same on all ranks.
         drop_last: Leave out the epoch's last step if it has fewer samples.
-        pad: Repeat samples of the last step where the ranks do not divide it. False: every sample exactly
-            once; in the last step some ranks get one less, or none and then no batch.
+        pad: Repeat the samples of a last step that has fewer, until there are `global_batch_size`. False:
+            every sample exactly once; in the last step some ranks get one less, or none and then no batch.
         pool_batches: Global batches that are sorted together. More: less padding, less random batches.
         reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
 
@@ -74,7 +74,7 @@ class BucketedSampler(EpochSampler[list[int]]):
         self.global_batch_size = choose_global_batch(self.name, None, global_batch_size, num_replicas)
         check = Arguments(self.name)
         self._pool_batches = check.whole("pool_batches", pool_batches, least=1)
-        self._ending = choose_ending(self.name, drop_last, pad)
+        self._ending = choose_ending(self.name, drop_last, pad, is_global=True)
         self._lengths = checked_indices(self.name, lengths, "lengths")
         self.shuffle = check.flag("shuffle", shuffle)
         self.seed = seed_of(self.name, seed)
@@ -157,10 +157,12 @@ class _BucketDeal:
         self._share = share
         self._batch = batch
         self._lengths = lengths
-        self._whole, rest = divmod(share.left, batch)
-        self._last = 0 if share.ending is Ending.DROP else share.part_of(rest)
-        self.size = self._whole + (self._last > 0)
-        self.end = share.start + self._whole * batch if share.ending is Ending.DROP else share.length
+        whole, rest = divmod(share.left, batch)
+        if share.ending is Ending.UNEVEN:
+            self.size = whole + (share.part_of(rest) > 0)
+        else:
+            self.size = whole + (rest > 0 and share.ending is Ending.FILL)
+        self.end = share.start + whole * batch if share.ending is Ending.DROP else share.length
 
     def reached(self, items: int) -> int:
         """See Deal."""
@@ -172,9 +174,8 @@ class _BucketDeal:
         for number in range(self.size):
             start = share.start + number * self._batch
             samples = order.at(start, 1, min(self._batch, share.length - start))
-            if share.ending is Ending.PAD and number == self._whole:
-                most = -(-len(samples) // share.num_replicas) * share.num_replicas
-                samples = np.resize(samples, most)  # repeats them from the first one on
+            if share.ending is Ending.FILL:
+                samples = np.resize(samples, self._batch)  # repeats them from the first one on
             yield [balanced(samples, self._lengths[samples], share.num_replicas)[share.rank]]
 
 

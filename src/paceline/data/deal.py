@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 
-from paceline.data.order import Indices, Order, places_from
+from paceline.data.order import Indices, Order
 
 # Numbers become Python's in blocks: large enough to forget the cost of a block, small enough for the cache.
 # The first one is small, so that an epoch starts at once; each is as large as all before it.
@@ -28,6 +28,7 @@ class Ending(Enum):
     """What becomes of the last places, where they do not give every rank equally many."""
 
     PAD = "pad"  # repeat samples from the start of the order, so that every rank has as many
+    FILL = "fill"  # repeat them until the last step has as many as the others, whatever the number of ranks
     DROP = "drop"  # leave them out
     UNEVEN = "uneven"  # some ranks get one less than others
 
@@ -65,13 +66,14 @@ class Share:
 
     def take(self, order: Order, start: int, count: int) -> Indices:
         """The samples at places start + rank, ...: `count` of them; beyond the end, from the beginning."""
-        first, stride = start + self.rank, self.num_replicas
-        inside = min(count, max(0, -(-(self.length - first) // stride)))
-        indices = order.at(first, stride, inside)
-        if inside == count:
-            return indices
-        beyond = places_from(first + inside * stride, stride, count - inside) % self.length
-        return np.concatenate([indices, *(order.at(int(place), 1, 1) for place in beyond)])
+        place, stride = start + self.rank, self.num_replicas
+        parts = []
+        while count > 0:
+            place %= self.length
+            inside = min(count, -(-(self.length - place) // stride))
+            parts.append(order.at(place, stride, inside))
+            place, count = place + inside * stride, count - inside
+        return np.concatenate(parts) if len(parts) > 1 else parts[0] if parts else order.at(0, 1, 0)
 
 
 def blocks_of(total: int, first: int, most: int) -> Iterator[tuple[int, int]]:
@@ -135,8 +137,8 @@ class BatchDeal:
     """A rank's batches. Each step takes the next `global_batch` places and deals them out.
 
     Example:
-        Seven places, two ranks, global_batch=4: rank 0 gets places [0, 2], [4, 6] and rank 1 gets [1, 3]
-        and, with PAD, [5, 0], with UNEVEN [5], with DROP nothing more (and rank 0 nothing either).
+        Five places, two ranks, global_batch=4: rank 0 gets places [0, 2] and rank 1 gets [1, 3], and then
+        with PAD [4] and [0], with FILL [4, 1] and [0, 2], with UNEVEN [4] and nothing, with DROP neither.
     """
 
     def __init__(self, share: Share, global_batch: int) -> None:
@@ -144,10 +146,12 @@ class BatchDeal:
         self._global_batch = global_batch
         whole, rest = divmod(share.left, global_batch)
         is_cut = share.ending is Ending.DROP
+        self.end = share.start + whole * global_batch if is_cut else share.length
+        if share.ending is Ending.FILL:
+            whole, rest = whole + (rest > 0), 0
         self._whole = whole
         self._last = 0 if is_cut else share.part_of(rest)
         self.size = whole + (self._last > 0)
-        self.end = share.start + whole * global_batch if is_cut else share.length
 
     def reached(self, items: int) -> int:
         """See Deal."""

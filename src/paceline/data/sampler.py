@@ -84,8 +84,14 @@ class DistributedSampler(EpochSampler[int]):
         return Shuffled(self._length, derive_key(self.seed, epoch))
 
 
-def choose_ending(name: str, drop_last: bool, pad: bool) -> Ending:
-    """Turn two arguments into one of three endings.
+def choose_ending(name: str, drop_last: bool, pad: bool, *, is_global: bool = False) -> Ending:
+    """Turn two arguments into an ending.
+
+    Args:
+        name: The name of the sampler's class.
+        drop_last: Its argument.
+        pad: Its argument.
+        is_global: Whether a step has a number of samples that does not depend on the number of ranks.
 
     Raises:
         ConfigError: Samples were to be dropped, and not.
@@ -100,4 +106,6 @@ def choose_ending(name: str, drop_last: bool, pad: bool) -> Ending:
         )
     if drop_last:
         return Ending.DROP
-    return Ending.PAD if pad else Ending.UNEVEN
+    if not pad:
+        return Ending.UNEVEN
+    return Ending.FILL if is_global else Ending.PAD
