@@ -26,12 +26,13 @@ size_t encoded_bytes_of(int encoding, size_t count) {
   return encoded_bytes(checked_encoding(encoding), count);
 }
 
-void encode_at(int encoding, Pointer values, Pointer error, float factor,
-               size_t count, Pointer codes) {
+void encode_at(int encoding, Pointer values, Pointer error, Pointer next_error,
+               float factor, size_t count, Pointer codes) {
   const Encoding chosen = checked_encoding(encoding);
   without_lock([&] {
     encode(chosen, static_cast<const float*>(as_pointer(values)),
-           static_cast<float*>(as_pointer(error)), factor, count,
+           static_cast<const float*>(as_pointer(error)),
+           static_cast<float*>(as_pointer(next_error)), factor, count,
            as_pointer(codes));
   });
 }
@@ -55,8 +56,9 @@ void decode_mean_at(int encoding, const std::vector<Pointer>& codes,
 
 void bind_compression(nb::module_& m) {
   m.def("encoded_bytes", &encoded_bytes_of, "encoding"_a, "count"_a);
-  m.def("encode", &encode_at, "encoding"_a, "values"_a, "error"_a, "factor"_a,
-        "count"_a, "codes"_a, "An `error` of 0 is none.");
+  m.def("encode", &encode_at, "encoding"_a, "values"_a, "error"_a,
+        "next_error"_a, "factor"_a, "count"_a, "codes"_a,
+        "Errors of 0 are none.");
   m.def("decode_mean", &decode_mean_at, "encoding"_a, "codes"_a, "weights"_a,
         "count"_a, "mean"_a);
 }

@@ -172,14 +172,14 @@ void limit(const float* sum, size_t count, float* __restrict x) {
 }
 
 template <class Codes>
-void encode_blocks(const float* values, float* error, float factor,
-                   size_t count, void* codes) {
+void encode_blocks(const float* values, const float* error, float* next_error,
+                   float factor, size_t count, void* codes) {
   alignas(64) float sum[kCodeBlock];
   alignas(64) float x[kCodeBlock];
   auto* to = static_cast<unsigned char*>(codes);
   for (size_t i = 0; i < count; i += kCodeBlock, to += Codes::kBlockBytes) {
     const size_t length = block_length(i, count);
-    float* const kept = error == nullptr ? nullptr : error + i;
+    const float* const kept = error == nullptr ? nullptr : error + i;
     add_error(values + i, kept, factor, length, sum);
     limit<Codes>(sum, length, x);
     Codes::store(x, length, to);
@@ -188,7 +188,7 @@ void encode_blocks(const float* values, float* error, float factor,
     for (size_t k = 0; k < length; ++k) {
       const float next = sum[k] - x[k];
       // Nor does a finite value lose its error to a neighbour's NaN.
-      kept[k] = is_finite(next) ? next : kept[k];
+      next_error[i + k] = is_finite(next) ? next : kept[k];
     }
   }
 }

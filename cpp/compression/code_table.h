@@ -8,8 +8,8 @@ namespace paceline {
 
 /// One encoding's loops; the arguments are those of compression.h.
 struct Codec {
-  void (*encode)(const float* values, float* error, float factor, size_t count,
-                 void* codes);
+  void (*encode)(const float* values, const float* error, float* next_error,
+                 float factor, size_t count, void* codes);
   void (*decode_mean)(const void* const* codes, const float* weights,
                       int num_ranks, size_t count, float* mean);
 };

@@ -42,10 +42,10 @@ size_t encoded_bytes(Encoding encoding, size_t count) {
   }
 }
 
-void encode(Encoding encoding, const float* values, float* error, float factor,
-            size_t count, void* codes) {
+void encode(Encoding encoding, const float* values, const float* error,
+            float* next_error, float factor, size_t count, void* codes) {
   const DefaultFloats default_floats;
-  codec_of(encoding).encode(values, error, factor, count, codes);
+  codec_of(encoding).encode(values, error, next_error, factor, count, codes);
 }
 
 void decode_mean(Encoding encoding, const void* const* codes,

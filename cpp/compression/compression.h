@@ -4,7 +4,7 @@
 // weight; its *error* is what the others have not got of earlier gradients.
 //
 //   encode:       sum = values / weight + error
-//                 code = rounded(sum), error = sum - code
+//                 code = rounded(sum), next error = sum - code
 //   decode_mean:  mean = sum over ranks of weight * code, / number of ranks
 //
 // So weights act in float32, on what was decoded, and an error does not grow
@@ -49,10 +49,10 @@ const char* name_of(Encoding encoding);
 /// Bytes of `count` encoded values.
 size_t encoded_bytes(Encoding encoding, size_t count);
 
-/// `factor` is 1 / weight. `error` is brought up to date; null: nothing is
-/// kept.
-void encode(Encoding encoding, const float* values, float* error, float factor,
-            size_t count, void* codes);
+/// `factor` is 1 / weight. `next_error` is the error after this; it may be
+/// `error`. Both null: nothing is kept.
+void encode(Encoding encoding, const float* values, const float* error,
+            float* next_error, float factor, size_t count, void* codes);
 
 /// Adds up in the order of ranks, in float32. Codes are aligned to 2 bytes. A
 /// rank of weight 0 is left out, whatever its codes.

@@ -41,7 +41,7 @@ TEST(means_and_errors_add_up_on_every_instruction_set) {
         std::vector<unsigned char> codes(encoded_bytes(encoding, count));
         std::vector<float> error(count);
         std::vector<float> mean(count);
-        encode(encoding, values.data(), error.data(), 1.0f, count,
+        encode(encoding, values.data(), error.data(), error.data(), 1.0f, count,
                codes.data());
         const void* const both[] = {codes.data(), codes.data()};
         const float weights[] = {1.0f, 1.0f};
@@ -67,8 +67,8 @@ TEST(extremes_of_float32_stay_finite) {
       std::vector<unsigned char> codes(encoded_bytes(encoding, values.size()));
       std::vector<float> error = {kMax, -kMax, 0.0f, 0.0f, 0.0f};
       std::vector<float> mean(values.size());
-      encode(encoding, values.data(), error.data(), 1.0f, values.size(),
-             codes.data());
+      encode(encoding, values.data(), error.data(), error.data(), 1.0f,
+             values.size(), codes.data());
       const void* const alone[] = {codes.data()};
       const float weight = 1.0f;
       decode_mean(encoding, alone, &weight, 1, values.size(), mean.data());
@@ -87,7 +87,7 @@ std::vector<float> all_results_of(Encoding encoding,
   float* const codes = results.data();
   float* const error = codes + count;
   float* const mean = error + count;
-  encode(encoding, values.data(), error, 0.3f, count, codes);
+  encode(encoding, values.data(), error, error, 0.3f, count, codes);
   const void* const parts[] = {codes, codes, codes};
   const float weights[] = {0.1f, 0.7f, 0x1p-120f};
   decode_mean(encoding, parts, weights, 3, count, mean);
@@ -155,7 +155,7 @@ TEST(ranks_encode_side_by_side_and_decode_each_others_codes) {
         kRanks, std::vector<unsigned char>(encoded_bytes(encoding, kCount)));
     testing::run_ranks(kRanks, [&](int rank) {
       const std::vector<float> values = values_of(rank, kCount);
-      encode(encoding, values.data(), nullptr, 1.0f, kCount,
+      encode(encoding, values.data(), nullptr, nullptr, 1.0f, kCount,
              codes[rank].data());
     });
     std::vector<std::vector<float>> means(kRanks, std::vector<float>(kCount));

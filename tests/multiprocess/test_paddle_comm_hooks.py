@@ -66,7 +66,7 @@ def test_what_has_failed_fails_again():
         raise PeerLostError("Rank 1 of 2 died.")
 
     failed = Future(finish)
-    bucket = HookedCall("hook", paddle.zeros([2]), failed.then(lambda f: f.value()))
+    bucket = HookedCall("hook", paddle.zeros([2]), failed.then(lambda f: f.value()), lambda: None)
     for wait in (failed.wait, failed.value, bucket.wait, bucket.wait):
         with pytest.raises(PeerLostError, match="Rank 1 of 2 died"):
             wait()
@@ -307,3 +307,56 @@ def test_other_kinds_of_parameters_and_wrong_states(group: Any) -> None:
         wrapped(paddle.ones([1, 4])).sum().backward()
     with pytest.raises(TypeError, match="needs a bucket of paceline"):
         fp16_hook(Fp16Compression(), None)
+
+
+@PATHS
+@pytest.mark.parametrize("make, hook", KINDS)
+@ranks(2, group=None)
+def test_a_backward_of_no_use_leaves_nothing_in_the_kept_error(
+    rank: int, path: str, make: Any, hook: Any
+) -> None:
+    """With bad batches in between, the gradients of all others have the bits that they have without."""
+    join_paddle(rank)
+    for policy in ("ignore", "raise"):
+        found: list[list[np.ndarray]] = []
+        for is_disturbed in (False, True):
+            model = nn.Linear(300, 1)
+            model.weight.set_value(np.zeros((300, 1), np.float32))
+            wrapped = DataParallel(model, reduce_through=path, nonfinite=policy)
+            wrapped.register_comm_hook(make(), hook)
+            for step in range(4):
+                x = np.random.default_rng(10 * step + rank).standard_normal((1, 300)).astype(np.float32)
+                if is_disturbed and step in (0, 2):
+                    bad = x * np.float32(1e4)
+                    bad[0, 7] = np.inf if rank else bad[0, 7]
+                    wrapped.clear_gradients()
+                    with contextlib.suppress(NonFiniteGradientError):
+                        wrapped(paddle.to_tensor(bad)).sum().backward()
+                wrapped.clear_gradients()
+                wrapped(paddle.to_tensor(x)).sum().backward()
+                found.append(gradients(model))
+        for plain, spoilt in zip(found[:4], found[4:], strict=True):
+            for expected, got in zip(plain, spoilt, strict=True):
+                assert_array_equal(got, expected)
+
+
+@PATHS
+@pytest.mark.parametrize("make, hook", KINDS)
+@ranks(2, group=None)
+def test_the_kept_error_of_a_parameter_that_no_rank_uses_waits(
+    rank: int, path: str, make: Any, hook: Any
+) -> None:
+    join_paddle(rank)
+    fork = Branches()
+    wrapped = DataParallel(fork, reduce_through=path, find_unused_parameters=True)
+    wrapped.register_comm_hook(make(), hook)
+    x = np.full((1, 3), 1 / 3, np.float32)
+    x[0, 0] = 100.0
+    arrived, count = np.zeros((3, 2)), 30
+    for step in range(2 * count):
+        wrapped.clear_gradients()
+        wrapped(paddle.to_tensor(x), "right" if step % 2 else "left").sum().backward()
+        if step % 2 == 0:
+            arrived += fork.left.weight.grad.numpy().astype(np.float64)
+    expected = count * np.repeat(x.reshape(3, 1), 2, axis=1).astype(np.float64)
+    assert_allclose(arrived, expected, rtol=0, atol=100 * UNITS[make])

@@ -6,6 +6,7 @@ add. Ranks are on several hosts where each says so: `_host_hint` tells who could
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from numpy.testing import assert_allclose
 from paddle import nn
 
-from paceline.errors import UnusedParameterError
+from paceline.errors import NonFiniteGradientError, UnusedParameterError
 from paceline.paddle import DataParallel
 from tests.harness import run_ranks
 from tests.multiprocess.paddle_models import Branches, join_paddle, ranks, squares
@@ -168,3 +169,41 @@ def test_unused_parameters(rank: int) -> None:
         wrapped(paddle.ones([1, 3], dtype="float32"), "left" if rank == 3 else "right").sum().backward()
         assert_allclose(net.left.bias.grad.numpy(), [0.25, 0.25])
         assert_allclose(net.right.bias.grad.numpy(), [0.75, 0.75])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("policy", ["ignore", "raise"])
+@ranks(4, group=None)
+def test_a_compressed_backward_of_no_use_leaves_nothing(rank: int, policy: str) -> None:
+    """With bad batches in between, the gradients of all others have the bits that they have without."""
+    place(rank, BLOCKS)
+    found: list[list[np.ndarray]] = []
+    for is_disturbed in (False, True):
+        model = network()
+        wrapped = DataParallel(model, compress_between_hosts="topk", nonfinite=policy, bucket_cap_mb=0.01)
+        for step in range(4):
+            if is_disturbed and step in (0, 2):
+                with contextlib.suppress(NonFiniteGradientError):
+                    backward(wrapped, 100 + step, rank, 4, scale=float("inf") if rank == 3 else 1e4)
+            backward(wrapped, step, rank, 4)
+            found.append([parameter.grad.numpy() for parameter in model.parameters()])
+    for plain, spoilt in zip(found[:4], found[4:], strict=True):
+        for expected, got in zip(plain, spoilt, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("kind", ["topk", "int8"])
+@ranks(2, group=None)
+def test_what_is_kept_of_a_parameter_that_no_rank_uses_waits(rank: int, kind: str) -> None:
+    place(rank, (0, 1))
+    fork = Branches()
+    wrapped = DataParallel(fork, find_unused_parameters=True, compress_between_hosts=kind)
+    x = np.array([[100.0, 1 / 3, 1 / 3]], np.float32)
+    arrived, count = np.zeros((3, 2)), 40
+    for step in range(2 * count):
+        wrapped.clear_gradients()
+        wrapped(paddle.to_tensor(x), "right" if step % 2 else "left").sum().backward()
+        if step % 2 == 0:
+            arrived += fork.left.weight.grad.numpy().astype(np.float64)
+    expected = count * np.repeat(x.reshape(3, 1), 2, axis=1).astype(np.float64)
+    assert_allclose(arrived, expected, rtol=0, atol=1.0)

@@ -113,8 +113,10 @@ def send(encoding: int, values: Array, error: Array, factor: float, weights: lis
     count = len(values)
     nbytes = _core.encoded_bytes(encoding, count)
     codes = np.full(nbytes + 8, 0x5A, np.uint8)
-    kept = error.copy()
-    _core.encode(encoding, values.ctypes.data, kept.ctypes.data, factor, count, codes.ctypes.data)
+    before, kept = error.copy(), np.full_like(error, np.nan)
+    addresses = values.ctypes.data, before.ctypes.data, kept.ctypes.data
+    _core.encode(encoding, *addresses, factor, count, codes.ctypes.data)
+    assert before.tobytes() == error.tobytes()
     mean = np.full(count + 2, 7, np.float32)
     _core.decode_mean(encoding, [codes.ctypes.data] * len(weights), weights, count, mean.ctypes.data)
     assert (codes[nbytes:] == 0x5A).all() and (mean[count:] == 7).all(), "written behind"
@@ -198,7 +200,7 @@ def test_a_rank_without_weight_is_left_out_whatever_it_sent() -> None:
     for encoding in (HALF, BFLOAT, BYTE, TOP):
         lost = np.full(300, np.nan, np.float32)
         codes = np.zeros(_core.encoded_bytes(encoding, 300) + 4, np.uint8)
-        _core.encode(encoding, lost.ctypes.data, 0, 1.0, 300, codes.ctypes.data)
+        _core.encode(encoding, lost.ctypes.data, 0, 0, 1.0, 300, codes.ctypes.data)
         _core.decode_mean(encoding, [codes.ctypes.data] * 2, [0.0, 0.0], 300, lost.ctypes.data)
         assert (lost == 0).all()
 
@@ -235,11 +237,25 @@ def test_an_error_that_is_kept_comes_along_whatever_buckets_come_and_go() -> Non
     """A bucket of one layout has the parameter of another, and then the first layout is used again."""
     codes = Codes(BF16, error_feedback=True)
     first, second, third = object(), object(), object()
+
+    def send(bucket: int, parameters: list[object], value: float) -> None:
+        """Each of two values per parameter; bfloat16 keeps the part of it below 2**-8."""
+        values = np.full(2 * len(parameters), value, np.float32)
+        row = codes.rows(values.size, 1)[0]
+        codes.encode(bucket, parameters, [2] * len(parameters), values.ctypes.data, 1.0, row)([])
+
+    def kept(parameter: object) -> float:
+        error = codes.error_of(parameter)
+        assert error is not None and error[0] == error[1]
+        return float(error[0])
+
+    unit = 2.0**-12
     for bucket, parameter in enumerate((first, second, third)):
-        codes._error_for(bucket, [parameter], [2])[:] = bucket
-    codes._error_for(0, [third, second], [2, 2])[:] = 7
-    codes._error_for(1, [first], [2])
-    assert_array_equal(codes._error_for(2, [third], [2]), 7)
-    assert_array_equal(codes.error_of(third), 7)
-    assert_array_equal(codes._error_for(1, [second], [2]), 7)
-    assert_array_equal(codes._error_for(0, [first], [2]), 0)
+        send(bucket, [parameter], 1 + bucket * unit)
+    assert [kept(each) for each in (first, second, third)] == [0, unit, 2 * unit]
+    send(0, [third, second], 1 + unit)
+    send(1, [first], 1.0)
+    assert [kept(each) for each in (first, second, third)] == [0, 2 * unit, 3 * unit]
+    for bucket, parameter in ((2, third), (1, second), (0, first)):
+        send(bucket, [parameter], 1.0)
+    assert [kept(each) for each in (first, second, third)] == [0, 2 * unit, 3 * unit]

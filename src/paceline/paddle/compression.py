@@ -72,7 +72,8 @@ def _average(state: Compression, bucket: Any) -> Future[paddle.Tensor]:
     parameters, count = bucket.parameters(), int(values.size)
     rows = codes.rows(count, 1)
     sizes = [int(p.size) for p in parameters]
-    codes.encode(bucket.index(), parameters, sizes, values.data_ptr(), bucket.weight(), rows[0])
+    adopt = codes.encode(bucket.index(), parameters, sizes, values.data_ptr(), bucket.weight(), rows[0])
+    bucket.when_good(adopt)
 
     def decode(gathered: Future[paddle.Tensor]) -> paddle.Tensor:
         everybodys: list[Bytes] = list(np.from_dlpack(gathered.value().detach()))

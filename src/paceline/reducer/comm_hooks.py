@@ -7,7 +7,7 @@ Imports only the standard library, rendezvous, `arguments`, `errors` and its nei
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -58,6 +58,7 @@ class HookedBucket(ABC, Generic[_Tensor]):
         self._parameters = list(parameters)
         self._is_last = is_last
         self._weight = weight
+        self._when_good: list[Callable[[list[_Tensor]], object]] = []
 
     @abstractmethod
     def _cut(self, buffer: _Tensor) -> list[_Tensor]:
@@ -82,10 +83,64 @@ class HookedBucket(ABC, Generic[_Tensor]):
         """What this rank's gradients are multiplied by: its weight over the ranks' mean weight."""
         return self._weight
 
+    def when_good(self, call: Callable[[list[_Tensor]], object]) -> None:
+        """Let a hook know that this backward was good, for what it keeps from one backward to the next.
+
+        Args:
+            call: Called on every rank at the end of the backward, with those of `parameters()` that no rank
+                used. It is not called where the backward raises on all ranks, or gives a gradient that is not
+                finite, whatever `nonfinite=` says: nobody steps with such gradients, so what the hook kept
+                before should stay. It must not raise.
+
+        Example:
+            >>> error = self.error + bucket.buffer() - decoded
+            >>> bucket.when_good(lambda unused: self.keep(error, unused))
+        """
+        self._when_good.append(call)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether `when_good` was called."""
+        return bool(self._when_good)
+
+    def be_good(self, unused: list[_Tensor]) -> None:
+        """Make the calls that `when_good` asked for."""
+        for call in self._when_good:
+            call(unused)
+
     def set_buffer(self, buffer: _Tensor) -> None:
         """Let `buffer()` return another tensor from now on."""
         self._buffer = buffer
         self._gradients = self._cut(buffer)
+
+
+class ShownBuckets(Generic[_Tensor]):
+    """The buckets that a hook got in the backward under way, and whether those it waits for are finite."""
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[HookedBucket[_Tensor], Sequence[int]]] = []
+        self._are_finite = True
+
+    def add(self, bucket: HookedBucket[_Tensor], members: Sequence[int]) -> None:
+        """A hook gets a bucket, which has these parameters of the plan."""
+        self._shown.append((bucket, members))
+
+    def note(self, bucket: HookedBucket[_Tensor], is_finite: Callable[[], bool]) -> None:
+        """A bucket holds what the hook has made of it; `is_finite` looks at it."""
+        if bucket.is_awaited and self._are_finite:
+            self._are_finite = is_finite()
+
+    def end(self, unused: Collection[int] | None) -> None:
+        """See `paceline.reducer.link.Reduction.adopt_errors`."""
+        shown, are_finite = self._shown, self._are_finite
+        self._shown, self._are_finite = [], True
+        if unused is None or not are_finite:
+            return
+        left_out = frozenset(unused)
+        for bucket, members in shown:
+            if bucket.is_awaited:
+                parameters = zip(members, bucket.parameters(), strict=True)
+                bucket.be_good([parameter for index, parameter in parameters if index in left_out])
 
 
 def check_callable(hook: object, *, returns: str, hint: str) -> None:

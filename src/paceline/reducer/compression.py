@@ -9,7 +9,8 @@ Words: a *row* is what one rank sends of one bucket: its weight, then the codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+import ctypes
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar, final
 
 import numpy as np
@@ -37,7 +38,8 @@ class Compression:
 
     Args:
         error_feedback: Add what this rank's rounding took from a gradient to the next one, as
-            Seide et al. (Interspeech 2014) do. It takes the memory of one float32 gradient.
+            Seide et al. (Interspeech 2014) do. It takes the memory of two float32 gradients: a backward that
+            is not finite, or that raises on all ranks, leaves what was kept before it.
     """
 
     encoding: ClassVar[int]
@@ -53,9 +55,8 @@ class Compression:
         """The error-feedback residual: what has not been transmitted yet of a parameter's gradients.
 
         Returns:
-            A tensor of the parameter's framework: float32, flat, complex numbers as pairs. torch's changes
-            with each backward, Paddle's is a copy. None before the first backward, and without error
-            feedback.
+            A new tensor of the parameter's framework: float32, flat, complex numbers as pairs. None before
+            the first backward, and without error feedback.
         """
         error = self._codes.error_of(parameter)
         return None if error is None else self._as_tensor(error)
@@ -93,6 +94,101 @@ class EightBitCompression(Compression):
     encoding = EIGHT_BIT
 
 
+Elements = tuple[int, int]
+"""The first of some elements, and the one behind their last."""
+
+
+@final
+class KeptError:
+    """What encoding has not delivered yet of some values, per unit of weight; it is added to the next ones.
+
+    What the encoding of a backward leaves takes effect with `adopt`, once the backward is known to be good on
+    all ranks. Without that call the next backward begins with the same error again, and nothing of this one
+    comes back. So there are two arrays, of which encoding reads one and writes the other.
+
+    A parameter that no rank used was sent for nothing, and its error stays. It is set aside until values come
+    again: large errors would take places in the codes of values that share a block with them.
+
+    Args:
+        count: How many values there are.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._now: Floats = np.zeros(count, np.float32)
+        self._next: Floats = np.zeros(count, np.float32)
+        # For elements whose values and errors are zeros in `_now`; None: the error is, too.
+        self._aside: dict[Elements, Floats | None] = {}
+
+    def __len__(self) -> int:
+        return len(self._now)
+
+    def current(self, elements: Elements) -> Floats:
+        """A copy of some of it, with what is set aside."""
+        first, last = elements
+        found: Floats = self._now[first:last].copy()
+        for (start, stop), error in self._aside.items():
+            begin, end = max(start, first), min(stop, last)
+            if error is not None and begin < end:
+                found[begin - first : end - first] = error[begin - start : end - start]
+        return found
+
+    def begin_with(self, elements: Elements, error: Floats) -> None:
+        """Before anything is encoded: the error of some of the values."""
+        self._now[slice(*elements)] = error
+
+    def encode(self, encoding: int, values: int, weight: float, elements: Elements, codes: int) -> None:
+        """Write the codes of some of the values, which are multiplied by `weight`, to the address `codes`."""
+        start, stop = elements
+        if self._aside:
+            self._bring_back(values, elements)
+        now, following = self._now.ctypes.data + 4 * start, self._next.ctypes.data + 4 * start
+        _core.encode(encoding, values, now, following, 1 / weight, stop - start, codes)
+
+    def wait(self, elements: Elements) -> None:
+        """Instead of `encode`: these values weigh nothing, and their error waits."""
+        here = slice(*elements)
+        self._next[here] = self._now[here]
+
+    def adopt(self, unused: Collection[Elements] = ()) -> None:
+        """Go on with what is left of the backward that has ended: all values have been encoded, or waited.
+
+        Args:
+            unused: The elements of each parameter that no rank used.
+        """
+        before, self._aside = self._aside, {}
+        for elements in unused:
+            if elements in before:
+                self._aside[elements] = before.pop(elements)
+                continue
+            start, stop = elements
+            error: Floats = self._now[start:stop].copy()
+            for part in [part for part in before if start <= part[0] and part[1] <= stop]:
+                if (kept := before.pop(part)) is not None:
+                    error[part[0] - start : part[1] - start] = kept
+            self._aside[elements] = error if error.any() else None
+            self._next[start:stop] = 0
+        for (start, stop), kept in before.items():  # used again, but the values here were zeros
+            if kept is not None:
+                self._next[start:stop] += kept
+        self._now, self._next = self._next, self._now
+
+    def _bring_back(self, values: int, elements: Elements) -> None:
+        """Errors that are set aside count again where any of their values is not 0."""
+        first, last = elements
+        flat = np.ctypeslib.as_array((ctypes.c_float * (last - first)).from_address(values))
+        for (start, stop), error in list(self._aside.items()):
+            begin, end = max(start, first), min(stop, last)
+            if begin >= end or not flat[begin - first : end - first].any():
+                continue
+            del self._aside[start, stop]
+            if error is not None:
+                self._now[begin:end] = error[begin - start : end - start]
+            for part in ((start, begin), (end, stop)):  # of another piece
+                if part[0] < part[1]:
+                    rest = None if error is None else error[part[0] - start : part[1] - start]
+                    self._aside[part] = rest
+
+
 class Codes:
     """What one rank knows of the compression of one model's gradients.
 
@@ -104,13 +200,14 @@ class Codes:
     def __init__(self, encoding: int, *, error_feedback: bool) -> None:
         self._encoding = encoding
         self._error_feedback = error_feedback
-        self._buckets: dict[int, tuple[list[Hashable], Floats]] = {}
-        self._errors: dict[Hashable, Floats] = {}
+        self._buckets: dict[int, tuple[list[Hashable], list[Elements], KeptError]] = {}
+        self._errors: dict[Hashable, tuple[KeptError, Elements]] = {}
         self._spare: Bytes | None = None
 
     def error_of(self, parameter: Hashable) -> Floats | None:
-        """What has not been transmitted yet of a parameter's gradients; None: nothing is kept."""
-        return self._errors.get(parameter)
+        """What has not been transmitted yet of a parameter's gradients, copied; None: nothing is kept."""
+        known = self._errors.get(parameter)
+        return None if known is None else known[0].current(known[1])
 
     def rows(self, count: int, num_rows: int) -> Bytes:
         """Memory for rows of a bucket of so many values; new pages cost as much as encoding.
@@ -137,7 +234,7 @@ class Codes:
         values: int,
         weight: float,
         row: Bytes,
-    ) -> None:
+    ) -> Callable[[Sequence[Hashable]], None]:
         """Write this rank's row.
 
         Args:
@@ -147,20 +244,34 @@ class Codes:
             values: The address of all of them, float32, multiplied by `weight`.
             weight: The weight of this rank.
             row: To be written.
+
+        Returns:
+            To be called with the parameters that no rank used, once the backward is good on all ranks: the
+            next one adds what was not delivered in this one. Without that call it adds what this one did.
         """
-        error = self._error_for(bucket, parameters, sizes) if self._error_feedback else None
+        kept: KeptError | None = None
+        places: list[Elements] = []
+        if self._error_feedback:
+            places, kept = self._error_for(bucket, parameters, sizes)
+        elements = 0, sum(sizes)
         if weight < _SMALLEST_WEIGHT:  # nobody looks at codes of weight 0, and the error waits
             row[:_HEADER_BYTES] = 0
-            return
-        row[:_HEADER_BYTES].view(np.float64)[0] = weight
-        _core.encode(
-            self._encoding,
-            values,
-            error.ctypes.data if error is not None else 0,
-            1 / weight,
-            sum(sizes),
-            row.ctypes.data + _HEADER_BYTES,
-        )
+            if kept is not None:
+                kept.wait(elements)
+        else:
+            row[:_HEADER_BYTES].view(np.float64)[0] = weight
+            codes = row.ctypes.data + _HEADER_BYTES
+            if kept is not None:
+                kept.encode(self._encoding, values, weight, elements, codes)
+            else:
+                _core.encode(self._encoding, values, 0, 0, 1 / weight, elements[1], codes)
+
+        def adopt(unused: Sequence[Hashable]) -> None:
+            if kept is not None:
+                is_unused = {id(parameter) for parameter in unused}
+                kept.adopt([place for p, place in zip(parameters, places) if id(p) in is_unused])
+
+        return adopt
 
     def decode_mean(self, rows: Sequence[Bytes], count: int, mean: int) -> None:
         """Write the mean of all ranks' rows, by rank, as float32 to the address `mean`."""
@@ -168,21 +279,25 @@ class Codes:
         codes = [row.ctypes.data + _HEADER_BYTES for row in rows]
         _core.decode_mean(self._encoding, codes, weights, count, mean)
 
-    def _error_for(self, bucket: int, parameters: Sequence[Hashable], sizes: Sequence[int]) -> Floats:
-        """The kept error of a bucket, flat; zeros at first, and where buckets were laid out anew, the old."""
+    def _error_for(
+        self, bucket: int, parameters: Sequence[Hashable], sizes: Sequence[int]
+    ) -> tuple[list[Elements], KeptError]:
+        """The kept error of a bucket, and where that of each parameter is; the old, or zeros at first."""
         known = self._buckets.get(bucket)
         if known is not None and _are_same(known[0], parameters):
-            return known[1]
+            return known[1:]
         moved = set(parameters)  # buckets that had them are laid out anew, too, when they come next
         self._buckets = {n: known for n, known in self._buckets.items() if moved.isdisjoint(known[0])}
-        flat: Floats = np.zeros(sum(sizes), np.float32)
-        for parameter, place in zip(parameters, np.split(flat, np.cumsum(sizes[:-1])), strict=True):
-            before = self._errors.get(parameter)
-            if before is not None:
-                place[:] = before
-            self._errors[parameter] = place
-        self._buckets[bucket] = (list(parameters), flat)
-        return flat
+        kept, stop = KeptError(sum(sizes)), 0
+        places: list[Elements] = []
+        for parameter, size in zip(parameters, sizes, strict=True):
+            start, stop = stop, stop + size
+            if (before := self.error_of(parameter)) is not None:
+                kept.begin_with((start, stop), before)
+            places.append((start, stop))
+            self._errors[parameter] = kept, places[-1]
+        self._buckets[bucket] = list(parameters), places, kept
+        return places, kept
 
 
 def check_state(state: Any, expected: type[_State]) -> _State:

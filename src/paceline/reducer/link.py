@@ -10,7 +10,7 @@ Imports numpy, the core and its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -66,8 +66,9 @@ class Reduction(Generic[_Tensor]):
         order: In which passes of all models make their calls over an engine that pairs the calls of different
             ranks by it; None: nobody pairs them so.
         owned: Who gets which part of each mean; empty: all ranks get all.
-        remember: Remembers what has not been delivered yet where gradients are encoded between hosts; the
-            result forgets what was sent since. None: nothing is encoded.
+        adopt_errors: Called at the end of each backward where gradients are encoded, with the parameters that
+            no rank used: what encoding took from the others is added to the next gradients. With None the
+            backward was not good on all ranks, and nothing of it comes back. None: nothing is encoded.
     """
 
     plan: Plan
@@ -78,7 +79,7 @@ class Reduction(Generic[_Tensor]):
     put: Callable[[_Tensor, _Tensor], None] | None = None
     order: CallOrder | None = None
     owned: tuple[Ranges, ...] = ()
-    remember: Callable[[], Callable[[], None]] | None = None
+    adopt_errors: Callable[[Collection[int] | None], None] | None = None
 
 
 class Link(Protocol[_Tensor]):

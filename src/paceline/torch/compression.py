@@ -72,7 +72,8 @@ def _average(state: Compression, bucket: Any) -> torch.futures.Future[torch.Tens
     group, parameters = bucket.process_group(), bucket.parameters()
     all_rows = codes.rows(values.numel(), 1 + dist.get_world_size(group))
     sizes = [2 * p.numel() if p.is_complex() else p.numel() for p in parameters]
-    codes.encode(bucket.index(), parameters, sizes, values.data_ptr(), bucket.weight(), all_rows[0])
+    adopt = codes.encode(bucket.index(), parameters, sizes, values.data_ptr(), bucket.weight(), all_rows[0])
+    bucket.when_good(adopt)
     own, *others = torch.from_numpy(all_rows)
     work = dist.all_gather(others, own, group=group, async_op=True)
 

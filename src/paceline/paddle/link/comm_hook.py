@@ -16,7 +16,7 @@ from paceline.errors import ConfigTypeError
 from paceline.paddle import internals
 from paceline.paddle.link.arena import Arena
 from paceline.paddle.link.calls import GroupCalls
-from paceline.reducer.comm_hooks import CommHook, HookedBucket, wrong_result
+from paceline.reducer.comm_hooks import CommHook, HookedBucket, ShownBuckets, wrong_result
 from paceline.reducer.plan import Plan
 
 _Value = TypeVar("_Value")
@@ -150,6 +150,7 @@ class BucketHook:
         self._calls = calls
         self._process_group = process_group
         self._latest: HookedCall | None = None
+        self.shown: ShownBuckets[paddle.Tensor] = ShownBuckets()
 
     def launch(self, bucket: int, flat: paddle.Tensor, weight: float) -> HookedCall:
         """Begin to average a bucket.
@@ -164,7 +165,8 @@ class BucketHook:
         """
         if self._latest is not None:
             self._latest.wait()
-        members = [self._parameters[index] for index in self._plan.buckets[bucket].parameters]
+        indices = self._plan.buckets[bucket].parameters
+        members = [self._parameters[index] for index in indices]
         shown = GradBucket(
             self._calls,
             self._process_group,
@@ -175,12 +177,15 @@ class BucketHook:
             bucket == len(self._plan.buckets) - 1,
             weight,
         )
+        self.shown.add(shown, indices)
         with paddle.no_grad():
             result = self._hook.call(self._hook.state, shown)
         if not isinstance(result, paddle.Tensor) and not callable(getattr(result, "wait", None)):
             expected = "a tensor, or a future of one (an object with wait())"
             raise wrong_result(self._hook.name, expected, type(result).__name__, _HINT, ConfigTypeError)
-        self._latest = HookedCall(self._hook.name, flat, result)
+        self._latest = HookedCall(
+            self._hook.name, flat, result, lambda: self.shown.note(shown, lambda: _is_finite(flat))
+        )
         return self._latest
 
     def forget(self) -> None:
@@ -189,12 +194,20 @@ class BucketHook:
 
 
 class HookedCall:
-    """A bucket in the hands of a hook."""
+    """A bucket in the hands of a hook.
 
-    def __init__(self, name: str, flat: paddle.Tensor, result: Any) -> None:
+    Args:
+        name: The hook's.
+        flat: The elements of the bucket.
+        result: What the hook returned.
+        note: Called when the bucket holds it.
+    """
+
+    def __init__(self, name: str, flat: paddle.Tensor, result: Any, note: Callable[[], None]) -> None:
         self._name = name
         self._flat = flat
         self._result = result
+        self._note = note
 
     def wait(self) -> None:
         """Block until the hook is done, and put its tensor into the bucket."""
@@ -204,6 +217,7 @@ class HookedCall:
         with paddle.no_grad():
             value = result if isinstance(result, paddle.Tensor) else result.wait()
             self._put(value)
+            self._note()
         self._result = None  # where it has raised, it raises again
 
     def _put(self, value: Any) -> None:
@@ -216,3 +230,7 @@ class HookedCall:
             raise wrong_result(self._name, expected, f"shape {list(value.shape)}, {value.dtype}", _HINT)
         if value.data_ptr() != flat.data_ptr():
             paddle.assign(value.reshape(flat.shape).astype(flat.dtype), flat)
+
+
+def _is_finite(flat: paddle.Tensor) -> bool:
+    return bool(paddle.isfinite(flat).all())

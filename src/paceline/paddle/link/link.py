@@ -209,8 +209,8 @@ class HostsLink:
         reducer = self._reducers.make(plan, options, instead_of)
         if reducer is not None:
             places = shared_places(plan, parameters, reducer.arena_pointer, reducer.memory)
-            remember = None if reducer.codes is None else reducer.codes.remember
-            return Reduction(plan, places, reducer, most_pointer_bytes=MOST_POINTER_BYTES, remember=remember)
+            adopt = None if reducer.codes is None else reducer.adopt_errors
+            return Reduction(plan, places, reducer, most_pointer_bytes=MOST_POINTER_BYTES, adopt_errors=adopt)
         self.path, self.bits = self._link.path, self._link.bits
         return self._link.make_reduction(plan, parameters, options)
 
@@ -273,7 +273,10 @@ def _over(
 ) -> Reduction[paddle.Tensor]:
     transport = PaddleTransport(arena, calls, checks_finite=options.checks_finite, hook=hook)
     reducer = EngineReducer(arena.plan, transport, skip_unused=options.skip_unused)
-    return Reduction(arena.plan, arena.places, reducer, most_pointer_bytes=0, order=reducer.order)
+    adopt = None if hook is None else hook.shown.end
+    return Reduction(
+        arena.plan, arena.places, reducer, most_pointer_bytes=0, order=reducer.order, adopt_errors=adopt
+    )
 
 
 def _copy(source: paddle.Tensor, target: paddle.Tensor) -> None:

@@ -30,7 +30,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -186,6 +186,12 @@ class HierarchicalReducer(ReportingReducer):
                     )
                     total += norm
         return total
+
+    def adopt_errors(self, unused: Collection[int] | None) -> None:
+        """See `Reduction.adopt_errors`; with `encoding` only."""
+        if self.codes is not None and unused is not None and not self.saw_nonfinite:
+            parameters = self._plan.parameters
+            self.codes.adopt((index, range(parameters[index].numel)) for index in unused)
 
     def close(self) -> None:
         self._exchange.join()

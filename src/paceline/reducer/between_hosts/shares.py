@@ -21,7 +21,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -160,6 +160,8 @@ class Shares:
         timeout_s: Most seconds of one wait.
         abort: Ends what this rank has under way within its host. Must not block.
         witness: Learns whether this rank waits for another host.
+        host: The memory of the host, where shares are encoded: its ranks have different shares, and all keep
+            what encoding took, or none does. None: nothing is encoded.
     """
 
     def __init__(
@@ -170,8 +172,9 @@ class Shares:
         timeout_s: float,
         abort: Callable[[], None],
         witness: Witness,
+        host: _core.HostGroup | None = None,
     ) -> None:
-        self.reducer = reducer
+        self.reducer, self._host, self._saw_nonfinite = reducer, host, False
         self._num_shares, self._num_ready = num_shares, 0
         self._who, self._timeout_s = who, timeout_s
         self._abort, self._witness = abort, witness
@@ -215,7 +218,30 @@ class Shares:
             self._num_ready = 0
         self._witness.tell_waiting()  # for another host: those of this one have none to blame here
         self.reducer.finish(PassStatus(1), False)
+        if self._host is not None:
+            saw = np.array([self.reducer.saw_nonfinite], np.float32)
+            self._host.all_reduce(saw.ctypes.data, 1, _core.DTYPES["float32"], ReduceOp.MAX)
+            self._saw_nonfinite = bool(saw[0])
         self._witness.tell_done()
+
+    def adopt_errors(self, plan: Plan, place: Place, unused: Collection[int] | None) -> None:
+        """See `Reduction.adopt_errors`.
+
+        Args:
+            plan: The plan of the whole buckets.
+            place: This rank's.
+            unused: Parameters of that plan.
+        """
+        codes = self.reducer.codes
+        if codes is None or unused is None or self._saw_nonfinite:
+            return
+        left_out = frozenset(unused)
+        codes.adopt(
+            (bucket, range(elements.start, elements.stop))
+            for bucket in (range(len(plan.buckets)) if left_out else ())
+            for index, _, elements in pieces_in_share(plan, bucket, place)
+            if index in left_out
+        )
 
     def check(self) -> None:
         """Raise what has ended the exchange, if anything has."""

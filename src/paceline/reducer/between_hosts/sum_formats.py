@@ -1,7 +1,8 @@
 """What a message between hosts holds of sums: the values as they are, or codes of fewer bytes.
 
 The one idea: whoever sends codes goes on with what they decode to, as all others do, so every host adds the
-same numbers. What encoding took from a share stays with the rank that sends it, and is added the next time.
+same numbers. What encoding took from a share stays with the rank that sends it, and is added the next time;
+what it took in a backward that was not good, or from a parameter that no rank used, is as if it had not been.
 
 Words: a *share*, a *part*, a *piece* as at the head of this folder; the *error* of a share is what its codes
 have not delivered yet, per unit of weight, so that it does not grow when the weights of ranks change.
@@ -11,21 +12,25 @@ Imports numpy, the core, `collectives` and its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.reducer.between_hosts.routes import Route
-from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, TOP_K, Floats
+from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, TOP_K, Elements, Floats, KeptError
 from paceline.reducer.plan import Plan, pieces_of
 
 ENCODINGS = {"bf16": BF16, "fp16": FP16, "int8": EIGHT_BIT, "topk": TOP_K}
 """What `compress_between_hosts` may be, and its number in the core (cpp/compression)."""
 
 _SMALLEST_WEIGHT = 2.0**-126  # of which float32 still holds the inverse
+
+_Piece: TypeAlias = tuple[int, KeptError, slice, Elements]
+"""Some elements of a parameter: the round in which this rank sends their sums, where their error is kept,
+which ones they are, and their place there."""
 
 
 class SumFormat(Protocol):
@@ -114,15 +119,14 @@ class CodedSums:
         self._plain = PlainSums(itemsizes)
         self._hosts_per_own = sum(host_sizes) / host_sizes[host]
         self._is_coded = [itemsize == 4 for itemsize in itemsizes]
-        # The error of a share, and that of the part whose sums over all hosts this rank sends.
-        self._shares: list[Floats] = []
-        self._parts: list[Floats] = []
+        # The error of each share, and that of the part whose sums over all hosts this rank sends.
+        self._errors: tuple[list[KeptError], list[KeptError]] = ([], [])
         self._firsts: list[tuple[int, int]] = []
         for route, is_coded in zip(routes, self._is_coded):
             part = route.part_of(host)
             num_added = 0 if route.is_one_round else sum(map(len, part))
-            self._shares.append(np.zeros(len(route.share) if is_coded else 0, np.float32))
-            self._parts.append(np.zeros(num_added if is_coded else 0, np.float32))
+            for kept, count in zip(self._errors, (len(route.share), num_added)):
+                kept.append(KeptError(count if is_coded else 0))
             self._firsts.append((route.share.start, part[0].start))
         most = max((len(piece) for route in routes for part in route.parts for piece in part), default=0)
         self._pieces = self._by_parameter()
@@ -135,71 +139,76 @@ class CodedSums:
         Which rank of the host sends a value may have changed. An error of sums over all hosts has another
         owner now, too: it becomes one of this host's share, as if all ranks weighed the same.
         """
-        before._fold()
         for index, spec in enumerate(self._plan.parameters):
             if spec.itemsize > 4 or not spec.numel:
                 continue
             whole = before.error_of(index)
             group.all_reduce(whole.ctypes.data, spec.numel, _core.DTYPES["float32"], ReduceOp.SUM)
-            for elements, error in self._pieces.get(index, ()):
-                error[:] = whole[elements]
+            self._begin_with(index, whole)
 
     def kept(self) -> list[Floats]:
-        """The errors of each parameter, with those of sums over all hosts, which become this host's.
-
-        Example:
-            A rank that sends all of a parameter of 3 elements, as it does of its shares: [array of 3 errors].
-        """
-        self._fold()
+        """The errors of each parameter; see `error_of`."""
         return [self.error_of(index) for index in range(len(self._plan.parameters))]
-
-    def keep(self, errors: Sequence[Floats]) -> None:
-        """Begin with these errors, one array for each parameter; what others send is passed over."""
-        for index, whole in enumerate(errors):
-            for elements, error in self._pieces.get(index, ()):
-                error[:] = whole[elements]
-
-    def remember(self) -> Callable[[], None]:
-        """Remember all errors; the result goes back to them: what was encoded since was for nothing."""
-        before = [(error, error.copy()) for error in (*self._shares, *self._parts)]
-
-        def go_back() -> None:
-            for error, copied in before:
-                error[:] = copied
-
-        return go_back
 
     def error_of(self, index: int) -> Floats:
         """What this rank has not delivered yet of a parameter's sums; zeros where another rank sends them.
 
-        That of sums over all hosts is left out.
+        That of sums over all hosts counts as one of this host's.
+
+        Example:
+            A rank that sends all of a parameter of 3 elements, as it does of its shares: 3 errors.
         """
         whole: Floats = np.zeros(self._plan.parameters[index].numel, np.float32)
-        for elements, error in self._pieces.get(index, ()):
-            whole[elements] = error
+        for phase, kept, elements, place in self._pieces.get(index, ()):
+            error = kept.current(place)
+            whole[elements] += error * np.float32(self._hosts_per_own) if phase else error
         return whole
 
-    def _fold(self) -> None:
-        """Make the errors of sums over all hosts errors of this host's shares."""
-        for share, part, (first, first_added) in zip(self._shares, self._parts, self._firsts):
-            share[first_added - first :][: len(part)] += part * np.float32(self._hosts_per_own)
-            part[:] = 0
+    def keep(self, errors: Sequence[Floats]) -> None:
+        """Begin with these errors, one array for each parameter; what others send is passed over."""
+        for index, whole in enumerate(errors):
+            self._begin_with(index, whole)
 
-    def _by_parameter(self) -> dict[int, list[tuple[slice, Floats]]]:
-        """For each parameter, the elements whose sums this rank sends, and their errors."""
-        found: dict[int, list[tuple[slice, Floats]]] = {}
-        for number, (bucket, route, share) in enumerate(zip(self._plan.buckets, self._routes, self._shares)):
+    def _begin_with(self, index: int, whole: Floats) -> None:
+        for phase, kept, elements, place in self._pieces.get(index, ()):
+            if phase == 0:
+                kept.begin_with(place, whole[elements])
+
+    def adopt(self, unused: Iterable[tuple[int, range]]) -> None:
+        """The backward that has ended is good: what was encoded in it is delivered, and the rest is kept.
+
+        Without this call the next backward begins with the errors that this one began with.
+
+        Args:
+            unused: Elements that no rank used, of parameters of the plan: their errors stay.
+        """
+        left_out: dict[KeptError, list[Elements]] = {}
+        for index, without in unused:
+            for _, kept, elements, (start, _) in self._pieces.get(index, ()):
+                begin, end = max(elements.start, without.start), min(elements.stop, without.stop)
+                if begin < end:
+                    first = start - elements.start
+                    left_out.setdefault(kept, []).append((first + begin, first + end))
+        for errors in self._errors:
+            for kept in errors:
+                kept.adopt(left_out.get(kept, ()))
+
+    def _by_parameter(self) -> dict[int, list[_Piece]]:
+        """What this rank sends of each parameter: its shares, and sums over all hosts."""
+        found: dict[int, list[_Piece]] = {}
+        for number, (bucket, firsts) in enumerate(zip(self._plan.buckets, self._firsts)):
             section = self._plan.sections[bucket.section]
             begin = (bucket.begin_byte - section.begin_byte) // section.itemsize
-            for index, first, last in pieces_of(self._plan, number) if len(share) else ():
-                start = max(first, begin + route.share.start)
-                stop = min(last, begin + route.share.stop)
-                if start >= stop:
-                    continue
-                of_parameter = (self._plan.offsets[index] - section.begin_byte) // section.itemsize
-                of_share = begin + route.share.start
-                error = share[start - of_share : stop - of_share]
-                found.setdefault(index, []).append((slice(start - of_parameter, stop - of_parameter), error))
+            for phase, first in enumerate(firsts):
+                kept = self._errors[phase][number]
+                begins_at = begin + first  # within the section
+                for index, start, stop in pieces_of(self._plan, number) if len(kept) else ():
+                    start, stop = max(start, begins_at), min(stop, begins_at + len(kept))
+                    if start < stop:
+                        own = (self._plan.offsets[index] - section.begin_byte) // section.itemsize
+                        place = start - begins_at, stop - begins_at
+                        piece = phase, kept, slice(start - own, stop - own), place
+                        found.setdefault(index, []).append(piece)
         return found
 
     def nbytes(self, bucket: int, count: int) -> int:
@@ -211,13 +220,14 @@ class CodedSums:
         return int(self._rooms[phase].ctypes.data) if self._is_coded[bucket] else payload
 
     def write(self, phase: int, bucket: int, elements: range, payload: int, weight: float) -> None:
-        # Nobody looks at codes without a weight; the error waits.
-        if not self._is_coded[bucket] or not elements or weight < _SMALLEST_WEIGHT:
+        if not self._is_coded[bucket] or not elements:
             return
-        errors = (self._parts if phase else self._shares)[bucket]
-        error = errors.ctypes.data + 4 * (elements.start - self._firsts[bucket][phase])
-        room = self._rooms[phase].ctypes.data
-        _core.encode(self._encoding, room, error, 1 / weight, len(elements), payload)
+        kept, first = self._errors[phase][bucket], self._firsts[bucket][phase]
+        place = elements.start - first, elements.stop - first
+        if weight < _SMALLEST_WEIGHT:  # nobody looks at codes without a weight
+            kept.wait(place)
+        else:
+            kept.encode(self._encoding, self._rooms[phase].ctypes.data, weight, place, payload)
 
     def read(self, bucket: int, count: int, payload: int, weight: float, row: int) -> int:
         if not self._is_coded[bucket]:

@@ -301,16 +301,15 @@ class Meetings(Generic[_Tensor]):
         reducer.set_weight(weight / self._options.every)
         flags = {_HAS_TRAINED: self._weight, _HAS_STEPPED: self.since}
         reducer.set_note(_MEETS | why | sum(flag for flag, holds in flags.items() if holds))
-        remember = self._reduction.remember
-        go_back = None if remember is None else remember()
         for index in trained:
             reducer.mark_ready(index, 0)
         outcome = Outcome(reducer.finish(PassStatus(self.number + 1), True, True))
         notes = reducer.notes_by_rank()
         is_uneven = all(any(note & flag for note in notes) for flag in (_IN_FORWARD, _ON_DEMAND))
         fails = is_uneven or outcome & (Outcome.SKIPPED | Outcome.NONFINITE | Outcome.OVERFLOWED)
-        if go_back is not None and fails:
-            go_back()  # the next meeting sends the whole change again, and not what is left of it besides
+        if (adopt_errors := self._reduction.adopt_errors) is not None:
+            # After a failure the next meeting sends the whole change again, so nothing of it is kept besides.
+            adopt_errors(None if fails else reducer.globally_unused())
         if Outcome.SKIPPED in outcome:
             raise self._mismatch([status.forwards for status in reducer.statuses()])
         if is_uneven:

@@ -49,6 +49,7 @@ from paceline.rendezvous import lifetime
 from paceline.tracing.recording import recording
 from paceline.tracing.records import Event
 
+_NOT_FINITE = int(Outcome.NONFINITE | Outcome.OVERFLOWED)
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
 _PASS_ENDED = int(Event.PASS_ENDED)
@@ -492,7 +493,7 @@ class Passes(Generic[AnyAutograd]):
         planning.earlier.last_pass = None
         if self.fresh.is_used:
             self.fresh.forget()
-        is_lost = False
+        is_lost = is_good = False
         try:
             self.autograd.raise_kept()
             try:
@@ -520,12 +521,14 @@ class Passes(Generic[AnyAutograd]):
                     note(_WROTE_BACK, number, 0)
                 if self.fresh.is_used:
                     self.fresh.note()
+                is_good = bool(self.active) and not outcome & _NOT_FINITE
             except CollectiveError:
                 is_lost = True  # what this rank was in is evidence for the errors of the others
                 raise
             finally:
                 self._is_complete = False
                 self.end_turn()
+                self._adopt_errors(is_good=is_good)
                 state.begin_next()
                 if self.micro_batches.is_used:
                     self.micro_batches.end()
@@ -558,6 +561,12 @@ class Passes(Generic[AnyAutograd]):
         finally:
             self.autograd.forget()
             self.graphs.end_pass()
+
+    def _adopt_errors(self, *, is_good: bool) -> None:
+        """Where gradients are encoded, keep what that took from good ones, which are finite."""
+        if (adopt_errors := self.planning.reduction.adopt_errors) is not None:
+            is_good = is_good and not (self._has_sparse and self.sparse.nonfinite)
+            adopt_errors(self.reducer.globally_unused() if is_good else None)
 
     def complete(self, backward: int) -> None:
         """Hand over what this backward has left, if a pass of this model is in it, once."""
@@ -670,6 +679,7 @@ class Passes(Generic[AnyAutograd]):
             return give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
         finally:
             self.end_turn()
+            self._adopt_errors(is_good=False)
             self.state.begin_next()
             self.micro_batches.end()
 

@@ -16,7 +16,13 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError, ConfigTypeError
-from paceline.reducer.comm_hooks import CommHook, HookedBucket, check_callable, wrong_result
+from paceline.reducer.comm_hooks import (
+    CommHook,
+    HookedBucket,
+    ShownBuckets,
+    check_callable,
+    wrong_result,
+)
 from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.peers import ProcessGroupPeers
@@ -24,7 +30,7 @@ from paceline.torch.link.transport import ProcessGroupTransport, as_real
 
 
 class GradBucket(HookedBucket[torch.Tensor]):
-    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and two that it lacks.
+    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and three that it lacks.
 
     Args:
         process_group: The process group of the wrapped model.
@@ -75,6 +81,7 @@ class HookTransport(ProcessGroupTransport):
         self._hook = hook
         self._parameters = list(parameters)
         self._latest: _HookWork | None = None
+        self.shown: ShownBuckets[torch.Tensor] = ShownBuckets()
 
     def launch(self, bucket: int, scale: float) -> _HookWork:
         """Give a bucket to the hook, which divides by the world size; the rest of `scale` is a weight."""
@@ -107,16 +114,18 @@ class HookTransport(ProcessGroupTransport):
                 bucket == len(self._buckets) - 1,
                 weight,
             )
+            self.shown.add(shown, members)
             future = self._hook.call(self._hook.state, shown)
         if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future
             raise _wrong_result(
                 self._hook.name, "a torch.futures.Future of a tensor", type(future).__name__, ConfigTypeError
             )
-        self._latest = _HookWork(self, future, bucket)
+        self._latest = _HookWork(self, future, shown)
         return self._latest
 
-    def finish(self, future: torch._C.Future[Any], bucket: int) -> None:
+    def finish(self, future: torch._C.Future[Any], shown: GradBucket) -> None:
         """Wait for a hook's future, with the deadline, and put its tensor into the bucket."""
+        bucket = shown.index()
         self._calls.waits.poll(future.done, bucket)
         try:
             value = future.wait()
@@ -141,6 +150,7 @@ class HookTransport(ProcessGroupTransport):
         if value.data_ptr() != flat.data_ptr():
             with torch.no_grad():
                 flat.copy_(value.reshape(flat.shape))
+        self.shown.note(shown, lambda: bool(torch.isfinite(flat).all()))
 
     def take_nonfinite(self) -> list[int]:
         self._latest = None
@@ -153,15 +163,15 @@ class HookTransport(ProcessGroupTransport):
 class _HookWork:
     """A bucket in the hands of a hook."""
 
-    def __init__(self, transport: HookTransport, future: torch._C.Future[Any], bucket: int) -> None:
+    def __init__(self, transport: HookTransport, future: torch._C.Future[Any], shown: GradBucket) -> None:
         self._transport = transport
         self._future: torch._C.Future[Any] | None = future
-        self._bucket = bucket
+        self._shown = shown
 
     def wait(self) -> None:
         future, self._future = self._future, None
         if future is not None:
-            self._transport.finish(future, self._bucket)
+            self._transport.finish(future, self._shown)
 
 
 def check_hook(hook: Any) -> None:

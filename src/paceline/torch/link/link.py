@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -254,8 +254,10 @@ class HostsLink:
             self.path, self.bits = self._link.path, self._link.bits
             return self._link.make_reduction(plan, parameters, options)
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer.memory)
-        remember = None if reducer.codes is None else reducer.codes.remember
-        return Reduction(plan, arena.views, reducer, most_pointer_bytes=MOST_POINTER_BYTES, remember=remember)
+        adopt = None if reducer.codes is None else reducer.adopt_errors
+        return Reduction(
+            plan, arena.views, reducer, most_pointer_bytes=MOST_POINTER_BYTES, adopt_errors=adopt
+        )
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
         self._between_hosts.refuse(A_HOOK)
@@ -319,14 +321,22 @@ class DevicesLink:
         calls = LocalCalls(self._group, self._peers, self._of_host, device, plan)
         of_shares = plan_of_shares(plan, self._group.size)
         reducer = self._reducers.make_next(of_shares, None)
+        place = Place(self._group.place, self._group.size)
         if reducer.codes is not None:
             if self._coded is not None:
-                place = Place(self._group.place, self._group.size)
                 take_over(*self._coded, reducer.codes, plan, place, self._memory)
             self._coded = reducer.codes, plan
         memory = Arena.on_memory(of_shares, (), reducer.arena_pointer, owner=reducer.memory)
         who, num_shares = self._partners.who, len(plan.buckets)
-        shares = Shares(reducer, num_shares, who, self._peers.timeout_s, calls.abort, self._of_host)
+        shares = Shares(
+            reducer,
+            num_shares,
+            who,
+            self._peers.timeout_s,
+            calls.abort,
+            self._of_host,
+            None if reducer.codes is None else self._memory,
+        )
         transport = ShareTransport(
             arena,
             self._peers,
@@ -340,7 +350,8 @@ class DevicesLink:
             reports=self._link.reports,
             witness=self.witness,
         )
-        return _over(arena, EngineReducer(plan, transport, beside=shares))
+        adopt = None if reducer.codes is None else functools.partial(shares.adopt_errors, plan, place)
+        return _over(arena, EngineReducer(plan, transport, beside=shares), adopt)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
         self._between_hosts.refuse(A_HOOK)
@@ -390,10 +401,14 @@ class HookLink:
             reports=self._reports,
             witness=self.witness,
         )
-        return _over(arena, EngineReducer(plan, transport))
+        return _over(arena, EngineReducer(plan, transport), transport.shown.end)
 
 
-def _over(arena: Arena, reducer: EngineReducer) -> Reduction[torch.Tensor]:
+def _over(
+    arena: Arena,
+    reducer: EngineReducer,
+    adopt_errors: Callable[[Collection[int] | None], None] | None = None,
+) -> Reduction[torch.Tensor]:
     put, sections = arena.copies.add, arena.sections
     return Reduction(
         arena.plan,
@@ -403,6 +418,7 @@ def _over(arena: Arena, reducer: EngineReducer) -> Reduction[torch.Tensor]:
         sections=sections,
         put=put,
         order=reducer.order,
+        adopt_errors=adopt_errors,
     )
 
 
