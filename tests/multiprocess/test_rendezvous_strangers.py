@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
+import logging
 import multiprocessing
 import os
 import resource
@@ -21,6 +24,7 @@ from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.frames import Frame, listen, receive_frame, send_frame
 from paceline.rendezvous.meeting_place import hub_address
 from paceline.rendezvous.messages import Hello
+from paceline.rendezvous.obstacles import Obstacle
 from tests.harness import ranks, run_ranks
 
 
@@ -155,7 +159,7 @@ def test_only_so_many_connections_may_be_silent(rank):
     """However many descriptors there are: those that have been silent for longest are closed."""
     if rank == 1:
         silent = flood(200, meeting_place())
-        silent[0].settimeout(30)
+        assert receive_frame(silent[0], Deadline(30)) == (Frame.FULL, b"")
         assert silent[0].recv(1) == b""  # closed, while rank 0 waits for this rank
         silent[-1].setblocking(False)
         with pytest.raises(BlockingIOError):
@@ -256,8 +260,44 @@ def test_the_region_is_received_close_on_exec(rank):
 
     def check(fd, nonce, check_nonce=shared_memory._check_nonce):
         inheritable.append(os.get_inheritable(fd))
-        return check_nonce(fd, nonce)
+        check_nonce(fd, nonce)
 
     shared_memory._check_nonce = check
     init(rank, 2).close()
     assert inheritable == [False] * rank
+
+
+def refuse_to_share(rank, has_boot_id):
+    """Rank 1 is on the host of rank 0, and cannot take its memory."""
+    if rank == 1:
+
+        def refuse(*_args):
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+        shared_memory.take_descriptor = refuse
+    if not has_boot_id:
+        shared_memory._host_hint = lambda: ("/4026531840/0", Obstacle("could not read the boot id"))
+    said = io.StringIO()
+    logging.getLogger("paceline").addHandler(logging.StreamHandler(said))
+    with pytest.raises(PacelineError) as caught:
+        init(rank, 3)
+    return type(caught.value), str(caught.value), said.getvalue()
+
+
+def test_ranks_of_one_host_that_share_no_memory_are_an_error_on_all():
+    for kind, text, _ in run_ranks(refuse_to_share, 3, {"has_boot_id": True}, group=None):
+        assert kind is RegionError
+        assert "Rank 1 could not take the shared memory of group 'world'" in text
+        assert "could not take it from rank 0: [Errno 1] Operation not permitted" in text
+        assert "a seccomp filter" in text
+        assert 'reduce_through="group"' in text
+
+
+def test_ranks_that_may_be_on_one_host_count_as_several_with_a_warning():
+    """Where the boot id is hidden, an equal hint proves nothing."""
+    answers = run_ranks(refuse_to_share, 3, {"has_boot_id": False}, group=None)
+    for rank, (kind, text, said) in enumerate(answers):
+        assert kind is RendezvousError
+        assert "ranks 0, 2; rank 1" in text
+        assert ("rank 1 of 3 counts as a host of its own" in said) == (rank == 1)
+        assert ("could not take it from rank 0: [Errno 1] Operation not permitted" in said) == (rank == 1)

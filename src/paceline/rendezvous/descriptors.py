@@ -1,6 +1,7 @@
 """Descriptors of files without a name, from one rank to the others of its host, over abstract Unix sockets.
 
-Imports errors and the standard library.
+A rank shows that it belongs to the job by a key, which it has from the exchange between the ranks, and gets
+the descriptor at once. Whoever connects without one gets nothing, and keeps nobody waiting (`acceptor`).
 """
 
 from __future__ import annotations
@@ -8,45 +9,67 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import hmac
+import logging
 import os
+import secrets
 import socket
 import threading
 import time
 
+from paceline.errors import RendezvousError
+from paceline.rendezvous.acceptor import FLOODED, FLOODED_HINT, RETRY_S, Acceptor, Caller
 from paceline.rendezvous.deadline import Deadline
-from paceline.rendezvous.frames import Frame, check_same_user, listen, receive_frame, send_frame
-from paceline.rendezvous.limits import OUT_OF_ROOM
+from paceline.rendezvous.frames import (
+    LONGEST_HELLO,
+    Frame,
+    FrameReader,
+    check_same_user,
+    connect_local,
+    frame,
+    listen,
+    send_frame,
+)
 from paceline.rendezvous.obstacles import Obstacle
 
-_RETRY_S = 0.01
+_log = logging.getLogger("paceline")
+
+_KEY_BYTES = 16
+_TRY_S = 0.5
+SHARE_OF_TAKING = 0.8
+"""Part of the time that a group has left to form; in the rest, all ranks learn whose time was over."""
+_WARN_AFTER_S = 10.0
 
 
 class DescriptorServer:
     """Where a rank hands out a descriptor: a socket, and a thread that serves it until the server closes.
 
     Args:
-        world_size: How many may ask at once.
+        world_size: How many ranks may ask.
 
     Attributes:
-        address: The socket's, for `take_descriptor`; "": there is none.
+        address: The socket's and the key, for `take_descriptor`; "": there is none.
         obstacle: Why there is none.
     """
 
     def __init__(self, world_size: int) -> None:
         self.address = ""
         self.obstacle = Obstacle()
+        self._world_size = world_size
+        self._key = secrets.token_hex(_KEY_BYTES)
+        self._is_closed = False
         self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
         try:
-            self._listener = listen("", world_size)
-            self.address = self._listener.getsockname()[1:].decode("ascii")
+            self._listener = listen("")
+            self.address = f"{self._listener.getsockname()[1:].decode('ascii')}/{self._key}"
         except OSError as error:
             self.obstacle = Obstacle.of_system(error, "open a socket")
             if not self.obstacle.is_limit:
                 raise
 
     def serve(self, fd: int) -> None:
-        """Hand out `fd`, which stays the caller's and must stay open, to whoever of this user asks."""
+        """Hand out `fd`, which stays the caller's and must stay open, to the ranks that ask."""
         self._thread = threading.Thread(
             target=self._hand_out, args=(fd,), name="paceline-server", daemon=True
         )
@@ -54,21 +77,21 @@ class DescriptorServer:
 
     def _hand_out(self, fd: int) -> None:
         assert self._listener is not None
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError as error:
-                if error.errno in OUT_OF_ROOM:
-                    time.sleep(_RETRY_S)  # until somebody closes a file; else that rank gives up waiting
-                    continue
-                return  # the server was closed
-            with peer:
-                try:
-                    check_same_user(peer)
-                    socket.send_fds(peer, [b"r"], [fd])
-                    receive_frame(peer, Deadline(5.0))  # keeps the descriptor in flight until it was taken
-                except Exception:
-                    continue  # that rank reports by itself that it got nothing
+        with Acceptor(self._listener, self._world_size, len(self._key), lambda _: None) as acceptor:
+            while not self._is_closed:
+                for caller in acceptor.poll(None):
+                    with caller.peer, contextlib.suppress(OSError):
+                        self._answer(caller, fd)
+
+    def _answer(self, caller: Caller[None], fd: int) -> None:
+        """What is sent fits into an empty socket, and stays there for that rank after this end is closed."""
+        if caller.kind is not Frame.HELLO or not hmac.compare_digest(caller.raw, self._key.encode()):
+            caller.peer.send(frame(Frame.REFUSED, b"it was not given this rank's key"))
+            return
+        try:
+            socket.send_fds(caller.peer, [frame(Frame.WELCOME, b"")], [fd])
+        except OSError as error:
+            caller.peer.send(frame(Frame.REFUSED, f"could not send it: {error}".encode()))
 
     def __enter__(self) -> DescriptorServer:
         return self
@@ -76,48 +99,98 @@ class DescriptorServer:
     def close(self) -> None:
         if self._listener is None:
             return
-        # shutdown() wakes a thread that sleeps in accept(); close() alone does not.
+        # shutdown() wakes a thread that waits for connections; close() alone does not, and frees the number.
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
+        if self._thread is not None:
+            self._thread.join()
         self._listener.close()
 
     def __exit__(self, *_: object) -> None:
         self.close()
-        if self._thread is not None:
-            self._thread.join(timeout=6.0)
 
 
-def take_descriptor(address: str, deadline: Deadline) -> int:
-    """The descriptor that the server at this address hands out; -1: it sent none.
+def take_descriptor(address: str, deadline: Deadline, rank: int) -> int:
+    """The descriptor that the server at this address hands out.
+
+    Args:
+        address: `DescriptorServer.address` of that rank.
+        deadline: Until when to try, where others keep that rank's socket busy.
+        rank: Which it is, for errors.
 
     Raises:
+        RendezvousError: That rank refused, or others kept its socket busy until the deadline.
         OSError: It can't be reached, or this process may open no more files.
     """
-    fd = -1
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as hub:
-            hub.settimeout(max(min(deadline.left_s(), 10.0), 1e-3))
-            hub.connect("\0" + address)
-            check_same_user(hub)
-            fd = _receive_fd(hub)
-            send_frame(hub, Frame.WELCOME, b"", deadline)
-    except BaseException:
-        if fd >= 0:
-            os.close(fd)
-        raise
+    name, _, key = address.partition("/")
+    began_s, is_reported = time.monotonic(), False
+    while (fd := _try_to_take(name, key, deadline)) is None:
+        waited_s = time.monotonic() - began_s
+        if deadline.is_over():
+            raise RendezvousError(
+                f"Rank {rank} could not be asked for its memory for {waited_s:.1f} s.",
+                seen="its socket was full of other connections",
+                likely=FLOODED,
+                hint=FLOODED_HINT,
+            )
+        if not is_reported and waited_s > _WARN_AFTER_S:
+            is_reported = True
+            _log.warning(
+                "paceline: the socket of rank %d has been full of other connections for %.0f s; this rank "
+                "waits for a place. Likely %s. %s",
+                rank,
+                waited_s,
+                FLOODED,
+                FLOODED_HINT,
+            )
+        time.sleep(RETRY_S)
     return fd
 
 
-def _receive_fd(hub: socket.socket) -> int:
-    """A descriptor, close-on-exec from the start: another thread may be starting a program just now.
+def _try_to_take(name: str, key: str, deadline: Deadline) -> int | None:
+    """The descriptor; None: too many others have connected."""
+    try:
+        peer = connect_local(name, min(deadline.left_s(), _TRY_S))
+    except BlockingIOError:
+        return None
+    with peer:
+        check_same_user(peer)
+        with contextlib.suppress(ConnectionError):  # what the server said before can still be read
+            send_frame(peer, Frame.HELLO, key.encode(), deadline)
+        kind, text, fd = _receive_answer(peer, deadline)
+    if kind is Frame.FULL:
+        return None
+    if kind is not Frame.WELCOME or fd < 0:
+        raise RendezvousError(
+            "The descriptor of shared memory did not come.", seen=text.decode(errors="replace")
+        )
+    return fd
 
-    socket.recv_fds does not pass its flags on.
+
+def _receive_answer(peer: socket.socket, deadline: Deadline) -> tuple[Frame, bytes, int]:
+    """A frame and the descriptor that came with it, or -1.
+
+    The descriptor is close-on-exec from the start, as socket.recv_fds cannot have it: another thread may be
+    starting a program just now.
     """
-    fds = array.array("i")
-    _, messages, flags, _ = hub.recvmsg(1, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, data in messages:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    if not fds and flags & socket.MSG_CTRUNC:  # how the kernel says that there is no number left for it
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    return fds[0] if fds else -1
+    reader, fds = FrameReader(LONGEST_HELLO), array.array("i")
+    try:
+        while True:
+            peer.settimeout(max(deadline.left_s(), 1e-3))
+            piece, messages, flags, _ = peer.recvmsg(
+                reader.wants, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC
+            )
+            for level, kind, data in messages:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+            if not fds and flags & socket.MSG_CTRUNC:  # how the kernel says that there is no number left
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            if not piece:
+                raise ConnectionError("the other end closed the connection")
+            if (answer := reader.feed(piece)) is not None:
+                return *answer, fds[0] if fds else -1
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise

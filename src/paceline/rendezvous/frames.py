@@ -6,6 +6,7 @@ unpickled, and a length beyond the limit ends the connection instead of filling 
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import struct
@@ -16,7 +17,9 @@ from paceline.rendezvous.deadline import Deadline
 
 _HEAD = struct.Struct("<BQ")
 _CREDENTIALS = struct.Struct("3i")
+_TIMEVAL = struct.Struct("ll")
 _LONGEST_FRAME = 1 << 30
+QUEUE = 4096  # the kernel allows at most net.core.somaxconn, which has the same default
 LONGEST_HELLO = 1 << 16
 
 
@@ -37,6 +40,7 @@ class Frame(IntEnum):
     ASK = 12
     ANSWER = 13
     SEEN = 14
+    FULL = 15  # too many connections wait: come again
 
 
 def frame(kind: Frame, payload: bytes) -> bytes:
@@ -153,7 +157,7 @@ def check_same_user(peer: socket.socket) -> None:
         )
 
 
-def listen(address: str, backlog: int) -> socket.socket:
+def listen(address: str, backlog: int = QUEUE) -> socket.socket:
     """Listen on an abstract Unix address: it has no file, so nothing is left behind. "" picks a free one."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
@@ -163,3 +167,33 @@ def listen(address: str, backlog: int) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def connect_local(address: str, timeout_s: float) -> socket.socket:
+    """Connect to an abstract Unix address; waits at most so long for a place in the listener's queue.
+
+    Raises:
+        BlockingIOError: The queue was full all the time.
+        OSError: Nobody listens there, or this process can have no socket.
+    """
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        # A blocking connect(), which the kernel wakes for the next free place. One that does not block fails
+        # at once where the queue is full, and to try again and again would seldom win a place in a flood.
+        peer.settimeout(None)
+        whole, micros = divmod(max(int(timeout_s * 1e6), 1000), 1_000_000)
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(whole, micros))
+        peer.connect("\0" + address)
+        _check_connected(peer)
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def _check_connected(peer: socket.socket) -> None:
+    """Where a signal ended connect() before it had a place, Python takes the socket for connected."""
+    try:
+        peer.getpeername()
+    except OSError as error:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)) from error

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import selectors
 import socket
 import sys
 import time
@@ -18,18 +17,18 @@ from dataclasses import asdict
 from typing import NoReturn
 
 from paceline.errors import RendezvousError, format_ranks
+from paceline.rendezvous.acceptor import FLOODED, FLOODED_HINT, RETRY_S, Acceptor
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.frames import (
     LONGEST_HELLO,
     Frame,
-    FrameReader,
-    check_same_user,
+    connect_local,
     listen,
     peer_credentials,
     receive_frame,
     send_frame,
 )
-from paceline.rendezvous.limits import OUT_OF_ROOM, explain
+from paceline.rendezvous.limits import explain
 from paceline.rendezvous.meeting_place import hub_address, stranger_error, taken_error
 from paceline.rendezvous.messages import (
     Hello,
@@ -43,12 +42,11 @@ from paceline.rendezvous.messages import (
     write_object,
 )
 
-_RETRY_S = 0.01
 # Rank 0 knows who is missing: the others give it this long to say so after their own deadline.
 _GRACE_S = 5.0
 _SAY_EVERY_S = 10.0
-# Strangers may connect and say nothing. When there are more than this beyond the ranks, the oldest goes.
-_MOST_SILENT = 64
+# So long a rank waits for a place in rank 0's queue before it looks whether its time is over.
+_DIAL_S = 0.5
 
 
 class HubExchange:
@@ -86,10 +84,8 @@ class HubExchange:
         self._hello = Hello(rank, world_size, job_id, name, os.getpid())
         self._key = key
         self._peers: dict[int, socket.socket] = {}
-        self._num_strangers = 0
         self._note = note
         self._begun_s = self._said_s = time.monotonic()
-        self._no_room: OSError | None = None  # why the last connection could not be taken
         deadline = Deadline(timeout_s)
         address = hub_address(key, name, secret)
         try:
@@ -141,83 +137,25 @@ class HubExchange:
         if self.world_size == 1:
             return
         try:
-            listener = listen(address, self.world_size + _MOST_SILENT)
+            listener = listen(address)
         except OSError as error:
             self._raise_if_limit(error)
             hello = write_object(asdict(self._hello))
             raise taken_error(error, self.world_size, self._where(), address, hello) from error
-        listener.setblocking(False)
-        with listener, selectors.PollSelector() as waiting:  # which needs no descriptor
-            waiting.register(listener, selectors.EVENT_READ)
-            try:
-                self._admit_all(listener, waiting, deadline)
-            finally:
-                for key in list(waiting.get_map().values()):
-                    if key.fileobj is not listener:
-                        key.fileobj.close()  # type: ignore[union-attr]
+        with listener, Acceptor(listener, self.world_size, LONGEST_HELLO, _no_greeting) as acceptor:
+            self._admit_all(acceptor, deadline)
         for peer in self._peers.values():
             _try_send(peer, Frame.WELCOME, b"", deadline)
 
-    def _admit_all(
-        self, listener: socket.socket, waiting: selectors.BaseSelector, deadline: Deadline
-    ) -> None:
+    def _admit_all(self, acceptor: Acceptor[None], deadline: Deadline) -> None:
         """Until all ranks have come. A connection that says nothing, or garbage, holds nobody up."""
         while len(self._peers) < self.world_size - 1:
             if deadline.is_over():
-                self._fail_missing(deadline)
+                self._fail_missing(deadline, acceptor)
             missing = sorted(set(range(1, self.world_size)) - set(self._peers))
             self._say_for_whom_it_waits(format_ranks(missing))
-            for key, _ in waiting.select(min(deadline.left_s(), _SAY_EVERY_S)):
-                if key.fileobj is listener:
-                    self._let_in(listener, waiting)
-                elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # else closed, to make room
-                    self._hear(key.fileobj, key.data, waiting)  # type: ignore[arg-type]
-
-    def _let_in(self, listener: socket.socket, waiting: selectors.BaseSelector) -> None:
-        """Take the next connection, if it comes from a process of this user."""
-        try:
-            peer, _ = listener.accept()
-        except OSError as error:
-            if error.errno in OUT_OF_ROOM and not self._drop_oldest(listener, waiting):
-                self._no_room = error
-                time.sleep(_RETRY_S)
-            return
-        self._no_room = None
-        try:
-            check_same_user(peer)
-        except (OSError, RendezvousError):
-            self._num_strangers += 1
-            peer.close()
-            return
-        if len(waiting.get_map()) > self.world_size + _MOST_SILENT:
-            self._drop_oldest(listener, waiting)
-        peer.setblocking(False)
-        waiting.register(peer, selectors.EVENT_READ, FrameReader(LONGEST_HELLO))
-
-    def _drop_oldest(self, listener: socket.socket, waiting: selectors.BaseSelector) -> bool:
-        """End the connection that has been silent for longest; whether there was any."""
-        for silent in [key.fileobj for key in waiting.get_map().values()]:
-            if silent is not listener:
-                waiting.unregister(silent)
-                silent.close()  # type: ignore[union-attr]
-                return True
-        return False
-
-    def _hear(self, peer: socket.socket, reader: FrameReader, waiting: selectors.BaseSelector) -> None:
-        """Read what a connection says, as far as it is there."""
-        try:
-            piece = peer.recv(reader.wants)
-            frame = reader.feed(piece)
-        except BlockingIOError:
-            return
-        except OSError:
-            piece, frame = b"", None
-        if frame is not None or not piece:
-            waiting.unregister(peer)
-        if frame is not None:
-            self._admit(peer, *frame)
-        elif not piece:
-            peer.close()
+            for caller in acceptor.poll(min(deadline.left_s(), _SAY_EVERY_S)):
+                self._admit(caller.peer, caller.kind, caller.raw)
 
     def _admit(self, peer: socket.socket, kind: Frame, raw: bytes) -> None:
         """Take a connection in, or refuse it; raises only where the whole job can't work."""
@@ -255,25 +193,23 @@ class HubExchange:
             return f"rank {hello.rank} has joined already; two processes have the same rank"
         return ""
 
-    def _fail_missing(self, deadline: Deadline) -> NoReturn:
-        if self._no_room is not None:
-            self._raise_if_limit(self._no_room)
+    def _fail_missing(self, deadline: Deadline, acceptor: Acceptor[None]) -> NoReturn:
+        if acceptor.no_room is not None:
+            self._raise_if_limit(acceptor.no_room)
+        count = acceptor.num_strangers
+        strangers = f"; {count} connections of other users were turned away" if count else ""
         missing = sorted(set(range(1, self.world_size)) - set(self._peers))
         self._fail(
             RendezvousError(
                 f"{format_ranks(missing).capitalize()} of {self.world_size} did not come within "
                 f"{deadline.timeout_s:.1f} s.",
                 where=self._where(),
-                seen=f"{format_ranks([0, *self._peers])} came{self._turned_away()}",
+                seen=f"{format_ranks([0, *self._peers])} came{strangers}",
                 likely="the process did not start, died while importing, or has another address or job id",
                 hint="look at the missing rank's output; `timeout_s` gives slow starters longer",
                 missing=tuple(missing),
             )
         )
-
-    def _turned_away(self) -> str:
-        count = self._num_strangers
-        return f"; {count} connections of other users were turned away" if count else ""
 
     def _fail(self, error: RendezvousError) -> NoReturn:
         """Tell everybody who came, then raise."""
@@ -312,16 +248,24 @@ class HubExchange:
     # --- the other ranks ---
 
     def _connect(self, address: str, deadline: Deadline) -> None:
-        hub = self._dial(address, deadline)
-        self._peers[0] = hub
-        try:
-            pid, uid = peer_credentials(hub)
-            if uid != os.getuid():
-                raise stranger_error(pid, uid, self.rank, self.world_size, self._where())
-            send_frame(hub, Frame.HELLO, write_object(asdict(self._hello)), deadline)
-            kind, answer = receive_frame(hub, Deadline(deadline.left_s() + _GRACE_S))
-        except OSError as error:
-            raise self._lost_hub(error) from error
+        hello = write_object(asdict(self._hello))
+        kind = Frame.FULL
+        while kind is Frame.FULL:  # too many others have connected and say nothing
+            self._peers[0] = hub = self._dial(address, deadline)
+            try:
+                pid, uid = peer_credentials(hub)
+                if uid != os.getuid():
+                    raise stranger_error(pid, uid, self.rank, self.world_size, self._where())
+                with contextlib.suppress(ConnectionError):  # what rank 0 said before can still be read
+                    send_frame(hub, Frame.HELLO, hello, deadline)
+                kind, answer = receive_frame(hub, Deadline(deadline.left_s() + _GRACE_S))
+            except OSError as error:
+                raise self._lost_hub(error) from error
+            if kind is Frame.FULL:
+                hub.close()
+                if deadline.is_over():
+                    raise self._not_found(BlockingIOError("rank 0 has too many connections"), deadline)
+                time.sleep(RETRY_S)
         if kind is Frame.REFUSED:
             raise RendezvousError(
                 f"Rank {self.rank} of {self.world_size} was refused by rank 0.",
@@ -338,30 +282,28 @@ class HubExchange:
 
     def _dial(self, address: str, deadline: Deadline) -> socket.socket:
         while True:
-            hub = None
             try:
-                hub = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-                hub.settimeout(max(deadline.left_s(), 1e-3))  # where rank 0's queue of connections is full
-                hub.connect("\0" + address)
-                return hub
+                return connect_local(address, min(deadline.left_s(), _DIAL_S))
             except OSError as error:
-                if hub is None:
-                    self._raise_if_limit(error)
-                else:
-                    hub.close()
+                self._raise_if_limit(error)
                 if deadline.is_over():
-                    raise RendezvousError(
-                        f"Rank {self.rank} of {self.world_size} did not find rank 0 within "
-                        f"{deadline.timeout_s:.1f} s.",
-                        where=self._where(),
-                        seen=str(error),
-                        likely="rank 0 did not start, died, is on another host, or has another address "
-                        "or job id",
-                        hint="look at rank 0's output; `timeout_s` gives slow starters longer",
-                        missing=(0,),
-                    ) from error
+                    raise self._not_found(error, deadline) from error
             self._say_for_whom_it_waits("rank 0 to come on this host")
-            time.sleep(_RETRY_S)  # an abstract address can't be watched for
+            time.sleep(RETRY_S)  # an abstract address can't be watched for
+
+    def _not_found(self, error: OSError, deadline: Deadline) -> RendezvousError:
+        likely = "rank 0 did not start, died, is on another host, or has another address or job id"
+        hint = "look at rank 0's output; `timeout_s` gives slow starters longer"
+        if isinstance(error, BlockingIOError):
+            likely, hint = FLOODED, FLOODED_HINT
+        return RendezvousError(
+            f"Rank {self.rank} of {self.world_size} did not find rank 0 within {deadline.timeout_s:.1f} s.",
+            where=self._where(),
+            seen=str(error),
+            likely=likely,
+            hint=hint,
+            missing=(0,),
+        )
 
     def _say_for_whom_it_waits(self, whom: str) -> None:
         now = time.monotonic()
@@ -411,3 +353,7 @@ def _try_send(peer: socket.socket, kind: Frame, payload: bytes, deadline: Deadli
         send_frame(peer, kind, payload, deadline or Deadline(1.0))
     except OSError:
         return  # it is gone, or does not listen: the next exchange with it will say so
+
+
+def _no_greeting(_: socket.socket) -> None:
+    """Whoever connects speaks first."""

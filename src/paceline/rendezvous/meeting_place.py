@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 
 from paceline.errors import RendezvousError
 from paceline.rendezvous.deadline import Deadline
-from paceline.rendezvous.frames import Frame, peer_credentials, receive_frame, send_frame
+from paceline.rendezvous.frames import Frame, connect_local, peer_credentials, receive_frame, send_frame
 
 _PATIENCE_S = 2.0
 _LONGEST_COMMAND = 80
@@ -75,13 +74,12 @@ def stranger_error(pid: int, uid: int, rank: int, world_size: int, where: str) -
 
 def _ask_holder(address: str, hello: bytes) -> tuple[str, bool, str]:
     """Who listens at the address, whether that is known to be this user, and what a hub there says of us."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as hub:
-        try:
-            hub.settimeout(_PATIENCE_S)
-            hub.connect("\0" + address)
-            pid, uid = peer_credentials(hub)
-        except OSError as error:
-            return f"a process that lets nobody connect ({error.strerror or error})", False, ""
+    try:
+        hub = connect_local(address, _PATIENCE_S)
+    except OSError as error:
+        return f"a process that lets nobody connect ({error.strerror or error})", False, ""
+    with hub:
+        pid, uid = peer_credentials(hub)
         if uid != os.getuid():
             return f"a process of another user (uid {uid}, pid {pid})", False, ""
         try:

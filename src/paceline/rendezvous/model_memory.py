@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from paceline import _core
 from paceline.errors import PacelineError
 from paceline.rendezvous.deadline import Deadline
-from paceline.rendezvous.descriptors import DescriptorServer, take_descriptor
+from paceline.rendezvous.descriptors import SHARE_OF_TAKING, DescriptorServer, take_descriptor
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import gather_objects
 from paceline.rendezvous.obstacles import Obstacle, raise_limits
@@ -50,13 +50,12 @@ def share_model_memory(
             raise_limits(offers, what)
             try:
                 if exchange.rank != first:
-                    fd = take_descriptor(offers[first]["address"], deadline)
+                    patience = Deadline(SHARE_OF_TAKING * deadline.left_s())
+                    fd = take_descriptor(offers[first]["address"], patience, first)
                 memory = _core.ModelMemory(fd)
                 memory.reserve_share(host_ranks.index(exchange.rank), len(host_ranks))
-            except PacelineError as error:
-                obstacle = Obstacle.of(error)
-            except OSError as error:
-                obstacle = Obstacle(f"could not take it from rank {first}: {error}", is_limit=True)
+            except (PacelineError, OSError) as error:
+                obstacle = Obstacle.of_transfer(error, first)
             states = gather_objects(exchange, obstacle.facts(), max(deadline.left_s(), 1e-3))
         raise_limits(states, what)
     finally:

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import json
 import secrets
-import selectors
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,12 +21,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError, RendezvousError, format_ranks
+from paceline.rendezvous.acceptor import Acceptor
 from paceline.rendezvous.addresses import addresses_for_others
 from paceline.rendezvous.channel_tree import HUB, Neighbours, neighbours_of
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import (
     LONGEST_HELLO,
+    QUEUE,
     Frame,
     FrameStream,
     frame,
@@ -62,7 +63,6 @@ if TYPE_CHECKING:  # not every Python has `ssl`, and not every job needs it
 _CONNECT_WITHIN_S = 2.0
 _RETRY_S = 0.05
 _GRACE_S = 5.0  # the hub knows who is missing: the others give it this long to say so
-_MOST_STRANGERS = 64
 _SHARE_OF_A_HOST = 0.8  # of the time until all have come: so long the first rank of a host waits for its own
 _FACTS_BYTES = 2048
 _CHANNEL_BYTES = 16
@@ -184,10 +184,9 @@ def meet(
 def _listen() -> tuple[socket.socket | None, bytes]:
     """A listener, and what the others are told of it; or why there is none."""
     try:
-        if socket.has_dualstack_ipv6():
-            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
-        else:
-            listener = socket.create_server(("", 0), backlog=128)
+        ipv6 = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if ipv6 else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=ipv6, backlog=QUEUE)
     except OSError as error:
         return None, json.dumps({"channel": str(error), "port": 0, "addresses": []}).encode()
     told = {
@@ -216,14 +215,6 @@ def _told_place(payloads: list[bytes], rank: int) -> Place:
 # --- the hub, and in a tree the first rank of each host ---
 
 
-@dataclass
-class _Visitor:
-    """A connection whose hello has not come."""
-
-    nonce: bytes
-    stream: FrameStream
-
-
 class _Reception:
     """Until all ranks below this one have come.
 
@@ -249,12 +240,12 @@ class _Reception:
     ) -> None:
         self._below = neighbours.below
         self._longest_hello = LONGEST_HELLO + _FACTS_BYTES * max(map(len, self._below.values()), default=0)
-        self._listener, self._place, self._facts = listener, place, facts
+        self._place, self._facts = place, facts
         self._host_of = {rank: list(ranks) for ranks in hosts for rank in ranks}
         self._secret, self._deadline = secret, deadline
         self._came: dict[int, tuple[socket.socket, Meeting]] = {}
         self._facts_of: list[Facts] = []  # of all that have come, or stand behind those
-        self._waiting = selectors.PollSelector()
+        self._acceptor = Acceptor(listener, facts.world_size, self._longest_hello, self._challenge)
         self._certificate: Certificate | None = None
         self._refusal = b""  # what everybody is told, once the start has failed
         self._told: set[int] = set()
@@ -269,8 +260,6 @@ class _Reception:
         """
         # The hub is to hear who is missing here before it gives up.
         until = self._deadline if way is None else Deadline(_SHARE_OF_A_HOST * self._deadline.left_s())
-        self._listener.setblocking(False)
-        self._waiting.register(self._listener, selectors.EVENT_READ)
         if self._secret:  # while the others come
             with contextlib.suppress(ImportError):
                 from paceline.rendezvous import tls
@@ -290,53 +279,19 @@ class _Reception:
             self._turn_away(error, way)
             raise
         finally:
-            for key in list(self._waiting.get_map().values()):
-                if key.fileobj is not self._listener:
-                    key.fileobj.close()  # type: ignore[union-attr]
-            self._waiting.close()
+            self._acceptor.close()
 
     def _receive(self, deadline: Deadline) -> None:
-        for key, _ in self._waiting.select(min(deadline.left_s(), 1.0)):
-            if key.fileobj is self._listener:
-                self._let_in()
-            else:
-                self._hear(key.fileobj, key.data)  # type: ignore[arg-type]
+        for caller in self._acceptor.poll(min(deadline.left_s(), 1.0)):
+            if not self._admit(caller.peer, caller.greeting, caller.kind, caller.raw):
+                caller.peer.close()
 
-    def _let_in(self) -> None:
-        try:
-            link, _ = self._listener.accept()
-        except OSError:  # it has gone again, or there is no descriptor left: then the deadline tells
-            time.sleep(_RETRY_S)
-            return
-        silent = [key.fileobj for key in self._waiting.get_map().values() if key.data is not None]
-        if len(silent) > self._facts.world_size + _MOST_STRANGERS:
-            self._drop(silent[0])  # type: ignore[arg-type]
-        link.setblocking(False)
-        visitor = _Visitor(secrets.token_bytes(NONCE_BYTES), FrameStream(self._longest_hello))
-        self._waiting.register(link, selectors.EVENT_READ, visitor)
+    def _challenge(self, link: socket.socket) -> bytes:
+        """Say the first word to a connection; the nonce in it."""
+        nonce = secrets.token_bytes(NONCE_BYTES)
         with contextlib.suppress(OSError):
-            link.send(frame(Frame.CHALLENGE, write_challenge(self._place.channel, visitor.nonce)))
-
-    def _drop(self, link: socket.socket) -> None:
-        self._waiting.unregister(link)
-        link.close()
-
-    def _hear(self, link: socket.socket, visitor: _Visitor) -> None:
-        if link.fileno() < 0:  # dropped meanwhile, to make room
-            return
-        try:
-            piece = link.recv(LONGEST_HELLO)
-            frames = visitor.stream.feed(piece)
-        except BlockingIOError:
-            return
-        except OSError:
-            piece, frames = b"", []
-        if frames:
-            self._waiting.unregister(link)
-            if not self._admit(link, visitor.nonce, *frames[0]):
-                link.close()
-        elif not piece:
-            self._drop(link)
+            link.send(frame(Frame.CHALLENGE, write_challenge(self._place.channel, nonce)))
+        return nonce
 
     def _admit(self, link: socket.socket, nonce: bytes, kind: Frame, raw: bytes) -> bool:
         """Whether it is a rank of this group. Raises RendezvousError if it is, and does not fit."""

@@ -1,13 +1,16 @@
 """Which ranks share a host, found out by sharing memory; and that memory.
 
-The hint (boot id, network namespace, user) only says who should try. The lowest rank of each such set makes
-a region and hands its descriptor out over a Unix socket; two ranks are on one host only if the nonce
-that the maker announced through the Exchange is really found in the memory. Who fails to get it is a host
-of its own, and the rest try again without it.
+Ranks with the same hint (boot id, network namespace, user) are on one host. The lowest rank of each host
+makes a region and hands its descriptor out over a Unix socket, and the nonce that it announced through the
+Exchange proves that the memory is its own. Where a rank does not get it, all ranks raise: as a host of its
+own it would train over another path, with other last bits. Only where the boot id cannot be read may the hint
+be equal on two machines. There, a rank that does not get the memory becomes a host of its own with a warning,
+and the rest try again without it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -19,14 +22,17 @@ from paceline import _core
 from paceline.errors import PacelineError, RegionError, format_ranks
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.deadline import Deadline
-from paceline.rendezvous.descriptors import DescriptorServer, take_descriptor
+from paceline.rendezvous.descriptors import SHARE_OF_TAKING, DescriptorServer, take_descriptor
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import gather_objects
 from paceline.rendezvous.obstacles import Obstacle as _Obstacle
 from paceline.rendezvous.obstacles import raise_limits as _raise_limits
 from paceline.stacks import answer_requests
 
+_log = logging.getLogger("paceline")
+
 NONCE_BYTES = 16
+_reported: set[tuple[str, str]] = set()
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,7 @@ def share_memory(
     answer_requests()  # whoever will wait for this rank may ask where it is
     deadline = Deadline(timeout_s)
     place, obstacle = _host_hint()
+    is_certain = not obstacle.problem
     what = _words_for(name)
     while True:
         with DescriptorServer(exchange.world_size) as server:
@@ -91,7 +98,9 @@ def share_memory(
             _raise_limits(offers, what)
             host_ranks = tuple(rank for rank, offer in enumerate(offers) if offer["place"] == place)
             leader = host_ranks[0]
-            fd, obstacle = _region_fd(exchange.rank, host_ranks, offers[leader], server, deadline)
+            fd, obstacle = _region_fd(
+                exchange.rank, host_ranks, offers[leader], server, deadline, is_certain=is_certain
+            )
             try:
                 states = _all_gather(exchange, obstacle.facts(), deadline)
             except BaseException:
@@ -102,10 +111,22 @@ def share_memory(
         _close(fd)
         _raise_limits(states, what)
         if obstacle.problem:
+            _log.warning(
+                "paceline: rank %d of %d counts as a host of its own, although it seems to be on the host of "
+                "rank %d (only the boot id would prove it): it %s. Likely %s. If both are on one host: %s",
+                exchange.rank,
+                exchange.world_size,
+                leader,
+                obstacle.problem,
+                obstacle.likely,
+                obstacle.remedy,
+            )
             place = f"alone-{exchange.rank}-{secrets.token_hex(8)}"
     hosts: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
         hosts.setdefault(offer["place"], []).append(rank)
+    if exchange.rank == 0:
+        _report_split(hosts)
     host_group, obstacle = None, _Obstacle()
     try:
         host_group = _core.HostGroup(
@@ -127,6 +148,36 @@ def share_memory(
     assert host_group is not None
     lifetime.watch(host_group)
     return HostMemory(host_group, tuple(tuple(ranks) for ranks in hosts.values()))
+
+
+def _report_split(hosts: Mapping[str, Sequence[int]]) -> None:
+    """Say once why ranks of one machine count as several hosts, which nobody may have meant.
+
+    Args:
+        hosts: The ranks of each host, by its hint.
+    """
+    machines: dict[str, list[tuple[str, Sequence[int]]]] = {}
+    for place, ranks in hosts.items():
+        boot_id, _, rest = place.partition("/")
+        if boot_id and rest:
+            machines.setdefault(boot_id, []).append((rest, ranks))
+    for parts in machines.values():
+        (first, some), (other, others) = parts[0], parts[-1]
+        if first == other or (first, other) in _reported:
+            continue
+        _reported.add((first, other))
+        is_network = first.partition("/")[0] != other.partition("/")[0]
+        _log.warning(
+            "paceline: %s and %s are on one machine, and count as %d hosts, because their %s differ: they "
+            "share no memory. %s",
+            format_ranks(some),
+            format_ranks(others),
+            len(parts),
+            "network namespaces" if is_network else "users",
+            "Containers that share the network of one of them (docker run --network=container:...) can."
+            if is_network
+            else "Start all ranks as the same user.",
+        )
 
 
 def name_on_host(name: str, ranks: Sequence[int], world_size: int, host: str) -> str:
@@ -167,15 +218,15 @@ def _all_gather(exchange: Exchange, facts: dict[str, Any], deadline: Deadline) -
 
 
 def _host_hint() -> tuple[str, _Obstacle]:
-    """Equal on ranks that could share memory over an abstract Unix socket; says nothing about others."""
+    """Equal on ranks that can share memory over an abstract Unix socket, and why it may be so on others."""
     obstacle, boot_id = _Obstacle(), ""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
     except OSError as error:  # a sandbox may not have the file
-        obstacle = _Obstacle.of_system(error, "open a file")
+        obstacle = _Obstacle.of_system(error, "read the boot id")
     network = os.stat("/proc/self/ns/net").st_ino
-    return f"{boot_id}/{network}/{os.getuid()}", obstacle if obstacle.is_limit else _Obstacle()
+    return f"{boot_id}/{network}/{os.getuid()}", obstacle
 
 
 def _region_fd(
@@ -184,6 +235,8 @@ def _region_fd(
     offer: Mapping[str, Any],
     server: DescriptorServer,
     deadline: Deadline,
+    *,
+    is_certain: bool,
 ) -> tuple[int, _Obstacle]:
     """The region's descriptor, or -1 and why not."""
     if rank == host_ranks[0]:
@@ -194,21 +247,24 @@ def _region_fd(
             return -1, _Obstacle.of(error)
         server.serve(fd)
         return fd, _Obstacle()
+    fd, leader = -1, host_ranks[0]
     try:
-        fd = take_descriptor(offer["address"], deadline)
-    except OSError as error:
-        return -1, _Obstacle.of_system(error, f"take the region of rank {host_ranks[0]}")
-    except Exception as error:  # whatever it is, this rank does not share the leader's memory
-        return -1, _Obstacle(f"could not take the region of rank {host_ranks[0]}: {error}")
-    if fd < 0:
-        return -1, _Obstacle(f"got no descriptor from rank {host_ranks[0]}")
-    return fd, _check_nonce(fd, offer["nonce"])
+        fd = take_descriptor(offer["address"], Deadline(SHARE_OF_TAKING * deadline.left_s()), leader)
+        _check_nonce(fd, offer["nonce"])
+    except (PacelineError, OSError) as error:
+        _close(fd)
+        return -1, _Obstacle.of_transfer(error, leader, is_certain=is_certain)
+    except BaseException:
+        _close(fd)
+        raise
+    return fd, _Obstacle()
 
 
-def _check_nonce(fd: int, nonce: str) -> _Obstacle:
-    """Whether the memory is the one that its maker announced: the proof that it is shared."""
-    try:
-        found = _core.region_nonce(fd).hex()
-    except RegionError as error:
-        return _Obstacle(str(error))
-    return _Obstacle("" if found == nonce else "the memory does not hold the announced nonce")
+def _check_nonce(fd: int, nonce: str) -> None:
+    """The proof that the memory is shared with the rank that announced it.
+
+    Raises:
+        RegionError: It is not that memory.
+    """
+    if _core.region_nonce(fd).hex() != nonce:
+        raise RegionError("The memory does not hold the announced nonce.")
