@@ -299,7 +299,7 @@ def test_different_models_are_refused_on_every_rank(group: object, framework: st
     model = do.network()
     if group.rank == 2:
         do.freeze(model[2].bias)
-    with pytest.raises(ModelMismatchError, match=r"(?s)'2\.bias': requires_grad differs.*rank 2: "):
+    with pytest.raises(ModelMismatchError, match=r"(?s)'2\.bias': trainable differs.*rank 2: "):
         do.wrap(model, group)
     do.backward(do.loss(do.wrap(do.network(), group), batch()))  # nothing is left of them
 

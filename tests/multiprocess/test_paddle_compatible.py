@@ -185,7 +185,7 @@ def test_init_reducer_takes_note_of_changed_parameters(group: Any, view: bool) -
         older.backward()
     if group.rank:
         model[0].bias.stop_gradient = True
-    with pytest.raises(ModelMismatchError, match=r"'0\.bias': requires_grad differs"):
+    with pytest.raises(ModelMismatchError, match=r"'0\.bias': trainable differs"):
         wrapped.init_reducer()
     with pytest.raises(ConfigError, match=r"does not have any parameters to train"):
         for parameter in model.parameters():

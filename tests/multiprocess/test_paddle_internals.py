@@ -485,3 +485,28 @@ def test_each_step_is_looked_at_before_it_changes_anything(monkeypatch: pytest.M
         assert (layer.weight.numpy() == before).all()
     assert internals.has_max_norm(nn.Embedding(3, 2, max_norm=1.0))
     assert not internals.has_max_norm(nn.Embedding(3, 2))
+
+
+@ranks(1, group=None)
+def test_sot_translates_no_function_of_a_folder_that_it_skips(rank: int) -> None:
+    """As Paceline's: its hooks run as they are, where a backward within to_static calls them."""
+    seen: list[str] = []
+    code = "def hook(gradient):\n    seen.append(sys._getframe().f_code.co_name)\n"
+    hooks = {}
+    for folder in ("/skipped/", "/other/"):
+        names = {"seen": seen, "sys": sys}
+        exec(compile(code, folder + "hooks.py", "exec"), names)
+        hooks[folder] = names["hook"]
+    internals.skip_in_sot("/skipped/")
+
+    def step(x: paddle.Tensor, hook: object) -> None:
+        y = x * 2
+        y.register_hook(hook)
+        y.sum().backward()
+
+    for folder, is_translated in (("/skipped/", False), ("/other/", True)):
+        seen.clear()
+        x = paddle.ones([2])
+        x.stop_gradient = False
+        paddle.jit.to_static(step, full_graph=False)(x, hooks[folder])
+        assert (seen != ["hook"]) == is_translated, seen

@@ -66,7 +66,7 @@ def test_a_description_survives_json() -> None:
         ({"shape": (10, 5)}, ["shape differs", "(10, 4)", "(10, 5)"]),
         ({"dtype": "float64"}, ["dtype differs", "float32", "float64"]),
         ({"device": "cuda"}, ["device differs", "cpu", "cuda"]),
-        ({"requires_grad": False}, ["requires_grad differs", "requires_grad=True", "requires_grad=False"]),
+        ({"requires_grad": False}, ["trainable differs", "trainable=True", "trainable=False"]),
         ({"strides": (1, 10)}, ["memory format differs", "strides (1, 10)"]),
         ({"name": "fc.kernel"}, ["some ranks lack it", "fc.weight", "fc.kernel"]),
     ],

@@ -6,11 +6,13 @@ The only package of Paceline that imports paddle, and it does not import torch; 
 it. Paddle's private calls are all in `internals`.
 """
 
+from pathlib import Path
+
 from paceline.paddle import versions
 
 versions.check()
 
-from paceline.paddle import compression  # noqa: E402
+from paceline.paddle import compression, internals  # noqa: E402
 from paceline.paddle.ddp.distributed import DistributedDataParallel, init_parallel_env, spawn  # noqa: E402
 from paceline.paddle.ddp.parallel import DataParallel  # noqa: E402
 from paceline.paddle.ddp.replace_ddp import replace_ddp  # noqa: E402
@@ -22,6 +24,7 @@ from paceline.reducer.local_sgd.options import LocalSGD  # noqa: E402
 from paceline.replacing import replace_if_asked  # noqa: E402
 
 replace_if_asked(replace_ddp)
+internals.skip_in_sot(f"{Path(__file__).parents[1]}/")
 
 __all__ = [
     "DataParallel",

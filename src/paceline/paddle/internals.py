@@ -21,6 +21,15 @@ from paddle.io.dataloader import dataloader_iter
 from paceline.rendezvous.connections import connected_sockets, send_at_once
 
 
+def skip_in_sot(folder: str) -> None:
+    """Let SOT, the default of paddle.jit.to_static, translate no function of the files below `folder`.
+
+    Like Paddle's own functions they run as they are where SOT's frame callback finds them: hooks that a
+    backward within to_static calls, say. What they call is still translated.
+    """
+    core.eval_frame_skip_file_prefix((folder,))
+
+
 def on_gradient(parameter: Tensor, hook: Callable[[], None]) -> None:
     """Call `hook` in every backward, once the gradient of `parameter` is accumulated.
 

@@ -42,7 +42,7 @@ class TensorDescription:
         text = f"{self.name}, shape {self.shape}, {self.dtype} on {self.device}"
         if self.strides:
             text += f", strides {self.strides}"
-        return text if self.requires_grad is None else f"{text}, requires_grad={self.requires_grad}"
+        return text if self.requires_grad is None else f"{text}, trainable={self.requires_grad}"
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ def _kind_of_difference(
         (
             "the dtype differs",
             lambda entry: entry.dtype,
-            ".half(), .double() or .to(dtype) on some ranks only",
+            "it was converted to another dtype on some ranks only",
         ),
         (
             "the device differs",
@@ -208,7 +208,7 @@ def _kind_of_difference(
             "some ranks found no GPU, or moved the model later",
         ),
         (
-            "requires_grad differs",
+            "trainable differs",
             lambda entry: entry.requires_grad,
             "a layer is frozen or unfrozen on some ranks only",
         ),

@@ -206,8 +206,8 @@ def _gradients_error(told: Sequence[Facts], owner: str, where: str) -> UnusedPar
         where=where,
         seen="\n".join(f"{format_ranks(who)} without: {shorten(names)}" for who, names in rows.items()),
         likely="the model is not wrapped, or a rank has cleared or set gradients after backward()",
-        hint="wrap the model in DistributedDataParallel, which gives every rank the same gradients; do the "
-        "same on every rank after backward()",
+        hint="wrap the model for data-parallel training: then backward() gives all ranks the same gradients; "
+        "do the same on every rank after it",
         unused=unused,
     )
 

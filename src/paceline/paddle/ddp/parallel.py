@@ -317,7 +317,15 @@ class DataParallel(WrappedModel, PaddleNames):
         return self._begin_passes(self._peers or LonePeers(), is_first=False)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the wrapped model; where gradients will be needed, get ready to average them."""
+        """Run the wrapped model; where gradients will be needed, get ready to average them.
+
+        Raises:
+            ConfigError: It is traced into a static graph, whose runs do not come here any more, and an
+                argument of the wrapper needs each forward: weight, local_sgd, or param_dtype.
+        """
+        if not paddle.in_dynamic_mode():
+            self._check_traceable()
+            return self._run(inputs, kwargs)
         if recording.has_batches and paddle.is_grad_enabled() and not calls.depth:
             recording.note_batch(inputs, kwargs)
         if self._home is not None:
@@ -357,6 +365,26 @@ class DataParallel(WrappedModel, PaddleNames):
             if recording.keeps_all and not is_syncing:
                 self._passes.watch_local(output)
         return output
+
+    def _check_traceable(self) -> None:
+        """Refuse what needs each forward: a static graph is traced once, and its runs do not call forward.
+
+        Without these, a backward begins at the first gradient of a parameter, and all is as ever.
+        """
+        config, needs = self._config, ""
+        if config.precision.param_dtype is not None:
+            needs = "param_dtype casts the parameters in each forward"
+        elif config.weight is not None and self._layers.training:
+            needs = "weight= gives each forward its weight"
+        elif config.local_sgd is not None and self._layers.training:
+            needs = "local_sgd counts forwards"
+        if needs:
+            raise ConfigError(
+                f"{type(self).__name__}: forward is traced into a static graph, and {needs}.",
+                likely="paddle.jit.to_static(..., full_graph=True), or jit.save(), around the wrapped model",
+                hint="wrap the static model instead: DataParallel(paddle.jit.to_static(model)); or leave out "
+                "full_graph=True; or, to save it, pass `.module`",
+            )
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = self._config.precision.param_dtype

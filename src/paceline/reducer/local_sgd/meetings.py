@@ -511,6 +511,6 @@ def check_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
             "load_local_sgd_state_dict: this is no state of local SGD.",
             expected=f"what local_sgd_state_dict() returned: a dictionary of {', '.join(_STATE)}",
             got=got,
-            hint="the model's own weights go to load_state_dict()",
+            hint="the model's own weights are loaded into the model",
         )
     return state
