@@ -62,8 +62,8 @@ ROOMS = {
     ),
     "paddle": (
         ("__init__", "bench"),
-        ("ddp",),
-        ("passes", "one_model", "compression", "sync_batch_norm"),
+        ("ddp", "sync_batch_norm"),
+        ("passes", "one_model", "compression"),
         ("link",),
         ("model",),
         ("internals", "versions"),

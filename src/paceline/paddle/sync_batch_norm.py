@@ -1,28 +1,40 @@
 """`SyncBatchNorm`: batch normalisation over the batches of all ranks, on the CPU too.
 
-The one idea: two sums over ranks, each a step of Paddle's own graph whose gradient is again a sum over ranks.
-All else is ordinary arithmetic, so Paddle derives the gradient. Batches may differ in size.
+Two sums over ranks, each a step of Paddle's own graph whose gradient is again a sum over ranks. All else is
+ordinary arithmetic, so Paddle derives the gradient. Batches may differ in size. Gradients that cross ranks
+bear the weights that a wrapped model gives to its ranks (`reducer.passes.exchanges`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import paddle
 from paddle import nn
 from paddle.nn import functional
 
 from paceline.arguments import Arguments
+from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.link.link import Link
 from paceline.paddle.link.peers import common_link
 from paceline.paddle.model.arguments import checked_group, checked_layer
+from paceline.paddle.passes.exchanges import forwards
+from paceline.paddle.passes.graphs import raise_after_backward, watch_backwards
+from paceline.reducer.passes.exchanges import ExchangeWeight
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
     """Batch normalisation over all ranks: a drop-in for `paddle.nn.SyncBatchNorm`, which needs a GPU.
 
     In training, forward and backward are collective. In a single process it is plain batch normalisation.
+    With `weight` of a wrapped model, gradients are those of the weighted mean of the ranks' losses, through
+    the statistics too. `finish()` and `iterate()` do not go with it where ranks end at different times.
+
+    Raises:
+        ValueError: In backward, on every rank: one has weight 0 and samples in the batch; or on this rank:
+            another one's forward ran without gradients.
 
     Args:
         num_features: Channels.
@@ -115,12 +127,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         axes = [axis for axis in range(x.ndim) if axis != channel]
         shape = [-1 if axis == channel else 1 for axis in range(x.ndim)]
         wide = x.astype("float64" if x.dtype == paddle.float64 else "float32")
-        own_count = paddle.full([1], x.size / x.shape[channel], wide.dtype)
-        sums = _SumOverRanks.apply(paddle.concat([wide.sum(axes), own_count]), link)
-        count = sums[-1].detach()
-        mean = sums[:-1] / count
+        own = wide.sum(axes)
+        total, count, exchange = _first_sum(x, own, x.size // x.shape[channel], link)
+        mean = _part_of_graph(own, total, exchange) / count
         centred = wide - mean.reshape(shape)
-        variance = _SumOverRanks.apply((centred**2).sum(axes), link) / count
+        spread = (centred**2).sum(axes)
+        variance = _part_of_graph(spread, _summed(spread, link), exchange) / count
         with paddle.no_grad():
             for running, new in zip(statistics, (mean, variance)):
                 kept = settings.momentum * running + (1 - settings.momentum) * new.astype(running.dtype)
@@ -133,17 +145,91 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return result.astype(x.dtype)
 
 
+class _Exchange(NamedTuple):
+    """What the backward of one forward needs to know.
+
+    Attributes:
+        link: Between the ranks that share statistics.
+        weight: What this rank's backward multiplies by before it sends.
+        without_backward: How many ranks' forward ran without gradients.
+        samples: What this rank has put in, in words; empty: nothing.
+    """
+
+    link: Link
+    weight: ExchangeWeight
+    without_backward: int
+    samples: str
+
+
+def _first_sum(
+    x: paddle.Tensor, own: paddle.Tensor, count: int, link: Link
+) -> tuple[paddle.Tensor, paddle.Tensor, _Exchange | None]:
+    """The sums and the count over ranks, and what their backwards exchange; None: nothing, on no rank.
+
+    Where some rank's input needs a gradient, all ranks take part in its backward; else none does. So each
+    rank says beside its sums whether its own needs one. A device is not asked, because it would have to be
+    waited for: there, all ranks take part. Collective.
+    """
+    has_gradients = paddle.is_grad_enabled()
+    needs_gradient = has_gradients and not own.stop_gradient
+    said = paddle.to_tensor([count, needs_gradient, not has_gradients], own.dtype, own.place)
+    total = _summed(paddle.concat([own.detach(), said]), link)
+    needed, without = total[-2:].tolist() if x.place.is_cpu_place() else (1, 0)
+    if without:
+        watch_backwards()
+    sums, whole_count = total[:-3], total[-3]
+    if not has_gradients or not needed:
+        return sums, whole_count, None
+    samples = f"input of shape {x.shape}" if count else ""
+    weight = ExchangeWeight("SyncBatchNorm", forwards.weights, x.grad_fn)
+    return sums, whole_count, _Exchange(link, weight, int(without), samples)
+
+
+def _part_of_graph(own: paddle.Tensor, total: paddle.Tensor, exchange: _Exchange | None) -> paddle.Tensor:
+    """The sum over ranks, of which this rank's own part may need a gradient."""
+    if exchange is None:
+        return total
+    if own.stop_gradient:  # it takes part in the backward of the others
+        own = own.detach()
+        own.stop_gradient = False
+    result: paddle.Tensor = _SumOverRanks.apply(own, exchange, lambda: total)
+    return result
+
+
 class _SumOverRanks(paddle.autograd.PyLayer):
-    """The sum over ranks. Its gradient is the sum of theirs, because each rank's loss depends on it."""
+    """The sum over ranks. Its gradient is the sum of theirs, because each rank's loss depends on it.
+
+    Collective in backward: every rank has this step in its graph, or none.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: paddle.Tensor, link: Link) -> paddle.Tensor:
-        ctx.link = link
-        return _summed(x, link)
+    def forward(ctx: Any, x: paddle.Tensor, exchange: _Exchange, total: Callable[[], Any]) -> paddle.Tensor:
+        ctx.exchange = exchange
+        return total()
 
     @staticmethod
     def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-        return _summed(gradient, ctx.link)
+        return _weighted_sum(gradient, ctx.exchange)
+
+
+def _weighted_sum(gradient: paddle.Tensor, exchange: _Exchange) -> paddle.Tensor:
+    """The sum of all ranks' gradients, each times its rank's weight, in units of this rank's weight."""
+    if exchange.without_backward:
+        error = ConfigError(
+            "SyncBatchNorm: this backward needs the gradients of ranks whose forward ran without any.",
+            seen=f"paddle.no_grad() around forward on {exchange.without_backward} of the other ranks",
+            hint="run forward and backward in the same mode on every rank; or evaluate with model.eval()",
+        )
+        raise_after_backward(error)
+        return paddle.zeros_like(gradient)
+    weight = exchange.weight.now()
+    if weight != 1.0:
+        # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
+        gradient = gradient * weight if weight else paddle.zeros_like(gradient)
+    total = _summed(gradient, exchange.link)
+    if weight == 0.0 and exchange.samples and bool(total.any()):
+        exchange.weight.refuse_lost(exchange.samples)
+    return total / weight if weight not in (0.0, 1.0) else total
 
 
 def _summed(x: paddle.Tensor, link: Link) -> paddle.Tensor:

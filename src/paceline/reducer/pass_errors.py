@@ -11,6 +11,7 @@ Imports only the standard library, `errors` and its neighbours.
 
 from __future__ import annotations
 
+import json
 import warnings
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -39,6 +40,7 @@ class Judge:
         world_size: Number of ranks.
         allow_unused: A parameter without a gradient contributes 0.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
+        all_gather: Payloads of all ranks, by rank. Collective; called only where a weight is refused.
         static_graph: Where that is promised.
     """
 
@@ -49,8 +51,10 @@ class Judge:
         *,
         allow_unused: bool,
         nonfinite: str,
+        all_gather: Callable[[bytes], list[bytes]],
         static_graph: StaticGraph | None = None,
     ) -> None:
+        self._all_gather = all_gather
         self._names = names
         self._world_size = world_size
         self._allow_unused = allow_unused
@@ -65,16 +69,17 @@ class Judge:
         Args:
             outcome: That.
             reducer: Knows more.
-            refusal: Why a gradient of this rank cannot be averaged.
+            refusal: Why a gradient of this rank cannot be averaged, or cannot be weighed.
 
         Raises:
-            ConfigError: Some rank refused a gradient; the pass is void.
+            ConfigError: Some rank refused a gradient or its weight; the pass is void.
             ModelMismatchError: Some ranks have promised a static graph, others not; the pass is void.
             SkippedPassError, UnusedParameterError, GraphChangedError: The pass is void.
             NonFiniteGradientError: The means are in place, but hold an infinity or a NaN.
         """
         statuses = reducer.statuses()
         if not any(status.interrupted for status in statuses):
+            check_weighed(statuses, len(self._names), refusal, self._all_gather)
             if refusal is not None:
                 raise refusal
             check_refused(statuses, self._names)
@@ -241,6 +246,33 @@ def check_refused(statuses: Sequence[PassStatus], names: Sequence[str]) -> None:
         seen=_rows(ranks_of, names),
         likely="a hook, or a conversion of the model, that is on these ranks only",
         hint="the error on these ranks says what is wrong with it",
+    )
+
+
+def check_weighed(
+    statuses: Sequence[PassStatus],
+    num_parameters: int,
+    refusal: ConfigError | None,
+    all_gather: Callable[[bytes], list[bytes]],
+) -> None:
+    """Raise if on some rank gradients cannot be weighed, which `refused` tells by a number past the last one.
+
+    The same on all ranks, and collective if so: only the rank itself knows why.
+
+    Raises:
+        ConfigError: Says what the first of those ranks has found.
+    """
+    ranks = [rank for rank, status in enumerate(statuses) if status.refused == num_parameters]
+    if not ranks:
+        return
+    rows = ("summary", "seen", "expected", "likely", "hint")
+    own = {} if refusal is None else {row: getattr(refusal, row) for row in rows}
+    found = json.loads(all_gather(json.dumps(own).encode())[ranks[0]])
+    raise ConfigError(
+        found.pop("summary"),
+        where=f"{_of_world(ranks, len(statuses))}, at the end of backward; "
+        "the gradients of this pass are of no use, on any rank",
+        **found,
     )
 
 

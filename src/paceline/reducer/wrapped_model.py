@@ -160,6 +160,9 @@ class WrappedModel:
         weighs 1. In float16 over a process group the first weighted pass may overflow if a weight is large;
         later passes use the scale of the pass before.
 
+        Gradients that cross ranks within the model bear the weights in Paceline's SyncBatchNorm. With any
+        other exchange (all_gather with gradient in a loss), the backward raises on every rank.
+
         Args:
             weight: A number, or a tensor of one: 0, or from 1e-20 to 1e20; only the ratios count.
 

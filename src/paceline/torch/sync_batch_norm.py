@@ -1,63 +1,76 @@
 """`SyncBatchNorm`: batch norm over the batches of all ranks, on any device, the CPU too.
 
-The one idea: ranks exchange mean, variance and number of samples through `GatherRows`, which autograd
-differentiates; everything else is ordinary tensor arithmetic. So backward is right for ranks with batches of
-different sizes, and so are second derivatives.
+Ranks exchange mean, variance and number of samples in forward, and the gradients of these in backward;
+everything else is ordinary tensor arithmetic. So backward is right for ranks with batches of different sizes,
+and so are second derivatives. Gradients that cross ranks bear the weights that a wrapped model gives to its
+ranks (`reducer.passes.exchanges`).
 """
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.arguments import Arguments
 from paceline.collectives.group import Group
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, format_ranks
+from paceline.reducer.passes.exchanges import ExchangeWeight
 from paceline.torch.link.calls import naming_over
 from paceline.torch.link.kept import keep
 from paceline.torch.link.peers import formed_group
 from paceline.torch.model.arguments import checked_group, checked_module
+from paceline.torch.model.compiling import untraced
 
 _WHAT = "the statistics of SyncBatchNorm"
+_NO_GRADIENTS, _NEEDS_NONE, _NEEDS_GRADIENT = 0, 1, 2
 
 
-class GatherRows(torch.autograd.Function):
-    """Everybody's row, stacked in rank order; backward gives each rank the sum of its row's gradients.
+class _Exchange(NamedTuple):
+    """What the backward of one forward needs to know.
 
-    Collective, forward and backward.
+    Attributes:
+        group: The ranks that share statistics.
+        weight: What this rank's backward multiplies by before it sends.
+        without_backward: Ranks whose forward ran without gradients.
+        rows: What this rank has put in, in words; empty: nothing.
+    """
 
-    Example:
-        Rank 0 holds [1] and rank 1 holds [2]; both get [[1], [2]].
+    group: Any
+    weight: ExchangeWeight
+    without_backward: list[int]
+    rows: str
+
+
+class _RowsOfAllRanks(torch.autograd.Function):
+    """The rows of all ranks, in rank order; backward gives each rank the sum of its row's gradients.
+
+    Collective in backward: every rank has this node in its graph, or none.
     """
 
     @staticmethod
-    def forward(ctx: Any, group: Any, row: torch.Tensor) -> torch.Tensor:
-        """Gather."""
-        ctx.group = group
-        if isinstance(group, Group):
-            return torch.from_numpy(group.all_gather(row.detach().cpu().numpy())).to(row.device)
-        rows = [torch.empty_like(row) for _ in range(group.size())]
-        own = row.contiguous()
-        keep(own, *rows)
-        with naming_over(group, _WHAT):
-            dist.all_gather(rows, own, group=group)
-        return torch.stack(rows)
+    def forward(ctx: Any, exchange: _Exchange, row: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        return rows.view_as(rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         """Sum over ranks; itself differentiable."""
-        return None, _sum_of_own_row(ctx.group, gradient)
+        group = ctx.exchange.group
+        rank = group.rank if isinstance(group, Group) else dist.get_rank(group)
+        return None, _weighted_sum(ctx.exchange, gradient, rank), None
 
 
 class _SumOverRanks(torch.autograd.Function):
     """The sum over ranks; its gradient is that too."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, value: torch.Tensor) -> torch.Tensor:
-        ctx.group = group
+    def forward(ctx: Any, exchange: _Exchange, value: torch.Tensor) -> torch.Tensor:
+        ctx.exchange = exchange
+        group = exchange.group
         if isinstance(group, Group):
             on_host = value.detach().cpu().contiguous().clone()
             group.all_reduce(on_host.numpy())
@@ -70,20 +83,40 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, _SumOverRanks.apply(ctx.group, gradient)  # type: ignore[no-untyped-call]
+        return None, _weighted_sum(ctx.exchange, gradient)
 
 
-def _sum_of_own_row(group: Any, gradient: torch.Tensor) -> torch.Tensor:
-    rank = group.rank if isinstance(group, Group) else dist.get_rank(group)
-    total: torch.Tensor = _SumOverRanks.apply(group, gradient)  # type: ignore[no-untyped-call]
-    return total[rank]
+def _weighted_sum(exchange: _Exchange, gradient: torch.Tensor, row: int | None = None) -> torch.Tensor:
+    """The sum of all ranks' gradients, each times its rank's weight, in units of this rank's weight.
+
+    Args:
+        row: Only this row of it is needed.
+    """
+    if exchange.without_backward:
+        who = format_ranks(exchange.without_backward)
+        raise ConfigError(
+            f"SyncBatchNorm: this backward needs the gradients of {who}, where forward ran without any.",
+            seen=f"torch.no_grad() or inference_mode() around forward on {who} only",
+            hint="run forward and backward in the same mode on every rank; or evaluate with model.eval()",
+        )
+    weight = exchange.weight.now()
+    if weight != 1.0:
+        # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
+        gradient = gradient * weight if weight else torch.zeros_like(gradient)
+    total: torch.Tensor = _SumOverRanks.apply(exchange, gradient)  # type: ignore[no-untyped-call]
+    own = total if row is None else total[row]
+    if weight == 0.0 and exchange.rows and bool(own.any()):
+        exchange.weight.refuse_lost(exchange.rows)
+    return own / weight if weight not in (0.0, 1.0) else own
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
     """Batch norm whose statistics are those of all ranks' batches together; also on the CPU.
 
     A drop-in for `torch.nn.SyncBatchNorm`, with its arguments, attributes and state_dict. Batches may have
-    different sizes on different ranks, and be empty on some. In eval mode, or alone, it is batch norm.
+    different sizes on different ranks, and be empty on some. In eval mode, or alone, it is batch norm. With
+    `weight` of a wrapped model, gradients are those of the weighted mean of the ranks' losses, through the
+    statistics too. `finish()`, `iterate()` and `join()` do not go with it where ranks end at different times.
 
     Collective: forward in training mode, and its backward. Blocks until all ranks have arrived.
 
@@ -93,7 +126,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             which `DistributedDataParallel` formed from the environment.
 
     Raises:
-        ValueError: All ranks together have a single value per channel.
+        ValueError: All ranks together have a single value per channel. In backward, on every rank: one has
+            weight 0 and samples in the batch; or on this rank: another one's forward ran without gradients.
 
     Example:
         >>> model = SyncBatchNorm.convert_sync_batchnorm(model)
@@ -135,11 +169,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
         mean, variance, count = _statistics(group, input)
-        if count.item() < 2:
-            raise ConfigError(
-                "SyncBatchNorm: Expected more than 1 value per channel when training.",
-                got=f"input of shape {tuple(input.shape)} on this rank, {int(count.item())} over all ranks",
-            )
         self._track(mean.detach(), variance.detach(), count)
         shape = (1, -1, *[1] * (input.dim() - 2))
         scale = torch.rsqrt(variance + self.eps)
@@ -244,10 +273,56 @@ def _statistics(group: Any, input: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     else:  # nothing to add, but the others wait for this rank in backward too
         mean = variance = values.sum(dims)
     own = mean.new_full((1,), values.numel() // channels)
-    rows: torch.Tensor = GatherRows.apply(group, torch.cat([mean, variance, own]))  # type: ignore[no-untyped-call]
+    rows = _gathered(group, torch.cat([mean, variance, own]), input)
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:].detach()
     total = counts.sum()
     shares = counts / total.clamp(min=1)
     whole = (shares * means).sum(0)
     spread = (shares * (variances + (means - whole).square())).sum(0)
     return whole, spread, total
+
+
+@untraced
+def _gathered(group: Any, row: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks. Part of the graph on every rank if some rank's row needs a gradient. Collective.
+
+    Raises:
+        ValueError: All ranks together have a single value per channel.
+    """
+    need = _NO_GRADIENTS
+    if torch.is_grad_enabled():
+        need = _NEEDS_GRADIENT if row.requires_grad else _NEEDS_NONE
+    gathered = _all_gather(group, torch.cat([row.detach(), row.new_full((1,), need)]))
+    rows = gathered[:, :-1]
+    counts_and_needs: list[list[float]] = gathered[:, -2:].tolist()
+    count = sum(int(each) for each, _ in counts_and_needs)
+    if count < 2:
+        raise ConfigError(
+            "SyncBatchNorm: Expected more than 1 value per channel when training.",
+            got=f"input of shape {tuple(input.shape)} on this rank, {count} over all ranks",
+        )
+    needs = [each for _, each in counts_and_needs]
+    if need == _NO_GRADIENTS or _NEEDS_GRADIENT not in needs:
+        return rows
+    wrapper: Any = TorchDDP._active_ddp_module
+    passes = getattr(wrapper, "_passes", None)  # None: torch's own wrapper, or a single rank's
+    exchange = _Exchange(
+        group,
+        ExchangeWeight("SyncBatchNorm", getattr(passes, "micro_batches", None), row.grad_fn),
+        [rank for rank, each in enumerate(needs) if each == _NO_GRADIENTS],
+        f"input of shape {tuple(input.shape)}" if input.numel() else "",
+    )
+    if not row.requires_grad:  # it takes part in the backward of the others
+        row = row.detach().requires_grad_()
+    found: torch.Tensor = _RowsOfAllRanks.apply(exchange, row, rows)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _all_gather(group: Any, row: torch.Tensor) -> torch.Tensor:
+    if isinstance(group, Group):
+        return torch.from_numpy(group.all_gather(row.cpu().numpy())).to(row.device)
+    rows = [torch.empty_like(row) for _ in range(group.size())]
+    keep(row, *rows)
+    with naming_over(group, _WHAT):
+        dist.all_gather(rows, row, group=group)
+    return torch.stack(rows)

@@ -33,6 +33,7 @@ from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
 from paceline.paddle.one_model.guards import StateDictGuard
 from paceline.paddle.one_model.homes import move, move_out, refuse_strange
+from paceline.paddle.passes.exchanges import forwards
 from paceline.paddle.passes.graphs import calls
 from paceline.paddle.passes.meetings import OuterParameters
 from paceline.paddle.passes.passes import GradientPasses, make_buffer_sync, make_passes
@@ -388,9 +389,13 @@ class DataParallel(WrappedModel, PaddleNames):
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = self._config.precision.param_dtype
-        if dtype is None:
-            return self._layers(*inputs, **kwargs)
-        return run_in(dtype, self._tensors, self._layers, inputs, kwargs)
+        outer, forwards.weights = forwards.weights, self._passes and self._passes.micro_batches
+        try:
+            if dtype is None:
+                return self._layers(*inputs, **kwargs)
+            return run_in(dtype, self._tensors, self._layers, inputs, kwargs)
+        finally:
+            forwards.weights = outer
 
     def _note_steps(self) -> None:
         note_steps()

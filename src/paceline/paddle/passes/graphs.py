@@ -26,6 +26,7 @@ import paddle
 from paddle.distribution import Distribution
 
 from paceline.paddle import internals
+from paceline.reducer.passes.graphs import EndOfBackward
 
 # --- what a forward returned ---
 
@@ -122,10 +123,12 @@ class _Calls(threading.local):
 
     Attributes:
         depth: How many backwards it is in: 0 outside, 2 in that of a recomputed block.
+        roots: The tensors at which the innermost one begins.
         ends: What to do at the end of the outermost one.
     """
 
     depth = 0
+    roots: Sequence[paddle.Tensor] = ()
 
     def __init__(self) -> None:
         self.ends: list[_End] = []
@@ -159,10 +162,26 @@ def at_end(end: Callable[[], None], *, before: Callable[[], None] = _nothing) ->
     calls.ends.append(_End(end, before))
 
 
+def raise_after_backward(error: Exception) -> None:
+    """Raise the error of a step of the graph when backward is over; Paddle would make it an OSError.
+
+    Raises:
+        Exception: That one, where this is no backward that is watched.
+    """
+
+    def end() -> None:
+        raise error
+
+    if not calls.depth:
+        raise error
+    at_end(EndOfBackward(end, _nothing))
+
+
 def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
         calls.depth += 1
+        outer, calls.roots = calls.roots, args[0]
         try:
             result = run_backward(*args, **kwargs)
         except BaseException:
@@ -171,6 +190,7 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
             raise
         finally:
             calls.depth -= 1
+            calls.roots = outer
         if calls.ends and calls.depth == 0:
             _call_ends()
         return result

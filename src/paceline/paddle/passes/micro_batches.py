@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
+from typing import Any
 
 import paddle
 
 from paceline.paddle import internals
 from paceline.paddle.passes import graphs
+from paceline.paddle.passes.exchanges import address_of, find_exchanges
+from paceline.reducer.passes.exchanges import nodes_from
 from paceline.reducer.passes.micro_batches import MicroBatchWeights
 from paceline.reducer.passes.state import PassState
+
+_NODES_OF_A_GRAPH = 32  # near its roots, where graphs differ with the loss
 
 
 class PaddleWeights(MicroBatchWeights):
@@ -38,8 +44,25 @@ class PaddleWeights(MicroBatchWeights):
 
     def watch_local(self) -> None:
         """An output of a forward in no_sync() has got its gradient: its backward begins."""
-        if not self._is_open and graphs.calls.depth:
+        if not self.is_open and graphs.calls.depth:
             self.begin()
+
+    def is_in_backward(self) -> bool:
+        return graphs.calls.depth > 0
+
+    def reaches(self, node: object) -> bool:
+        leaves = [parameter.grad_fn for parameter in self._parameters]
+        own = {address_of(leaf) for leaf in leaves if leaf is not None}
+        return any(address_of(each) in own for each in nodes_from([node], address_of))
+
+    def _roots(self) -> list[Any]:
+        return [tensor.grad_fn for tensor in graphs.calls.roots if tensor.grad_fn is not None]
+
+    def _graph(self, roots: list[Any]) -> Hashable:
+        return tuple(node.name() for node in islice(nodes_from(roots, address_of), _NODES_OF_A_GRAPH))
+
+    def _find_exchanges(self, roots: list[Any], found: list[str]) -> bool:
+        return find_exchanges(roots, found)
 
     def _install(self) -> None:
         for number, parameter in enumerate(self._parameters):
@@ -65,7 +88,7 @@ class PaddleWeights(MicroBatchWeights):
 
         None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
         """
-        if not graphs.calls.depth or (not self._is_open and self._is_foreign(number)):
+        if not graphs.calls.depth or (not self.is_open and self._is_foreign(number)):
             return None
         try:
             share = self._share_of_incoming()

@@ -14,14 +14,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.passes.graphs import EndOfBackward
 
+SCALE_THE_LOSS = (
+    "give no weight on any rank, and multiply the loss by weight * world size / total weight of the step"
+)
+_MOST_GRAPHS = 1000
 _LEAST, _MOST = 1e-20, 1e20  # weights multiply gradients in float32, and are added up
 
 
@@ -39,6 +44,27 @@ class Accumulating(Protocol):
     accumulated: set[int]
 
 
+class _Living:
+    """The weights of all models that are wrapped in this process.
+
+    Attributes:
+        is_any_used: Whether any of them was ever given a weight.
+    """
+
+    def __init__(self) -> None:
+        self.is_any_used = False
+        self._all: weakref.WeakSet[MicroBatchWeights] = weakref.WeakSet()
+
+    def add(self, weights: MicroBatchWeights) -> None:
+        self._all.add(weights)
+
+    def all(self) -> list[MicroBatchWeights]:
+        return list(self._all)
+
+
+living = _Living()
+
+
 class MicroBatchWeights(ABC):
     """The weights of one rank's micro-batches, and what they do to its gradients.
 
@@ -47,16 +73,23 @@ class MicroBatchWeights(ABC):
 
     Attributes:
         is_used: Whether any weight was ever given.
+        is_open: Whether a backward is under way that has begun to weigh.
+        refusal: Why the gradients of the backwards since the last synchronised one cannot be weighed.
     """
 
     def __init__(self, state: Accumulating) -> None:
         self.is_used = False
+        self.refusal: ConfigError | None = None
+        living.add(self)
+        self._searched: dict[Hashable, list[str]] = {}  # by graph, the exchanges that were found in it
+        self._inner: list[str] | None = None  # the same of a graph that is new, and may hide others
+        self._inner_roots: list[list[Any]] = []
         self._state = state
         self._scopes: list[float] = []
         self._once: float | None = None
         self._of_forwards: float | None = None
         self._before_forward: float | None = None
-        self._is_open = False  # a backward is under way that has begun to weigh
+        self.is_open = False
         self._awaited: object = None  # stands for the end of one in no_sync() that the framework still holds
         self._weight = 0.0
         self._share = 1.0
@@ -75,6 +108,46 @@ class MicroBatchWeights(ABC):
     def _call_at_end(self, end: Callable[[], None]) -> None:
         """Call `end` when the backward that runs is over."""
 
+    @abstractmethod
+    def is_in_backward(self) -> bool:
+        """Whether a backward runs, and not a call that only returns gradients. Asked within one of both."""
+
+    @abstractmethod
+    def reaches(self, node: object) -> bool:
+        """Whether a backward from this node of the graph (None: there is none) comes to the model."""
+
+    @abstractmethod
+    def _roots(self) -> list[Any]:
+        """The nodes of the framework's graph at which the backward begins that runs, the innermost one."""
+
+    @abstractmethod
+    def _graph(self, roots: list[Any]) -> Hashable:
+        """What stands for the graph of a backward: cheap, and another one for another graph."""
+
+    @abstractmethod
+    def _find_exchanges(self, roots: list[Any], found: list[str]) -> bool:
+        """Search the graph of a backward for functions, not of ours, that exchange gradients between ranks.
+
+        Args:
+            roots: At which it begins.
+            found: Gets their names.
+
+        Returns:
+            Whether backwards of other graphs run within.
+        """
+
+    @property
+    def current(self) -> float:
+        """The weight of the backward under way, or else of the next one; 1: it has none."""
+        if self.is_open:
+            return self._weight
+        given = self._given()
+        return 1.0 if given is None else given
+
+    def refuse(self, error: ConfigError) -> None:
+        """Let the end of this step's synchronised backward raise, on every rank."""
+        self.refusal = self.refusal or error
+
     @property
     def awaits_end(self) -> bool:
         """Whether a backward in no_sync() has begun to weigh, and the framework has not dropped its end."""
@@ -90,13 +163,14 @@ class MicroBatchWeights(ABC):
         self._once = before._once
         self._of_forwards, self._before_forward = before._of_forwards, before._before_forward
         self._total, self._count = before._total, before._count
+        self.refusal = before.refusal
         if before.is_used:
             self.use()
 
     def use(self) -> None:
         """Have the hooks that weighing needs."""
         if not self.is_used:
-            self.is_used = True
+            self.is_used = living.is_any_used = True
             self._install()
 
     def give(self, weight: float) -> contextlib.AbstractContextManager[None]:
@@ -130,7 +204,7 @@ class MicroBatchWeights(ABC):
         Raises:
             ConfigError: Some micro-batches since the last synchronised pass have a weight and others none.
         """
-        if self._is_open:
+        if self.is_open:
             return self._total + self._weight
         given = self._given()
         if given is None and self._count == 0:
@@ -141,8 +215,10 @@ class MicroBatchWeights(ABC):
                 likely="weight() was called for some backwards between two steps only",
                 hint="give every micro-batch its weight, those in no_sync() too",
             )
-        self._is_open = True
+        self.is_open = True
         self._weight, self._once = given, None  # one that is given from now on is of the next backward
+        if given != 1.0:
+            self._look_for_exchanges()
         total = self._total + given
         if self._count == 0:
             # A first micro-batch of weight 0 must leave nothing that others are added to.
@@ -157,15 +233,39 @@ class MicroBatchWeights(ABC):
             self._call_at_end(EndOfBackward(self._end_local, dropped))
         return total
 
+    def _look_for_exchanges(self) -> None:
+        """Search the graph of the backward under way for exchanges that do not bear weights, if it is new."""
+        roots = self._roots()
+        graph = self._graph(roots)
+        found = self._searched.get(graph)
+        if found is None:
+            if len(self._searched) == _MOST_GRAPHS:
+                self._searched.clear()
+            found = self._searched[graph] = []
+            if self._find_exchanges(roots, found):
+                self._inner, self._inner_roots = found, [roots]
+        if found:
+            self.refuse(_foreign_exchange_error(found))
+
+    def _look_within(self, found: list[str]) -> None:
+        """The same for a backward within this one, as that of a block that is recomputed."""
+        roots = self._roots()
+        if roots not in self._inner_roots:
+            self._inner_roots.append(roots)
+            self._find_exchanges(roots, found)
+            if found:
+                self.refuse(_foreign_exchange_error(found))
+
     def end(self) -> None:
         """A synchronised pass is over, or given up."""
         self._close_backward()
+        self.refusal = None
         self._total, self._count = 0.0, 0
 
     def give_up_interrupted(self) -> None:
         """Forget a backward that ended in an exception, and with it what has accumulated."""
         self._awaited = None
-        if self._is_open:
+        if self.is_open:
             self._forget()
 
     def _forget_if_awaited(self, end: object) -> None:
@@ -179,9 +279,11 @@ class MicroBatchWeights(ABC):
 
     def _share_of_incoming(self) -> float:
         """What a gradient is multiplied by before it is accumulated. 0 takes it out, whatever it holds."""
-        if not self._is_open:
+        if not self.is_open:
             self.begin()
-        return self._share if self._is_open else 1.0
+        elif self._inner is not None:
+            self._look_within(self._inner)
+        return self._share if self.is_open else 1.0
 
     def _given(self) -> float | None:
         if self._once is not None:
@@ -195,7 +297,9 @@ class MicroBatchWeights(ABC):
         self._close_backward()
 
     def _close_backward(self) -> None:
-        self._is_open = False
+        self.is_open = False
+        self._inner = None
+        self._inner_roots.clear()
         self._of_forwards = self._before_forward = None
 
 
@@ -214,3 +318,15 @@ def as_weight(weight: object, owner: str = "weight") -> float:
         expected = f"0, or from {_LEAST:g} to {_MOST:g}"
         raise arguments.refuse("weight", weight, expected, "divide all weights by the largest: ratios count")
     return number
+
+
+def _foreign_exchange_error(names: list[str]) -> ConfigError:
+    """The graph of a weighted backward holds functions of others that exchange gradients between ranks."""
+    return ConfigError(
+        "The model or its loss exchanges gradients between ranks, and they do not bear the ranks' weights.",
+        seen=f"in the graph of this backward: {', '.join(names)}",
+        expected="no weight, or only layers that Paceline knows to weigh: its own SyncBatchNorm",
+        likely="all_gather with gradient (a contrastive loss), or another library's layer that sums over "
+        "ranks, together with weight= or weight()",
+        hint=f"{SCALE_THE_LOSS}: that is right for every exchange",
+    )

@@ -154,6 +154,7 @@ class Passes(Generic[AnyAutograd]):
             allow_unused=config.allow_unused,
             nonfinite=config.nonfinite,
             static_graph=self._static_graph,
+            all_gather=self.link.all_gather,
         )
         self._left_over = LeftOver(
             self._front_end, self.state, self._variety, self._static_graph, allow_unused=config.allow_unused
@@ -503,6 +504,8 @@ class Passes(Generic[AnyAutograd]):
                     self._left_over.hand_over(reducer)
                 status = state.status
                 status.reached = self.graphs.reached
+                if self.micro_batches.is_used and self.micro_batches.refusal is not None:
+                    state.refuse(len(self._tensors.all_names), self.micro_batches.refusal)
                 told = self.notes.take(self._begun_forwards, bool(state.accumulated))
                 reducer.set_note(told, number)
                 allow_unused = config.allow_unused or status.frozen is not None

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import FrameType
+from typing import Any
 
 import torch
 from torch.distributions import Distribution
@@ -75,21 +76,42 @@ def running_call() -> RunningCall:
     refuse_compiled_autograd()
     found = _innermost_call(sys._getframe(1))
     if found is not None:
-        return found
-    threads = sys._current_frames()
-    threads.pop(threading.get_ident(), None)
-    waiting = {call for frame in threads.values() if (call := _innermost_call(frame)) is not None}
+        return _kind_of(found)
+    waiting = {_kind_of(frame) for frame in _waiting_calls()}
     return waiting.pop() if len(waiting) == 1 else RunningCall.UNKNOWN
 
 
-def _innermost_call(frame: FrameType | None) -> RunningCall | None:
+def roots_of_backward() -> list[Any]:
+    """The nodes of autograd's graph at which the backward begins that runs, or waits, as for `running_call`.
+
+    Empty: it is not known which call it is.
+    """
+    found = _innermost_call(sys._getframe(1))
+    calls = [found] if found is not None else _waiting_calls()
+    if len(calls) != 1:
+        return []
+    tensors = calls[0].f_locals.get("tensors", ())
+    each = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    nodes = [getattr(tensor, "grad_fn", None) or getattr(tensor, "node", None) for tensor in each]
+    return [node for node in nodes if node is not None]
+
+
+def _waiting_calls() -> list[FrameType]:
+    threads = sys._current_frames()
+    threads.pop(threading.get_ident(), None)
+    return [call for frame in threads.values() if (call := _innermost_call(frame)) is not None]
+
+
+def _kind_of(call: FrameType) -> RunningCall:
+    if call.f_code is torch.autograd.grad.__code__:
+        return RunningCall.GRAD
+    inputs = call.f_locals.get("inputs")  # torch 2.6 makes an empty tuple of None
+    of_all = inputs is None or (isinstance(inputs, tuple) and not inputs)
+    return RunningCall.BACKWARD if of_all else RunningCall.BACKWARD_OF_SOME
+
+
+def _innermost_call(frame: FrameType | None) -> FrameType | None:
     grad, backward = torch.autograd.grad.__code__, torch.autograd.backward.__code__
-    while frame is not None:
-        if frame.f_code is grad:
-            return RunningCall.GRAD
-        if frame.f_code is backward:
-            inputs = frame.f_locals.get("inputs")  # torch 2.6 makes an empty tuple of None
-            of_all = inputs is None or (isinstance(inputs, tuple) and not inputs)
-            return RunningCall.BACKWARD if of_all else RunningCall.BACKWARD_OF_SOME
+    while frame is not None and frame.f_code is not grad and frame.f_code is not backward:
         frame = frame.f_back
-    return None
+    return frame

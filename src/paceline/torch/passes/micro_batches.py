@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from paceline.reducer.passes.exchanges import nodes_from
 from paceline.reducer.passes.micro_batches import MicroBatchWeights
 from paceline.reducer.passes.state import PassState
-from paceline.torch.passes.graphs import RunningCall, running_call
+from paceline.torch.passes.exchanges import find_exchanges
+from paceline.torch.passes.graphs import RunningCall, roots_of_backward, running_call
 from paceline.torch.passes.last_hooks import taking_hooks
 
 
@@ -26,6 +29,7 @@ class TorchWeights(MicroBatchWeights):
         super().__init__(state)
         self._parameters = parameters
         self._handles: list[RemovableHandle] = []
+        self._first_node = 0
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -35,8 +39,28 @@ class TorchWeights(MicroBatchWeights):
 
     def watch_local(self) -> None:
         """An output of a forward in no_sync() has got its gradient: its backward begins."""
-        if not self._is_open and running_call() is RunningCall.BACKWARD:
+        if not self.is_open and running_call() is RunningCall.BACKWARD:
             self.begin()
+
+    def is_in_backward(self) -> bool:
+        return running_call() is not RunningCall.GRAD
+
+    def reaches(self, node: object) -> bool:
+        own = {id(parameter) for parameter in self._parameters}
+        return any(id(getattr(each, "variable", None)) in own for each in nodes_from([node]))
+
+    def note_forward(self) -> None:
+        """A forward begins. Its nodes are numbered from here, so a graph of another size is another one."""
+        self._first_node = torch._C._autograd._get_sequence_nr()
+
+    def _roots(self) -> list[Any]:
+        return roots_of_backward()
+
+    def _graph(self, roots: list[Any]) -> Hashable:
+        return tuple((root.name(), root._sequence_nr() - self._first_node) for root in roots)
+
+    def _find_exchanges(self, roots: list[Any], found: list[str]) -> bool:
+        return find_exchanges(roots, found)
 
     def _install(self) -> None:
         for parameter in self._parameters:
@@ -56,7 +80,7 @@ class TorchWeights(MicroBatchWeights):
 
         None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
         """
-        if not (self._is_open or self._state.is_armed) and running_call() is RunningCall.GRAD:
+        if not (self.is_open or self._state.is_armed) and running_call() is RunningCall.GRAD:
             return None
         share = self._share_of_incoming()
         if share == 1.0 or gradient is None:

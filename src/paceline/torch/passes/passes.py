@@ -164,6 +164,8 @@ class TorchAutograd:
         if not self._has_begun:
             self._has_begun = True
             self._in_backward = take_over_optimizers(self._tensors.trainable)
+        if self._weights.is_used:
+            self._weights.note_forward()
         if not is_syncing:
             return
         if good_passes >= self.times.next_pass:

@@ -1,0 +1,345 @@
+"""Gradients that cross ranks in norms and losses, with weights, against one process in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import ConfigError
+from paceline.torch import DistributedDataParallel, SyncBatchNorm
+from tests.harness import ranks
+
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+SIZES = {2: [1, 4], 3: [1, 4, 2]}
+WEIGHTS = {2: [2.5, 0.5], 3: [2.5, 0.5, 7.0]}
+
+
+def normed() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(3, 4),
+        nn.BatchNorm1d(4),
+        nn.Tanh(),
+        nn.Linear(4, 2),
+        nn.BatchNorm1d(2, affine=False),
+    ).double()
+
+
+def rows(sizes: Sequence[int], seed: int = 5) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(sizes), 3, dtype=torch.float64, generator=generator).split(list(sizes))
+
+
+def plain_loss(output: torch.Tensor) -> torch.Tensor:
+    return (output - 0.3).pow(2).mean() + output.pow(3).sum() / 7
+
+
+def expect(
+    model: nn.Module, steps: Sequence[tuple[Sequence[torch.Tensor], Sequence[float]]], call: Any = None
+) -> list[torch.Tensor]:
+    """The gradients of sum(w * loss) / sum(w), over the ranks' parts of each of these whole batches."""
+    alone = copy.deepcopy(model)
+    alone.zero_grad()
+    total = sum(sum(weights) for _, weights in steps)
+    for parts, weights in steps:
+        whole = torch.cat(list(parts))
+        output = alone(whole) if call is None else call(alone, whole)
+        outputs = output.split([len(part) for part in parts])
+        losses = [plain_loss(part) * weight for part, weight in zip(outputs, weights) if weight]
+        (torch.stack(losses).sum() / total).backward()
+    return [parameter.grad for parameter in alone.parameters()]
+
+
+def wrap(model: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model)), **options)
+
+
+def assert_gradients(ddp: nn.Module, expected: Sequence[torch.Tensor]) -> None:
+    for parameter, gradient in zip(ddp.parameters(), expected, strict=True):
+        assert_close(parameter.grad, gradient, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("path", ["memory", "group"])
+@pytest.mark.parametrize("world_size", [2, 3])
+@ranks("world_size", group="gloo")
+def test_a_norm_weighs_what_it_exchanges(rank: int, path: str, world_size: int) -> None:
+    model, parts, weights = normed(), rows(SIZES[world_size]), WEIGHTS[world_size]
+    expected = expect(model, [(parts, weights)])
+    own, weight = parts[rank], weights[rank]
+
+    for how in ("argument", "function", "scope", "scope of backward", "once"):
+        given = {"argument": weight, "function": lambda _: weight}.get(how)
+        ddp = wrap(model, reduce_through=path, weight=given)
+        scope = ddp.weight(weight) if how == "scope" else contextlib.nullcontext()
+        with scope:
+            loss = plain_loss(ddp(own))
+            if how == "scope of backward":
+                with ddp.weight(weight):
+                    loss.backward()
+            else:
+                if how == "once":
+                    ddp.weight(weight)
+                loss.backward()
+        assert_gradients(ddp, expected)
+        if given is None:  # and no longer
+            ddp.zero_grad()
+            plain_loss(ddp(own)).backward()
+            assert_gradients(ddp, expect(model, [(parts, [1.0] * world_size)]))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@ranks("world_size", group="gloo")
+def test_micro_batches_and_empty_ones(rank: int, world_size: int) -> None:
+    model = normed()
+    sizes = [SIZES[world_size], SIZES[world_size][::-1], [0, 3, 2][:world_size]]
+    steps = [(rows(size, seed), [float(each) for each in size]) for seed, size in enumerate(sizes)]
+    ddp = wrap(model)
+    for number, (parts, weights) in enumerate(steps):
+        is_last = number == len(steps) - 1
+        with contextlib.nullcontext() if is_last else ddp.no_sync(), ddp.weight(weights[rank]):
+            plain_loss(ddp(parts[rank])).backward()
+    assert_gradients(ddp, expect(model, steps))
+
+
+@ranks(2, group="gloo")
+def test_a_rank_of_weight_0_has_an_empty_batch_or_every_rank_raises(rank: int) -> None:
+    model = normed()
+    ddp = wrap(model)
+    parts = rows([5, 0])
+    with ddp.weight(5 * (1 - rank)):
+        plain_loss(ddp(parts[rank])).backward()
+    assert_gradients(ddp, expect(model, [(parts, [5.0, 0.0])]))
+    parts = rows([3, 2])
+    for micro_batches in (1, 2):
+        ddp.zero_grad()
+        loss = plain_loss(ddp(parts[rank]))
+        with pytest.raises(ConfigError, match=r"weigh 0.*\n.*rank 1 of 2"):
+            if micro_batches == 2:
+                with ddp.no_sync(), ddp.weight(1 - rank):
+                    plain_loss(ddp(parts[rank])).backward()
+            with ddp.weight(1 - rank if micro_batches == 1 else 1):
+                loss.backward()
+    ddp.zero_grad()
+    ddp.weight(0)  # everywhere: nothing is lost
+    plain_loss(ddp(parts[rank])).backward()
+    assert all(not parameter.grad.any() for parameter in ddp.parameters())
+    ddp.zero_grad()
+    with ddp.weight(1 + rank):
+        plain_loss(ddp(parts[rank])).backward()
+    assert_gradients(ddp, expect(model, [(parts, [1.0, 2.0])]))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@ranks(2, group="gloo")
+def test_a_norm_that_is_recomputed(rank: int, reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = normed()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.layers[0](x)
+            hidden = checkpoint(self.layers[1], hidden, use_reentrant=reentrant)
+            return checkpoint(self.layers[2:], hidden, use_reentrant=reentrant)
+
+    model, parts = Checkpointed(), rows([3, 4])
+    expected = expect(model.layers, [(parts, [3.0, 1.0])])
+    ddp = wrap(model, weight=lambda x: 3 - 2 * rank)
+    plain_loss(ddp(parts[rank])).backward()
+    assert_gradients(ddp, expected)
+
+
+@ranks(2, group="gloo")
+def test_a_norm_outside_of_the_wrapper(rank: int) -> None:
+    model, parts, weights = normed(), rows([3, 4]), [3.0, 1.0]
+    expected = expect(model, [(parts, weights)])
+    inner = wrap(model[:4])
+    outer = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model[4:]))
+    with inner.weight(weights[rank]):
+        plain_loss(outer(inner(parts[rank]))).backward()
+    assert_gradients(inner, expected)
+    # One that has nothing to do with the model that is weighed has no weight.
+    bare = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(model))
+    inner.weight(weights[rank])
+    plain_loss(bare(parts[rank])).backward()
+    for parameter in bare.parameters():
+        dist.all_reduce(parameter.grad)
+    alone = expect(model, [(parts, [1.0, 1.0])])
+    for parameter, gradient in zip(bare.parameters(), alone, strict=True):
+        assert_close(parameter.grad, gradient * 2)
+
+
+@ranks(2, group="gloo")
+def test_several_models_in_one_backward(rank: int) -> None:
+    model, parts = normed(), rows([3, 4])
+    first, second = wrap(model[:2]), wrap(model[2:])
+    expected = expect(model, [(parts, [3.0, 1.0])])
+    with first.weight(3 - 2 * rank), second.weight(3 - 2 * rank):
+        plain_loss(second(first(parts[rank]))).backward()
+    assert_gradients(nn.ModuleList([first, second]), expected)
+    # Other weights would need other sums for each model.
+    first.zero_grad(), second.zero_grad()
+    first.weight(1 + rank), second.weight(3 - 2 * rank)
+    with pytest.raises(ConfigError, match="other weights"):
+        plain_loss(second(first(parts[rank]))).backward()
+
+
+@ranks(2, group="gloo")
+def test_a_gradient_penalty_with_weights(rank: int) -> None:
+    model, parts, weights = normed(), rows([3, 4]), [3.0, 1.0]
+
+    def penalised(module: nn.Module, x: torch.Tensor, part: slice) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        output = module(x)
+        (slope,) = torch.autograd.grad(output.pow(2).sum(), x, create_graph=True)
+        return plain_loss(output[part]) + (slope[part].norm(dim=1) - 1).square().mean()
+
+    alone = copy.deepcopy(model)
+    whole = torch.cat(parts)
+    for part, weight in ((slice(0, 3), 3.0), (slice(3, 7), 1.0)):
+        (penalised(alone, whole, part) * weight / 4).backward()
+    ddp = wrap(model)
+    with ddp.weight(weights[rank]):
+        penalised(ddp, parts[rank], slice(None)).backward()
+    assert_gradients(ddp, [parameter.grad for parameter in alone.parameters()])
+
+
+class GatherLayer(torch.autograd.Function):
+    """As in many contrastive losses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        gathered = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, x)
+        return torch.cat(gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return summed(gradient).chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def summed(gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.contiguous()
+    dist.all_reduce(gradient)
+    return gradient
+
+
+class Shortened(torch.autograd.Function):
+    """Exchanges nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clamp(-1e9, 1e9)
+
+
+def gathered_by(how: str, x: torch.Tensor) -> torch.Tensor:
+    if how == "the user's":
+        return GatherLayer.apply(x)
+    if how == "torch.distributed.nn":
+        from torch.distributed.nn.functional import all_gather
+
+        return torch.cat(all_gather(x))
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
+    return all_gather_tensor_autograd(x, 0, dist.group.WORLD)
+
+
+@pytest.mark.parametrize("how", ["the user's", "torch.distributed.nn", "functional collectives"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@ranks(2, group="gloo")
+def test_exchanges_of_others_are_refused_with_weights_and_right_without(rank: int, how: str) -> None:
+    model, parts = normed()[:1], rows([3, 3])
+
+    def contrast(output: torch.Tensor) -> torch.Tensor:
+        both = gathered_by(how, output)
+        return (Shortened.apply(output) @ both.T).square().mean()
+
+    alone = copy.deepcopy(model)
+    whole = alone(torch.cat(parts))
+    losses = [(part @ whole.T).square().mean() for part in whole.split(3)]
+    (losses[0] * 0.75 + losses[1] * 0.25).backward()
+    expected = [parameter.grad for parameter in alone.parameters()]
+
+    ddp = wrap(model)
+    plain_loss(Shortened.apply(ddp(parts[rank]))).backward()  # nothing to find
+    ddp.zero_grad()
+    with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*rank 0 of 2") as caught:
+        ddp.weight(3 if rank == 0 else 1)  # rank 1 knows of nothing
+        contrast(ddp(parts[rank])).backward()
+    assert "multiply the loss" in str(caught.value)
+    ddp.zero_grad()
+    (contrast(ddp(parts[rank])) * (1.5 - rank)).backward()
+    assert_gradients(ddp, expected)
+    with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*all 2 ranks"):
+        with ddp.no_sync(), ddp.weight(2):
+            contrast(ddp(parts[rank])).backward()
+        with ddp.weight(2):
+            plain_loss(ddp(parts[rank])).backward()
+    ddp.zero_grad()
+    with ddp.weight(2 + rank):  # the next step is another one
+        plain_loss(ddp(parts[rank])).backward()
+    assert_gradients(ddp, expect(model, [(parts, [2.0, 3.0])]))
+
+
+@ranks(2, group="gloo")
+def test_an_exchange_in_a_block_that_is_recomputed_is_found(rank: int) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return checkpoint(self.exchange, self.first(x), use_reentrant=True)
+
+        def exchange(self, x: torch.Tensor) -> torch.Tensor:
+            return GatherLayer.apply(self.second(x))
+
+    ddp = wrap(Block())
+    with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*all 2 ranks"):
+        ddp.weight(2 + rank)
+        ddp(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("needs", [[True, False], [False, True], [False, False]])
+@ranks(2, group="gloo")
+def test_inputs_that_need_a_gradient_on_some_ranks_only(rank: int, needs: list[bool]) -> None:
+    torch.manual_seed(3)
+    for affine in (True, False):
+        model = nn.Sequential(nn.BatchNorm1d(3, affine=affine), nn.Linear(3, 2)).double()
+        parts = rows([3, 4])
+        whole = torch.cat(parts).requires_grad_()
+        alone = copy.deepcopy(model)
+        outputs = alone(whole).split([3, 4])
+        (sum(plain_loss(output) for output in outputs) / 2).backward()
+        ddp = wrap(model)
+        own = parts[rank].clone().requires_grad_(needs[rank])
+        plain_loss(ddp(own)).backward()
+        assert_gradients(ddp, [parameter.grad for parameter in alone.parameters()])
+        assert (own.grad is not None) == needs[rank]
+        if own.grad is not None:
+            assert_close(own.grad / 2, whole.grad.split([3, 4])[rank])
+
+
+@ranks(2, group="gloo")
+def test_a_rank_without_gradients_is_named_at_once(rank: int) -> None:
+    norm = SyncBatchNorm(3).double()
+    own = rows([3, 4])[rank].requires_grad_()
+    with torch.set_grad_enabled(rank == 0):
+        output = norm(own)
+    if rank == 0:
+        with pytest.raises(ConfigError, match=r"rank 1.*without"):
+            output.sum().backward()
+    dist.barrier()

@@ -1,0 +1,240 @@
+"""Gradients that cross ranks in Paddle's norms and losses, with weights, against one process in float64."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from numpy.testing import assert_allclose
+from paddle import nn
+from paddle.distributed.fleet.utils import recompute
+
+from paceline.errors import ConfigError
+from paceline.paddle import DataParallel, SyncBatchNorm
+from tests.multiprocess.paddle_models import ranks
+
+SIZES = {2: [1, 4], 3: [1, 4, 2]}
+WEIGHTS = {2: [2.5, 0.5], 3: [2.5, 0.5, 7.0]}
+Parts = Sequence[np.ndarray[Any, Any]]
+
+
+def normed() -> nn.Sequential:
+    paddle.set_default_dtype("float64")  # in this rank
+    paddle.seed(3)
+    return nn.Sequential(
+        nn.Linear(3, 4),
+        nn.BatchNorm1D(4),
+        nn.Tanh(),
+        nn.Linear(4, 2),
+        nn.BatchNorm1D(2, weight_attr=False, bias_attr=False),
+    )
+
+
+def rows(sizes: Sequence[int], seed: int = 5) -> list[np.ndarray[Any, Any]]:
+    whole = np.random.default_rng(seed).standard_normal((sum(sizes), 3))
+    return np.split(whole, np.cumsum(sizes)[:-1])
+
+
+def plain_loss(output: paddle.Tensor) -> paddle.Tensor:
+    return ((output - 0.3) ** 2).sum() / max(1, output.shape[0]) + (output**3).sum() / 7
+
+
+def expect(
+    alone: nn.Layer, steps: Sequence[tuple[Parts, Sequence[float]]]
+) -> list[np.ndarray[Any, Any] | None]:
+    """The gradients of sum(w * loss) / sum(w), over the ranks' parts of each of these whole batches."""
+    total = sum(sum(weights) for _, weights in steps)
+    for parts, weights in steps:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Paddle's own, of running statistics
+            output = alone(paddle.to_tensor(np.concatenate(parts)))
+        at = np.cumsum([0, *map(len, parts)]).tolist()
+        losses = [
+            plain_loss(output[at[i] : at[i + 1]]) * w for i, w in enumerate(weights) if w and len(parts[i])
+        ]
+        (sum(losses) / total).backward()
+    return [None if p.grad is None else p.grad.numpy() for p in alone.parameters()]
+
+
+def wrap(group: Any, model: nn.Layer, **options: Any) -> DataParallel:
+    return DataParallel(SyncBatchNorm.convert_sync_batchnorm(model, group), group=group, **options)
+
+
+def assert_gradients(model: nn.Layer, expected: Sequence[Any]) -> None:
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert (parameter.grad is None) == (gradient is None)
+        if gradient is not None:
+            assert_allclose(parameter.grad.numpy(), gradient, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@ranks("world_size")
+def test_a_norm_weighs_what_it_exchanges(group: Any, world_size: int) -> None:
+    parts, weights = rows(SIZES[world_size]), WEIGHTS[world_size]
+    expected = expect(normed(), [(parts, weights)])
+    own, weight = paddle.to_tensor(parts[group.rank]), weights[group.rank]
+    for how in ("argument", "function", "scope", "scope of backward", "once"):
+        given = {"argument": weight, "function": lambda _: weight}.get(how)
+        model = wrap(group, normed(), weight=given)
+        with model.weight(weight) if how == "scope" else contextlib.nullcontext():
+            loss = plain_loss(model(own))
+            if how == "scope of backward":
+                with model.weight(weight):
+                    loss.backward()
+            else:
+                if how == "once":
+                    model.weight(weight)
+                loss.backward()
+        assert_gradients(model, expected)
+        if given is None:  # and no longer
+            model.clear_gradients()
+            plain_loss(model(own)).backward()
+            assert_gradients(model, expect(normed(), [(parts, [1.0] * world_size)]))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@ranks("world_size")
+def test_micro_batches_and_empty_ones(group: Any, world_size: int) -> None:
+    sizes = [SIZES[world_size], SIZES[world_size][::-1], [0, 3, 2][:world_size]]
+    steps = [(rows(size, seed), [float(each) for each in size]) for seed, size in enumerate(sizes)]
+    model = wrap(group, normed())
+    for number, (parts, weights) in enumerate(steps):
+        is_last = number == len(steps) - 1
+        with contextlib.nullcontext() if is_last else model.no_sync(), model.weight(weights[group.rank]):
+            # Paddle's own Linear fails where an empty input needs no gradient.
+            own = paddle.to_tensor(parts[group.rank], stop_gradient=False)
+            plain_loss(model(own)).backward()
+    assert_gradients(model, expect(normed(), steps))
+
+
+@ranks(2)
+def test_a_rank_of_weight_0_has_an_empty_batch_or_every_rank_raises(group: Any) -> None:
+    model = wrap(group, normed())
+    parts = rows([3, 2])
+    own = paddle.to_tensor(parts[group.rank])
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"weigh 0.*\n.*rank 1 of 2"), model.weight(1 - group.rank):
+            plain_loss(model(own)).backward()
+        model.clear_gradients()
+    model.weight(0)  # everywhere: nothing is lost
+    plain_loss(model(own)).backward()
+    assert all(p.grad is None or not p.grad.numpy().any() for p in model.parameters())
+    model.clear_gradients()
+    with model.weight(1 + group.rank):
+        plain_loss(model(own)).backward()
+    assert_gradients(model, expect(normed(), [(parts, [1.0, 2.0])]))
+
+
+@ranks(2)
+def test_a_norm_that_is_recomputed(group: Any) -> None:
+    class Recomputed(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = normed()
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            hidden = recompute(self.layers[1], self.layers[0](x))
+            return recompute(self.layers[4], self.layers[3](self.layers[2](hidden)))
+
+    parts = rows([3, 4])
+    expected = expect(normed(), [(parts, [3.0, 1.0])])
+    model = wrap(group, Recomputed(), weight=lambda x: 3 - 2 * group.rank)
+    plain_loss(model(paddle.to_tensor(parts[group.rank]))).backward()
+    assert_gradients(model, expected)
+
+
+@ranks(2)
+def test_a_norm_outside_of_the_wrapper_and_several_models(group: Any) -> None:
+    parts, rank = rows([3, 4]), group.rank
+    own = paddle.to_tensor(parts[rank])
+    expected = expect(normed(), [(parts, [3.0, 1.0])])
+    whole = normed()
+    inner = wrap(group, whole[:4])
+    outer = SyncBatchNorm.convert_sync_batchnorm(whole[4:], group)
+    with inner.weight(3 - 2 * rank):
+        plain_loss(outer(inner(own))).backward()
+    assert_gradients(inner, expected[: len(inner.parameters())])
+
+    whole = normed()
+    first, second = wrap(group, whole[:2]), wrap(group, whole[2:])
+    with first.weight(3 - 2 * rank), second.weight(3 - 2 * rank):
+        plain_loss(second(first(own))).backward()
+    assert_gradients(whole, expected)
+    first.clear_gradients(), second.clear_gradients()
+    first.weight(1 + rank), second.weight(3 - 2 * rank)
+    with pytest.raises(ConfigError, match="other weights"):
+        plain_loss(second(first(own))).backward()
+
+
+@ranks(2)
+def test_exchanges_of_others_are_refused_with_weights_and_right_without(group: Any) -> None:
+    class GatherLayer(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+            return paddle.to_tensor(np.concatenate(group.all_gather(x.numpy())))
+
+        @staticmethod
+        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+            summed = np.ascontiguousarray(gradient.numpy())
+            group.all_reduce(summed)
+            return paddle.to_tensor(summed[3 * group.rank :][:3])
+
+    def contrast(output: paddle.Tensor, everything: paddle.Tensor) -> paddle.Tensor:
+        return (output.matmul(everything.t()) ** 2).mean()
+
+    parts, rank = rows([3, 3]), group.rank
+    own = paddle.to_tensor(parts[rank])
+    alone = normed()[:1]
+    everything = alone(paddle.to_tensor(np.concatenate(parts)))
+    (contrast(everything[:3], everything) * 0.75 + contrast(everything[3:], everything) * 0.25).backward()
+    expected = [parameter.grad.numpy() for parameter in alone.parameters()]
+
+    model = wrap(group, normed()[:1])
+    with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*rank 0 of 2") as caught:
+        model.weight(3 if rank == 0 else 1)  # rank 1 knows of nothing
+        output = model(own)
+        contrast(output, GatherLayer.apply(output)).backward()
+    assert "multiply the loss" in str(caught.value) and "GatherLayer" in str(caught.value)
+    model.clear_gradients()
+    output = model(own)
+    (contrast(output, GatherLayer.apply(output)) * (1.5 - rank)).backward()
+    assert_gradients(model, expected)
+    model.clear_gradients()
+    with model.weight(2 + rank):  # the next step is another one
+        plain_loss(model(own)).backward()
+    assert_gradients(model, expect(normed()[:1], [(parts, [2.0, 3.0])]))
+
+
+@pytest.mark.parametrize("needs", [[True, False], [False, True], [False, False]])
+@ranks(2)
+def test_inputs_that_need_a_gradient_on_some_ranks_only(group: Any, needs: list[bool]) -> None:
+    def model() -> nn.Layer:
+        paddle.set_default_dtype("float64")
+        paddle.seed(3)
+        return nn.Sequential(nn.BatchNorm1D(3), nn.Linear(3, 2))
+
+    parts, rank = rows([3, 4]), group.rank
+    expected = expect(model(), [(parts, [1.0, 1.0])])
+    wrapped = wrap(group, model())
+    own = paddle.to_tensor(parts[rank], stop_gradient=not needs[rank])
+    plain_loss(wrapped(own)).backward()
+    assert_gradients(wrapped, expected)
+    assert (own.grad is not None) == needs[rank]
+
+
+@ranks(2)
+def test_a_rank_without_gradients_is_named_at_once(group: Any) -> None:
+    paddle.set_default_dtype("float64")
+    norm = SyncBatchNorm(3, process_group=group)
+    own = paddle.to_tensor(rows([3, 4])[group.rank], stop_gradient=False)
+    with paddle.no_grad() if group.rank else contextlib.nullcontext():
+        output = norm(own)
+    if group.rank == 0:
+        with pytest.raises(ConfigError, match="without any"):
+            output.sum().backward()
+    group.barrier()
