@@ -14,6 +14,7 @@ from typing import Any
 from tests import accelerator
 from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program, numbered
+from tests.differential.torch_tensors import add_tensors
 
 VIEWS = ("plain", "unsqueeze", "view", "reshape", "t", "expand", "cat", "stack", "chunk", "select", "cut")
 HOOKS = ("post clamp_", "post replace", "post scale", "post look", "tensor scale", "tensor clamp")
@@ -35,6 +36,7 @@ def generate(seed: int) -> Program:
     program["modes"] = program["modes"] or ["default"]  # of those that were drawn it can run in none
     _add_hosts(program, random.Random(f"hosts {seed}"), needs_unused=writer.needs_unused)
     _make_uneven(program, random.Random(f"uneven {seed}"))
+    add_tensors(program, random.Random(f"tensors {seed}"))
     _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)
     if accelerator.IS_THERE:
         _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
