@@ -19,6 +19,7 @@ Every framework has (as torch, so Paddle):
 
 and these know no framework:
 
+    between.py           what programs do between a forward and its backward, or between two steps
     programs.py          how programs are walked, numbered and shown
     records.py           what a rank tells of its run
     judge.py             whether the records agree

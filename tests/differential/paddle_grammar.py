@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.device import paddle as device
+from tests.differential.between import set_flags, write_buffers
 from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program
 
@@ -66,6 +67,11 @@ def generate(seed: int) -> Program:
         last = max(number for number, op in enumerate(program["ops"]) if op["op"] == "clear")
         program["ops"][last:last] = writer.joined(rng)
     _add_modes(program, rng, needs_unused=writer.needs_unused)
+    rng = random.Random(f"between {seed}")
+    if rng.random() < 1 / 8:
+        write_buffers(program, rng)
+    if rng.random() < 1 / 8:
+        set_flags(program["ops"], rng)
     if device.IS_THERE:
         _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
     return program

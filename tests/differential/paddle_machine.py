@@ -15,7 +15,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from tests.differential.paddle_models import WIDTH, Batch, Net, Table, make_layer, parameter_of
+from tests.differential.paddle_models import WIDTH, Batch, Factor, Net, Table, make_layer, parameter_of
 from tests.differential.programs import Op, Program
 from tests.differential.records import Value
 from tests.differential.walk import Meeting, Parting, Run, Walker, of_rank
@@ -162,6 +162,8 @@ class Machine(Walker):
         if wrapper is None:
             return
         is_syncing = not op.get("no_sync")
+        if "flag" in op:
+            self._set_flag([model], bool(op["flag"]))
         with contextlib.nullcontext() if is_syncing else self.subject.no_sync(wrapper):
             value, batch = self._loss(op, model, wrapper)
         self.losses[op.get("to", "loss")] = Loss(value, model, is_syncing, batch)
@@ -219,6 +221,9 @@ class Machine(Walker):
             time.sleep(lag_s)
         keeps = bool(op.get("retain"))
         with contextlib.ExitStack() as stack:
+            if "flag" in op:
+                self._set_flag(models, bool(op["flag"]))
+                stack.callback(self._set_flag, models, True)
             if op.get("no_sync"):
                 for model in models:
                     stack.enter_context(self.subject.no_sync(self.wrappers[model]))
@@ -233,7 +238,8 @@ class Machine(Walker):
                     paddle.autograd.backward([loss.value for loss in losses], retain_graph=keeps)
         # Paddle runs no backward, and says nothing, where all that a loss depends on is frozen.
         passes = [loss for loss in losses if loss.is_syncing and not loss.value.stop_gradient]
-        synced = [] if op.get("no_sync") else sorted({loss.model for loss in passes})
+        is_local = op.get("no_sync") or not op.get("flag", True)
+        synced = [] if is_local else sorted({loss.model for loss in passes})
         if self.parting is not Parting.NEVER:
             for p in (p for net in self.nets for p in net.parameters() if p.grad is not None):
                 put(p, p.grad.clone())
@@ -243,6 +249,27 @@ class Machine(Walker):
                 self.weight_so_far.pop(model, None)
         for model in self.wrappers:
             self._note_gradients(model, is_shared=model in synced)
+
+    def _set_flag(self, models: list[int], is_syncing: bool) -> None:
+        """Set it outside of no_sync(): the reference goes by the flag of the backward alone."""
+        for model in models:
+            if not self.subject.simulates:
+                self.wrappers[model].grad_need_sync = is_syncing
+
+    def _op_write(self, op: Op, label: str) -> None:
+        """Write to the buffers that no forward writes. Each rank uses its own, as with Paddle's class."""
+        is_synced = self.subject.simulates and self.options.get("forward_sync_buffers")
+        value = of_rank(op.get("values", 1.0), 0 if is_synced else self.rank)
+        if value is None:  # this rank writes nothing
+            return
+        for layer in self.nets[op.get("model", 0) % len(self.nets)].sublayers():
+            if not isinstance(layer, Factor):
+                continue
+            made = paddle.full([1], value, layer.factor.dtype)
+            if op.get("how") == "anew":
+                layer.factor = made
+            else:
+                layer.factor.set_value(made)
 
     @contextlib.contextmanager
     def _weighed(self, models: list[int]) -> Iterator[None]:

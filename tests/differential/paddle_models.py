@@ -311,6 +311,17 @@ class Trap(nn.Layer):
         return x if x.stop_gradient else _Trapped.apply(x, self.traps)
 
 
+class Factor(nn.Layer):
+    """x times a buffer that the program writes, and no forward."""
+
+    def __init__(self, spec: dict[str, Any], net: Net) -> None:
+        super().__init__()
+        self.register_buffer("factor", paddle.ones([1]))
+
+    def forward(self, x: paddle.Tensor, batch: Batch) -> paddle.Tensor:
+        return x * self.factor.clone().astype(x.dtype)
+
+
 LAYERS: dict[str, type[nn.Layer]] = {
     "linear": Linear,
     "add": Add,
@@ -318,6 +329,7 @@ LAYERS: dict[str, type[nn.Layer]] = {
     "table": Table,
     "embedding": Embedding,
     "buffer": Buffer,
+    "factor": Factor,
     "complex": Complex,
     "norm": Norm,
     "own": Own,

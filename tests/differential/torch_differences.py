@@ -22,6 +22,8 @@ KNOWN: list[tuple[str, str]] = [
     (A_SECOND_BACKWARD, "a second backward is not averaged"),
     (A_FORWARD_OUTSIDE, "no_sync() counts for the forward, not for the backward"),
     (A_FORWARD_INSIDE, "the next backward is averaged, whatever forward it is of"),
+    ("op direct", "gradients that are returned are not averaged"),
+    ("a flag", "the flag counts when forward runs"),
     ("op freeze", "what is frozen or unfrozen after wrapping is not noticed, and nothing is averaged"),
     ("op replace", "a layer that is replaced after wrapping is not averaged"),
     ("op convert", "after a conversion of the model nothing is averaged"),
@@ -65,8 +67,10 @@ def _joint_features_of(program: Program) -> set[str]:
     found: set[str] = set()
     if "layer add" in layers and ("layer gate" in layers or any(map(_keeps_or_writes, ops))):
         found.add("gradients that share memory")
-    if "layer buffer" in layers and any(map(_parts_forward, ops)):
+    if layers & {"layer buffer", "layer factor"} and any(map(_parts_forward, ops)):
         found.add("buffers between two forwards")
+    if any("flag" in op for op in ops):
+        found.add("a flag")
     if any(op.get("scale", 0.0) > 1e30 for op in ops):
         found.add("a loss near the largest number")
     return found

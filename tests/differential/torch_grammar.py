@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests import accelerator
+from tests.differential.between import set_flags, step_directly, write_buffers
 from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program, numbered
-from tests.differential.torch_tensors import add_tensors
 
 VIEWS = ("plain", "unsqueeze", "view", "reshape", "t", "expand", "cat", "stack", "chunk", "select", "cut")
 HOOKS = ("post clamp_", "post replace", "post scale", "post look", "tensor scale", "tensor clamp")
@@ -36,8 +36,8 @@ def generate(seed: int) -> Program:
     program["modes"] = program["modes"] or ["default"]  # of those that were drawn it can run in none
     _add_hosts(program, random.Random(f"hosts {seed}"), needs_unused=writer.needs_unused)
     _make_uneven(program, random.Random(f"uneven {seed}"))
-    add_tensors(program, random.Random(f"tensors {seed}"))
     _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)
+    _add_between(program, random.Random(f"between {seed}"))
     if accelerator.IS_THERE:
         _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
     return program
@@ -106,6 +106,17 @@ def _clearing(ops: list[Op]) -> Iterator[Op]:
         yield op
         if op["op"] == "step":
             yield {"op": "zero_grad"}
+
+
+def _add_between(program: Program, rng: random.Random) -> None:
+    """Let some programs write buffers, set the flag after forward, or step after autograd.grad()."""
+    if rng.random() < 1 / 8:
+        write_buffers(program, rng)
+    if rng.random() < 1 / 8:
+        set_flags(program["ops"], rng)
+    is_scattering = any(mode.startswith("scatter") for mode in program["modes"])
+    if rng.random() < 1 / 25 and not is_scattering:  # a sharded optimizer takes no gradients of one's own
+        step_directly(program["ops"], rng)
 
 
 def _put_on_device(program: Program, rng: random.Random, *, needs_unused: bool) -> None:

@@ -16,8 +16,7 @@ from torch import nn
 
 from tests.differential.programs import Op, Program, numbered
 from tests.differential.records import Event, Value
-from tests.differential.torch_models import WIDTH, Batch, Net, Table, make_layer, parameter_of
-from tests.differential.torch_tensors import dense_of, make_plain, spoil
+from tests.differential.torch_models import WIDTH, Batch, Factor, Net, Table, make_layer, parameter_of
 from tests.differential.walk import Meeting, Parting, Run, Walker, of_rank
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -91,14 +90,10 @@ class Machine(Walker):
     def _build(self, spec: dict[str, Any]) -> None:
         seed(17 + len(self.nets))
         net = Net(spec, self.nets[:], self.traps)
-        if "dtype" in self.program:
-            _convert(net, DTYPES[self.program["dtype"]])
+        _convert(net, DTYPES[self.program.get("dtype", "float32")])
         if self.rank and not any(layer["kind"] == "borrow" for layer in spec.get("layers", [])):
             with torch.no_grad():  # wrapping must mend this
                 net.last.mul_(1 + self.rank)
-                spoil(net, 1 + self.rank)
-        if self.subject.simulates:
-            make_plain(net)
         if self.subject.simulates and not self.uses_amp:
             net.double()
         net.to(self.device)
@@ -241,6 +236,8 @@ class Machine(Walker):
         if wrapper is None:
             return
         is_syncing = not op.get("no_sync")
+        if "flag" in op:
+            self._set_flag([model], bool(op["flag"]))
         with contextlib.nullcontext() if is_syncing else self.subject.no_sync(wrapper):
             value, batch = self._loss(op, model, wrapper)
         self.losses[op.get("to", "loss")] = Loss(value, [model], is_syncing, batch)
@@ -304,6 +301,9 @@ class Machine(Walker):
             time.sleep(lag_s)
         total = sum((loss.value for loss in losses[1:]), losses[0].value)
         with contextlib.ExitStack() as stack:
+            if "flag" in op:
+                self._set_flag(models, bool(op["flag"]))
+                stack.callback(self._set_flag, models, True)
             if op.get("no_sync"):
                 for model in models:
                     stack.enter_context(self.subject.no_sync(self.wrappers[model]))
@@ -315,7 +315,8 @@ class Machine(Walker):
         if self.parting is not Parting.NEVER:  # those that were frozen when the model was built, too
             for p in (p for net in self.nets for p in net.parameters()):
                 _give_own_memory(p)
-        synced = [] if op.get("no_sync") else [m for loss in losses if loss.is_syncing for m in loss.models]
+        is_local = op.get("no_sync") or not op.get("flag", True)
+        synced = [] if is_local else [m for loss in losses if loss.is_syncing for m in loss.models]
         synced = sorted(set(synced))
         if synced:
             yield Meeting("synchronised", synced)
@@ -324,6 +325,42 @@ class Machine(Walker):
         for model in range(len(self.nets)):
             if model in self.wrappers:
                 self._note_gradients(model, is_shared=model in synced)
+
+    def _set_flag(self, models: list[int], is_syncing: bool) -> None:
+        """Set it outside of no_sync(): the reference goes by the flag of the backward alone."""
+        for model in models:
+            if not self.subject.simulates:
+                self.wrappers[model].require_backward_grad_sync = is_syncing
+
+    def _op_write(self, op: Op, label: str) -> None:
+        """Write to the buffers that no forward writes. Right is what rank 0 writes, on all ranks."""
+        value = of_rank(op.get("values", 1.0), 0 if self.subject.simulates else self.rank)
+        if value is None:  # this rank writes nothing
+            return
+        for layer in self._net(op).modules():
+            if not isinstance(layer, Factor):
+                continue
+            if op.get("how") == "anew":
+                layer.factor = torch.full_like(layer.factor, value)
+            elif op.get("how") == "data":
+                layer.factor.data.fill_(value)
+            else:
+                layer.factor.fill_(value)
+
+    def _op_direct(self, op: Op, label: str) -> Run:
+        """A step with gradients that autograd.grad() returns, which should have been their means."""
+        loss = self.losses.pop("loss", None)
+        if loss is None or loss.models[0] not in self.optimizers:
+            return
+        (model,) = loss.models
+        for p in self.trainable[model]:
+            p.grad = None
+        of = [p for p in self.trainable[model] if p.requires_grad]
+        for p, g in zip(of, torch.autograd.grad(loss.value, of, allow_unused=True)):
+            p.grad = g
+        if self.subject.simulates:
+            yield Meeting("synchronised", [model])
+        self.optimizers[model].step()
 
     @contextlib.contextmanager
     def _weighed(self, models: list[int]) -> Iterator[None]:
@@ -441,7 +478,7 @@ class Machine(Walker):
 def _value(tensor: torch.Tensor | None) -> Value | None:
     if tensor is None:
         return None
-    dense = dense_of(tensor).detach().cpu()
+    dense = tensor.detach().cpu()
     if dense.is_sparse:
         rows = dense.coalesce()
         # Copied, not added to zeros as by to_dense(): a rank may flush what is added.

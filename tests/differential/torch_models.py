@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.differential.torch_tensors import Held, Wrapped
 from tests.differential.walk import Traps
 
 WIDTH = 4
@@ -163,6 +162,17 @@ class Buffer(nn.Module):
         return y
 
 
+class Factor(nn.Module):
+    """x times a buffer that the program writes, and no forward."""
+
+    def __init__(self, spec: dict[str, Any], net: Net) -> None:
+        super().__init__()
+        self.register_buffer("factor", torch.ones(()))
+
+    def forward(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        return x * self.factor.to(x.dtype, copy=True)
+
+
 class Again(nn.Module):
     """An earlier layer of this model, a second time."""
 
@@ -277,14 +287,13 @@ LAYERS: dict[str, type[nn.Module]] = {
     "embedding": Embedding,
     "complex": Complex,
     "buffer": Buffer,
+    "factor": Factor,
     "again": Again,
     "tied": Tied,
     "borrow": Borrow,
     "gate": Gate,
     "checkpoint": Checkpoint,
     "trap": Trap,
-    "held": Held,
-    "wrapped": Wrapped,
 }
 
 
@@ -323,7 +332,5 @@ def make_layer(spec: dict[str, Any], net: Net) -> nn.Module:
 
 
 def parameter_of(net: nn.Module, number: int) -> nn.Parameter:
-    # What an op does to a parameter, it does to one that is plain on the ranks, too.
-    named = net.named_parameters()
-    parameters = [p for name, p in named if name.rpartition(".")[2] not in ("held", "wrapped")]
+    parameters = list(net.parameters())
     return parameters[number % len(parameters)]

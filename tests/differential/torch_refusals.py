@@ -28,6 +28,8 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
     ("nonfinite", ("NonFiniteGradientError",), 'nonfinite="raise"'),
     ("nest", ("ConfigError", "RuntimeError"), "wrappers within wrappers"),
     ("mode scatter", ("ConfigError", "MismatchError"), "docs/sharded-optimizer.md: what reads a part raises"),
+    ("op write", ("ReplicasDifferError",), "buffers that some ranks alone have written"),
+    ("op direct", ("RuntimeWarning",), "a step with gradients that nobody has averaged"),
     ("op iterate join", ("ConfigError",), "join() needs a process group of torch"),
 ]
 

@@ -199,6 +199,7 @@ def make_rank(rank: int, world_size: int, job: str, folder: Path) -> Run:
     """Prepare this process to run programs."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", message="(?s).*which averages nothing")
     os.environ.update(TMPDIR=str(folder))
     groups = Groups(rank, world_size, job, folder)
 

@@ -1,0 +1,55 @@
+"""What a program does between a forward and its backward, or between two steps, added to generated programs.
+
+By a generator of its own, so that a seed makes the same rest of the program as without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from tests.differential.programs import Op, Program
+
+VALUES = (0.5, 1.0, 1.5, 2.0)
+
+
+def write_buffers(program: Program, rng: random.Random) -> None:
+    """Write a buffer between steps: the same on all ranks; or on some only, or other values on each."""
+    layers = program["models"][0]["layers"]
+    layers.insert(rng.randint(0, len(layers)), {"kind": "factor"})
+    ranks = program["ranks"]
+    is_apart = rng.random() < 0.5
+    if is_apart and rng.random() < 0.5:
+        program.setdefault("options", {})["forward_sync_buffers"] = True
+    kind = rng.choice(["alone", "alone", "each"])
+    writer = rng.choice([0, 0, ranks - 1])
+    ops: list[Op] = []
+    for op in program["ops"]:
+        is_between = not ops or ops[-1]["op"] in ("step", "wrap", "optimizer")
+        if is_between and op["op"] not in ("step", "wrap", "optimizer") and rng.random() < 0.6:
+            values: list[float | None] | float = rng.choice(VALUES)
+            if is_apart:
+                drawn = [rng.choice(VALUES) for _ in range(ranks)]
+                values = [v if kind == "each" or rank == writer else None for rank, v in enumerate(drawn)]
+            ops.append({"op": "write", "values": values, "how": rng.choice(["put", "anew", "data"])})
+        ops.append(op)
+    program["ops"] = ops
+
+
+def set_flags(ops: list[Op], rng: random.Random) -> None:
+    """Set require_backward_grad_sync between forward and backward, in place of no_sync() around one."""
+    for before, op in itertools.pairwise(ops):
+        is_pair = before["op"] == "forward" and op["op"] == "backward" and "of" not in op
+        if not is_pair or "to" in before or before.get("no_sync") or rng.random() < 0.3:
+            continue
+        if op.pop("no_sync", False):
+            op["flag"] = False
+        elif not op.get("retain"):
+            before["flag"], op["flag"] = rng.random() < 0.3, True
+
+
+def step_directly(ops: list[Op], rng: random.Random) -> None:
+    """Step with what a call of the framework returns, instead of a backward."""
+    steps = [place for place, op in enumerate(ops) if op["op"] == "step" and "model" not in op]
+    place = rng.choice(steps) + 1
+    ops[place:place] = [{"op": "forward", "batch": 2, "data": 900 + len(ops)}, {"op": "direct"}]
