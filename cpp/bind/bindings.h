@@ -5,6 +5,7 @@
 
 namespace paceline {
 
+void bind_buffer_snapshot(nanobind::module_& m);
 void bind_compression(nanobind::module_& m);
 void bind_enumerations(nanobind::module_& m);
 void bind_failures(nanobind::module_& m);

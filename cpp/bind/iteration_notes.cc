@@ -67,7 +67,7 @@ class Look {
         return 0;
       }
       // Its memory may have been replaced by other, smaller memory.
-      if (tensor.device.type != dlpack::kCpu || tensor.begin() == nullptr ||
+      if (tensor.device.type != dlpack::kCpu ||
           tensor.nbytes_in_a_row() < begins_[i] + sizes_[i])
         return 0;
       const auto* begin = static_cast<const std::byte*>(tensor.begin());
@@ -128,6 +128,12 @@ class IterationNotes {
     has_begun_ = true;
   }
 
+  int64_t writes() {
+    if (!is_valid()) return 0;
+    return counts_writes() ? count() - writes_before_
+                           : sample() != sample_before_;
+  }
+
   int traverse(visitproc visit, void* arg) const {
     Py_VISIT(count_writes_.ptr());
     Py_VISIT(take_sample_.ptr());
@@ -186,6 +192,8 @@ void bind_iteration_notes(nb::module_& m) {
            "counted"_a, "version"_a, "sampled"_a, "begins"_a, "sizes"_a)
       .def_rw("batches", &IterationNotes::batches,
               "Taken from iterate() since the pass before.")
+      .def_prop_ro("writes", &IterationNotes::writes,
+                   "To parameters since the pass before.")
       .def("take", &IterationNotes::take, "forwards"_a, "accumulated"_a,
            "The note of the pass that ends now; 0 unless begin() was called.")
       .def("begin", &IterationNotes::begin, "forwards"_a,

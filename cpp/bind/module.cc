@@ -32,6 +32,7 @@ NB_MODULE(_core, m) {
   bind_iteration_notes(m);
   bind_gradient_hook(m);
   bind_module_snapshot(m);
+  bind_buffer_snapshot(m);
   bind_permutation(m);
   bind_compression(m);
   bind_hash(m);

@@ -32,6 +32,7 @@ std::string describe(const PassStatus& status) {
   index("frozen", status.frozen);
   flag("graph_changed", status.graph_changed);
   flag("static_graph", status.static_graph);
+  flag("wrote_buffers", status.wrote_buffers);
   flag("finished", status.finished);
   flag("interrupted", status.interrupted);
   return text + ")";
@@ -55,7 +56,8 @@ void bind_pass_status(nb::module_& m) {
           "__init__",
           [](PassStatus* self, uint32_t forwards, uint32_t reached,
              Index refused, Index twice, Index frozen, bool graph_changed,
-             bool static_graph, bool finished, bool interrupted) {
+             bool static_graph, bool wrote_buffers, bool finished,
+             bool interrupted) {
             new (self) PassStatus(forwards);
             self->reached = reached;
             self->refused = refused;
@@ -63,14 +65,15 @@ void bind_pass_status(nb::module_& m) {
             self->frozen = frozen;
             self->graph_changed = graph_changed;
             self->static_graph = static_graph;
+            self->wrote_buffers = wrote_buffers;
             self->finished = finished;
             self->interrupted = interrupted;
           },
           "forwards"_a = 0, nb::kw_only(), "reached"_a = 0,
           "refused"_a = nb::none(), "twice"_a = nb::none(),
           "frozen"_a = nb::none(), "graph_changed"_a = false,
-          "static_graph"_a = false, "finished"_a = false,
-          "interrupted"_a = false)
+          "static_graph"_a = false, "wrote_buffers"_a = false,
+          "finished"_a = false, "interrupted"_a = false)
       .def(nb::init_implicit<uint32_t>())
       .def_rw("forwards", &PassStatus::forwards)
       .def_rw("reached", &PassStatus::reached)
@@ -79,6 +82,7 @@ void bind_pass_status(nb::module_& m) {
       .def_rw("frozen", &PassStatus::frozen, may_be_none)
       .def_rw("graph_changed", &PassStatus::graph_changed)
       .def_rw("static_graph", &PassStatus::static_graph)
+      .def_rw("wrote_buffers", &PassStatus::wrote_buffers)
       .def_rw("finished", &PassStatus::finished)
       .def_rw("interrupted", &PassStatus::interrupted)
       .def_prop_ro("is_count", &PassStatus::is_count)

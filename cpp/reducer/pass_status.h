@@ -4,6 +4,7 @@
 // and in the messages that Python sends through process groups. pack(),
 // unpack() and difference() alone know how the word is made:
 //
+//   bit 63: buffers were written, with the kinds 0 to 2
 //   bits 60-62, kind     bits 0-59, from the highest to the lowest
 //   0  counts            forwards left (20), forwards (20)
 //   1  frozen            digest of the idle parameters (20), the same
@@ -57,6 +58,9 @@ struct PassStatus {
   /// That promise was made after wrapping, and no good pass has shown yet that
   /// all ranks have made it.
   bool static_graph = false;
+  /// The user's program has written to buffers since they were synchronised.
+  /// Ranks may differ in it.
+  bool wrote_buffers = false;
   /// There is no more data.
   bool finished = false;
   /// The backward has ended in an exception.
@@ -70,7 +74,7 @@ struct PassStatus {
   }
   /// Whether it tells counts of forwards and nothing else.
   constexpr bool is_plain() const {
-    return is_count() && !static_graph && !frozen;
+    return is_count() && !static_graph && !frozen && !wrote_buffers;
   }
 
   /// Forgets the pass that is over. A promise stays: see static_graph.
@@ -88,11 +92,12 @@ struct PassStatus {
     if (refused) return word(Kind::kRefused, *refused);
     if (twice) return word(Kind::kTwice, *twice);
     if (graph_changed) return word(Kind::kGraphChanged, 0);
-    const uint64_t counts = low(forwards) | low(forwards - reached)
-                                                << kCountBits;
-    if (static_graph) return word(Kind::kStaticGraph, counts);
+    const uint64_t counts = low(forwards) |
+                            low(forwards - reached) << kCountBits |
+                            (wrote_buffers ? kWroteBuffers : 0);
+    if (static_graph) return word(Kind::kStaticGraph, 0) | counts;
     if (!frozen) return counts;
-    return word(Kind::kFrozen, low(*frozen) << 2 * kCountBits | counts);
+    return word(Kind::kFrozen, low(*frozen) << 2 * kCountBits) | counts;
   }
 
   static constexpr PassStatus unpack(uint64_t word) {
@@ -120,6 +125,7 @@ struct PassStatus {
       case Kind::kCounts:
         break;
     }
+    status.wrote_buffers = (word & kWroteBuffers) != 0;
     status.forwards = static_cast<uint32_t>(low(value));
     status.reached =
         static_cast<uint32_t>(low(value) - low(value >> kCountBits));
@@ -135,7 +141,7 @@ struct PassStatus {
     kInBoth = kInForwards | kInLeft
   };
   static constexpr Difference difference(uint64_t one, uint64_t other) {
-    const uint64_t differs = one ^ other;
+    const uint64_t differs = (one ^ other) & ~kWroteBuffers;
     if (differs == 0) return kNone;
     const bool is_in_counts =
         differs >> 2 * kCountBits == 0 && kind_of(one) <= Kind::kStaticGraph;
@@ -157,12 +163,13 @@ struct PassStatus {
   };
   static constexpr uint32_t kValueBits = 60;
   static constexpr uint64_t kValue = (uint64_t{1} << kValueBits) - 1;
+  static constexpr uint64_t kWroteBuffers = uint64_t{1} << 63;
   static constexpr uint32_t kCountBits = kValueBits / 3;
   static constexpr uint64_t low(uint64_t value) {
     return value & ((uint64_t{1} << kCountBits) - 1);
   }
   static constexpr Kind kind_of(uint64_t word) {
-    return static_cast<Kind>(word >> kValueBits);
+    return static_cast<Kind>((word & ~kWroteBuffers) >> kValueBits);
   }
   static constexpr uint64_t word(Kind kind, uint64_t value) {
     return static_cast<uint64_t>(kind) << kValueBits | (value & kValue);

@@ -177,6 +177,7 @@ class PassStatus:
     frozen: int | None
     graph_changed: bool
     static_graph: bool
+    wrote_buffers: bool
     finished: bool
     interrupted: bool
     def __init__(
@@ -189,6 +190,7 @@ class PassStatus:
         frozen: int | None = None,
         graph_changed: bool = False,
         static_graph: bool = False,
+        wrote_buffers: bool = False,
         finished: bool = False,
         interrupted: bool = False,
     ) -> None: ...
@@ -336,6 +338,8 @@ class IterationNotes:
         self, counted: list[Any], version: str, sampled: list[Any], begins: list[int], sizes: list[int]
     ) -> None: ...
     batches: int
+    @property
+    def writes(self) -> int: ...
     def take(self, forwards: int, accumulated: bool) -> int: ...
     def begin(self, forwards: int) -> None: ...
 
@@ -369,6 +373,11 @@ class GradientHook:
         stand_in: object | None = None,
     ) -> None: ...
     def __call__(self, parameter: Any) -> None: ...
+
+class BufferSnapshot:
+    def __init__(self, dicts: list[dict[str, Any]], version: str, example: object | None) -> None: ...
+    def note(self) -> None: ...
+    def changed(self) -> list[tuple[int, str]]: ...
 
 class ModuleSnapshot:
     def __init__(

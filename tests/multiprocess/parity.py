@@ -73,6 +73,8 @@ BEYOND = """
 | SyncBatchNorm | yes | yes |
 | the wrapper can be compiled, pickled and copied | yes | no, as with Paddle's class |
 | a parameter that no rank uses | an error | a warning, as in Paddle |
+| buffers that ranks set to different values between steps | an error | a warning, as Paddle keeps them |
+| a step with gradients of `autograd.grad()`, which nobody averages | a warning | not reported |
 | a backend of the framework's collectives, and `DataParallel` in one process | yes | no, Paddle has neither |
 """
 

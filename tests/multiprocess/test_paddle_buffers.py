@@ -119,6 +119,7 @@ def test_a_buffer_that_is_empty_at_first_is_kept_in_step(group: Any) -> None:
     model = two_layers()
     model.register_buffer("queue", paddle.zeros([0, 2]))
     wrapped = DataParallel(model, group=group)
+    loss = squares(wrapped(share(batch(), group.rank)))
     model.queue = paddle.full([1, 2], 3.0 + group.rank)
-    squares(wrapped(share(batch(), group.rank))).backward()
+    loss.backward()
     assert_array_equal(model.queue.numpy(), [[3, 3]])

@@ -255,6 +255,17 @@ def slots_of(layer: nn.Layer) -> list[dict[str, object]]:
     return [layer._parameters, layer._sub_layers]
 
 
+def buffers_of(layer: nn.Layer) -> dict[str, Any]:
+    """The dictionary in which one layer, without its sublayers, keeps its buffers and finds them."""
+    found: dict[str, Any] = layer._buffers
+    return found
+
+
+def example_of_bytes(tensors: Sequence[Tensor]) -> Tensor | None:
+    """One of these tensors, if this Paddle lets the core look at the bytes of such; else None."""
+    return tensors[0] if tensors and hasattr(tensors[0], "__dlpack_c_exchange_api__") else None
+
+
 def parameters_of(layer: nn.Layer) -> dict[str, Any]:
     """The dictionary in which one layer, without its sublayers, keeps its parameters and finds them."""
     found: dict[str, Any] = layer._parameters

@@ -65,6 +65,7 @@ class WrapperOptions:
         init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
         init_sync_buffers: Broadcast buffers (and running statistics), too, when wrapping.
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
+        syncs_forward: Give them at the start of training forwards, too.
         buffers: What is done with buffers whose name matches a pattern.
         gradients_in_arena: Gradients live in the memory where they are averaged.
         skip_unused: Don't send buckets that no rank used in the pass before.
@@ -89,6 +90,7 @@ class WrapperOptions:
     init_sync: bool
     init_sync_buffers: bool
     broadcast_buffers: bool
+    syncs_forward: bool
     buffers: Mapping[str, str]
     gradients_in_arena: bool
     skip_unused: bool
@@ -111,6 +113,7 @@ class WrapperOptions:
             "bucket_cap_mb_list": str([cap / MIB for cap in self.bucket_caps_bytes]),
             "init_sync": str(self.init_sync),
             "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
+            "forward_sync_buffers": str(self.syncs_forward),
             "buffers": str(dict(self.buffers)),
             "find_unused_parameters": "any" if self.static_graph else str(self.allow_unused),
             "static_graph": str(self.static_graph),
@@ -245,6 +248,7 @@ class WrapperArguments:
             "init_sync": check.flag("init_sync", given.init_sync),
             "init_sync_buffers": broadcasts if init_sync_buffers is None else init_sync_buffers,
             "broadcast_buffers": broadcasts and forward_sync_buffers is not False,
+            "syncs_forward": bool(forward_sync_buffers),
             "buffers": self.buffers(given.buffers),
             "gradients_in_arena": check.flag("gradient_as_bucket_view", given.gradient_as_bucket_view),
             "skip_unused": skip_unused,

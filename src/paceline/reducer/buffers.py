@@ -1,15 +1,46 @@
 """Buffers that are averaged, broadcast or left alone after each pass, or on demand, in any framework.
 
-Imports only the standard library and its neighbours.
+They are synchronised at the end of backward, so that a forward waits for no other rank. A buffer that the
+user's program writes between two steps is therefore another on each rank in the next forward, unless all
+ranks write the same. `BufferWrites` notices such writes, the end of backward reports them, and
+`BufferSync.check_writes` raises on every rank if the values differ.
+
+Imports only the standard library, the core, `errors` and its neighbours.
 """
 
 from __future__ import annotations
 
+import json
+import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from paceline import _core
+from paceline.errors import ReplicasDifferError, format_ranks
 from paceline.reducer.buffer_policy import BufferPolicies
 from paceline.reducer.link import Link
+from paceline.reducer.pass_errors import shorten
+from paceline.reducer.replica_check import Entry
+
+HashModel = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Sequence[Entry]]
+"""Hashes of parameters, buffers and an optimizer's state, by name."""
+
+_all_writes: weakref.WeakSet[BufferWrites] = weakref.WeakSet()  # of this process
+
+_GONE = 0
+"""In place of a hash: the model has no such buffer any more."""
+
+
+class BufferOptions(Protocol):
+    """What a wrapped model was asked to do with its buffers; see `WrapperOptions`."""
+
+    @property
+    def buffers(self) -> Mapping[str, str]: ...
+    @property
+    def broadcast_buffers(self) -> bool: ...
+    @property
+    def syncs_forward(self) -> bool: ...
 
 
 class BufferedModel(Protocol):
@@ -25,6 +56,22 @@ class BufferedModel(Protocol):
         """Those that the model has now: modules may replace theirs."""
         ...
 
+    def buffer_slots(self) -> list[tuple[str, dict[str, Any]]]:
+        """For each module its name, with a dot behind it, and the dictionary of its buffers."""
+        ...
+
+    def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot:
+        """What notices later changes in these dictionaries."""
+        ...
+
+    def find_new_buffers(self) -> None:
+        """Look at the modules again: they have buffers that they had not before."""
+        ...
+
+    def is_unread(self, name: str) -> bool:
+        """Whether forward does not read this buffer now: a running statistic that is being trained."""
+        ...
+
 
 class WrittenBuffers(Protocol):
     """Buffers that are about to be written to.
@@ -35,8 +82,8 @@ class WrittenBuffers(Protocol):
 
     places: Mapping[str, Any]
 
-    def end(self) -> None:
-        """They have been written to."""
+    def end(self) -> Mapping[str, int]:
+        """They have been written to; hashes of some of them as they are now."""
         ...
 
 
@@ -71,36 +118,188 @@ class BufferHook(Protocol):
         ...
 
 
+class BufferWrites:
+    """Notices what the user's program writes to buffers between forwards, on this rank.
+
+    What forward writes itself is no such write, and neither is what synchronises buffers.
+
+    Args:
+        tensors: The model's.
+        names: Names of those to look at, as they are now.
+        hash_model: Hashes buffers.
+
+    Attributes:
+        found: Names of the buffers that were written to since the last synchronisation, each with its hash at
+            the beginning of the forwards that were the first to use what was written.
+    """
+
+    def __init__(self, tensors: BufferedModel, names: Callable[[], set[str]], hash_model: HashModel) -> None:
+        self.found: dict[str, list[int]] = {}
+        self._tensors = tensors
+        self._names = names
+        self._hash_model = hash_model
+        self._unused: set[str] = set()  # written, and not yet used by a forward that is trained
+        self._doubtful: list[str] = []
+        self._left_alone: set[str] = set()
+        self._others: list[weakref.ref[BufferWrites]] = []
+        self._take_slots()
+        _all_writes.add(self)
+        for each in _all_writes:
+            each._find_others()
+
+    def _take_slots(self) -> None:
+        slots = self._tensors.buffer_slots()
+        self._held = {id(held) for _, held in slots}
+        self._prefixes = [prefix for prefix, _ in slots]
+        self._buffers = self._tensors.buffers
+        self._snapshot = self._tensors.snapshot([held for _, held in slots])
+
+    def _find_others(self) -> None:
+        """Other wrapped models have modules of this one: what their forwards write is written by forward."""
+        others = [each for each in _all_writes if each is not self and each._held & self._held]
+        self._others = [weakref.ref(each) for each in others]
+
+    def _changed(self) -> set[str]:
+        return {f"{self._prefixes[number]}{key}" for number, key in self._snapshot.changed()}
+
+    def begin_forward(self, *, is_trained: bool, after_local_backward: bool) -> None:
+        """Look at what was written since the last forward.
+
+        Args:
+            is_trained: Whether gradients of this forward may be averaged.
+            after_local_backward: Whether there was a backward in no_sync() in between, which may have
+                repeated a forward with all that this writes.
+        """
+        self.collect()
+        if self._unused and is_trained:
+            self._note_values(after_local_backward=after_local_backward)
+
+    def collect(self) -> None:
+        """Look at what was written, before something else than the user's program writes."""
+        self._collect()
+        for find in self._others:
+            if (other := find()) is not None:
+                other._collect()
+
+    def _collect(self) -> None:
+        if self._buffers is not self._tensors.buffers:
+            self._note_new_modules()
+        elif changed := self._snapshot.changed():
+            self._unused |= {f"{self._prefixes[number]}{key}" for number, key in changed}
+            new = self._unused - self._buffers.keys() - self._left_alone
+            if new:  # registered after wrapping, or one that is left alone
+                self._tensors.find_new_buffers()
+                self._take_slots()
+                self._left_alone |= new - self._buffers.keys()
+
+    def _note_new_modules(self) -> None:
+        """Modules were added, removed or replaced since the last forward: so may buffers have been."""
+        before = self._buffers
+        self._unused |= self._changed()
+        self._take_slots()
+        now = self._tensors.buffers
+        self._unused |= {name for name, buffer in now.items() if before.get(name) is not buffer}
+
+    def names(self) -> list[str]:
+        """Names of the buffers that were written to, and that no forward has used yet."""
+        names, is_unread = self._names(), self._tensors.is_unread
+        return sorted(name for name in self._unused if name in names and not is_unread(name))
+
+    def _note_values(self, *, after_local_backward: bool) -> None:
+        written = self.names()
+        self._unused.clear()
+        for name, value in self.hashes(written).items():
+            self.found.setdefault(name, []).append(value)
+        if after_local_backward:
+            self._snapshot.note()
+            self._doubtful = written
+
+    def end_forward(self) -> None:
+        """What was written since it began was written by forward."""
+        if self._doubtful:
+            for name in self._changed().intersection(self._doubtful):
+                self.found.pop(name, None)  # forward writes it: so has its repetition
+            self._doubtful = []
+        self._note()
+
+    def end_backward(self) -> None:
+        """A backward may have repeated a forward."""
+        self._snapshot.note()
+
+    def _note(self) -> None:
+        self._snapshot.note()
+        for find in self._others:
+            if (other := find()) is not None:
+                other._snapshot.note()
+
+    def end_sync(self) -> None:
+        """The buffers are the same on all ranks."""
+        if self._buffers is not self._tensors.buffers:
+            self._take_slots()
+        self._note()
+        self.found.clear()
+        self._unused.clear()
+
+    def hashes(self, names: Iterable[str]) -> dict[str, int]:
+        """Hashes of the values that these buffers have now."""
+        now = self._tensors.current_buffers()
+        held = {name: now[name] for name in names if name in now}
+        found = {entry.name: entry.hash for entry in self._hash_model({}, held, None)}
+        return {name: found.get(name, _GONE) for name in names}
+
+
 class BufferSync:
     """Keeps the buffers of one model in step.
 
     Args:
         tensors: The model's.
         link: Between the ranks that train it.
-        patterns: Policies by name pattern, as those of file names; the first match counts.
-        broadcasts: Whether buffers that no pattern matches are broadcast after each pass.
+        options: What is done with buffers, and when.
         average: Replaces buffers of floating-point numbers by their means over some ranks. Collective.
+        hash_model: Hashes buffers.
+        refuses_writes: Whether buffers that the user's program sets to other values on some ranks are an
+            error, and not a warning.
 
     Attributes:
         hook: Does it instead, where a user has registered one.
+        writes: What the user's program has written; None: nobody asks.
     """
 
     def __init__(
         self,
         tensors: BufferedModel,
         link: Link[Any],
-        patterns: Mapping[str, str],
-        broadcasts: bool,
+        options: BufferOptions,
         average: Callable[[Link[Any], Sequence[Any], Sequence[int]], None],
+        hash_model: HashModel,
+        *,
+        refuses_writes: bool = True,
     ) -> None:
         self.hook: BufferHook | None = None
+        self.writes: BufferWrites | None = None
         self._tensors = tensors
         self._noticing = tensors if isinstance(tensors, NoticingModel) else None
         self._link = link
-        self._patterns = patterns
-        self._broadcasts = broadcasts
+        self._patterns = options.buffers
+        self._broadcasts = options.broadcast_buffers
         self._average = average
+        self._hash_model = hash_model
+        self._in_forward = options.syncs_forward and link.world_size > 1
+        self._refuses_writes = refuses_writes
+        self._syncs_next = self._has_warned = self._is_forward_synced = False
+        self._synced_writes: list[str] = []  # written to before the forward that has synchronised them
+        self._left: Mapping[
+            str, int
+        ] = {}  # hashes of what the last synchronisation has left, as far as known
         self._take_names()
+
+    def watch(self) -> None:
+        """Notice from now on what the user's program writes to buffers that are broadcast after each pass."""
+        broadcasts = self._broadcasts or "broadcast" in self._patterns.values()
+        if broadcasts and self._link.world_size > 1:
+            self.writes = BufferWrites(
+                self._tensors, lambda: self._policies.broadcast(on_demand=False), self._hash_model
+            )
 
     def _take_names(self) -> None:
         self._buffers = self._tensors.buffers
@@ -123,36 +322,171 @@ class BufferSync:
         """Names of those that are the same on all ranks after a pass; of a user's hook nobody knows."""
         return set() if self.hook is not None else self._policies.in_step
 
+    def begin_forward(self, *, is_trained: bool, is_training: bool, after_local_backward: bool) -> None:
+        """Look at what was written since the last forward. Collective if buffers are broadcast in forward.
+
+        Args:
+            is_trained: Whether gradients of this forward may be averaged.
+            is_training: Whether the model is in training mode, too.
+            after_local_backward: See `BufferWrites.begin_forward`.
+        """
+        if self.hook is not None:
+            return
+        if is_training and not self._is_forward_synced:
+            self.sync_forward()
+        if self.writes is not None:
+            self.writes.begin_forward(is_trained=is_trained, after_local_backward=after_local_backward)
+
+    def sync_forward(self) -> None:
+        """Give every rank rank 0's buffers for the next pass, if `in_forward`. Collective then.
+
+        Also if some ranks alone have written what changed nothing: a schedule may go on with other values.
+        """
+        self._is_forward_synced = True
+        is_asked, self._syncs_next = self._in_forward or self._syncs_next, False
+        if self.hook is not None or not is_asked:
+            return
+        if self.writes is not None:
+            self.writes.collect()
+            self._synced_writes = [] if self._in_forward else self.writes.names()
+        if self._policies.after_pass:
+            self.sync(range(self._link.world_size), on_demand=False, averages=False)
+
+    @property
+    def has_writes(self) -> bool:
+        """Whether the end of backward is to report that this rank's program has written to buffers."""
+        return self.writes is not None and bool(self.writes.found or self._synced_writes)
+
+    def end_forward(self) -> None:
+        """The model has run."""
+        if self.writes is not None:
+            self.writes.end_forward()
+
+    def give_up_pass(self) -> None:
+        """A pass has ended in an error, and no buffer was synchronised."""
+        self._is_forward_synced = self._syncs_next = False
+        self._synced_writes = []
+        if self.writes is not None:
+            self.writes.end_backward()
+
     def end_pass(self, active: Sequence[int]) -> None:
         """The means are in place, for ranks of which these had data. Collective, if `is_needed`."""
+        self._is_forward_synced = False
         if self.hook is not None:
             self.hook.end_pass()
         elif self.is_needed:
             self.sync(active, on_demand=False)
 
-    def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
+    def check_writes(self, active: Sequence[int], where: str) -> None:
+        """Compare what the ranks have written to buffers since the last synchronisation. Collective.
+
+        Values that all ranks have written, and that are the same, are right: a schedule that each rank
+        computes, or a checkpoint that each loads. So is a write that leaves the value as it was.
+
+        Args:
+            active: Ranks that had data.
+            where: For the error: when this is.
+
+        Raises:
+            ReplicasDifferError: Names the buffers and the ranks that have written to them.
+        """
+        found = {} if self.writes is None else self.writes.found
+        told: list[tuple[dict[str, list[int]], list[str]]] = self._gather((found, self._synced_writes))
+        self._synced_writes = []
+        rows = [row for row, _ in told]
+        self._syncs_next = self._refuses_writes and any(
+            rows[rank].keys() != rows[active[0]].keys() or told[rank][1] != told[active[0]][1]
+            for rank in active
+        )
+        names = sorted({name for rank in active for name in rows[rank]})
+        differing = [n for n in names if len({tuple(rows[rank].get(n, ())) for rank in active}) > 1]
+        if not differing:
+            return
+        unwritten = [name for name in differing if name not in found]
+        now = {} if self.writes is None else self.writes.hashes(unwritten)
+        left = {name: self._left[name] for name in differing if name in self._left}
+        known: list[tuple[dict[str, int], dict[str, int]]] = self._gather((now, left))
+        writers = {}
+        for name in differing:
+            used = {value for rank in active for value in rows[rank].get(name, ())}
+            others = {known[rank][0][name] for rank in active if name not in rows[rank]}
+            if (
+                others
+            ):  # have used what the last synchronisation has left, which forward may have changed since
+                used |= next(({left[name]} for _, left in known if name in left), others)
+            if len(used) > 1:
+                writers[name] = tuple(rank for rank in active if name in rows[rank])
+        if not writers:
+            return
+        if self._refuses_writes:
+            where += "; the gradients of this pass are of no use, on any rank"
+            raise _written_apart(writers, self._link.world_size, where)
+        if not self._has_warned:
+            where += "; the buffers of rank 0 are now on every rank"
+            error = _written_apart(writers, self._link.world_size, where)
+            self._has_warned = True
+            warnings.warn(f"{error}\n  (reported once)", RuntimeWarning, stacklevel=3)
+
+    def _gather(self, value: object) -> list[Any]:
+        return [json.loads(row) for row in self._link.all_gather(json.dumps(value).encode())]
+
+    def sync(self, active: Sequence[int], *, on_demand: bool, averages: bool = True) -> None:
         """Bring the buffers in step. Collective.
 
         Args:
             active: Ranks whose values count; the first is the one that broadcasts.
             on_demand: Include buffers that are left alone after a pass, but for those that a pattern says
                 to leave alone.
+            averages: Whether buffers that are averaged are, too.
         """
+        if self.writes is not None:  # buffers may have been registered since
+            self.writes.collect()
         now: Mapping[str, Any] = self._tensors.current_buffers()
-        chosen, averages = self._policies.broadcast(on_demand=on_demand), self._policies.averaged
+        chosen = self._policies.broadcast(on_demand=on_demand)
+        averages_of = self._policies.averaged if averages else set()
         written = None
         if self._noticing is not None:
-            changing = averages if self._link.rank == active[0] else chosen | averages
+            changing = averages_of if self._link.rank == active[0] else chosen | averages_of
             is_memory = self._link.path == "memory"
             written = self._noticing.written_buffers(now, changing, through_pointers=is_memory)
         if written is not None:
             now = written.places
         copied = [buffer for name, buffer in now.items() if name in chosen]
-        averaged = [buffer for name, buffer in now.items() if name in averages]
+        averaged = [buffer for name, buffer in now.items() if name in averages_of]
         # Counters and other integers have no mean.
         copied += [buffer for buffer in averaged if not buffer.is_floating_point()]
         self._link.broadcast(copied, active[0])
         if averaged:
             self._average(self._link, [buffer for buffer in averaged if buffer.is_floating_point()], active)
         if written is not None:
-            written.end()
+            self._left = written.end()
+        if self.writes is not None:
+            self.writes.end_sync()
+
+
+def _written_apart(
+    writers: Mapping[str, tuple[int, ...]], world_size: int, where: str
+) -> ReplicasDifferError:
+    ranks = tuple(sorted({rank for who in writers.values() for rank in who}))
+    names = list(writers)
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, who in writers.items():
+        groups.setdefault(who, []).append(name)
+    which = f"{format_ranks(ranks)} of {world_size}"
+    if len(ranks) == world_size:
+        which = f"all {world_size} ranks, with different values"
+    return ReplicasDifferError(
+        f"Buffer '{shorten(names)}' was written between two steps on {which}: the ranks have used different "
+        "values in this step.",
+        where=where,
+        seen="\n".join(f"written on {format_ranks(who)}: {shorten(each)}" for who, each in groups.items()),
+        expected="the same values on every rank: buffers are synchronised at the end of backward, not in "
+        "forward, which waits for no other rank",
+        likely="a schedule, a mask or a checkpoint that some ranks alone set or load, or that is random on "
+        "each",
+        hint="forward_sync_buffers=True broadcasts rank 0's buffers at the start of training forwards, as "
+        "torch's own class does; or call sync_buffers() on every rank after the write; or write the same on "
+        f'every rank. buffers={{{names[0]!r}: "local"}} lets each rank keep its own',
+        ranks=ranks,
+        differing=dict(writers),
+    )

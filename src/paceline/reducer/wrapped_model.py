@@ -53,8 +53,7 @@ class WrappedModel:
         _warmup: The passes before those; None: there are none (any more).
         _home: Where the parameters lie that the ranks of a host share; None: each rank has its own.
         _earlier_steps: Good passes of the run whose state was loaded.
-        require_backward_grad_sync: Whether the next forward begins a synchronised pass; see no_sync(). Of the
-            backward under way `PassState.is_syncing` says it.
+        _syncs_backward: `require_backward_grad_sync`. Of a backward under way `PassState.is_syncing` says it.
     """
 
     _passes: Passes[Any] | None
@@ -64,7 +63,23 @@ class WrappedModel:
     _warmup: Warmup | None = None
     _home: Home[Any] | None = None
     _earlier_steps = 0
-    require_backward_grad_sync: bool
+    _syncs_backward = True
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next forward begins a synchronised pass; see no_sync().
+
+        Changed between a forward and its backward, it decides about that backward, as no_sync() around it
+        does.
+        """
+        return self._syncs_backward
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, is_syncing: bool) -> None:
+        has_changed = bool(is_syncing) is not self._syncs_backward
+        self._syncs_backward = bool(is_syncing)
+        if has_changed and self._passes is not None:
+            self._passes.expect_backward(is_syncing=self._syncs_backward)
 
     def _check_whole(self, parameters: Iterable[Any]) -> None:
         """Raise if parameters hold half of an optimizer's step, in which a rank was lost.
@@ -139,13 +154,13 @@ class WrappedModel:
             ...     loss(model(first_half)).backward()
             >>> loss(model(second_half)).backward()     # the mean over ranks of the sum of both
         """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
+        before = self._syncs_backward
+        self._syncs_backward = False
         try:
             with contextlib.nullcontext() if self._passes is None else self._passes.local():
                 yield
         finally:
-            self.require_backward_grad_sync = before
+            self._syncs_backward = before
 
     def weight(self, weight: Any) -> contextlib.AbstractContextManager[None]:
         """Set the weight of this rank's gradients: for the backwards inside `with`, or else for the next one.
@@ -297,8 +312,8 @@ class WrappedModel:
         """Synchronise buffers and running statistics now, by the policies in `buffers`. Collective.
 
         Buffers without a policy are broadcast from rank 0, also with broadcast_buffers=False. Buffers that
-        are "local" are left alone. Use it before an evaluation on all ranks; an evaluation on rank 0 alone
-        does not need it.
+        are "local" are left alone. Use it before an evaluation on all ranks, and after rank 0 alone has
+        written to buffers; an evaluation on rank 0 alone does not need it.
         """
         if self._meetings is not None:
             self._meetings.buffers.sync(range(self._meetings.link.world_size), on_demand=True)
@@ -448,7 +463,7 @@ class WrappedModel:
         self._passes = self._begin_again()
         self._passes.good_passes = before.good_passes
         self._passes.micro_batches.take_over(before.micro_batches)
-        self._passes.sync_next_backward(self.require_backward_grad_sync)
+        self._passes.sync_next_backward(self._syncs_backward)
 
     def _begin_local_forward(self, passes: _Passes, *, is_training: bool) -> _Passes:
         """A forward begins whose gradients will be needed, with `local_sgd`. Collective where ranks meet.

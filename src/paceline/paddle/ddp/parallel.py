@@ -90,9 +90,13 @@ class DataParallel(WrappedModel, PaddleNames):
         output_device: The device of the parameters, or None.
         dim: 0, the only dimension along which a batch is shared.
         broadcast_buffers: Give every rank rank 0's buffers and running statistics, when wrapping and at the
-            end of each synchronised backward. None: yes.
-        forward_sync_buffers: Like broadcast_buffers, except that buffers are always broadcast at
-            construction.
+            end of each synchronised backward. None: yes. A buffer that the program writes between two steps
+            keeps the value of each rank in the next forward, as with Paddle's class; if the ranks have
+            written different ones, there is one warning.
+        forward_sync_buffers: True: broadcast rank 0's buffers at the start of training forwards, too: of the
+            first in training mode after each synchronised backward. That forward is collective then. False:
+            as broadcast_buffers=False. In both cases buffers are broadcast at construction. None:
+            broadcast_buffers decides.
         init_sync: Give every rank rank 0's parameters when wrapping.
         process_group: Another name of `group`.
         bucket_cap_mb: Another name of `comm_buffer_size`; if both are passed, this one counts.
@@ -150,7 +154,8 @@ class DataParallel(WrappedModel, PaddleNames):
         ModelMismatchError: The ranks wrapped different models; names the first difference.
 
     Attributes:
-        grad_need_sync: Whether the next forward begins a synchronised pass; see no_sync().
+        grad_need_sync: Whether the next forward begins a synchronised pass; see no_sync(). Set between a
+            forward and its backward, it decides about that backward.
 
     Example:
         >>> model = DataParallel(nn.Linear(4, 1))
@@ -242,7 +247,6 @@ class DataParallel(WrappedModel, PaddleNames):
         check_inner(layers)
         self._layers = layers
         self.find_unused_parameters = bool(arguments["find_unused_parameters"])
-        self.require_backward_grad_sync = True
         self._peers = self._passes = None
         process_group = checked_group("DataParallel", arguments["process_group"], "process_group")
         group = process_group if arguments["group"] is None else arguments["group"]
@@ -333,38 +337,46 @@ class DataParallel(WrappedModel, PaddleNames):
             self._home.check_in_place()
         if torn.marks:
             self._check_whole(self._tensors.all_parameters.values())
-        if self._passes is None or not paddle.is_grad_enabled():
+        if self._passes is None:
+            return self._run(inputs, kwargs)
+        try:
+            return self._forward(self._passes, inputs, kwargs)
+        finally:
+            self._passes.buffers.end_forward()
+
+    def _forward(self, passes: GradientPasses, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not paddle.is_grad_enabled():
+            passes.begin_untrained_forward()
             return self._run(inputs, kwargs)
         if calls.depth:  # recompute runs the model again, then backward
             output = self._run(inputs, kwargs)
-            is_averaged = self.require_backward_grad_sync
-            self._passes.state.begin_forward(is_averaged, is_training=False, in_backward=True)
-            self._passes.watch(output)
+            is_averaged = self._syncs_backward
+            passes.state.begin_forward(is_averaged, is_training=False, in_backward=True)
+            passes.watch(output)
             return output
         self._tensors.check_unchanged()
         if not self._has_looked_outward:
             check_outer()
             self._has_looked_outward = True
         if self._config.local_sgd is not None:
-            self._begin_local_forward(self._passes, is_training=self._layers.training)
-        is_syncing = self.require_backward_grad_sync
-        is_training = self._layers.training
+            passes = self._begin_local_forward(passes, is_training=self._layers.training)
+        is_syncing = self._syncs_backward
         weight = self._config.weight
         if callable(weight):
             weight = as_weight(weight(*inputs, **kwargs))
-        self._passes.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=is_training)
+        passes.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=self._layers.training)
         if weight is not None:
-            self._passes.micro_batches.add_forward(weight)
+            passes.micro_batches.add_forward(weight)
         try:
             output = self._run(inputs, kwargs)
         except BaseException:
-            self._passes.micro_batches.take_back_forward()
+            passes.micro_batches.take_back_forward()
             raise
-        self._passes.watch(output)
+        passes.watch(output)
         if recording.note is not None:
-            self._passes.end_forward()
+            passes.end_forward()
             if recording.keeps_all and not is_syncing:
-                self._passes.watch_local(output)
+                passes.watch_local(output)
         return output
 
     def _check_traceable(self) -> None:
@@ -428,7 +440,7 @@ class DataParallel(WrappedModel, PaddleNames):
         if self._passes is None:  # alone, there still are micro-batches
             check_views("DataParallel")
             self._passes = self._begin_passes(LonePeers())
-            self._passes.sync_next_backward(self.require_backward_grad_sync)
+            self._passes.sync_next_backward(self._syncs_backward)
         return self._passes
 
     def join(

@@ -73,16 +73,26 @@ class ManagedTensors:
         self.sparse = {name: p for name, p in trained if id(p) in sparse}
         self.frozen = [p for p in self.all_parameters.values() if _is_frozen(p)]
         self.statistics = {name: p for name, p in named if id(p) in statistics}
-        self.buffers = self.statistics | {
-            name: b for name, b in layer.named_buffers() if _can_be_copied(b) and not _is_left_alone(b)
-        }
-        self.delayed: frozenset[int] = frozenset()
         self._layer = layer
+        self._find_buffers()
+        self.delayed: frozenset[int] = frozenset()
         # Walking the layers takes far longer than comparing the dictionaries in which they keep things.
         layers = layer.sublayers(include_self=True)
         self._slots = [slot for child in layers for slot in internals.slots_of(child)]
         self._structure = _core.ModuleSnapshot(self._slots, "stop_gradient", [], [])
+        # Running statistics are parameters, which their layers keep beside those that are trained.
+        named_layers = [("", layer), *layer.named_sublayers()]
+        self._buffer_slots: list[tuple[str, dict[str, Any]]] = [("", dict(self.statistics))]
+        self._buffer_slots += [
+            (f"{name}." if name else "", internals.buffers_of(child)) for name, child in named_layers
+        ]
+        self._norms = {id(p): child for child in layers for p in internals.running_statistics_of(child) or ()}
         self._take_snapshot()
+
+    def _find_buffers(self) -> None:
+        self.buffers = self.statistics | {
+            name: b for name, b in self._layer.named_buffers() if _can_be_copied(b) and not _is_left_alone(b)
+        }
 
     def _take_snapshot(self) -> None:
         """Note what is frozen, and apart from that what is frozen and in autograd's graph all the same."""
@@ -151,6 +161,23 @@ class ManagedTensors:
             for name, known in self.buffers.items()
             if (buffer := now.get(name)) is known or _can_be_copied(buffer)
         }
+
+    def buffer_slots(self) -> list[tuple[str, dict[str, Any]]]:
+        """See `paceline.reducer.buffers.BufferedModel`."""
+        return self._buffer_slots
+
+    def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot:
+        """See `paceline.reducer.buffers.BufferedModel`. Most writes do not count up a tensor's version."""
+        return _core.BufferSnapshot(slots, "inplace_version", internals.example_of_bytes(self.all_trainable))
+
+    def find_new_buffers(self) -> None:
+        """See `paceline.reducer.buffers.BufferedModel`."""
+        self._find_buffers()
+
+    def is_unread(self, name: str) -> bool:
+        """See `paceline.reducer.buffers.BufferedModel`."""
+        owner = self._norms.get(id(self.statistics.get(name)))
+        return owner is not None and bool(owner.training)
 
     def check_trainable(self) -> None:
         """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""

@@ -311,4 +311,5 @@ def make_passes(tensors: ManagedTensors, link: Link, config: DataParallelConfig)
 
 def make_buffer_sync(tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> BufferSync:
     """What keeps the running statistics and buffers of `tensors` in step over the ranks of `link`."""
-    return BufferSync(tensors, link, config.buffers, config.broadcast_buffers, average_buffers)
+    # No error: each rank has used its own, as it would under Paddle's class.
+    return BufferSync(tensors, link, config, average_buffers, hash_model, refuses_writes=False)

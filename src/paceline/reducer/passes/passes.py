@@ -50,6 +50,7 @@ from paceline.tracing.recording import recording
 from paceline.tracing.records import Event
 
 _NOT_FINITE = int(Outcome.NONFINITE | Outcome.OVERFLOWED)
+_TOLD = int(Outcome.TOLD)
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
 _PASS_ENDED = int(Event.PASS_ENDED)
@@ -97,6 +98,7 @@ class Passes(Generic[AnyAutograd]):
             front_end.buffers,
             front_end.notes,
         )
+        self.buffers.watch()
         self.world_size = link.world_size
         self.active: Sequence[int] = range(link.world_size)
         self._all_ranks = range(link.world_size)
@@ -105,6 +107,7 @@ class Passes(Generic[AnyAutograd]):
         self._hash_model = front_end.hash_model
         self._set_activity = link.tell
         self._begun_forwards = 0
+        self._is_in_training = True  # in the last forward
         self._log = PassLog(link.rank, link.world_size, tensors.names, self._arrivals)
         self._pass_id = self._log.before_first + 1
         self.good_passes = 0
@@ -330,11 +333,21 @@ class Passes(Generic[AnyAutograd]):
         if self._is_obstructed and is_syncing:
             self._check_scattering(is_training=is_training)
         self._begun_forwards += 1
+        self._is_in_training = is_training
         self.tell_forward(is_syncing=is_syncing, is_training=is_training)
         state.begin_forward(is_syncing, is_training=is_training, in_backward=in_backward)
         if recording.note is not None:
             self._log.records.begin_forward(self._pass_id, is_syncing, is_training, inputs, kwargs)
+        if not in_backward:
+            self.buffers.begin_forward(
+                is_trained=True, is_training=is_training, after_local_backward=bool(state.accumulated)
+            )
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
+
+    def begin_untrained_forward(self) -> None:
+        """Note a forward, or another method of the model, whose gradients no rank averages."""
+        if not self.autograd.is_in_backward():
+            self.buffers.begin_forward(is_trained=False, is_training=False, after_local_backward=False)
 
     def tell_forward(self, *, is_syncing: bool, is_training: bool) -> None:
         """Let the errors of other ranks tell that this one begins a forward. See `begin_forward`."""
@@ -362,6 +375,15 @@ class Passes(Generic[AnyAutograd]):
             is_empty = self._begun_forwards == begun_before
             if is_empty or state.is_due:
                 state.expect(before or state.is_due, is_forced=was_forced and is_empty)
+
+    def expect_backward(self, *, is_syncing: bool) -> None:
+        """The backward of the forwards so far synchronises, or not, whatever they were to do.
+
+        Outside of no_sync() and of a backward. A later forward decides for itself.
+        """
+        state = self.state
+        if not state.is_local and not state.is_armed:
+            state.expect(is_syncing, is_forced=True)
 
     def sync_next_backward(self, is_syncing: bool = True) -> None:
         """The next backward synchronises, or does not, whatever its forward was to do."""
@@ -506,6 +528,8 @@ class Passes(Generic[AnyAutograd]):
                 status.reached = self.graphs.reached
                 if self.micro_batches.is_used and self.micro_batches.refusal is not None:
                     state.refuse(len(self._tensors.all_names), self.micro_batches.refusal)
+                if self.buffers.has_writes:
+                    status.wrote_buffers = True
                 told = self.notes.take(self._begun_forwards, bool(state.accumulated))
                 reducer.set_note(told, number)
                 allow_unused = config.allow_unused or status.frozen is not None
@@ -517,6 +541,9 @@ class Passes(Generic[AnyAutograd]):
                     self._log.note_nonfinite(number, reducer.nonfinite)
                     self._note_active(Outcome(outcome))
                     self._judge.judge(Outcome(outcome), reducer, state.refusal)
+                    if outcome & _TOLD and any(each.wrote_buffers for each in reducer.statuses()):
+                        where = f"the end of backward {number - self._log.before_first}"
+                        self.buffers.check_writes(self.active, where)
                 seen_order = None if planning.is_order_final else list(state.handed)
                 if self.active:
                     self._write_back_means()
@@ -557,6 +584,7 @@ class Passes(Generic[AnyAutograd]):
             if self.among and isinstance(error, ReplicaError):
                 error.add_where(f"ranks count from 0 here: they are those of {self.among}")
             self.autograd.note_error(error)
+            self.buffers.give_up_pass()
             if isinstance(error, CollectiveError):
                 # A rank that was stopped, and whom this one has given up, may still write into the arena.
                 self.gradients.leave_arena()
@@ -678,6 +706,7 @@ class Passes(Generic[AnyAutograd]):
         self.graphs.end_pass()
         self.planning.earlier.last_pass = None
         self.fresh.forget()
+        self.buffers.give_up_pass()
         try:
             return give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
         finally:
@@ -700,6 +729,8 @@ class Passes(Generic[AnyAutograd]):
         self._tell_if_interrupted()
         self.gradients.restore({})  # those of the last such pass
         self.micro_batches.forget_given()
+        if self._is_in_training:
+            self.buffers.sync_forward()
         self._weigh(weight)
         self._left_over.hand_over_nothing(self.reducer)
         self.state.status.finished = True

@@ -78,7 +78,9 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         device_ids: A list of one device, to which inputs are moved, or None.
         output_device: The device in device_ids, or None.
         broadcast_buffers: Give every rank rank 0's buffers (running statistics), when wrapping and at the
-            end of each synchronised backward. None: yes.
+            end of each synchronised backward. None: yes. A forward waits for no other rank, so a buffer that
+            the program writes between two steps must be written alike on all ranks; else that backward
+            raises on every rank.
         init_sync: Give every rank rank 0's parameters when wrapping.
         process_group: A process group of torch, or a `paceline.Group`. None: torch's default group, or,
             if torch.distributed is not initialised, a group formed from the environment that
@@ -94,8 +96,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         bucket_cap_mb_list: Bucket sizes in MiB, one per bucket; the last applies to all further buckets.
             Replaces bucket_cap_mb.
         device_mesh: A mesh of one dimension, instead of process_group.
-        forward_sync_buffers: Like broadcast_buffers, except that buffers are always broadcast at
-            construction.
+        forward_sync_buffers: True: broadcast rank 0's buffers at the start of training forwards, too, as
+            torch does: of the first in training mode after each synchronised backward. That forward is
+            collective then. False: as broadcast_buffers=False. In both cases buffers are broadcast at
+            construction. None: broadcast_buffers decides.
         buffers: What to do with buffers after each synchronised backward, by name pattern ("*.running_*"):
             "average" them, "broadcast" those of rank 0, or leave them "local". The first match counts;
             broadcast_buffers decides if none matches. Integers are broadcast instead of averaged.
@@ -150,7 +154,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
 
     Attributes:
         module: The wrapped model.
-        require_backward_grad_sync: Whether the next forward begins a synchronised pass; see no_sync().
+        require_backward_grad_sync: Whether the next forward begins a synchronised pass; see no_sync(). Set
+            between a forward and its backward, it decides about that backward.
 
     Example:
         >>> model = DistributedDataParallel(nn.Linear(4, 1))
@@ -223,7 +228,6 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         check_inner(module)
         check_materialised("DistributedDataParallel", module)
         self.module = module
-        self.require_backward_grad_sync = True
         self.require_forward_param_sync = True  # others set it; buffers are brought in step after backward
         self._join_config = None  # torch's Join sets it
         self._joining = self._passes = None
@@ -265,7 +269,6 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if peers.world_size > 1:
             check_agreement(description, peers.exchange, peers.timeout_s)
         self._tensors.check_trainable()
-        self._tensors.check_averaged(self._config.buffers)
 
     def _begin_passes(self, *, is_first: bool = True) -> GradientPasses:
         peers = self._peers
@@ -352,6 +355,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             raise
         finally:
             TorchDDP._active_ddp_module = outer
+            if self._passes is not None:
+                self._passes.buffers.end_forward()
         if is_training:
             self._after_forward(output)
         return output
@@ -379,6 +384,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if recording.has_batches and torch.is_grad_enabled():
             recording.note_batch(inputs, kwargs)
         if not torch.is_grad_enabled() or is_alone or not self._tensors.are_trained():
+            if self._passes is not None:
+                self._passes.begin_untrained_forward()
             return inputs, kwargs, False
         refuse_compiled_autograd()
         active = TorchDDP._active_ddp_module  # of a forward around this one
@@ -393,7 +400,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if passes is not None:
             if self._config.local_sgd is not None:
                 passes = self._begin_local_forward(passes, is_training=is_training)
-            is_syncing = self.require_backward_grad_sync
+            is_syncing = self._syncs_backward
             if self._join_config is not None and self._join_config.enable and self._joining is not None:
                 self._joining.notify(self, is_syncing, is_training=is_training)
             weight = self._config.weight
@@ -421,7 +428,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             self._connected()
         if self._passes is None:  # alone, there still are micro-batches
             self._passes = self._begin_passes()
-            self._passes.sync_next_backward(self.require_backward_grad_sync)
+            self._passes.sync_next_backward(self._syncs_backward)
         return self._passes
 
     def _note_steps(self) -> None:

@@ -208,7 +208,7 @@ class TorchNames(TorchDDP):
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """As broadcast_buffers."""
+        """Whether buffers are broadcast in training, by this argument or by broadcast_buffers."""
         return self._config.broadcast_buffers
 
     @property
@@ -277,11 +277,13 @@ class TorchNames(TorchDDP):
             if passes is None or not self._tensors.are_trained():
                 return method(*args, **kwargs)
             graph_before = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+            passes.begin_untrained_forward()
             output = method(*args, **kwargs)
             if torch.autograd._get_sequence_nr() == graph_before:  # type: ignore[attr-defined]
                 return output  # it computed nothing that has a backward
+            passes.buffers.end_forward()
             # Not counted as a forward: it may be any method, called on some ranks only.
-            passes.begin_forward((), {}, is_syncing=self.require_backward_grad_sync, is_training=False)
+            passes.begin_forward((), {}, is_syncing=self._syncs_backward, is_training=False)
             passes.watch(output)
             return output
 

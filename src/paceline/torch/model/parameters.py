@@ -5,7 +5,6 @@ The one idea: a module may change in every way, as long as no parameter is train
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,17 +16,8 @@ from paceline import _core
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.arguments import WrapperArguments
-from paceline.reducer.buffer_policy import policy_of
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec
-from paceline.torch.model.inner_tensors import (
-    form,
-    has_no_mean,
-    inner_tensors,
-    is_wrapper,
-    plain_tensors,
-    why_not_trained,
-)
 
 DTYPES = {
     "float32": torch.float32,
@@ -155,20 +145,35 @@ class ManagedTensors:
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
         """Parameters and buffers, as they must be on all ranks."""
         parameters = tuple(
-            description
+            describe_tensor(name, p, requires_grad=id(p) in self._index_of)
             for name, p in self.all_parameters.items()
-            for description in describe_tensors(name, p, requires_grad=id(p) in self._index_of)
         )
         return parameters, tuple(
-            description
-            for name, b in self.buffers.items()
-            for description in describe_tensors(name, b, requires_grad=None)
+            describe_tensor(name, b, requires_grad=None) for name, b in self.buffers.items()
         )
 
     def current_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that the module has now: modules may replace theirs."""
         held = ((name, slots.get(key)) for name, slots, key in self._buffer_slots)
         return {name: buffer for name, buffer in held if buffer is not None}
+
+    def buffer_slots(self) -> list[tuple[str, dict[str, Any]]]:
+        """See `paceline.reducer.buffers.BufferedModel`."""
+        return self._slots
+
+    def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot:
+        """See `paceline.reducer.buffers.BufferedModel`."""
+        has_bytes = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and newer
+        return _core.BufferSnapshot(slots, "_version", self.trainable[0] if has_bytes else None)
+
+    def find_new_buffers(self) -> None:
+        """See `paceline.reducer.buffers.BufferedModel`."""
+        self._take_structure()
+
+    def is_unread(self, name: str) -> bool:
+        """See `paceline.reducer.buffers.BufferedModel`."""
+        owner = self._statistics.get(name)
+        return owner is not None and owner.training
 
     def written_buffers(
         self, buffers: Mapping[str, torch.Tensor], changing: Iterable[str], *, through_pointers: bool
@@ -187,25 +192,14 @@ class ManagedTensors:
                 seen=f"{len(self.all_parameters)} parameters, none with requires_grad=True",
                 hint="call the module itself; or unfreeze parameters before wrapping it",
             )
-        for name, tensor in (*self.all_parameters.items(), *self.buffers.items()):
-            if hasattr(tensor, "device_mesh"):  # torch's DTensor, which need not be imported to be told
+        for name, parameter in zip(self.names, self.trainable):
+            if hasattr(parameter, "device_mesh"):  # torch's DTensor, which need not be imported to be told
                 raise ConfigError(
-                    f"DistributedDataParallel: '{name}' is a DTensor, of which each rank may hold a part.",
-                    seen=f"placements {getattr(tensor, 'placements', '?')}",
+                    f"DistributedDataParallel: '{name}' is a DTensor, whose gradient it can't average.",
+                    seen=f"placements {getattr(parameter, 'placements', '?')}",
                     likely="the model was parallelised (tensor parallelism, fully_shard) before",
                     hint="use fully_shard(), or replicate() of torch.distributed, with that",
                 )
-        for name, parameter in zip(self.names, self.trainable):
-            if why := why_not_trained(parameter):
-                raise ConfigError(
-                    f"DistributedDataParallel can't average gradients of '{name}': {why}.",
-                    expected="a dense tensor, or one whose class knows copy_() from and to such",
-                    got=f"{type(parameter).__name__}, {parameter.dtype}, {parameter.layout}",
-                    hint=f"freeze it, {name}.requires_grad_(False), before wrapping; or keep its values in a "
-                    "dense parameter",
-                )
-            if (gradients := getattr(parameter, "grad_dtype", None)) not in (None, parameter.dtype):
-                raise other_gradients(name, parameter.dtype, gradients)
             if dtype_name(parameter.dtype) not in DTYPES:
                 raise ConfigError(
                     f"DistributedDataParallel: the dtype of '{name}' is not supported yet.",
@@ -213,16 +207,9 @@ class ManagedTensors:
                     got=dtype_name(parameter.dtype),
                 )
 
-    def check_averaged(self, patterns: Mapping[str, str]) -> None:
-        """Refuse buffers to average whose values have no mean; on every rank alike."""
-        for name, buffer in self.buffers.items():
-            if policy_of(name, patterns) == "average" and has_no_mean(buffer):
-                raise ConfigError(
-                    f"DistributedDataParallel: buffer '{name}' can't be averaged.",
-                    expected="a dense tensor",
-                    got=f"{type(buffer).__name__}, {buffer.dtype}, {buffer.layout}",
-                    hint=f'buffers={{"{name}": "broadcast"}}, or "local", before the pattern that matches',
-                )
+    def is_trained_here(self, tensor: object) -> bool:
+        """Whether it is one of the parameters whose gradients are averaged."""
+        return id(tensor) in self._index_of
 
     def are_trained(self) -> bool:
         """Whether the backward of a forward that runs now may bring gradients to average.
@@ -271,11 +258,14 @@ class ManagedTensors:
             if not self._is_ignored(name, owner._buffers[key])
         ]
         all_owned = _owned_buffers(self._module)
-        statistics = {name for name, owner, key in all_owned if is_running_statistic(owner, key)}
+        self._statistics = {name: owner for name, owner, key in all_owned if is_running_statistic(owner, key)}
+        self._slots = [
+            (f"{name}." if name else "", _dict_of(each)) for name, each in self._module.named_modules()
+        ]
         held_now = ((name, slots[key]) for name, slots, key in owned)
         self.buffers = {name: buffer for name, buffer in held_now if buffer is not None}
         self._buffer_slots = [(name, slots, key) for name, slots, key in owned if name in self.buffers]
-        self._saved = frozenset(name for name in self.buffers if name not in statistics)
+        self._saved = frozenset(name for name in self.buffers if name not in self._statistics)
         self._take_flags()
 
     def _take_flags(self) -> None:
@@ -360,36 +350,26 @@ def _slots_of(owner: nn.Module) -> dict[str, torch.Tensor | None] | _ScriptSlots
     return held if isinstance(held, dict) else _ScriptSlots(held)
 
 
+def _dict_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dictionary of a module's buffers; for a ScriptModule, which has none, one of those it has now."""
+    held = module._buffers
+    return held if isinstance(held, dict) else dict(held.items())
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def other_gradients(name: str, own: torch.dtype, gradients: torch.dtype) -> ConfigError:
-    """Its gradients are to have another dtype than the parameter itself, for which torch has `grad_dtype`."""
-    return ConfigError(
-        f"DistributedDataParallel cannot average gradients of {gradients} of '{name}', which is {own}.",
-        expected=f"gradients of the parameter's own dtype, {own}",
-        got=f"grad_dtype = {gradients}",
-        hint=f"leave grad_dtype as it is, {own}; mixed_precision=_MixedPrecision(reduce_dtype={gradients}) "
-        "averages gradients in that dtype",
+def describe_tensor(name: str, tensor: torch.Tensor, *, requires_grad: bool | None) -> TensorDescription:
+    """A parameter or a buffer as all ranks must have it."""
+    return TensorDescription(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        device=tensor.device.type,
+        strides=() if tensor.is_contiguous() else tensor.stride(),
+        requires_grad=requires_grad,
     )
-
-
-def describe_tensors(
-    name: str, tensor: torch.Tensor, *, requires_grad: bool | None
-) -> Iterator[TensorDescription]:
-    """A parameter or a buffer as all ranks must have it: the plain tensors of which it consists."""
-    what = form(tensor)
-    for part_name, part in inner_tensors(name, tensor):
-        dtype = dtype_name(part.dtype)
-        yield TensorDescription(
-            name=part_name,
-            shape=tuple(part.shape),
-            dtype=f"{dtype} ({what})" if what else dtype,
-            device=part.device.type,
-            strides=() if part.is_contiguous() else part.stride(),
-            requires_grad=requires_grad,
-        )
 
 
 def is_running_statistic(owner: nn.Module, key: str) -> bool:
@@ -433,30 +413,25 @@ class WrittenBuffers:
         through_pointers: bool,
     ) -> None:
         self.places = {
-            # What consists of other tensors counts no writes to these.
-            name: buffer if is_wrapper(buffer) or (through_pointers and name not in saved) else buffer.data
+            name: buffer if through_pointers and name not in saved else buffer.data
             for name, buffer in buffers.items()
         }
-        watched = [buffers[name] for name in changing if name in saved and name in buffers]
-        self._watched = [buffer for buffer in watched if buffer.is_cpu]
-        self._others = [buffer for buffer in watched if not buffer.is_cpu]
+        watched = {name: buffers[name] for name in changing if name in saved and name in buffers}
+        on_host = {n: b for n, b in watched.items() if b.is_cpu and b.layout is torch.strided}
+        self._watched_names, self._watched = list(on_host), list(on_host.values())
+        self._others = [buffer for buffer in watched.values() if not buffer.is_cpu]
         self._before = _hashes(self._watched)
 
-    def end(self) -> None:
-        """They have been written to."""
+    def end(self) -> dict[str, int]:
+        """They have been written to; hashes of those on the CPU that a backward may still read."""
         after = _hashes(self._watched)
         changed = [b for b, old, new in zip(self._watched, self._before, after) if old != new]
         if changed or self._others:
             torch.autograd.graph.increment_version([*changed, *self._others])
+        return dict(zip(self._watched_names, after))
 
 
 def _hashes(buffers: Sequence[torch.Tensor]) -> list[int]:
     """A hash of the bits of each."""
-    counts, whole = [], []
-    for buffer in buffers:
-        parts = [part.detach().contiguous() for part in plain_tensors([buffer])]
-        counts.append(len(parts))
-        whole += parts
-    hashes = iter(_core.hash_all([each.data_ptr() for each in whole], [each.nbytes for each in whole]))
-    # Of several, one that changes if any of theirs does.
-    return [hash(tuple(itertools.islice(hashes, count))) for count in counts]
+    whole = [buffer.data.contiguous() for buffer in buffers]
+    return _core.hash_all([each.data_ptr() for each in whole], [each.nbytes for each in whole])

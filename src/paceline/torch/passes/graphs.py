@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import FrameType
@@ -108,6 +108,16 @@ def _kind_of(call: FrameType) -> RunningCall:
     inputs = call.f_locals.get("inputs")  # torch 2.6 makes an empty tuple of None
     of_all = inputs is None or (isinstance(inputs, tuple) and not inputs)
     return RunningCall.BACKWARD if of_all else RunningCall.BACKWARD_OF_SOME
+
+
+def inputs_of_grad() -> Sequence[object]:
+    """The tensors whose gradients the autograd.grad() returns that runs, or waits; empty: not known."""
+    found = _innermost_call(sys._getframe(1))
+    calls = [found] if found is not None else _waiting_calls()
+    if len(calls) != 1 or calls[0].f_code is not torch.autograd.grad.__code__:
+        return ()
+    inputs = calls[0].f_locals.get("inputs", ())
+    return inputs if isinstance(inputs, (tuple, list)) else (inputs,)
 
 
 def _innermost_call(frame: FrameType | None) -> FrameType | None:

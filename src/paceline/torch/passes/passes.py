@@ -16,6 +16,7 @@ from typing import TypeAlias
 import torch
 from torch.autograd import Variable, profiler
 
+from paceline import _core
 from paceline.errors import PacelineError
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.link import Link
@@ -31,9 +32,16 @@ from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.passes.accumulated import part_accumulated
+from paceline.torch.passes.direct_gradients import DirectGradients
 from paceline.torch.passes.gradient_hooks import SharedGradients
 from paceline.torch.passes.gradients import Gradients
-from paceline.torch.passes.graphs import RunningCall, has_no_backward, running_call, tensors_in
+from paceline.torch.passes.graphs import (
+    RunningCall,
+    has_no_backward,
+    inputs_of_grad,
+    running_call,
+    tensors_in,
+)
 from paceline.torch.passes.last_hooks import LastHooks
 from paceline.torch.passes.late import LateGradients
 from paceline.torch.passes.micro_batches import TorchWeights
@@ -70,7 +78,9 @@ class TorchAutograd:
         gradients: Handed over by its hooks.
         weights: The weights of this rank's micro-batches.
         buffers: Kept in step, by a user's hook maybe.
+        notes: Count writes to parameters.
         is_static: Whether a static graph is promised.
+        is_alone: Whether there is no other rank.
 
     Attributes:
         frozen: Parameters that were frozen in the forwards before the pass, or those of the last one.
@@ -85,8 +95,10 @@ class TorchAutograd:
         gradients: Gradients,
         weights: TorchWeights,
         buffers: BufferSync,
+        notes: _core.IterationNotes,
         *,
         is_static: bool,
+        is_alone: bool,
     ) -> None:
         self.frozen: frozenset[int] = frozenset()
         self.times = PassTimes(is_timing=tensors.device_kinds == {"cpu"})
@@ -96,6 +108,8 @@ class TorchAutograd:
         self._gradients = gradients
         self._weights = weights
         self._buffers = buffers
+        self._direct = DirectGradients(lambda: notes.writes, state.where, is_alone=is_alone)
+        self._has_passes = False
         self._shared: set[int] = set()
         self._shared_gradients = SharedGradients(state)
         self._is_frozen_noted = self._has_begun = False
@@ -166,8 +180,14 @@ class TorchAutograd:
             self._in_backward = take_over_optimizers(self._tensors.trainable)
         if self._weights.is_used:
             self._weights.note_forward()
+        if self._direct.is_suspicious:
+            if self._state.accumulated:  # by a backward in no_sync()
+                self._direct.forget()
+            else:
+                self._direct.check()
         if not is_syncing:
             return
+        self._has_passes = good_passes > 0
         if good_passes >= self.times.next_pass:
             self.times.begin_forward(good_passes)
         frozen = self._tensors.frozen_now  # what one of several forwards trains is not
@@ -223,6 +243,9 @@ class TorchAutograd:
         call = RunningCall.BACKWARD if state.is_armed else running_call()
         if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):
             state.graphs.begin(graph)
+        elif call is RunningCall.GRAD:
+            if graph.is_averaged and any(self._tensors.is_trained_here(t) for t in inputs_of_grad()):
+                self._direct.note_call(has_passes=self._has_passes)
         elif call is RunningCall.BACKWARD_OF_SOME:
             self._met.append((self.backward(), weakref.ref(graph)))
         if call is RunningCall.BACKWARD and not state.is_armed:
@@ -243,6 +266,7 @@ class TorchAutograd:
 
     @untraced
     def prepare(self) -> None:
+        self._direct.forget()
         if self._state.accumulated:
             part_accumulated(self._tensors.trainable, self._state.accumulated)
         if (scattered := self._gradients.scattered) is not None:
@@ -298,16 +322,25 @@ def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPCo
         refuse_sparse(TorchHands.words, [tensors.names[index] for index in sorted(tensors.sparse)])
     weights = TorchWeights(tensors.trainable, state)
     sparse = [(index, tensors.trainable[index]) for index in sorted(tensors.sparse)]
-    buffers = make_buffer_sync(tensors, link, config)
-    is_static = config.static_graph
+    buffers, notes = make_buffer_sync(tensors, link, config), make_notes(tensors.trainable)
+    autograd = TorchAutograd(
+        tensors,
+        state,
+        gradients,
+        weights,
+        buffers,
+        notes,
+        is_static=config.static_graph,
+        is_alone=link.world_size == 1,
+    )
     front_end = FrontEnd(
         tensors,
         gradients,
         SparseMeans(sparse, link),
-        TorchAutograd(tensors, state, gradients, weights, buffers, is_static=is_static),
+        autograd,
         weights,
         buffers,
-        make_notes(tensors.trainable),
+        notes,
         hash_model,
     )
     passes = Passes(front_end, state, link, config)
@@ -318,7 +351,7 @@ def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPCo
 
 def make_buffer_sync(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPConfig) -> BufferSync:
     """What keeps the buffers of `tensors` in step over the ranks of `link`."""
-    return BufferSync(tensors, link, config.buffers, config.broadcast_buffers, average_buffers)
+    return BufferSync(tensors, link, config, average_buffers, hash_model)
 
 
 @untraced

@@ -1,0 +1,176 @@
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/bindings.h"
+#include "bind/dlpack.h"
+#include "bind/garbage_collected.h"
+#include "bind/tensor_attribute.h"
+#include "hash/xxh64.h"
+
+namespace paceline {
+namespace {
+
+constexpr size_t kWhole = 256;  ///< a buffer of so many bytes is looked at whole
+constexpr size_t kPiece = 64;   ///< of a larger one: begin, middle and end
+
+/// The dictionaries in which a module and its children keep their buffers, and
+/// what each was when it was last noted: which object, its version, and a
+/// sample of its bytes, because numpy and `.data` write without a new version.
+/// Every forward asks what has changed since.
+class BufferSnapshot {
+ public:
+  /// `example` is a tensor of the framework, by which bytes are looked at;
+  /// None: they are not.
+  BufferSnapshot(nb::list dicts, const std::string& version, nb::object example)
+      : dicts_(std::move(dicts)), version_(version.c_str()) {
+    if (!example.is_none()) borrow_ = dlpack::find_borrow(example);
+    note();
+  }
+
+  void note() {
+    if (!dicts_.is_valid()) return;  // the garbage collector was here
+    std::vector<Held> held;
+    held.reserve(held_.size());
+    std::vector<size_t> ends;
+    ends.reserve(ends_.size());
+    for (const nb::handle dict : dicts_) {
+      Py_ssize_t at = 0;
+      PyObject *key = nullptr, *value = nullptr;
+      while (PyDict_Next(dict.ptr(), &at, &key, &value) != 0)
+        held.push_back({nb::borrow(key), nb::borrow(value), look(value)});
+      ends.push_back(held.size());
+    }
+    held_.swap(held);  // what ends with the old ones may run Python code
+    ends_.swap(ends);
+  }
+
+  /// Number of the dictionary, and key, of each that was added, removed,
+  /// replaced or written to since.
+  std::vector<std::pair<size_t, nb::object>> changed() {
+    std::vector<std::pair<size_t, nb::object>> found;
+    if (!dicts_.is_valid()) return found;
+    size_t number = 0, begin = 0;
+    for (const nb::handle dict : dicts_) {
+      const size_t end = ends_[number];
+      compare(dict.ptr(), number, begin, end, found);
+      begin = end;
+      ++number;
+    }
+    return found;
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(dicts_.ptr());
+    for (const Held& each : held_) {
+      Py_VISIT(each.key.ptr());
+      Py_VISIT(each.value.ptr());
+    }
+    return 0;
+  }
+  void clear() {
+    dicts_.reset();
+    // What ends with them may run Python code, which finds nothing here.
+    std::vector<Held> held;
+    held.swap(held_);
+  }
+
+ private:
+  struct Look {
+    int64_t version = 0;
+    uint64_t sample = 0;
+    bool operator==(const Look&) const = default;
+  };
+  struct Held {
+    nb::object key;
+    nb::object value;
+    Look look;
+  };
+
+  Look look(PyObject* value) {
+    Look found;
+    if (value == Py_None) return found;
+    const nb::object version = nb::steal(version_.get(value));
+    if (version.is_valid()) found.version = PyLong_AsLongLong(version.ptr());
+    if (PyErr_Occurred() != nullptr) PyErr_Clear();  // it counts no writes
+    found.sample = sample(value);
+    return found;
+  }
+
+  uint64_t sample(PyObject* value) const {
+    dlpack::Tensor tensor;
+    if (borrow_ == nullptr) return 0;
+    if (borrow_(value, &tensor) != 0) {
+      PyErr_Clear();
+      return 0;
+    }
+    const size_t size =
+        tensor.device.type == dlpack::kCpu ? tensor.nbytes_in_a_row() : 0;
+    const auto* begin = static_cast<const std::byte*>(tensor.begin());
+    if (size == 0 || begin == nullptr) return 0;
+    if (size <= kWhole) return sample_hash(begin, size, 0);
+    uint64_t hash = sample_hash(begin, kPiece, 0);
+    hash = sample_hash(begin + size / 2, kPiece, hash);
+    return sample_hash(begin + size - kPiece, kPiece, hash);
+  }
+
+  void compare(PyObject* dict, size_t number, size_t begin, size_t end,
+               std::vector<std::pair<size_t, nb::object>>& found) {
+    size_t i = begin;
+    Py_ssize_t at = 0;
+    PyObject *key = nullptr, *value = nullptr;
+    while (PyDict_Next(dict, &at, &key, &value) != 0) {
+      const Held* before = find(key, i, begin, end);
+      if (before == nullptr || before->value.ptr() != value ||
+          before->look != look(value))
+        found.emplace_back(number, nb::borrow(key));
+      ++i;
+    }
+    if (i == end) return;
+    for (size_t j = begin; j < end; ++j) {
+      const nb::object& held = held_[j].key;
+      if (PyDict_GetItemWithError(dict, held.ptr()) == nullptr)
+        found.emplace_back(number, held);
+      if (PyErr_Occurred() != nullptr) PyErr_Clear();
+    }
+  }
+
+  /// What was held under this key, most probably at place `i`.
+  const Held* find(PyObject* key, size_t i, size_t begin, size_t end) const {
+    if (i < end && held_[i].key.ptr() == key) return &held_[i];
+    for (size_t j = begin; j < end; ++j)
+      if (held_[j].key.ptr() == key || held_[j].key.equal(nb::handle(key)))
+        return &held_[j];
+    return nullptr;
+  }
+
+  nb::list dicts_;
+  TensorAttribute version_;
+  dlpack::Borrow borrow_ = nullptr;
+  std::vector<Held> held_;
+  std::vector<size_t> ends_;  ///< of each dictionary, in held_
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_slot<BufferSnapshot>)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_slot<BufferSnapshot>)},
+    {0, nullptr}};
+
+}  // namespace
+
+void bind_buffer_snapshot(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<BufferSnapshot>(m, "BufferSnapshot", nb::type_slots(slots))
+      .def(nb::init<nb::list, const std::string&, nb::object>(), "dicts"_a,
+           "version"_a, "example"_a.none())
+      .def("note", &BufferSnapshot::note)
+      .def("changed", &BufferSnapshot::changed);
+}
+
+}  // namespace paceline

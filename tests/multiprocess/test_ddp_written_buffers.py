@@ -1,0 +1,303 @@
+"""Buffers that the program writes between two steps: right, or an error on every rank that names them."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import ReplicasDifferError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+
+BATCH = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
+STEPS = 4
+PATHS = ["memory", "group"]
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer; `own` is one that forward writes, and reads in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("factor", torch.ones(()))
+        self.register_buffer("own", torch.zeros(3))
+        self.register_buffer("large", torch.ones(500))
+        self.checkpoints = self.keeps_own = self.raises = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.checkpoints:
+            return checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        if self.keeps_own:
+            x = x - 0.1 * self.own.clone()
+            with torch.no_grad():
+                self.own.mul_(0.9).add_(x.mean(0))
+        if self.raises:
+            raise ValueError
+        mask = getattr(self, "mask", 1.0)
+        return self.linear(x) * self.factor * self.large.mean() * mask
+
+
+def put(model: Scaled, value: float) -> None:
+    model.factor.fill_(value)
+
+
+def put_data(model: Scaled, value: float) -> None:
+    model.factor.data = model.factor.data.fill_(value)
+    model.factor.data.fill_(value)
+
+
+def put_numpy(model: Scaled, value: float) -> None:
+    model.factor.numpy()[...] = value
+
+
+def put_anew(model: Scaled, value: float) -> None:
+    model.factor = torch.tensor(value)
+
+
+def put_in_a_part(model: Scaled, value: float) -> None:
+    model.large[:40] = value
+
+
+def load(model: Scaled, value: float) -> None:
+    model.load_state_dict(model.state_dict() | {"factor": torch.tensor(value)})
+
+
+def add(model: Scaled, value: float) -> None:
+    if "mask" in model._buffers:
+        model.mask.fill_(value)
+    else:
+        model.register_buffer("mask", torch.tensor(value))
+
+
+WAYS: list[Callable[[Scaled, float], None]] = [put, put_data, put_numpy, put_anew, put_in_a_part, load, add]
+
+
+def expected(way: Callable[[Scaled, float], None], first: int = 1) -> list[torch.Tensor]:
+    """The gradients of one process with the whole batch and rank 0's values."""
+    model, found = Scaled().double(), []
+    for step in range(STEPS):
+        way(model, 2.0 ** (step + first))
+        model._buffers.update({k: b.double() for k, b in model._buffers.items()})
+        model.zero_grad()
+        model(BATCH.double()).square().mean().backward()
+        found.append(model.linear.weight.grad.clone())
+    return found
+
+
+def train(ddp: nn.Module, rank: int, write: Callable[[int], None]) -> list[torch.Tensor]:
+    found = []
+    for step in range(STEPS):
+        write(step)
+        ddp.zero_grad()
+        ddp(BATCH[rank * 4 : rank * 4 + 4]).square().mean().backward()
+        found.append(ddp.module.linear.weight.grad.clone())
+    return found
+
+
+def check(found: list[torch.Tensor], right: list[torch.Tensor]) -> None:
+    for got, want in zip(found, right, strict=True):
+        assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
+
+
+@contextlib.contextmanager
+def without_warnings() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@pytest.mark.parametrize("who", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "each its own"])
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2, group="gloo")
+def test_other_values_on_some_ranks_are_an_error_on_all(rank: int, way: Any, who: list[int]) -> None:
+    path = PATHS[WAYS.index(way) % 2]
+    ddp = DistributedDataParallel(Scaled(), reduce_through=path)
+    train(ddp, rank, lambda step: None)
+    if rank in who:
+        way(ddp.module, 2.0 + rank)
+    name = {put_in_a_part: "large", add: "mask"}.get(way, "factor")
+    with pytest.raises(ReplicasDifferError, match=f"(?s)Buffer '{name}' was written.*sync_buffers") as caught:
+        ddp(BATCH[:2]).mean().backward()
+    assert caught.value.ranks == tuple(who)
+    assert "forward_sync_buffers" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2, group="gloo")
+def test_the_same_values_on_all_ranks_train_on(rank: int, way: Any, path: str) -> None:
+    ddp = DistributedDataParallel(Scaled(), reduce_through=path)
+    with without_warnings():
+        check(train(ddp, rank, lambda step: way(ddp.module, 2.0 ** (step + 1))), expected(way))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("way", [w for w in WAYS if w is not add])
+@ranks(2, group="gloo")
+def test_rank_0s_values_are_broadcast_in_forward_where_asked_for(rank: int, way: Any, path: str) -> None:
+    ddp = DistributedDataParallel(Scaled(), reduce_through=path, forward_sync_buffers=True)
+    assert ddp.forward_sync_buffers
+    with without_warnings():
+        found = train(ddp, rank, lambda step: way(ddp.module, 2.0 ** (step + 1) + 7 * rank))
+    check(found, expected(way))
+
+
+@ranks(2, group="gloo")
+def test_buffers_registered_after_wrapping_are_broadcast_in_forward(rank: int) -> None:
+    ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
+    check(train(ddp, rank, lambda step: add(ddp.module, 2.0 ** (step + 1) + 7 * rank)), expected(add))
+
+
+@ranks(2, group="gloo")
+def test_sync_buffers_after_the_write_is_enough(rank: int) -> None:
+    ddp = DistributedDataParallel(Scaled())
+
+    def write(step: int) -> None:
+        if rank == 0:
+            put(ddp.module, 2.0 ** (step + 1))
+        ddp.sync_buffers()
+
+    check(train(ddp, rank, write), expected(put))
+
+
+@ranks(2, group="gloo")
+def test_a_schedule_of_rank_0_that_begins_with_the_present_value_is_followed(rank: int) -> None:
+    ddp = DistributedDataParallel(Scaled())
+
+    def write(step: int) -> None:
+        if rank == 0:
+            put(ddp.module, 2.0**step)
+
+    check(train(ddp, rank, write), expected(put, first=0))
+
+
+@ranks(2, group="gloo")
+def test_the_error_comes_again_until_buffers_are_synchronised(rank: int) -> None:
+    ddp = DistributedDataParallel(Scaled())
+    if rank == 0:
+        put(ddp.module, 3.0)
+    for _ in range(2):
+        with pytest.raises(ReplicasDifferError):
+            ddp(BATCH[:2]).mean().backward()
+    ddp.sync_buffers()
+    ddp(BATCH[:2]).mean().backward()
+    assert ddp.module.factor == 3.0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"broadcast_buffers": False},
+        {"forward_sync_buffers": False},
+        {"buffers": {"factor": "local"}},
+        {"buffers": {"factor": "average"}},
+    ],
+    ids=str,
+)
+@ranks(2, group="gloo")
+def test_buffers_that_are_not_broadcast_may_differ(rank: int, arguments: dict[str, Any]) -> None:
+    ddp = DistributedDataParallel(Scaled(), **arguments)
+    with without_warnings():
+        train(ddp, rank, lambda step: put(ddp.module, float(step + rank)))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_what_forward_writes_is_no_reason(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(Scaled(), reduce_through=path)
+    model = ddp.module
+    model.keeps_own = True
+    x = BATCH[rank * 4 : rank * 4 + 4]
+    with without_warnings():
+        for step in range(8):
+            model.checkpoints = step % 2 == 1
+            for _ in range(1 + rank):
+                with ddp.no_sync():
+                    ddp(x).mean().backward()
+            if rank == 0:
+                ddp.eval()
+                with torch.no_grad():
+                    ddp(x)
+                ddp.train()
+            model.raises = True
+            with contextlib.suppress(ValueError):
+                ddp(x)
+            model.raises = False
+            (ddp(x).mean() + ddp(2 * x).mean()).backward()
+            own = dict(model.named_buffers())["own"]
+            swapped = {"module.own": own.clone(), "module.factor": model.factor.clone()}
+            torch.func.functional_call(ddp, swapped, (x,)).mean().backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_weights_swapped_for_an_evaluation_and_back_are_no_reason(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(Scaled(), reduce_through=path)
+    ddp.module.keeps_own = True
+    x = BATCH[rank * 4 : rank * 4 + 4]
+    with without_warnings():
+        for _ in range(4):
+            ddp(x).mean().backward()
+            if rank == 0:
+                before = {name: buffer.clone() for name, buffer in ddp.module.named_buffers()}
+                for buffer in ddp.module.buffers():
+                    buffer.fill_(0.5)
+                with torch.no_grad():
+                    ddp(x)
+                for name, buffer in ddp.module.named_buffers():
+                    buffer.copy_(before[name])
+
+
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+@ranks(2, group="gloo")
+def test_running_statistics_that_are_being_trained_are_not_read(rank: int) -> None:
+    """So that writing them on some ranks changes no gradient; rank 0's count, as in torch."""
+    ddp = DistributedDataParallel(normed())
+    with without_warnings():
+        for step in range(3):
+            if rank == 0 or step == 1:
+                ddp.module[1].reset_running_stats()
+            ddp(BATCH[rank * 4 : rank * 4 + 4]).mean().backward()
+            assert ddp.module[1].num_batches_tracked == 1
+    ddp.check_replicas()
+
+
+@ranks(2, group="gloo")
+def test_running_statistics_that_are_read_are_compared(rank: int) -> None:
+    ddp = DistributedDataParallel(normed())
+    ddp.module[1].eval()
+    with without_warnings():
+        ddp.module[1].running_var.fill_(4.0)
+        ddp(BATCH[:4]).mean().backward()
+    if rank == 0:
+        ddp.module[1].running_var.fill_(9.0)
+    with pytest.raises(ReplicasDifferError, match=r"1\.running_var"):
+        ddp(BATCH[:4]).mean().backward()
+
+
+@ranks(2, group="gloo")
+def test_broadcasts_in_forward_with_uneven_data(rank: int) -> None:
+    ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
+    for step, x in enumerate(ddp.iterate([BATCH[:2]] * (2 + rank))):
+        ddp.module.factor.fill_(float(step + 5 * rank))
+        with ddp.no_sync():
+            ddp(x).mean().backward()
+        ddp(x).mean().backward()
+    ddp.check_replicas()

@@ -1,0 +1,142 @@
+"""Buffers that the program writes between two steps: Paddle's class leaves them to each rank.
+
+So a step with different values is no error here, as it is in paceline.torch, but a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from numpy.testing import assert_allclose
+from paddle import nn
+
+from paceline.paddle import DataParallel
+from tests.multiprocess.paddle_models import batch, ranks, share, squares
+
+STEPS = 4
+
+
+class Scaled(nn.Layer):
+    """Multiplies by a buffer; `own` is one that forward writes, and reads in the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        paddle.seed(1)
+        self.linear, self.norm = nn.Linear(4, 2), nn.BatchNorm1D(4)
+        self.norm.eval()
+        self.register_buffer("factor", paddle.ones([1]))
+        self.register_buffer("own", paddle.zeros([4]))
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x = self.norm(x) - 0.1 * self.own.clone()
+        self.own.set_value(0.9 * self.own + x.detach().mean(axis=0))
+        return self.linear(x) * self.factor
+
+
+def put(model: Scaled, value: float) -> None:
+    model.factor.set_value(paddle.full([1], value))
+
+
+def put_anew(model: Scaled, value: float) -> None:
+    model.factor = paddle.full([1], value)
+
+
+def put_statistics(model: Scaled, value: float) -> None:
+    model.norm._variance.set_value(paddle.full([4], value))
+
+
+WAYS = [put, put_anew, put_statistics]
+
+
+def gradients(wrapped: nn.Layer, rank: int, write: Any) -> list[np.ndarray]:
+    found = []
+    for step in range(STEPS):
+        write(step)
+        wrapped.clear_gradients()
+        squares(wrapped(share(batch(), rank))).backward()
+        found.append(wrapped.linear.weight.grad.numpy().copy())
+    return found
+
+
+def alone(way: Any, rank: int, first: float = 2.0) -> list[np.ndarray]:
+    """What this rank's data gives, without the mean over the ranks."""
+    model, found = Scaled(), []
+    for step in range(STEPS):
+        way(model, first**step)
+        model.own.set_value(paddle.zeros([4]))
+        model.clear_gradients()
+        squares(model(share(batch(), rank))).backward()
+        found.append(model.linear.weight.grad.numpy().copy())
+    return found
+
+
+def reset(wrapped: Any) -> None:
+    wrapped._layers.own.set_value(paddle.zeros([4]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2)
+def test_the_same_values_on_all_ranks_are_right(group: Any, way: Any) -> None:
+    wrapped = DataParallel(Scaled(), group=group)
+
+    def write(step: int) -> None:
+        reset(wrapped)
+        way(wrapped._layers, 2.0**step)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = gradients(wrapped, group.rank, write)
+    for got, one, other in zip(found, alone(way, 0), alone(way, 1), strict=True):
+        assert_allclose(got, (one + other) / 2, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2)
+def test_other_values_are_reported_once_on_all_ranks(group: Any, way: Any) -> None:
+    wrapped = DataParallel(Scaled(), group=group)
+
+    def write(step: int) -> None:
+        reset(wrapped)
+        way(wrapped._layers, 2.0**step if group.rank == 0 else 3.0**step)
+
+    name = "norm._variance" if way is put_statistics else "factor"
+    with pytest.warns(RuntimeWarning, match=f"Buffer '{name}' was written") as caught:
+        found = gradients(wrapped, group.rank, write)
+    assert len(caught) == 1
+    for got, one, other in zip(found, alone(way, 0), alone(way, 1, 3.0), strict=True):
+        assert_allclose(got, (one + other) / 2, rtol=1e-4, atol=1e-5)  # as under Paddle's class
+
+
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2)
+def test_rank_0s_values_are_broadcast_in_forward_where_asked_for(group: Any, way: Any) -> None:
+    wrapped = DataParallel(Scaled(), group=group, forward_sync_buffers=True)
+
+    def write(step: int) -> None:
+        reset(wrapped)
+        way(wrapped._layers, 2.0**step if group.rank == 0 else 3.0)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = gradients(wrapped, group.rank, write)
+    for got, one, other in zip(found, alone(way, 0), alone(way, 1), strict=True):
+        assert_allclose(got, (one + other) / 2, rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+def test_the_flag_between_forward_and_backward(group: Any) -> None:
+    wrapped = DataParallel(Scaled(), group=group, broadcast_buffers=False)
+    parts = [share(batch(), group.rank)[i : i + 1] for i in range(2)]
+    for _ in range(2):
+        wrapped.clear_gradients()
+        for index, x in enumerate(parts):
+            loss = squares(wrapped(x))
+            wrapped.grad_need_sync = index == 1
+            loss.backward()
+    everybodys = group.all_gather(wrapped.linear.weight.grad.numpy())
+    assert np.array_equal(everybodys[0], everybodys[1])
+    assert wrapped.num_good_passes == 2
