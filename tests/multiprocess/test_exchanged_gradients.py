@@ -213,6 +213,23 @@ def test_a_gradient_penalty_with_weights(rank: int) -> None:
     assert_gradients(ddp, [parameter.grad for parameter in alone.parameters()])
 
 
+@ranks(2, group="gloo")
+def test_a_backward_that_an_exception_has_ended_weighs_nothing_any_more(rank: int) -> None:
+    """It was the weight of a norm that another model recomputes."""
+    model, parts = normed(), rows([3, 4])
+    broken = wrap(model[:1])
+    broken.module[0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError), broken.weight(1 + rank):
+        broken(parts[rank]).sum().backward()
+    norm = SyncBatchNorm(4).double()
+    layers = [nn.Sequential(copy.deepcopy(model[0]), each) for each in (nn.BatchNorm1d(4).double(), norm)]
+    whole, own = layers[0](torch.cat(parts)), checkpoint(layers[1], parts[rank], use_reentrant=False)
+    own.pow(3).sum().backward()
+    whole.pow(3).sum().backward()
+    dist.all_reduce(layers[1][0].weight.grad)
+    assert_close(layers[1][0].weight.grad, layers[0][0].weight.grad, rtol=1e-9, atol=1e-11)
+
+
 class GatherLayer(torch.autograd.Function):
     """As in many contrastive losses."""
 

@@ -98,7 +98,7 @@ class ExchangeWeight:
         """Whether these gradients flow on to parameters of that model, or belong to its backward."""
         if weights is self._owner or weights.reaches(self._upstream):
             return True
-        return self._owner is None and weights.is_open  # recomputed within a backward of that model
+        return self._owner is None and weights.is_weighing  # recomputed within a backward of that model
 
     def _refuse(self, summary: str, **rows: str) -> None:
         for each in self._found:

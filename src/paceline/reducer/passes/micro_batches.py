@@ -73,7 +73,7 @@ class MicroBatchWeights(ABC):
 
     Attributes:
         is_used: Whether any weight was ever given.
-        is_open: Whether a backward is under way that has begun to weigh.
+        is_open: Whether a backward has begun to weigh, and it was neither ended nor given up since.
         refusal: Why the gradients of the backwards since the last synchronised one cannot be weighed.
     """
 
@@ -137,9 +137,14 @@ class MicroBatchWeights(ABC):
         """
 
     @property
+    def is_weighing(self) -> bool:
+        """Whether a backward is under way that has begun to weigh, and no exception has ended it."""
+        return self.is_open and (self._state.is_armed or self._awaited is not None)
+
+    @property
     def current(self) -> float:
         """The weight of the backward under way, or else of the next one; 1: it has none."""
-        if self.is_open:
+        if self.is_weighing:
             return self._weight
         given = self._given()
         return 1.0 if given is None else given

@@ -1,0 +1,264 @@
+"""Generated programs whose models exchange gradients between ranks, beside one process with the whole batch.
+
+    python -m tests.differential.exchanges --framework paddle --seeds 0:200      # or --seed 17, shown in full
+
+The fuzzer of one pass (the rest of this folder) runs its reference one rank after the other, so no forward
+of it may need other ranks. Here every model has norms over all ranks, or a loss that gathers their outputs.
+Ranks have batches of different sizes, some empty; steps have micro-batches, and weights that are given in
+several ways; norms are recomputed, lie outside of the wrapper or in the second of two; inputs need a gradient
+on some ranks only. In float64, after each step, gradients must be those of one process, or every rank has
+refused what the documentation says is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import random
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.differential.pool import Run, World
+from tests.differential.programs import Program
+from tests.differential.records import Lost
+
+WIDTH = 3
+DEADLINE_S = 60.0
+TIMEOUT_S = 20.0
+HOWS = ("around all", "around backward", "before forward", "after forward")
+Outcome = tuple[str, Any]
+"""("gradients", one array or None for each parameter), or ("refused", the error)."""
+
+
+def generate(seed: int, framework: str) -> Program:
+    """The program of a seed."""
+    rng = random.Random(seed)
+    ranks = rng.choice([2, 2, 3])
+    layers = [{"kind": "linear"}] if rng.random() < 0.8 else []
+    for _ in range(rng.randint(1, 4)):
+        kind = rng.choice(["linear", "norm", "norm", "tanh"])
+        layers.append({"kind": kind})
+        if kind == "norm":
+            layers[-1] |= {
+                "affine": rng.random() < 0.7,
+                "recomputed": rng.choice([None, None, "", "reentrant"]),
+            }
+    gathers = rng.random() < 0.2
+    if not gathers and not any(layer["kind"] == "norm" for layer in layers):
+        layers.append({"kind": "norm", "affine": True, "recomputed": None})
+    layers.append({"kind": "linear"})
+    outside = []
+    if rng.random() < 0.25:  # nobody averages it, so it has no parameters
+        outside = [{"kind": "norm", "affine": False, "recomputed": None}, {"kind": "tanh"}]
+    program: Program = {"seed": seed, "ranks": ranks, "layers": layers, "outside": outside}
+    program["path"] = rng.choice(["memory", "group"]) if framework == "torch" else "memory"
+    program["cut"] = rng.randint(1, len(layers) - 1) if rng.random() < 0.2 and len(layers) > 1 else None
+    if program["cut"] and not _has_parameters(layers[: program["cut"]]):
+        program["cut"] = None
+    program["by_function"] = rng.random() < 0.2
+    program["steps"] = [_step(rng, program, framework, gathers) for _ in range(rng.randint(1, 4))]
+    return program
+
+
+def _has_parameters(layers: list[dict[str, Any]]) -> bool:
+    return any(layer["kind"] == "linear" or layer.get("affine") for layer in layers)
+
+
+def _step(rng: random.Random, program: Program, framework: str, gathers: bool) -> dict[str, Any]:
+    ranks = program["ranks"]
+    has_recomputed = any(layer.get("recomputed") is not None for layer in program["layers"])
+    loss = "gather" if gathers and rng.random() < 0.7 else "plain"
+    if framework == "torch" and loss == "plain" and not has_recomputed and rng.random() < 0.2:
+        loss = "penalty"
+    is_weighted = program["by_function"] or rng.random() < 0.7
+    micros = []
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        sizes = [rng.choice([0, 1, 2, 3, 5]) for _ in range(ranks)]
+        if loss == "gather":
+            sizes = [rng.randint(1, 3)] * ranks
+        sizes[rng.randrange(ranks)] = max(sizes) if loss == "gather" else 4
+        weights = None
+        if is_weighted:
+            weights = [float(size) for size in sizes]
+            if rng.random() < 0.5:
+                weights = [rng.choice([0.25, 1.0, 1.0, 3.0]) if size else 0.0 for size in sizes]
+            if rng.random() < 0.1:
+                weights[rng.randrange(ranks)] = 0.0
+        micros.append({"sizes": sizes, "weights": weights})
+    needs = [rng.random() < 0.5 for _ in range(ranks)]
+    if loss == "penalty" or any(layer.get("recomputed") for layer in program["layers"]):
+        needs = [True] * ranks  # reentrant recomputation asks for it
+    if framework == "paddle" and any(0 in micro["sizes"] for micro in micros):
+        needs = [True] * ranks  # Paddle's own Linear fails where an empty input needs none
+    return {"loss": loss, "given": rng.choice(HOWS), "needs": needs, "micros": micros}
+
+
+def expected_refusal(program: Program, step: dict[str, Any]) -> list[str]:
+    """Words of the errors of which every rank must raise one in this step; empty: none."""
+    expected = []
+    given = [micro["weights"] for micro in step["micros"] if micro["weights"] is not None]
+    if step["loss"] == "gather" and any(weight != 1.0 for weights in given for weight in weights):
+        expected.append("exchanges gradients between ranks")
+    layers = [*program["layers"], *program["outside"]]
+    exchanging = [
+        n for n, layer in enumerate(layers) if layer["kind"] == "norm" and (n or any(step["needs"]))
+    ]
+    for micro in step["micros"] if exchanging else []:
+        for rank, size in enumerate(micro["sizes"]):
+            weights = micro["weights"]
+            if weights is not None and size and weights[rank] == 0.0 and sum(weights) > 0:
+                expected.append("gradients weigh 0")
+    return expected
+
+
+def coefficients(step: dict[str, Any], ranks: int) -> list[list[float]]:
+    """What each loss counts in the gradient, by micro-batch and rank."""
+    given = [micro["weights"] for micro in step["micros"]]
+    if given[0] is None:  # micro-batches are added up, and the mean is that over ranks
+        return [[1.0 / ranks] * ranks for _ in given]
+    total = sum(map(sum, given))
+    return [[weight / total if total else 0.0 for weight in weights] for weights in given]
+
+
+def values(program: Program) -> list[np.ndarray[Any, Any]]:
+    """Initial parameters: a matrix and a bias of each linear layer, a scale and a shift of each norm."""
+    numbers = np.random.default_rng(program["seed"])
+    found: list[np.ndarray[Any, Any]] = []
+    for layer in program["layers"]:
+        if layer["kind"] == "linear":
+            found += [numbers.standard_normal((WIDTH, WIDTH)), numbers.standard_normal(WIDTH)]
+        elif layer.get("affine"):
+            found += [1 + 0.3 * numbers.standard_normal(WIDTH), numbers.standard_normal(WIDTH)]
+    return found
+
+
+def batch(program: Program, step: int, micro: int) -> list[np.ndarray[Any, Any]]:
+    """The parts of all ranks."""
+    sizes = program["steps"][step]["micros"][micro]["sizes"]
+    numbers = np.random.default_rng([program["seed"], step, micro])
+    return np.split(numbers.standard_normal((sum(sizes), WIDTH)), np.cumsum(sizes)[:-1])
+
+
+def framework_of(name: str) -> Any:
+    """The module that makes and runs models with this framework: `exchanges_torch`, `exchanges_paddle`."""
+    return importlib.import_module(f"tests.differential.exchanges_{name}")
+
+
+def make_rank(framework: str) -> Any:
+    def make(rank: int, world_size: int, job: str, folder: Path) -> Run:
+        warnings.simplefilter("ignore")
+        os.environ.update(TMPDIR=str(folder))
+        subject = framework_of(framework).Rank(rank, world_size, job, folder)
+
+        def run(program: Program, options: dict[str, Any]) -> Any:
+            return Told(subject.run(program))
+
+        return run
+
+    return make
+
+
+def make_reference(framework: str) -> Any:
+    def make(rank: int, world_size: int, job: str, folder: Path) -> Run:
+        warnings.simplefilter("ignore")
+
+        def run(program: Program, options: dict[str, Any]) -> Any:
+            return Told(framework_of(framework).reference(program))
+
+        return run
+
+    return make
+
+
+class Told:
+    """The outcomes of one run, as the answer of a worker."""
+
+    raised = None
+
+    def __init__(self, outcomes: list[Outcome]) -> None:
+        self.outcomes = outcomes
+
+    def errors(self) -> list[Any]:
+        return []
+
+
+class Session:
+    """Runs programs of one framework."""
+
+    def __init__(self, framework: str) -> None:
+        self._framework = framework
+        self._worlds: dict[int, World] = {}
+        self._reference = World(make_reference(framework), 1, DEADLINE_S)
+
+    def close(self) -> None:
+        for world in (self._reference, *self._worlds.values()):
+            world.close()
+
+    def check(self, program: Program) -> str:
+        """What differs; empty: nothing."""
+        size = program["ranks"]
+        world = self._worlds.setdefault(size, World(make_rank(self._framework), size, DEADLINE_S))
+        answers: list[Any] = world.run(program, {})
+        (reference,) = self._reference.run(program, {})
+        for rank, answer in enumerate([*answers, reference]):
+            if isinstance(answer, Lost):
+                world.close()
+                return f"rank {rank}: {answer}"
+        for number, step in enumerate(program["steps"]):
+            refusals = expected_refusal(program, step)
+            for rank, answer in enumerate(answers):
+                if text := _difference(answer.outcomes[number], reference.outcomes[number], refusals):
+                    return f"step {number}, rank {rank}: {text}"
+        return ""
+
+
+def _difference(found: Outcome, expected: Outcome, refusals: list[str]) -> str:
+    if refusals or found[0] == "refused":
+        is_right = found[0] == "refused" and any(words in found[1] for words in refusals)
+        return "" if is_right else f"{found[0]} {found[1] if found[0] == 'refused' else ''}, not {refusals}"
+    # A bias in front of a norm has no gradient: what is there are differences of large numbers.
+    largest = max(np.abs(right).max() for right in expected[1])
+    for index, (value, right) in enumerate(zip(found[1], expected[1], strict=True)):
+        if not np.allclose(value, right, rtol=1e-6, atol=1e-8 * (1 + largest)):
+            return f"gradient {index} differs by {np.abs(value - right).max():.3g}"
+    return ""
+
+
+def show(program: Program) -> str:
+    rows = [f"{key}: {value}" for key, value in program.items() if key != "steps"]
+    return "\n".join([*rows, *(f"step {number}: {step}" for number, step in enumerate(program["steps"]))])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.differential.exchanges", description=__doc__)
+    parser.add_argument("--framework", choices=["torch", "paddle"], default="torch")
+    parser.add_argument("--seeds", default="0:100", help="a range, 0:100")
+    parser.add_argument("--seed", type=int, help="one program, shown in full")
+    arguments = parser.parse_args()
+    framework_of(arguments.framework)  # before any rank is forked
+    first, _, last = arguments.seeds.partition(":")
+    seeds = [arguments.seed] if arguments.seed is not None else range(int(first), int(last))
+    session, num_found, begun_s = Session(arguments.framework), 0, time.monotonic()
+    try:
+        for seed in seeds:
+            program = generate(seed, arguments.framework)
+            text = session.check(program)
+            if text or arguments.seed is not None:
+                print(f"=== seed {seed}\n{show(program)}\n{text or 'no difference'}\n{json.dumps(program)}")
+                sys.stdout.flush()
+            num_found += bool(text)
+    finally:
+        session.close()
+    print(f"{len(seeds)} programs in {time.monotonic() - begun_s:.0f} s, {num_found} with a difference")
+    return 1 if num_found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
