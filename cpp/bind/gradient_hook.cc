@@ -157,7 +157,8 @@ class GradientHook {
       return false;
     }
     if (tensor.device.type != dlpack::kCpu || tensor.dtype != dtype_ ||
-        static_cast<size_t>(tensor.ndim) != axes_.size())
+        static_cast<size_t>(tensor.ndim) != axes_.size() ||
+        (tensor.begin() == nullptr && nbytes_ > 0))  // torch's zero tensors
       return false;
     for (size_t i = 0; i < axes_.size(); ++i) {
       if (tensor.shape[i] != axes_[i].size) return false;

@@ -67,7 +67,7 @@ class Look {
         return 0;
       }
       // Its memory may have been replaced by other, smaller memory.
-      if (tensor.device.type != dlpack::kCpu ||
+      if (tensor.device.type != dlpack::kCpu || tensor.begin() == nullptr ||
           tensor.nbytes_in_a_row() < begins_[i] + sizes_[i])
         return 0;
       const auto* begin = static_cast<const std::byte*>(tensor.begin());

@@ -29,6 +29,8 @@ size_t encoded_bytes_of(int encoding, size_t count) {
 void encode_at(int encoding, Pointer values, Pointer error, Pointer next_error,
                float factor, size_t count, Pointer codes) {
   const Encoding chosen = checked_encoding(encoding);
+  memory_at(values, count * sizeof(float), "encode");
+  memory_at(codes, encoded_bytes(chosen, count), "encode");
   without_lock([&] {
     encode(chosen, static_cast<const float*>(as_pointer(values)),
            static_cast<const float*>(as_pointer(error)),
@@ -43,6 +45,8 @@ void decode_mean_at(int encoding, const std::vector<Pointer>& codes,
   const Encoding chosen = checked_encoding(encoding);
   if (codes.size() != weights.size())
     throw nb::value_error("codes and weights must have one entry per rank");
+  check_memory(codes, encoded_bytes(chosen, count), "decode_mean");
+  memory_at(mean, count * sizeof(float), "decode_mean");
   std::vector<const void*> parts;
   for (const Pointer p : codes) parts.push_back(as_pointer(p));
   without_lock([&] {

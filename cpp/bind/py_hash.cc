@@ -19,6 +19,7 @@ std::vector<uint64_t> hash_all(const std::vector<Pointer>& pointers,
                                const std::vector<size_t>& sizes) {
   if (pointers.size() != sizes.size())
     misuse("hash_all: pointers and sizes must have one entry per piece");
+  check_memory(pointers, sizes, "hash_all");
   std::vector<uint64_t> hashes;
   without_lock([&] {
     for (size_t i = 0; i < sizes.size(); ++i)
@@ -31,6 +32,7 @@ uint64_t sample_all(const std::vector<Pointer>& pointers,
                     const std::vector<size_t>& sizes) {
   if (pointers.size() != sizes.size())
     misuse("sample_all: pointers and sizes must have one entry per piece");
+  check_memory(pointers, sizes, "sample_all");
   uint64_t hash = 0;
   for (size_t i = 0; i < sizes.size(); ++i)
     hash = sample_hash(as_pointer(pointers[i]), sizes[i], hash);

@@ -59,10 +59,11 @@ bool is_small(size_t bytes) { return bytes <= 64 * 1024; }
 
 void PyHostGroup::all_reduce(Pointer data, size_t count, int dtype, int op,
                              double weight, double timeout_s) {
+  void* const values = memory_at(data, bytes_of(count, dtype), "all_reduce");
   collective(bytes_of(count, dtype), timeout_s,
              [&](HostGroup& group, double left_s) {
                const DType type = checked_dtype(dtype);
-               paceline::all_reduce(group.calls, as_pointer(data), count, type,
+               paceline::all_reduce(group.calls, values, count, type,
                                     checked_op(op, type), weight, left_s);
              });
 }
@@ -85,17 +86,20 @@ bool PyHostGroup::all_reduce_array(nb::handle array, nb::handle ordinal,
 
 void PyHostGroup::reduce(Pointer data, size_t count, int dtype, int op,
                          int root, double timeout_s) {
+  void* const values = memory_at(data, bytes_of(count, dtype), "reduce");
   collective(bytes_of(count, dtype), timeout_s,
              [&](HostGroup& group, double left_s) {
                check_root(group, root);
                const DType type = checked_dtype(dtype);
-               paceline::reduce(group.calls, as_pointer(data), count, type,
+               paceline::reduce(group.calls, values, count, type,
                                 checked_op(op, type), root, left_s);
              });
 }
 
 void PyHostGroup::reduce_scatter(Pointer in, Pointer out, size_t count,
                                  int dtype, int op, double timeout_s) {
+  memory_at(in, bytes_of(count, dtype), "reduce_scatter");
+  memory_at(out, bytes_of(count, dtype), "reduce_scatter");
   collective(
       bytes_of(count, dtype), timeout_s, [&](HostGroup& group, double left_s) {
         const DType type = checked_dtype(dtype);
@@ -106,6 +110,7 @@ void PyHostGroup::reduce_scatter(Pointer in, Pointer out, size_t count,
 
 void PyHostGroup::broadcast(Pointer data, size_t bytes, int root,
                             double timeout_s) {
+  memory_at(data, bytes, "broadcast");
   collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
     check_root(group, root);
     paceline::broadcast(group.calls, as_pointer(data), bytes, root, left_s);
@@ -117,6 +122,7 @@ void PyHostGroup::broadcast_all(const std::vector<Pointer>& pieces,
                                 double timeout_s) {
   if (pieces.size() != sizes.size())
     misuse("broadcast_all: pieces and sizes must have the same length");
+  check_memory(pieces, sizes, "broadcast_all");
   size_t packed_bytes = 0;
   for (const size_t size : sizes) packed_bytes += is_small(size) ? size : 0;
   std::vector<std::byte> packed(packed_bytes);
@@ -147,6 +153,8 @@ void PyHostGroup::broadcast_all(const std::vector<Pointer>& pieces,
 
 void PyHostGroup::all_gather(Pointer in, Pointer out, size_t bytes,
                              double timeout_s) {
+  memory_at(in, bytes, "all_gather");
+  memory_at(out, bytes, "all_gather");
   collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
     paceline::all_gather(group.calls, as_pointer(in), as_pointer(out), bytes,
                          left_s);
@@ -159,6 +167,7 @@ void PyHostGroup::all_gather_pieces(const std::vector<Pointer>& pieces,
                                     double timeout_s) {
   if (pieces.size() != sizes.size())
     misuse("all_gather_pieces: pieces and sizes must have the same length");
+  check_memory(pieces, sizes, "all_gather_pieces");
   if (counts.size() != static_cast<size_t>(group_->world()) ||
       std::accumulate(counts.begin(), counts.end(), size_t{0}) != pieces.size())
     misuse(
@@ -180,6 +189,8 @@ void PyHostGroup::all_gather_pieces(const std::vector<Pointer>& pieces,
 
 void PyHostGroup::gather(Pointer in, Pointer out, size_t bytes, int root,
                          double timeout_s) {
+  memory_at(in, bytes, "gather");
+  if (group_->rank() == root) memory_at(out, bytes, "gather");
   collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
     check_root(group, root);
     paceline::gather(group.calls, as_pointer(in), as_pointer(out), bytes, root,
@@ -189,6 +200,8 @@ void PyHostGroup::gather(Pointer in, Pointer out, size_t bytes, int root,
 
 void PyHostGroup::scatter(Pointer in, Pointer out, size_t bytes, int root,
                           double timeout_s) {
+  if (group_->rank() == root) memory_at(in, bytes, "scatter");
+  memory_at(out, bytes, "scatter");
   collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
     check_root(group, root);
     paceline::scatter(group.calls, as_pointer(in), as_pointer(out), bytes, root,
@@ -200,6 +213,11 @@ void PyHostGroup::all_to_all(Pointer in, const std::vector<uint64_t>& in_bytes,
                              Pointer out,
                              const std::vector<uint64_t>& out_bytes,
                              double timeout_s) {
+  const auto total = [](const std::vector<uint64_t>& sizes) {
+    return std::accumulate(sizes.begin(), sizes.end(), uint64_t{0});
+  };
+  memory_at(in, total(in_bytes), "all_to_all");
+  memory_at(out, total(out_bytes), "all_to_all");
   collective(kUnlockBytes, timeout_s, [&](HostGroup& group, double left_s) {
     paceline::all_to_all(group.calls, as_pointer(in), in_bytes, as_pointer(out),
                          out_bytes, left_s);
@@ -214,6 +232,7 @@ void PyHostGroup::barrier(double timeout_s) {
 
 TransferId PyHostGroup::start_send(Pointer data, size_t bytes, int destination,
                                    uint64_t tag) {
+  memory_at(data, bytes, "send");
   return call(bytes, [&](HostGroup& group) {
     return group.messages.start_send(as_pointer(data), bytes, destination, tag);
   });
@@ -221,6 +240,7 @@ TransferId PyHostGroup::start_send(Pointer data, size_t bytes, int destination,
 
 TransferId PyHostGroup::start_receive(Pointer data, size_t bytes, int source,
                                       uint64_t tag) {
+  memory_at(data, bytes, "recv");
   return call(bytes, [&](HostGroup& group) {
     return group.messages.start_receive(as_pointer(data), bytes, source, tag);
   });

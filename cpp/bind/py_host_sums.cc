@@ -109,6 +109,7 @@ void bind_host_sums(nb::module_& m) {
           "sum",
           [](PyHostSums& s, size_t bucket, size_t first, size_t count,
              std::pair<int, int> ranks, Pointer out) {
+            memory_at(out, s.bytes(bucket, count), "sum");
             ReduceStats seen;
             s.work(s.bytes(bucket, count), [&](HostSums& sums) {
               sums.sum(bucket, first, count, {ranks.first, ranks.second},
@@ -133,6 +134,8 @@ void bind_host_sums(nb::module_& m) {
           "add_sums",
           [](PyHostSums& s, size_t bucket, const std::vector<Pointer>& sums,
              size_t count, Pointer out) {
+            check_memory(sums, s.bytes(bucket, count), "add_sums");
+            memory_at(out, s.bytes(bucket, count), "add_sums");
             s.work(s.bytes(bucket, count), [&](HostSums& core) {
               core.add_sums(bucket, as_pointers(sums), count, as_pointer(out));
             });
@@ -142,6 +145,7 @@ void bind_host_sums(nb::module_& m) {
           "publish",
           [](PyHostSums& s, size_t bucket, size_t first, size_t count,
              const std::vector<Pointer>& sums, double total_weight) {
+            check_memory(sums, s.bytes(bucket, count), "publish");
             bool is_finite = true;
             s.work(s.bytes(bucket, count), [&](HostSums& core) {
               is_finite = core.publish(bucket, first, count, as_pointers(sums),
@@ -156,6 +160,7 @@ void bind_host_sums(nb::module_& m) {
              const std::vector<Pointer>& values,
              const std::vector<double>& weights, double total_weight,
              bool stops_at_nonfinite) {
+            check_memory(values, s.bytes(bucket, count), "average");
             HostSums::Averaged found{};
             s.work(s.bytes(bucket, count), [&](HostSums& core) {
               found = core.average(bucket, first, count, as_pointers(values),

@@ -23,6 +23,7 @@ void scale_array(int dtype, Pointer pointer, size_t count, double factor) {
   const auto type = static_cast<DType>(dtype);
   if (!is_supported(type, ReduceOp::kMean))
     misuse("scale_array: a floating type is needed");
+  memory_at(pointer, count * dtype_bytes(type), "scale_array");
   without_lock([&] { scale(type, as_pointer(pointer), count, factor); });
 }
 
@@ -56,6 +57,9 @@ void bind_kernels(nb::module_& m) {
       [](int dtype, int op, const std::vector<Pointer>& inputs,
          const std::vector<Pointer>& outputs, size_t count,
          const std::optional<std::vector<double>>& weights) {
+        const size_t bytes = count * dtype_bytes(static_cast<DType>(dtype));
+        check_memory(inputs, bytes, "reduce_arrays");
+        check_memory(outputs, bytes, "reduce_arrays");
         std::vector<void*> in;
         std::vector<void*> out;
         for (const Pointer p : inputs) in.push_back(as_pointer(p));

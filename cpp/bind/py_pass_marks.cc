@@ -36,6 +36,7 @@ void PyPassMarks::mark_ready(size_t parameter, Pointer gradient) {
 
 void PyPassMarks::mark_copied(size_t parameter, Pointer gradient, size_t bytes,
                               bool is_shared) {
+  memory_at(gradient, bytes, "mark_copied");
   const bool is_any_complete =
       marks_.mark_copied(parameter, as_pointer(gradient), bytes, is_shared);
   if (is_any_complete || asks_again_) call_back();

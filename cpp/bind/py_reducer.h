@@ -50,6 +50,7 @@ class PyReducer final : public GradientTaker {
   }
   void mark_copied(size_t parameter, Pointer gradient, size_t bytes,
                    bool is_shared) {
+    memory_at(gradient, bytes, "mark_copied");
     check_not_nested();
     group_->call_without_waiting([&](HostGroup&) {
       reducer_->mark_copied(parameter, as_pointer(gradient), bytes, is_shared);

@@ -65,7 +65,8 @@ void bind_step_ledger(nb::module_& m) {
             std::vector<StepLedger::Copy> each;
             each.reserve(copies.size());
             for (const auto& [from, to, bytes] : copies)
-              each.push_back({as_pointer(from), as_pointer(to), bytes});
+              each.push_back({memory_at(from, bytes, "open_block"),
+                              memory_at(to, bytes, "open_block"), bytes});
             guarded([&] { ledger.open_block(of, block, each); });
           },
           "of"_a, "block"_a, "copies"_a)

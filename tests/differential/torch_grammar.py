@@ -15,6 +15,7 @@ from tests import accelerator
 from tests.differential.between import set_flags, step_directly, write_buffers
 from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program, numbered
+from tests.differential.torch_tensors import add_tensors
 
 VIEWS = ("plain", "unsqueeze", "view", "reshape", "t", "expand", "cat", "stack", "chunk", "select", "cut")
 HOOKS = ("post clamp_", "post replace", "post scale", "post look", "tensor scale", "tensor clamp")
@@ -36,6 +37,7 @@ def generate(seed: int) -> Program:
     program["modes"] = program["modes"] or ["default"]  # of those that were drawn it can run in none
     _add_hosts(program, random.Random(f"hosts {seed}"), needs_unused=writer.needs_unused)
     _make_uneven(program, random.Random(f"uneven {seed}"))
+    add_tensors(program, random.Random(f"tensors {seed}"))
     _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)
     _add_between(program, random.Random(f"between {seed}"))
     if accelerator.IS_THERE:

@@ -17,6 +17,7 @@ from torch import nn
 from tests.differential.programs import Op, Program, numbered
 from tests.differential.records import Event, Value
 from tests.differential.torch_models import WIDTH, Batch, Factor, Net, Table, make_layer, parameter_of
+from tests.differential.torch_tensors import dense_of, make_plain, spoil
 from tests.differential.walk import Meeting, Parting, Run, Walker, of_rank
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -90,10 +91,14 @@ class Machine(Walker):
     def _build(self, spec: dict[str, Any]) -> None:
         seed(17 + len(self.nets))
         net = Net(spec, self.nets[:], self.traps)
-        _convert(net, DTYPES[self.program.get("dtype", "float32")])
+        if "dtype" in self.program:
+            _convert(net, DTYPES[self.program["dtype"]])
         if self.rank and not any(layer["kind"] == "borrow" for layer in spec.get("layers", [])):
             with torch.no_grad():  # wrapping must mend this
                 net.last.mul_(1 + self.rank)
+                spoil(net, 1 + self.rank)
+        if self.subject.simulates:
+            make_plain(net)
         if self.subject.simulates and not self.uses_amp:
             net.double()
         net.to(self.device)
@@ -478,7 +483,7 @@ class Machine(Walker):
 def _value(tensor: torch.Tensor | None) -> Value | None:
     if tensor is None:
         return None
-    dense = tensor.detach().cpu()
+    dense = dense_of(tensor).detach().cpu()
     if dense.is_sparse:
         rows = dense.coalesce()
         # Copied, not added to zeros as by to_dense(): a rank may flush what is added.

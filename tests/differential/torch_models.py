@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.differential.torch_tensors import Held, Wrapped
 from tests.differential.walk import Traps
 
 WIDTH = 4
@@ -294,6 +295,8 @@ LAYERS: dict[str, type[nn.Module]] = {
     "gate": Gate,
     "checkpoint": Checkpoint,
     "trap": Trap,
+    "held": Held,
+    "wrapped": Wrapped,
 }
 
 
@@ -332,5 +335,7 @@ def make_layer(spec: dict[str, Any], net: Net) -> nn.Module:
 
 
 def parameter_of(net: nn.Module, number: int) -> nn.Parameter:
-    parameters = list(net.parameters())
+    # What an op does to a parameter, it does to one that is plain on the ranks, too.
+    named = net.named_parameters()
+    parameters = [p for name, p in named if name.rpartition(".")[2] not in ("held", "wrapped")]
     return parameters[number % len(parameters)]

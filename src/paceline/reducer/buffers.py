@@ -245,7 +245,12 @@ class BufferWrites:
         now = self._tensors.current_buffers()
         held = {name: now[name] for name in names if name in now}
         found = {entry.name: entry.hash for entry in self._hash_model({}, held, None)}
-        return {name: found.get(name, _GONE) for name in names}
+        whole = {name: found.get(name, _GONE) for name in names}
+        for name in names:  # one that consists of other tensors
+            parts = [str(value) for part, value in found.items() if part.startswith(f"{name}.")]
+            if parts and name not in found:
+                whole[name] = _core.hash_bytes(",".join(parts).encode())
+        return whole
 
 
 class BufferSync:

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.errors import ConfigError
-from paceline.torch.backend.staging import as_input, as_output, check_tensor, joined, split, write_back
+from paceline.torch.backend.staging import (
+    as_input,
+    as_output,
+    check_output,
+    check_tensor,
+    joined,
+    split,
+    write_back,
+)
 
 if TYPE_CHECKING:
     from paceline._core import HostGroup
@@ -25,7 +33,7 @@ Call = Callable[[], None]
 def broadcast(core: HostGroup, tensors: Sequence[torch.Tensor], root: int, timeout_s: float) -> Call:
     """Copy rank `root`'s tensors to all ranks."""
     for tensor in tensors:
-        check_tensor(tensor)
+        check_output(tensor)
 
     def call() -> None:
         for tensor in tensors:

@@ -18,7 +18,7 @@ from paceline.collectives.ops import DTYPE_NUMBERS
 from paceline.collectives.ops import ReduceOp as Op
 from paceline.errors import ConfigError
 from paceline.torch.backend import sparse
-from paceline.torch.backend.staging import as_input, check_tensor, joined, write_back
+from paceline.torch.backend.staging import as_input, check_output, check_tensor, joined, write_back
 
 if TYPE_CHECKING:
     from paceline._core import HostGroup
@@ -123,6 +123,7 @@ def _all_reduce_one(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, timeout
     if tensor.layout is torch.sparse_coo:
         return sparse.all_reduce(core, tensor, op, timeout_s)
     reduction = Reduction.of(tensor, op)
+    check_output(tensor)
     tensor = real_view(tensor)
     if tensor.is_contiguous() and reduction.factor is None:
         pointer, count = tensor.data_ptr(), tensor.numel()
@@ -139,6 +140,7 @@ def _all_reduce_one(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, timeout
 def reduce(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, root: int, timeout_s: float) -> Call:
     """Reduce over all ranks into rank `root`'s tensor."""
     reduction = Reduction.of(tensor, op)
+    check_output(tensor)
     tensor = real_view(tensor)
 
     def call() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.errors import ConfigError
+from paceline.torch.model.inner_tensors import is_disjoint
 
 
 def as_input(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,7 +25,7 @@ def as_input(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_output(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` or an empty contiguous tensor like it, to be given to `write_back()` when filled."""
-    check_tensor(tensor)
+    check_output(tensor)
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype)
@@ -53,6 +54,25 @@ def check_tensor(tensor: torch.Tensor) -> None:
             hint="call to_dense() first, or use a gloo group for sparse tensors",
         )
 
+    if tensor.is_nested or (tensor.numel() and not tensor.data_ptr()):
+        raise ConfigError(
+            "The paceline backend does not take a tensor without memory of its own, or a nested one.",
+            got=f"{type(tensor).__name__}, {tensor.dtype}, {tensor.layout}",
+            expected="a dense tensor in memory",
+            hint="pass the tensors of which it consists, one after the other",
+        )
+
+
+def check_output(tensor: torch.Tensor) -> None:
+    """The same, and raises ConfigError for what cannot be written to, element by element."""
+    check_tensor(tensor)
+    if not (tensor.is_contiguous() or is_disjoint(tensor)):
+        raise ConfigError(
+            "This process group can't write to a tensor of which several elements lie in the same memory.",
+            got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, {tensor.dtype}",
+            hint="tensor.contiguous() makes one of it whose elements are its own",
+        )
+
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """A new flat tensor with the elements of all tensors, one tensor after the other."""
@@ -64,6 +84,6 @@ def split(block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     with torch.inference_mode():
         begin = 0
         for tensor in tensors:
-            check_tensor(tensor)
+            check_output(tensor)
             tensor.copy_(block[begin : begin + tensor.numel()].view(tensor.shape))
             begin += tensor.numel()

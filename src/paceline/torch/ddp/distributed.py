@@ -269,6 +269,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if peers.world_size > 1:
             check_agreement(description, peers.exchange, peers.timeout_s)
         self._tensors.check_trainable()
+        self._tensors.check_averaged(self._config.buffers)
 
     def _begin_passes(self, *, is_first: bool = True) -> GradientPasses:
         peers = self._peers

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from paceline.reducer.history import agree_on_passes
 from paceline.torch.link.peers import find_peers
+from paceline.torch.model.inner_tensors import plain_tensors
 
 if TYPE_CHECKING:
     from paceline.torch.ddp.torch_names import TorchNames
@@ -62,7 +63,7 @@ def regroup(ddp: TorchNames, new_process_group: Any) -> None:
 
 def _digest_of_weights(tensors: ManagedTensors) -> bytes:
     digest = hashlib.sha256()
-    for parameter in tensors.all_parameters.values():
+    for parameter in plain_tensors(list(tensors.all_parameters.values())):
         values = parameter.detach().cpu()
         values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
         digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)

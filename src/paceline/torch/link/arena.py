@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.reducer.plan import Plan, bucket_in
+from paceline.torch.model.inner_tensors import is_dense as is_dense
 from paceline.torch.model.parameters import DTYPES
 
 
@@ -130,19 +131,8 @@ class Arena:
         return place.view(parameter.shape)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a range of memory, in any order of dimensions, and none lies twice."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
 def extent(tensor: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
+    """Bytes from the first element to the end of the last; of no memory that other tensors have."""
     if tensor.is_contiguous() or not tensor.numel():
         return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))

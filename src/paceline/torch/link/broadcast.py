@@ -6,16 +6,16 @@ a thousand small tensors costs a few broadcasts, and a large tensor no second co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from paceline.reducer.link import BROADCAST_BYTES, pack
-from paceline.torch.link.arena import is_dense
+from paceline.torch.model.inner_tensors import is_dense, plain_tensors
 
 
 def broadcast_tensors(
-    tensors: Iterable[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
     rank: int,
     broadcast: Callable[[torch.Tensor], None],
     piece_bytes: int = BROADCAST_BYTES,
@@ -25,7 +25,7 @@ def broadcast_tensors(
     """Replace the values of `tensors` by those of the rank `root`. Collective.
 
     Args:
-        tensors: The same shapes, strides and dtypes on all ranks.
+        tensors: The same kinds, shapes, strides and dtypes on all ranks.
         rank: The rank of this process.
         broadcast: Replaces a flat uint8 tensor by that of `root`.
         piece_bytes: Most bytes of one broadcast.
@@ -35,7 +35,7 @@ def broadcast_tensors(
         Rank 0 passes [1.0, 2.0] and rank 1 passes [3.0, 4.0]; after the call both hold [1.0, 2.0].
     """
     by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in tensors:
+    for tensor in plain_tensors(tensors):
         if tensor.numel():
             by_device.setdefault(tensor.device, []).append(tensor)
     with torch.no_grad():

@@ -53,6 +53,7 @@ from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
 from paceline.torch.link.reports import group_for_reports
 from paceline.torch.link.share_transport import ShareTransport
 from paceline.torch.link.transport import ProcessGroupTransport
+from paceline.torch.model.inner_tensors import plain_tensors
 from paceline.torch.model.parameters import dtype_name
 
 Tensors = Sequence[torch.Tensor]
@@ -124,6 +125,7 @@ class MemoryLink:
         self._peers = peers
 
     def broadcast(self, tensors: Tensors, root: int = 0) -> None:
+        tensors = plain_tensors(tensors)
         if not all(tensor.is_cpu for tensor in tensors):
             broadcast_tensors(tensors, self.rank, functools.partial(self._broadcast, root=root), root=root)
             return
@@ -492,7 +494,7 @@ def average_buffers(link: Link[torch.Tensor], buffers: Sequence[torch.Tensor], a
     Autograd does not notice; `WrittenBuffers` lets it know.
     """
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for buffer in buffers:
+    for buffer in plain_tensors(buffers):
         wide = torch.float64 if buffer.dtype is torch.float64 else torch.float32
         kinds.setdefault((buffer.device, wide), []).append(buffer)
     with torch.no_grad():

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from paceline.arguments import Arguments
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError
+from paceline.torch.model.inner_tensors import inner_tensors
 
 
 def checked_module(owner: str, module: Any, name: str = "module") -> nn.Module:
@@ -30,16 +31,22 @@ def checked_module(owner: str, module: Any, name: str = "module") -> nn.Module:
 
 
 def check_materialised(owner: str, module: nn.Module) -> None:
-    """Refuse a module with parameters that have no values yet, but for ignored names.
+    """Refuse a module with parameters or buffers without values in memory, but for ignored names.
 
     Raises:
-        ConfigError: It has some: a lazy one that was never called, or one on the device "meta".
+        ConfigError: It has some: a lazy one that was never called, one on the device "meta", or one of which
+            nobody knows where its values lie. Names it.
     """
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
-            if name in ignored or not (is_lazy(tensor) or tensor.is_meta):
+            if name in ignored:
                 continue
+            if not is_lazy(tensor):
+                meta = [part_name for part_name, part in inner_tensors(name, tensor) if part.is_meta]
+                if not meta:
+                    continue
+                name = meta[0]
             hint = 'module.to_empty(device="cpu"), and initialise it'
             if is_lazy(tensor):
                 hint = "call the module once, on a batch; its lazy layers learn their shapes from it"

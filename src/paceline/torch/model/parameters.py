@@ -5,6 +5,7 @@ The one idea: a module may change in every way, as long as no parameter is train
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,8 +17,17 @@ from paceline import _core
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.arguments import WrapperArguments
+from paceline.reducer.buffer_policy import policy_of
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec
+from paceline.torch.model.inner_tensors import (
+    form,
+    has_no_mean,
+    inner_tensors,
+    is_wrapper,
+    plain_tensors,
+    why_not_trained,
+)
 
 DTYPES = {
     "float32": torch.float32,
@@ -145,11 +155,14 @@ class ManagedTensors:
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
         """Parameters and buffers, as they must be on all ranks."""
         parameters = tuple(
-            describe_tensor(name, p, requires_grad=id(p) in self._index_of)
+            description
             for name, p in self.all_parameters.items()
+            for description in describe_tensors(name, p, requires_grad=id(p) in self._index_of)
         )
         return parameters, tuple(
-            describe_tensor(name, b, requires_grad=None) for name, b in self.buffers.items()
+            description
+            for name, b in self.buffers.items()
+            for description in describe_tensors(name, b, requires_grad=None)
         )
 
     def current_buffers(self) -> dict[str, torch.Tensor]:
@@ -192,19 +205,41 @@ class ManagedTensors:
                 seen=f"{len(self.all_parameters)} parameters, none with requires_grad=True",
                 hint="call the module itself; or unfreeze parameters before wrapping it",
             )
-        for name, parameter in zip(self.names, self.trainable):
-            if hasattr(parameter, "device_mesh"):  # torch's DTensor, which need not be imported to be told
+        for name, tensor in (*self.all_parameters.items(), *self.buffers.items()):
+            if hasattr(tensor, "device_mesh"):  # torch's DTensor, which need not be imported to be told
                 raise ConfigError(
-                    f"DistributedDataParallel: '{name}' is a DTensor, whose gradient it can't average.",
-                    seen=f"placements {getattr(parameter, 'placements', '?')}",
+                    f"DistributedDataParallel: '{name}' is a DTensor, of which each rank may hold a part.",
+                    seen=f"placements {getattr(tensor, 'placements', '?')}",
                     likely="the model was parallelised (tensor parallelism, fully_shard) before",
                     hint="use fully_shard(), or replicate() of torch.distributed, with that",
                 )
+        for name, parameter in zip(self.names, self.trainable):
+            if why := why_not_trained(parameter):
+                raise ConfigError(
+                    f"DistributedDataParallel can't average gradients of '{name}': {why}.",
+                    expected="a dense tensor, or one whose class knows copy_() from and to such",
+                    got=f"{type(parameter).__name__}, {parameter.dtype}, {parameter.layout}",
+                    hint=f"freeze it, {name}.requires_grad_(False), before wrapping; or keep its values in a "
+                    "dense parameter",
+                )
+            if (gradients := getattr(parameter, "grad_dtype", None)) not in (None, parameter.dtype):
+                raise other_gradients(name, parameter.dtype, gradients)
             if dtype_name(parameter.dtype) not in DTYPES:
                 raise ConfigError(
                     f"DistributedDataParallel: the dtype of '{name}' is not supported yet.",
                     expected=", ".join(DTYPES),
                     got=dtype_name(parameter.dtype),
+                )
+
+    def check_averaged(self, patterns: Mapping[str, str]) -> None:
+        """Refuse buffers to average whose values have no mean; on every rank alike."""
+        for name, buffer in self.buffers.items():
+            if policy_of(name, patterns) == "average" and has_no_mean(buffer):
+                raise ConfigError(
+                    f"DistributedDataParallel: buffer '{name}' can't be averaged.",
+                    expected="a dense tensor",
+                    got=f"{type(buffer).__name__}, {buffer.dtype}, {buffer.layout}",
+                    hint=f'buffers={{"{name}": "broadcast"}}, or "local", before the pattern that matches',
                 )
 
     def is_trained_here(self, tensor: object) -> bool:
@@ -360,16 +395,32 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def describe_tensor(name: str, tensor: torch.Tensor, *, requires_grad: bool | None) -> TensorDescription:
-    """A parameter or a buffer as all ranks must have it."""
-    return TensorDescription(
-        name=name,
-        shape=tuple(tensor.shape),
-        dtype=dtype_name(tensor.dtype),
-        device=tensor.device.type,
-        strides=() if tensor.is_contiguous() else tensor.stride(),
-        requires_grad=requires_grad,
+def other_gradients(name: str, own: torch.dtype, gradients: torch.dtype) -> ConfigError:
+    """Its gradients are to have another dtype than the parameter itself, for which torch has `grad_dtype`."""
+    return ConfigError(
+        f"DistributedDataParallel cannot average gradients of {gradients} of '{name}', which is {own}.",
+        expected=f"gradients of the parameter's own dtype, {own}",
+        got=f"grad_dtype = {gradients}",
+        hint=f"leave grad_dtype as it is, {own}; mixed_precision=_MixedPrecision(reduce_dtype={gradients}) "
+        "averages gradients in that dtype",
     )
+
+
+def describe_tensors(
+    name: str, tensor: torch.Tensor, *, requires_grad: bool | None
+) -> Iterator[TensorDescription]:
+    """A parameter or a buffer as all ranks must have it: the plain tensors of which it consists."""
+    what = form(tensor)
+    for part_name, part in inner_tensors(name, tensor):
+        dtype = dtype_name(part.dtype)
+        yield TensorDescription(
+            name=part_name,
+            shape=tuple(part.shape),
+            dtype=f"{dtype} ({what})" if what else dtype,
+            device=part.device.type,
+            strides=() if part.is_contiguous() else part.stride(),
+            requires_grad=requires_grad,
+        )
 
 
 def is_running_statistic(owner: nn.Module, key: str) -> bool:
@@ -413,11 +464,12 @@ class WrittenBuffers:
         through_pointers: bool,
     ) -> None:
         self.places = {
-            name: buffer if through_pointers and name not in saved else buffer.data
+            # What consists of other tensors counts no writes to these.
+            name: buffer if is_wrapper(buffer) or (through_pointers and name not in saved) else buffer.data
             for name, buffer in buffers.items()
         }
         watched = {name: buffers[name] for name in changing if name in saved and name in buffers}
-        on_host = {n: b for n, b in watched.items() if b.is_cpu and b.layout is torch.strided}
+        on_host = {name: buffer for name, buffer in watched.items() if buffer.is_cpu}
         self._watched_names, self._watched = list(on_host), list(on_host.values())
         self._others = [buffer for buffer in watched.values() if not buffer.is_cpu]
         self._before = _hashes(self._watched)
@@ -428,10 +480,16 @@ class WrittenBuffers:
         changed = [b for b, old, new in zip(self._watched, self._before, after) if old != new]
         if changed or self._others:
             torch.autograd.graph.increment_version([*changed, *self._others])
-        return dict(zip(self._watched_names, after))
+        return {n: h for n, b, h in zip(self._watched_names, self._watched, after) if not is_wrapper(b)}
 
 
 def _hashes(buffers: Sequence[torch.Tensor]) -> list[int]:
     """A hash of the bits of each."""
-    whole = [buffer.data.contiguous() for buffer in buffers]
-    return _core.hash_all([each.data_ptr() for each in whole], [each.nbytes for each in whole])
+    counts, whole = [], []
+    for buffer in buffers:
+        parts = [part.detach().contiguous() for part in plain_tensors([buffer])]
+        counts.append(len(parts))
+        whole += parts
+    hashes = iter(_core.hash_all([each.data_ptr() for each in whole], [each.nbytes for each in whole]))
+    # Of several, one that changes if any of theirs does.
+    return [next(hashes) if count == 1 else hash(tuple(itertools.islice(hashes, count))) for count in counts]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from paceline.errors import ConfigError
 from paceline.reducer.one_copy.announced_writes import lay_out
 from paceline.sharding.memory import MemoryPlan, ModelSizes, plan_ways
+from paceline.torch.model.inner_tensors import inner_tensors
 
 _META = torch.device("meta")
 
@@ -53,13 +54,18 @@ def plan_memory(
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     gradients = {str(index): parameter.nbytes for index, parameter in enumerate(parameters)}
     sizes = ModelSizes(
-        parameters=sum(parameter.nbytes for parameter in module.parameters()),
-        buffers=sum(buffer.nbytes for buffer in module.buffers()),
+        parameters=_bytes_of(module.named_parameters()),
+        buffers=_bytes_of(module.named_buffers()),
         gradients=sum(gradients.values()),
         arena=lay_out(gradients)[1],
         state=_state_bytes(parameters, optimizer_class, options),
     )
     return plan_ways(sizes, ranks, hosts, is_allocated=is_allocated)
+
+
+def _bytes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """What they take, or the tensors of which they consist."""
+    return sum(part.nbytes for name, tensor in tensors for _, part in inner_tensors(name, tensor))
 
 
 def _check_counts(ranks: int, hosts: int) -> None:

@@ -17,6 +17,7 @@ from paceline.reducer.one_copy.moving import overlapping
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.arena import extent
 from paceline.torch.link.peers import Peers
+from paceline.torch.model.inner_tensors import is_disjoint, is_wrapper
 from paceline.torch.one_model.guards import watch_optimizers
 from paceline.torch.one_model.homes import PLACING, Home
 
@@ -61,12 +62,12 @@ def refuse_strange(owner: str, module: nn.Module, tensors: Mapping[str, torch.Te
 def _problems(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
     """Why these tensors can't be shared, each with what to do in a second line."""
     for name, tensor in tensors.items():
-        kind = type(tensor.data).__name__
+        kind = (type(tensor) if is_wrapper(tensor) else type(tensor.data)).__name__
         if kind != "Tensor" or tensor.layout is not torch.strided or tensor.is_quantized:
             yield f"'{name}' is no plain dense tensor: {kind}, {tensor.layout}, {tensor.dtype}\n{_LEAVE}"
         elif not tensor.is_cpu:
             yield f"'{name}' is on {tensor.device}, and not in the memory of the host\nmodel.cpu()"
-        elif not _is_disjoint(tensor):
+        elif not is_disjoint(tensor):
             yield (
                 f"several elements of '{name}' lie in the same memory (strides {tensor.stride()})\n"
                 "contiguous() makes a parameter of it whose elements are its own"
@@ -85,14 +86,3 @@ def _problems(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterato
 
 
 _LEAVE = "name it in module._ddp_params_and_buffers_to_ignore; or train without sharing parameters"
-
-
-def _is_disjoint(tensor: torch.Tensor) -> bool:
-    """Whether no two elements lie at the same place: enough, and true of all that people make."""
-    end = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size > 1:
-            if stride < end:
-                return False
-            end = stride * (size - 1) + end
-    return True

@@ -36,7 +36,7 @@ from paceline.torch.link.arena import is_dense
 from paceline.torch.link.link import connect
 from paceline.torch.link.peers import find_peers, known_exchange
 from paceline.torch.link.scattered import ScatteredGradient
-from paceline.torch.model.parameters import describe_tensor
+from paceline.torch.model.parameters import describe_tensors
 from paceline.torch.one_model.elementwise import kind_of
 from paceline.torch.one_model.groups import (
     NO_OPTIONS,
@@ -444,8 +444,9 @@ class ShardedOptimizer(Optimizer, Joinable):
         names = self._names_of(groups)
         parameters = [parameter for group in groups for parameter in group["params"]]
         described = tuple(
-            describe_tensor(name, parameter, requires_grad=parameter.requires_grad)
+            description
             for name, parameter in zip(names, parameters, strict=True)
+            for description in describe_tensors(name, parameter, requires_grad=parameter.requires_grad)
         )
         options = {
             **self._agreed,

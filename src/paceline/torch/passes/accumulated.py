@@ -31,5 +31,6 @@ def part_accumulated(parameters: Sequence[torch.Tensor], indices: Iterable[int])
         for index, gradient in gradients.items()
         if gradient is not None and gradient.layout is torch.strided and not gradient.requires_grad
     }
-    for index in overlapping((each.data_ptr(), extent(each), index) for index, each in dense.items()):
+    places = ((each.data_ptr(), extent(each), index) for index, each in dense.items())
+    for index in overlapping(place for place in places if place[0]):  # 0: it consists of other tensors
         parameters[index].grad = dense[index].clone()

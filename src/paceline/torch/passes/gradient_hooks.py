@@ -25,6 +25,7 @@ from paceline.reducer.scattered import left_over
 from paceline.torch.link.arena import extent
 from paceline.torch.link.scattered import ScatteredGradient, TorchHands
 from paceline.torch.model.compiling import untraced
+from paceline.torch.model.parameters import other_gradients
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
@@ -60,6 +61,7 @@ def pointer_hook(
             or gradient.dtype is not dtype
             or gradient.is_sparse
             or gradient.shape != shape
+            or type(gradient) is not torch.Tensor
             or gradient.is_neg()
             or not (gradient.is_contiguous() if is_row_major else gradient.stride() == strides)
         ):
@@ -68,8 +70,12 @@ def pointer_hook(
         if index in handed:
             state.status.twice = index
             return
+        pointer = gradient.data_ptr()
+        if not pointer and gradient.numel():  # torch's zero tensors
+            stage(parameter)
+            return
         handed[index] = gradient
-        mark_ready(index, gradient.data_ptr())
+        mark_ready(index, pointer)
 
     return in_core(hand_over, state, index, view, reducer, gradient_in_arena=False)
 
@@ -111,7 +117,8 @@ def copy_hook(
         copy(gradient.detach() if gradient.requires_grad else gradient)
         handed[index] = gradient
         staged.append(index)
-        mark_copied(index, gradient.data_ptr(), extent(gradient), is_shared)
+        pointer = gradient.data_ptr()  # 0: it consists of other tensors
+        mark_copied(index, pointer, extent(gradient) if pointer else 0, is_shared)
 
     return hand_over
 
@@ -321,7 +328,7 @@ def refuse_unsupported(
     """
     gradient = parameter.grad
     if gradient is not None or _has_hooks_of_users(parameter):
-        state.refuse(index, unsupported_gradient(name, state.where, gradient, dtype, shape))
+        state.refuse(index, unsupported_gradient(name, state.where, parameter, dtype, shape))
 
 
 def _has_hooks_of_users(parameter: Any) -> bool:
@@ -330,8 +337,9 @@ def _has_hooks_of_users(parameter: Any) -> bool:
 
 
 def unsupported_gradient(
-    name: str, where: str, gradient: torch.Tensor | None, dtype: torch.dtype, shape: torch.Size
+    name: str, where: str, parameter: torch.Tensor, dtype: torch.dtype, shape: torch.Size
 ) -> ConfigError:
+    gradient = parameter.grad
     if gradient is None:
         got = "no gradient"
         likely = "another hook of this parameter set its gradient to None; or backward made none for it"
@@ -340,6 +348,8 @@ def unsupported_gradient(
         likely = "torch.nn.functional.embedding(sparse=True); use nn.Embedding(sparse=True) instead"
     elif gradient.shape != shape:
         return reshaped_parameter(name, where, gradient.shape, shape)
+    elif gradient.dtype is not parameter.dtype and getattr(parameter, "grad_dtype", None) is gradient.dtype:
+        return other_gradients(name, dtype, gradient.dtype)
     else:
         got = f"a gradient of {gradient.dtype}"
         likely = "the model was converted, by .half() or .to(), after it had been wrapped"

@@ -20,6 +20,7 @@ from paceline.reducer.scattered import scatter
 from paceline.torch.link.arena import extent
 from paceline.torch.link.scattered import Scattered, ScatteredGradient, TorchHands
 from paceline.torch.model.config import DDPConfig
+from paceline.torch.model.inner_tensors import is_plain
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.passes.gradient_hooks import (
     Hook,
@@ -158,11 +159,10 @@ class Gradients:
         handed, gradient = self._state.handed, self._state.handed[index]
         if gradient is self.reduction.places[index]:
             return False
-        storage = gradient.untyped_storage().data_ptr()
+        storage = _storage_of(gradient)
         others = [handed[other] for other in handed if other != index]
-        return any(
-            other is not None and not other.is_sparse and other.untyped_storage().data_ptr() == storage
-            for other in others
+        return storage != 0 and any(
+            other is not None and not other.is_sparse and _storage_of(other) == storage for other in others
         )
 
     def write_back(self, missing: Sequence[int]) -> None:
@@ -172,13 +172,22 @@ class Gradients:
         handed, places = self._state.handed, self.reduction.places
         with torch.no_grad():
             for index in self._state.staged:
-                handed[index].copy_(places[index])
+                self._write_back(index, handed[index], places[index])
             for index in missing:
                 if index not in self._tensors.sparse:
                     parameter, place = self._parameters[index], places[index]
                     is_own = self._config.gradients_in_arena and index not in self._shared
                     is_at_home = is_own and place.dtype is parameter.dtype
                     parameter.grad = place if is_at_home else place.to(parameter.dtype, copy=True)
+
+    def _write_back(self, index: int, gradient: torch.Tensor, place: torch.Tensor) -> None:
+        if gradient.data_ptr() or not gradient.numel():
+            gradient.copy_(place)
+            return
+        try:  # its class knows, perhaps, how a plain tensor is written to the tensors of which it consists
+            gradient.copy_(place)
+        except (NotImplementedError, RuntimeError, TypeError):
+            self._parameters[index].grad = place.to(gradient.dtype, copy=True)
 
     def keep(self) -> dict[int, Any]:
         in_arena, kept = set(self._in_arena()), {}
@@ -235,8 +244,13 @@ class Gradients:
         for gradient in [p.grad for p in self._parameters]:
             if gradient is None:
                 continue
-            if not gradient.is_cpu or gradient.layout is not torch.strided:
+            if not gradient.is_cpu or not is_plain(gradient):
                 return None
             pointers.append(gradient.data_ptr())
             sizes.append(extent(gradient))
         return pointers, sizes
+
+
+def _storage_of(gradient: torch.Tensor) -> int:
+    """The address of the memory in which it lies, maybe with others; 0: it has none of its own."""
+    return gradient.untyped_storage().data_ptr() if gradient.data_ptr() else 0

@@ -12,6 +12,7 @@ import torch
 
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.replica_check import Entry
+from paceline.torch.model.inner_tensors import as_plain, is_wrapper
 from paceline.torch.model.parameters import ManagedTensors, dtype_name
 from paceline.torch.passes.replica_state import hash_model
 
@@ -69,7 +70,7 @@ class OuterParameters:
 
 def _wide(parameter: torch.Tensor) -> torch.Tensor:
     """Its values: 16 bits as float32, complex numbers as pairs of real ones."""
-    values = parameter.detach()
+    values = as_plain(parameter) if is_wrapper(parameter) else parameter.detach()
     if values.is_complex():
         return torch.view_as_real(values.resolve_conj())
     return values.float() if values.itemsize < 4 else values

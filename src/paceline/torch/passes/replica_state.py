@@ -10,6 +10,7 @@ import torch
 from paceline import _core
 from paceline.reducer.passes.iteration_notes import places_to_sample
 from paceline.reducer.replica_check import Entry, flattened, hash_of_plain
+from paceline.torch.model.inner_tensors import inner_tensors, is_plain
 from paceline.torch.passes.gradient_hooks import HAS_EXCHANGE_API
 
 Named = tuple[str, str, torch.Tensor]
@@ -19,7 +20,7 @@ Named = tuple[str, str, torch.Tensor]
 def make_notes(parameters: Sequence[torch.Tensor]) -> _core.IterationNotes:
     """Notes of writes to three of them, but for those through .data; and of a few bytes of some."""
     counted = [parameters[0], parameters[len(parameters) // 2], parameters[-1]]
-    sizes = [p.nbytes if p.is_cpu and p.is_contiguous() else 0 for p in parameters]
+    sizes = [p.nbytes if p.is_cpu and is_plain(p) and p.is_contiguous() else 0 for p in parameters]
     places = [(parameters[index], begin, size) for index, begin, size in places_to_sample(sizes)]
     begins, lengths = [begin for _, begin, _ in places], [size for _, _, size in places]
     if HAS_EXCHANGE_API:
@@ -61,23 +62,16 @@ def hash_model(
 def _hash_tensors(named: Iterable[Named]) -> Iterator[Entry]:
     names, pointers, sizes, kept = [], [], [], []
     for kind, name, tensor in named:
-        if tensor.is_meta:
-            continue
-        whole = _on_host(tensor)
-        kept.append(whole)  # until they are hashed
-        names.append((kind, name))
-        pointers.append(whole.data_ptr())
-        sizes.append(whole.nbytes)
+        for part_name, part in inner_tensors(name, tensor):
+            if part.is_meta or (part is not tensor and not part.numel()):
+                continue
+            whole = part.detach().cpu().contiguous()
+            kept.append(whole)  # until they are hashed
+            names.append((kind, part_name))
+            pointers.append(whole.data_ptr())
+            sizes.append(whole.nbytes)
     hashes = _core.hash_all(pointers, sizes)
     return (Entry(kind, name, value) for (kind, name), value in zip(names, hashes, strict=True))
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values, one after the other, where the processor can read them; itself, if they are."""
-    tensor = tensor.detach()
-    if tensor.layout is not torch.strided:
-        tensor = tensor.to_dense()
-    return tensor.cpu().contiguous()
 
 
 def _held_by(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
