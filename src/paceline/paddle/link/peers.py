@@ -37,7 +37,6 @@ from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import HostMemory
 
 _DEFAULT_OWNER = "DataParallel"
-_DEFAULT_TIMEOUT_S = 1800.0  # Paddle's own
 _OUTSIDE = -1  # the rank that a group of Paddle has where this process is none of its ranks
 
 _log = logging.getLogger("paceline")
@@ -254,7 +253,7 @@ def find_peers(
     if group is None and not (dist.is_initialized() and dist.get_world_size() > 1):
         return None
     _core.hold_late_threads()  # rank 0 serves Paddle's store until it has ended
-    calls = GroupCalls(group, timeout_s or _DEFAULT_TIMEOUT_S, warn_after_s or WARN_AFTER_S)
+    calls = GroupCalls(group, timeout_s or _paddles_timeout_s(), warn_after_s or WARN_AFTER_S)
     return PaddlePeers(calls, owner) if calls.world_size > 1 else None
 
 
@@ -320,6 +319,11 @@ def common_link(group: Any, *, on_host: bool) -> Link | None:
     return links[on_host]
 
 
+def _paddles_timeout_s() -> float:
+    """How long Paddle's own process groups wait, which users set by PADDLE_PG_TIMEOUT."""
+    return float(dist.ParallelEnv().pg_timeout) / 1000
+
+
 def connect_environment(forming_timeout_s: float | None = None) -> Group | None:
     """Bring the processes that the launcher started together: in memory, or by paddle.distributed.
 
@@ -330,7 +334,7 @@ def connect_environment(forming_timeout_s: float | None = None) -> Group | None:
         None: this process is the only one, or paddle.distributed did it. Collective on the first call.
     """
     if needs_paddles_group():
-        form_paddles_group(forming_timeout_s or _DEFAULT_TIMEOUT_S)
+        form_paddles_group(forming_timeout_s or _paddles_timeout_s())
         return None
     return environment_group(forming_timeout_s)
 

@@ -47,6 +47,7 @@ from paceline.reducer.arguments import REDUCE_THROUGH
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.one_copy.torn import torn
 from paceline.reducer.wrapped_model import hide_inherited
+from paceline.reducer.passes.sharing import registry
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import Piece, deal
 from paceline.sharding.journal import Journal, home_of_all
@@ -87,7 +88,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             it is not initialised, one formed from the environment that the launcher has set.
         reduce_through: How updated parameters travel: through "memory" that the ranks share, the "group" of
             paddle.distributed, or "auto", the better one.
-        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: as long as the wrapper of these
+            parameters was told to wait, or else the group's own time-out.
         journal: Whether a step outlives the ranks that make it: the state lies in memory of all ranks, and
             survivors complete the part of a rank that is lost. For parameters that the ranks of one host
             share, and optimizers that update every element by itself.
@@ -136,6 +138,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             groups = internals.groups_of(whole)
             everything = [parameter for each in groups for parameter in each["params"]]
             check_tensors(everything)
+            limit_s = registry.timeout_of(everything) if limit_s is None else limit_s
             peers = find_peers(group, limit_s, owner=OWNER)
             kinds = [] if peers is None else _kinds_of(whole, defaults)
             if is_journaled and Kind.PARAMETERS in kinds:

@@ -200,6 +200,11 @@ class Passes(Generic[AnyAutograd]):
         return self.planning.link
 
     @property
+    def asked_timeout_s(self) -> float | None:
+        """What the user passed as `timeout_s` to the wrapper; None: nothing."""
+        return self._config.timeout_s
+
+    @property
     def path(self) -> str:
         """Where gradients are averaged: "memory", "hosts" or "group"."""
         return self.link.path

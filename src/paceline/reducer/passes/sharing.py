@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 
@@ -25,6 +25,11 @@ class Holder(Protocol):
     """
 
     member: str
+
+    @property
+    def asked_timeout_s(self) -> float | None:
+        """What the user passed as `timeout_s` to its wrapper; None: nothing."""
+        ...
 
     @property
     def trainable(self) -> Sequence[object]: ...
@@ -80,6 +85,18 @@ class _Registry:
         return next(
             (each.member for each in apart if not known.isdisjoint(map(id, each.trainable))),
             "",
+        )
+
+    def timeout_of(self, parameters: Iterable[object]) -> float | None:
+        """The `timeout_s` that a user gave to the wrapper of any of these parameters; None: to none of them.
+
+        The longest, where several wrappers have parameters in common.
+        """
+        asked = [each for each in self._holders if each.asked_timeout_s is not None]
+        known = {id(parameter) for parameter in parameters} if asked else set()
+        return max(
+            (each.asked_timeout_s for each in asked if not known.isdisjoint(map(id, each.trainable))),
+            default=None,
         )
 
     def shared_by_others(self, holder: Holder) -> set[int]:

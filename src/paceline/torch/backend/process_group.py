@@ -45,6 +45,14 @@ class _Options:
     timeout: timedelta = timedelta(seconds=-1)
 
 
+@dataclass(frozen=True)
+class _BackendOptions:
+    """As `torch._C._distributed_c10d.Backend.Options`, as far as it says anything of this backend."""
+
+    _timeout: timedelta
+    backend: str = "paceline"
+
+
 DEFAULTS = _Options()
 ASYNC = "asyncOp"  # not in the options of torch 2.6, which waits itself for what its callers do not
 
@@ -76,6 +84,11 @@ class PacelineProcessGroup(NamedProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         """Deadline of each call from now on; torch.distributed.init_process_group's `timeout` until then."""
         self._timeout_s = timeout.total_seconds()
+
+    @property
+    def options(self) -> _BackendOptions:
+        """What torch's own backends tell of themselves under this name: their deadline."""
+        return _BackendOptions(timedelta(seconds=self._timeout_s))
 
     # --- reductions ---
 

@@ -7,6 +7,7 @@ any backend offers them, and so does a `paceline.Group`.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -177,9 +178,9 @@ def _group_from_environment(forming_timeout_s: float | None, owner: str) -> Grou
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
-    """The time-out that the user gave to init_process_group, as far as the backend tells."""
-    try:
-        backend = group._get_backend(torch.device("cpu"))
-        return float(backend.options._timeout.total_seconds())
-    except (RuntimeError, AttributeError):
-        return _DEFAULT_TIMEOUT_S
+    """The time-out that the user gave to init_process_group or new_group, as far as a backend tells."""
+    devices = sorted(group._device_types, key=lambda device: device.type != "cpu")  # NCCL's serves no CPU
+    for device in devices:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return float(group._get_backend(device).options._timeout.total_seconds())
+    return _DEFAULT_TIMEOUT_S

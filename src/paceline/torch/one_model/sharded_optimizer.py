@@ -25,6 +25,7 @@ from paceline.reducer.arguments import REDUCE_THROUGH
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.link import Link
 from paceline.reducer.one_copy.homes import check_step_allowed, homes_of
+from paceline.reducer.passes.sharing import registry
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import CACHED_BYTES, deal, fit_into_caches
 from paceline.sharding.journal import Journal, home_of_all
@@ -96,7 +97,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         overlap_with_ddp: Must be False.
         reduce_through: How updated parameters travel: through "memory" that the ranks share, the process
             "group", or "auto", the better one.
-        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: as long as the wrapper of these
+            parameters was told to wait, or else the group's own time-out.
         journal: Whether a step outlives the ranks that make it: the state lies in memory of all ranks, and
             survivors complete the part of a rank that is lost. For parameters that the ranks of one host
             share, and optimizers that update every element by itself.
@@ -159,6 +161,8 @@ class ShardedOptimizer(Optimizer, Joinable):
             check_tensors([parameter for group in filled for parameter in group["params"]])
             Optimizer.__init__(self, filled, self._template.defaults)
             Joinable.__init__(self)
+            if limit_s is None:
+                limit_s = registry.timeout_of(p for group in filled for p in group["params"])
             peers = find_peers(process_group, None, limit_s, None, owner=OWNER)
             self._agreed = {
                 "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
