@@ -62,6 +62,12 @@ def test_first_failure(ends: list[RankEnd], rank: int | None) -> None:
         (end(0, 1, output=BOOM), "ValueError: boom (exit status 1)"),
         (end(0, 1, output=LOST), "PeerLostError: rank 2 died. (exit status 1)"),
         (end(0, -11), "killed by SIGSEGV (segmentation fault)"),
+        (end(0, -6), "killed by SIGABRT (abort)"),
+        (
+            end(0, -6, output="terminate called without an active exception\n"),
+            "killed by SIGABRT (abort: most likely the program had ended, and a thread of a library was "
+            "still at work when the interpreter ended; torch's Gloo does so, pytorch#190489)",
+        ),
         (end(0, -40), "killed by signal 40"),
         (end(0, -15, stopped_by=signal.SIGTERM), "stopped by the launcher (SIGTERM)"),
         (end(0, 143, stopped_by=signal.SIGTERM), "stopped by the launcher (SIGTERM)"),

@@ -21,6 +21,12 @@ _CHAIN = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
+# What C++ says when the interpreter, at its end, unwinds a thread of a library that asks for its lock.
+_TERMINATED = "terminate called without an active exception"
+_LATE_THREAD = (
+    "abort: most likely the program had ended, and a thread of a library was still at work when the "
+    "interpreter ended; torch's Gloo does so, pytorch#190489"
+)
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # that torch puts before each line of a traceback
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LAST_LINES = 20
@@ -108,6 +114,8 @@ def describe_end(end: RankEnd) -> str:
     """
     if end.is_stopped_by_launcher:
         return f"stopped by the launcher ({signal_name(end.stopped_by)})"
+    if end.signal == signal.SIGABRT and _TERMINATED in end.output:
+        return f"killed by SIGABRT ({_LATE_THREAD})"
     if end.signal:
         return f"killed by {signal_name(end.signal)}{_MEANING.get(end.signal, '')}"
     raised = exception_line(traceback_of(end))

@@ -17,6 +17,7 @@ from paceline.torch.backend.init_process_group import init_process_group  # noqa
 from paceline.torch.data_parallel.data_parallel import DataParallel  # noqa: E402
 from paceline.torch.ddp.distributed import DistributedDataParallel  # noqa: E402
 from paceline.torch.ddp.replace_ddp import replace_ddp  # noqa: E402
+from paceline.torch.link import gloo_threads  # noqa: E402
 from paceline.torch.one_model.memory_plan import plan_memory  # noqa: E402
 from paceline.torch.one_model.sharded_optimizer import ShardedOptimizer  # noqa: E402
 from paceline.torch.one_model.share import share  # noqa: E402
@@ -24,6 +25,7 @@ from paceline.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from paceline.torch.tensorboard import log_to_tensorboard  # noqa: E402
 
 backend.register()
+gloo_threads.wait_at_exit()
 replace_if_asked(replace_ddp)
 
 __all__ = [

@@ -1,0 +1,65 @@
+"""Waits at the end of the process until torch's Gloo threads are idle.
+
+A thread of Gloo's sets the result of a collective before it lets go of the tensors, for which it needs the
+interpreter's lock. If the program has its result and the interpreter begins to end in between, Python 3.13
+and older unwind that thread, and C++ aborts the process after a good training (pytorch#190489). Destroying
+the group does not end these threads once there was a DDP. Imports the standard library.
+"""
+
+from __future__ import annotations
+
+import atexit
+import platform
+import time
+from pathlib import Path
+
+_NAME = "pt_gloo_runloop"
+LONGEST_S = 1.0
+_LOOK_EVERY_S = 0.0005
+_LOOKS = 3  # in a row, for a thread that is between two locks when it is looked at
+_FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())
+
+
+def wait_at_exit() -> None:
+    """Have the end of this process wait for them, at most 1 s; where there are none it waits for nothing.
+
+    To be called early: handlers that are registered later run before, and may still use Gloo.
+    """
+    atexit.register(_wait_until_idle)
+
+
+def _wait_until_idle() -> None:
+    threads = [task for task in _tasks() if _read(task / "comm").strip() == _NAME]
+    until_s = time.monotonic() + LONGEST_S
+    quiet = 0
+    while threads and quiet < _LOOKS and time.monotonic() < until_s:
+        quiet = quiet + 1 if all(map(_is_idle, threads)) else 0
+        time.sleep(_LOOK_EVERY_S)  # gives up the interpreter's lock, which they may want
+
+
+def _is_idle(thread: Path) -> bool:
+    """Whether a thread waits for work, or has ended.
+
+    Then it waits for a condition, without a deadline. While it waits for the interpreter's lock, or for
+    another rank, it has one.
+    """
+    call = _read(thread / "syscall").split()
+    if _FUTEX is None or not call:  # this kernel does not show the calls of threads
+        state = _read(thread / "stat").rpartition(")")[2].split()
+        return not state or state[0] == "S"
+    return call[0] == _FUTEX and int(call[4], 16) == 0
+
+
+def _tasks() -> list[Path]:
+    try:
+        return list(Path("/proc/self/task").iterdir())
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> str:
+    """Empty: the thread has ended, or there is no such file."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
