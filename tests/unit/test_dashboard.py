@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import math
 import re
+import shutil
 import socket
+import struct
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -260,23 +262,73 @@ def test_a_browser_is_told_all_then_what_is_new_then_the_end(page):
     assert list(told) == [("ended", {"exit_status": 3})]
 
 
-def test_browsers_that_do_not_read_keep_nobody_from_reading(page, monkeypatch):
-    """What is too much is told so at once, and the job is looked at all the same."""
+def test_connections_without_the_token_keep_nobody_from_reading(page):
+    """Two for each that there may be, which send a byte now and then."""
     port, feed, _ = page
-    monkeypatch.setattr(dashboard._Handler, "timeout", 600)
-    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(32)]
+    slow = [socket.create_connection(("127.0.0.1", port)) for _ in range(64)]
     try:
-        deadline = time.monotonic() + 240
-        while ask_or_none(port) != 503:  # all of them are taken up by then
-            assert time.monotonic() < deadline
-        before = feed.next_event(0)[0]
+        for _ in range(3):
+            for each in slow:
+                with contextlib.suppress(OSError):
+                    each.send(b"G")
+            assert ask(port, f"/?token={TOKEN}")[0] == 200
+        told = events(port)
+        assert next(told)[0] == "all"
+        slow += [socket.create_connection(("127.0.0.1", port)) for _ in range(64)]
+        assert ask(port, "/metrics", Authorization=f"Bearer {TOKEN}")[0] == 200
         feed.look()
-        assert feed.next_event(before)[0] == before + 1
+        assert next(told)[0] == "now"  # who has shown the token is not sent away for those who have not
     finally:
-        for each in silent:
+        for each in slow:
             each.close()
-    while ask_or_none(port) != 200:
-        assert time.monotonic() < deadline
+
+
+def test_who_asks_for_too_long_is_sent_away(page, monkeypatch):
+    """However many bytes it sends meanwhile."""
+    monkeypatch.setattr(dashboard, "_SLOWEST_S", 0.3)
+    with socket.create_connection(("127.0.0.1", page[0]), timeout=240) as slow:
+        slow.settimeout(0.02)
+        slow.sendall(b"GET / HTTP/1.1\r\nX: ")
+        with contextlib.suppress(ConnectionError):
+            while not is_closed(slow):
+                slow.sendall(b"y")
+    assert ask(page[0], f"/?token={TOKEN}")[0] == 200
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """Whether the other side has ended it, within the connection's time-out."""
+    try:
+        return not connection.recv(1)
+    except TimeoutError:
+        return False
+
+
+def test_connections_that_have_the_token_are_not_sent_away_for_others(page):
+    port, _, _ = page
+    told = [events(port) for _ in range(32)]
+    for each in told:
+        assert next(each)[0] == "all"
+    assert ask_or_none(port) in (503, None)
+    for each in told:
+        each.close()
+
+
+def test_a_recording_that_is_gone_is_told(page, tmp_path):
+    port, feed, _ = page
+    told = events(port)
+    assert next(told)[0] == "all"
+    shutil.rmtree(tmp_path)
+    feed.look()
+    name, data = next(each for each in told if each[0] != "now")
+    assert name == "trouble" and data["text"].startswith(f"The recording is gone: {tmp_path} was removed")
+
+
+def test_a_recording_that_is_damaged_is_told(page, tmp_path):
+    port, feed, _ = page
+    path_of(tmp_path, 0).write_bytes(b"PACELINE" + struct.pack("<IIQ", 2, 32, 1 << 40).ljust(4096, b"\xff"))
+    feed.look()
+    name, data = next(events(port))
+    assert name == "trouble" and data["text"].startswith("This recording is damaged: ")
 
 
 def ask_or_none(port: int) -> int | None:

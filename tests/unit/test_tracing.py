@@ -180,10 +180,11 @@ def test_what_takes_the_time_of_a_program_is_added_up_while_something_is_recorde
 def test_notes_leave_room_for_failures(tmp_path: Path):
     memory = ring_file.create(tmp_path / "rank0.ring", 64)
     ring_file.write_header(memory, RankHeader(0, 1, 1, "host", "boot", 0, 0, 64))
-    told = [ring_file.add_note(memory, {"what": "buckets", "text": "x" * 4000}) for _ in range(20)]
+    told = [ring_file.add_note(memory, {"what": "step", "text": "x" * 4000}) for _ in range(20)]
     assert told.count(True) in range(10, 16) and not told[-1]
-    assert ring_file.add_note(memory, {"what": "failure"}, is_failure=True)
-    assert ring_file.read(memory[:]).notes[-1] == {"what": "failure"}
+    failure = {"what": "failure", "time_ns": 7, "text": "boom"}
+    assert ring_file.add_note(memory, failure, is_failure=True)
+    assert ring_file.read(memory[:]).notes[-1] == failure
 
 
 def test_a_large_ring_takes_the_place_of_a_small_one_for_a_while(tmp_path: Path):
@@ -408,6 +409,37 @@ def test_a_failed_job_is_found_and_the_oldest_go(own_jobs: Path):
     assert folders[-1].parent.stat().st_mode & 0o777 == 0o700
 
 
+def test_failed_jobs_leave_the_recordings_of_those_that_run(own_jobs: Path):
+    """The oldest of eleven that run, after fifteen that have failed since."""
+    running = []
+    for number in range(11):
+        running.append(jobs.new_folder())
+        jobs.begin(running[-1], jobs.JobFacts("train.py", os.getpid(), 2, 1000.0 + number))
+    failed = []
+    for number in range(15):
+        failed.append(jobs.new_folder())
+        facts = jobs.JobFacts("bad.py", 2**22 + number, 2, 2000.0 + number)
+        jobs.begin(failed[-1], facts)
+        jobs.end(failed[-1], facts, 1)
+    assert [folder for folder, facts in jobs.jobs() if facts.is_running] == running[::-1]
+    assert [folder for folder, facts in jobs.jobs() if not facts.is_running] == failed[:4:-1]
+
+
+def test_a_job_whose_process_is_not_seen_from_here_keeps_its_recording(own_jobs: Path):
+    """In another container, say, which shares the folder: its process has another number there."""
+    unseen = jobs.JobFacts("train.py", 2**22 + 1, 2, 1.0)
+    folder = jobs.new_folder()
+    jobs.begin(folder, unseen)
+    for number in range(12):
+        facts = jobs.JobFacts("bad.py", 2**22 + 2 + number, 2, 1000.0 + number)
+        jobs.begin(bad := jobs.new_folder(), facts)
+        jobs.end(bad, facts, 1)
+    assert folder in dict(jobs.jobs())
+    jobs.end(folder, unseen, 1)
+    jobs.begin(jobs.new_folder(), jobs.JobFacts("train.py", os.getpid(), 2, 3000.0))
+    assert folder not in dict(jobs.jobs())
+
+
 def test_a_job_that_ended_well_leaves_nothing(own_jobs: Path):
     folder = jobs.new_folder()
     facts = jobs.JobFacts("train.py", os.getpid(), 2, 1000.0)
@@ -438,7 +470,7 @@ def test_a_folder_of_somebody_else_is_not_used(own_jobs: Path):
     target = own_jobs / "target"
     target.mkdir()
     jobs.users_folder().symlink_to(target)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="is no folder"):
         jobs.begin(jobs.new_folder(), jobs.JobFacts("train.py", 1, 2, 0.0))
     assert not list(target.iterdir())
 

@@ -106,8 +106,10 @@ class JobRecording:
         try:
             jobs.begin(self._folder, self._facts)
         except OSError as error:
-            if self._output is not None:
-                self._say(f"paceline: nothing is recorded: {self._folder}: {error.strerror or error}")
+            taken = jobs.squatter()
+            if self._output is not None or taken:
+                reason = taken or f"{self._folder}: {error.strerror or error}"
+                self._say(f"paceline: nothing is recorded: {reason}")
 
     def seconds_to_look(self) -> float:
         """When the next look is due, counted from now."""
@@ -128,15 +130,17 @@ class JobRecording:
         """
         found: dict[int, RankRecording] = {}
         for path in paths_in(self._folder):
-            with suppress(OSError):
+            with suppress(OSError, ConfigError):
                 start = read_start(path)
                 if start is not None and start.header.real_ns >= self._facts.started_s * 1e9:
                     found[start.header.rank] = start
         is_everywhere = all(each.header.world_size <= self._facts.nprocs for each in found.values())
         if not is_everywhere and 0 not in found:
             return []
-        far = {each.recording.header.rank: each.recording for each in far_ranks(self._folder, self._began_ns)}
-        return list({**far, **found}.values())
+        with suppress(ConfigError):
+            far = far_ranks(self._folder, self._began_ns)
+            return list({**{each.recording.header.rank: each.recording for each in far}, **found}.values())
+        return list(found.values())
 
     def end(self, exit_status: int) -> None:
         """Say which ranks were slow; write the trace, or say how a failed job can be looked at.

@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from paceline.errors import ConfigError
 from paceline.tracing import chrome, jobs
 from paceline.tracing.last_passes import render
+from paceline.tracing.ring_file import printable
 from paceline.tracing.slow import AT_THE_END, slow_ranks, whole_spans
 
 _DESCRIPTION = """\
@@ -51,9 +53,17 @@ def main(arguments: Sequence[str]) -> int:
 
 def _list() -> int:
     found = jobs.jobs()
+    if taken := jobs.squatter():
+        raise ConfigError(
+            "Your jobs record nothing.",
+            seen=taken,
+            hint="have it removed, or set TMPDIR to a folder of yours, for the jobs and for this command",
+        )
     if not found:
         print("No job is running or has failed that has recorded its passes.", file=sys.stderr)
         return 1
     for folder, facts in found:
-        print(f"{folder.name}  {jobs.age(facts)}  {facts.nprocs} ranks  {facts.name}: {facts.state}")
+        print(
+            f"{printable(folder.name)}  {jobs.age(facts)}  {facts.nprocs} ranks  {facts.name}: {facts.state}"
+        )
     return 0

@@ -2,8 +2,8 @@
 
 The one idea: it is a process of its own, which reads what the ranks have recorded. However slow a browser is,
 neither the ranks nor the launcher notice. It answers only who knows the token, and only under the names of
-this machine, so that no page of a stranger can read it through the browser. Imports its neighbours and the
-standard library.
+this machine, so that no page of a stranger can read it through the browser. Imports its neighbours, errors
+and the standard library.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, final
 from urllib.parse import parse_qs, urlsplit
 
+from paceline.errors import ConfigError
 from paceline.tracing.history import History
 from paceline.tracing.live import JobSnapshot
 from paceline.tracing.metrics import CONTENT_TYPE, metrics_text
@@ -31,7 +32,7 @@ from paceline.tracing.watch import JobWatch, as_plain, plain
 _PAGE = Path(__file__).with_name("dashboard.html")
 _EVERY_S = 1.0
 _MOST_CONNECTIONS = 32
-_SLOWEST_S = 10.0  # for a browser to take, or to ask for, anything
+_SLOWEST_S = 10.0  # for a browser to take anything, and for who has shown no token to be here at all
 _OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -52,15 +53,27 @@ class Feed:
         self._now: JobSnapshot | None = None
         self._exit_status: int | None = None
         self._has_ended = False
+        self._trouble = ""
 
     def look(self) -> None:
-        """Look once more."""
-        now = self._watch.look()
+        """Look once more; what can't be read is told."""
+        try:
+            now = self._watch.look()
+        except ConfigError as error:
+            self._tell_trouble(str(error).splitlines()[0])
+            return
+        gone = f"The recording is gone: {self._watch.folder} was removed while the job runs."
+        self._tell_trouble(gone if self._watch.is_gone else "")
         with self._changed:
             self._number += 1
             if self._history.add(now, time.time()):
                 self._reshaped = self._number
             self._now = now
+            self._changed.notify_all()
+
+    def _tell_trouble(self, trouble: str) -> None:
+        with self._changed:
+            self._trouble = trouble
             self._changed.notify_all()
 
     def end(self, exit_status: int | None) -> None:
@@ -82,11 +95,15 @@ class Feed:
             seen: The number of the last event that it was told; 0: none.
 
         Returns:
-            The number of the event, its name and its data: "all" that is known, what is new ("now"), or
-            that the job has "ended".
+            The number of the event, its name and its data: "all" that is known, what is new ("now"), that
+            the job has "ended", or why nothing is known ("trouble").
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._number > seen or self._has_ended, timeout=5 * _EVERY_S)
+            self._changed.wait_for(
+                lambda: self._number > seen or self._has_ended or self._trouble, timeout=5 * _EVERY_S
+            )
+            if self._trouble and not self._has_ended:
+                return seen, "trouble", {"text": self._trouble}
             if self._now is None or self._number <= seen:
                 return seen, "ended" if self._has_ended else "wait", {"exit_status": self._exit_status}
             history, number = self._history, self._number
@@ -119,10 +136,21 @@ class Dashboard(ThreadingHTTPServer):
         self.socket.close()
         self.socket = listener
         self.feed, self.token = feed, token
-        self._slots = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+        self._admission = threading.Lock()
+        self._strangers: dict[
+            Any, float
+        ] = {}  # connections that have shown no token, since when; oldest first
+        self._known: set[Any] = set()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._slots.acquire(blocking=False):
+        """Who comes last is served: of those who show no token, the oldest goes."""
+        with self._admission:
+            if len(self._strangers) + len(self._known) >= _MOST_CONNECTIONS and self._strangers:
+                self._drop(next(iter(self._strangers)))
+            has_room = len(self._strangers) + len(self._known) < _MOST_CONNECTIONS
+            if has_room:
+                self._strangers[request] = time.monotonic()
+        if has_room:
             super().process_request(request, client_address)
             return
         with contextlib.suppress(OSError):
@@ -134,7 +162,28 @@ class Dashboard(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._slots.release()
+            with self._admission:
+                self._strangers.pop(request, None)
+                self._known.discard(request)
+
+    def service_actions(self) -> None:
+        """Several times in a second: a stranger's time is over, however many bytes he has sent."""
+        with self._admission:
+            for request, since_s in list(self._strangers.items()):
+                if time.monotonic() - since_s > _SLOWEST_S:
+                    self._drop(request)
+
+    def _drop(self, request: Any) -> None:
+        """End a stranger's connection, which its thread finds closed."""
+        del self._strangers[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def trust(self, request: Any) -> None:
+        """A connection has shown the token."""
+        with self._admission:
+            if self._strangers.pop(request, None) is not None:
+                self._known.add(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away is no error, and there is nobody to tell of others."""
@@ -152,11 +201,16 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(403, "This page is served under the names of this machine only.")
         elif not self._knows_token(address.query):
             self._say(403, "The address needs its token: `paceline run` has printed it.")
-        elif address.path == "/":
+        else:
+            self.server.trust(self.connection)
+            self._answer(address.path)
+
+    def _answer(self, path: str) -> None:
+        if path == "/":
             self._send_page()
-        elif address.path == "/events":
+        elif path == "/events":
             self._send_events()
-        elif address.path == "/metrics":
+        elif path == "/metrics":
             self._send(200, CONTENT_TYPE, self.server.feed.metrics().encode())
         else:
             self._say(404, "There is only /, /events and /metrics.")
@@ -190,6 +244,8 @@ class _Handler(BaseHTTPRequestHandler):
         while name != "ended":
             seen, name, data = self.server.feed.next_event(seen)
             self.wfile.write(f"event: {name}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode())
+            if name == "trouble":
+                time.sleep(_EVERY_S)
 
     def _say(self, status: int, text: str) -> None:
         self._send(status, "text/plain; charset=utf-8", text.encode() + b"\n")

@@ -26,7 +26,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from paceline.tracing import ring_file
-from paceline.tracing.ring_file import NOTES_AT, RankHeader, RankRecording
+from paceline.tracing.ring_file import NOTES_AT, RankHeader, RankRecording, printable
 from paceline.tracing.totals import TABLE_BYTES, Totals, pack_totals, unpack_totals
 
 MOST_BYTES = 2048
@@ -80,17 +80,15 @@ class Words:
     @classmethod
     def unpack(cls, raw: bytes) -> Words:
         """Raises ValueError: it is none."""
-        told = json.loads(raw)
-        if not isinstance(told, dict) or not isinstance(told.get("values"), dict):
-            raise ValueError("no words of a rank")
-        step, memory = (told.get(name) for name in ("step", "memory"))
-        values = {name: float(value) for name, value in told["values"].items()}
-        return cls(
-            step if isinstance(step, int) else None,
-            values,
-            str(told.get("failure", "")),
-            memory if isinstance(memory, int) else None,
-        )
+        try:
+            told = json.loads(raw)
+            values = {printable(name): float(value) for name, value in told["values"].items()}
+            step, failure, memory = (told[name] for name in ("step", "failure", "memory"))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            raise ValueError("it holds no words of a rank") from None
+        if not isinstance(failure, str) or not all(isinstance(n, int | None) for n in (step, memory)):
+            raise ValueError("it holds no words of a rank")
+        return cls(step, values, printable(failure, "\n\t"), memory)
 
 
 @dataclass(frozen=True)
@@ -214,17 +212,27 @@ def far_ranks(folder: Path, since_ns: int = 0) -> list[FarRank]:
     Args:
         folder: Where the job records on this host.
         since_ns: Leave out whom nobody has heard of since then (CLOCK_MONOTONIC): an earlier job's.
+
+    Raises:
+        ConfigError: A file is damaged.
     """
     found = []
     with suppress(OSError):
         for name in os.listdir(folder):
             if _is_far(name):
-                with suppress(OSError, ValueError, struct.error):
-                    found.append(_read((folder / name).read_bytes()))
+                with suppress(OSError):
+                    found.append(_read_file(folder / name))
     return sorted(
         (each for each in found if each is not None and each.received_ns >= since_ns),
         key=lambda each: each.recording.header.rank,
     )
+
+
+def _read_file(path: Path) -> FarRank | None:
+    try:
+        return _read(ring_file.read_bytes(path, NOTES_AT))
+    except ValueError as error:
+        raise ring_file.damaged(path, error) from error
 
 
 def _read(data: bytes) -> FarRank | None:

@@ -2,27 +2,33 @@
 
 The one idea: each job of a launcher has a folder of its own below one folder per user, which nobody else may
 look into. A job that ends well takes its folder along; one that fails leaves it, and the oldest of these go
-when there are many. Imports its neighbours, errors and the standard library.
+when there are many. While a job runs, its launcher has a lock on its folder, which nobody else can take, in
+whatever container they are: a folder that can be locked is one of a job that has ended. Imports its
+neighbours, errors and the standard library.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pwd
 import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.tracing.ring_file import RankRecording, paths_in, read_folder
+from paceline.tracing.ring_file import RankRecording, paths_in, printable, read_bytes, read_folder
 
 _FACTS = "job.json"
 _MOST_KEPT = 10
+_MOST_FACTS = 1 << 16
+_locks: dict[Path, int] = {}  # on the folders of the jobs that this process has begun
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,27 @@ def new_folder() -> Path:
     return users_folder() / os.urandom(3).hex()
 
 
+def squatter() -> str:
+    """Who has taken the name of this user's folder, as errors say it; "": nobody, it can be used."""
+    folder = users_folder()
+    with suppress(OSError):
+        found = folder.lstat()
+        if found.st_uid != os.getuid():
+            return f"{folder} belongs to {_user(found.st_uid)}"
+        if not stat.S_ISDIR(found.st_mode):
+            return f"{folder} is no folder"
+    return ""
+
+
+def _user(uid: int) -> str:
+    try:
+        return f"user {printable(pwd.getpwuid(uid).pw_name)} (uid {uid})"
+    except (KeyError, OSError):
+        return f"a user without a name (uid {uid})"
+
+
 def begin(folder: Path, facts: JobFacts) -> None:
-    """Make the folder of a job, and drop those of the oldest jobs.
+    """Make the folder of a job, and drop those of the oldest jobs that have ended.
 
     Raises:
         OSError: It can't be made, or another user has made the folder above it.
@@ -82,14 +107,51 @@ def begin(folder: Path, facts: JobFacts) -> None:
     while True:
         above.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):  # another job, the last one there, has ended meanwhile
-            found = above.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                raise FileExistsError(f"{above} belongs to somebody else")
+            if (taken := squatter()) and above == users_folder():
+                raise FileExistsError(taken)
             folder.mkdir(mode=0o700)
             break
-    for old, _ in jobs()[_MOST_KEPT - 1 :]:
-        shutil.rmtree(old, ignore_errors=True)
+    with suppress(OSError):  # a file system without locks: then what the launcher has written must do
+        _locks[folder] = _lock(folder)
+    _drop_oldest()
     _write(folder, facts)
+
+
+def _drop_oldest() -> None:
+    """Keep the newest of the jobs that have ended, one less than may be kept: one more has begun."""
+    ended = [folder for folder, facts in jobs() if not facts.is_running]
+    for folder in ended[_MOST_KEPT - 1 :]:
+        with _held(folder) as is_over:
+            if is_over:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[bool]:
+    """Whether the job of a folder is over; it can't become another's within."""
+    try:
+        fd = _lock(folder)
+    except BlockingIOError:
+        yield False  # its launcher runs, where this process can't see it
+        return
+    except OSError:
+        yield True
+        return
+    try:
+        yield True
+    finally:
+        os.close(fd)
+
+
+def _lock(folder: Path) -> int:
+    """A descriptor that holds the lock of a folder. Raises BlockingIOError: another process has it."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
 
 
 def end(folder: Path, facts: JobFacts, exit_status: int) -> None:
@@ -100,13 +162,15 @@ def end(folder: Path, facts: JobFacts, exit_status: int) -> None:
             folder.parent.rmdir()  # if it holds no other job
         else:
             _write(folder, JobFacts(**{**asdict(facts), "exit_status": exit_status}))
+    if (fd := _locks.pop(folder, None)) is not None:
+        os.close(fd)
 
 
 def jobs() -> list[tuple[Path, JobFacts]]:
     """The jobs of this user that have recorded and not ended well, the newest first."""
     found = []
     with suppress(OSError):
-        for folder in users_folder().iterdir():
+        for folder in () if squatter() else users_folder().iterdir():
             facts = facts_of(folder)
             if facts is not None:
                 found.append((folder, facts))
@@ -116,9 +180,13 @@ def jobs() -> list[tuple[Path, JobFacts]]:
 def facts_of(folder: Path) -> JobFacts | None:
     """What the launcher has written about a job; None: nothing that can be read."""
     try:
-        return JobFacts(**json.loads((folder / _FACTS).read_text()))
-    except (OSError, ValueError, TypeError):
+        facts = JobFacts(**json.loads(read_bytes(folder / _FACTS, _MOST_FACTS)))
+        name = printable(facts.name)
+        numbers = (facts.pid, facts.nprocs, 0 if facts.exit_status is None else facts.exit_status)
+        time.localtime(facts.started_s)
+    except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return None
+    return replace(facts, name=name) if all(isinstance(number, int) for number in numbers) else None
 
 
 def find(name: str) -> Path:
@@ -141,8 +209,8 @@ def find(name: str) -> Path:
     raise ConfigError(
         f"There is no job {name!r} of yours that has recorded anything.",
         where=str(users_folder()),
-        seen=folders_of_others(),
-        likely="the job has ended well, which leaves nothing, or ten others have failed since",
+        seen=squatter() or folders_of_others(),
+        likely="the job ended without an error, which leaves nothing, or ten others have failed since",
         hint="`paceline trace` lists the jobs; `paceline run --trace out.json` keeps a recording in any case",
     )
 
@@ -180,7 +248,11 @@ def _cannot_read(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"What the job has recorded can't be read: {folder}.",
         seen=error.strerror or str(error),
-        likely="it is another user's" if isinstance(error, PermissionError) else "",
+        likely="it is another user's"
+        if isinstance(error, PermissionError)
+        else "it was removed while the job ran"
+        if isinstance(error, FileNotFoundError)
+        else "",
     )
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, final
 
 from paceline import _core
-from paceline.tracing import ring_file
+from paceline.tracing import jobs, ring_file
 from paceline.tracing.batches import shape_of_batch
 from paceline.tracing.far_ranks import Words, pack_figures
 from paceline.tracing.records import Event, pass_of
@@ -127,8 +127,9 @@ class Recording:
         try:
             self.start(path, rank, world_size, int(capacity) if capacity.isdigit() else FLIGHT_RECORDS)
         except OSError as error:
+            why = jobs.squatter() or error.strerror
             warnings.warn(
-                f"Rank {rank} of {world_size} records nothing: {path} can't be made ({error.strerror}).",
+                f"Rank {rank} of {world_size} records nothing: {path} can't be made ({why}).",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -387,9 +388,8 @@ def _place_in_job(rank: int, world_size: int) -> tuple[int, int]:
 def _is_of_other_process(path: Path) -> bool:
     """Whether a process that still runs records there."""
     try:
-        with path.open("rb") as file:
-            before = ring_file.read_header(file.read(ring_file.COUNT_AT))
-    except OSError:
+        before = ring_file.read_header(ring_file.read_bytes(path, ring_file.COUNT_AT))
+    except (OSError, ValueError):
         return False
     return before is not None and before.pid != os.getpid() and Path(f"/proc/{before.pid}").exists()
 

@@ -9,21 +9,28 @@ its disk space is reserved first, so that writing cannot fail. Bytes of the file
     4096    notes: lines of JSON
     65536   records (`records.py`), as many as the header tells
 
-Imports its neighbours and the standard library.
+A reader takes nothing for granted: a folder may be another user's, and a file may be cut off, or hold
+anything. What no rank writes is one error, "This recording is damaged". Imports its neighbours, errors and
+the standard library.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
+import stat
 import struct
+import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import ConfigError
 from paceline.tracing.records import RECORD_BYTES, Record, unpack
-from paceline.tracing.totals import TABLE_BYTES, Totals, pack_totals, unpack_totals
+from paceline.tracing.totals import TABLE_BYTES, Total, Totals, pack_totals, unpack_totals
 
 COUNT_AT, NOTES_USED_AT, NOTES_AT, RECORDS_AT = 512, 520, 4096, 65536
 _FIRST_AT, _LAST_AT = 1024, 2048
@@ -161,7 +168,8 @@ def create(path: Path | None, capacity: int) -> mmap.mmap:
 
 def write_header(memory: mmap.mmap, header: RankHeader) -> None:
     packed = header.pack()
-    memory[: len(packed)] = packed
+    memory[len(_MAGIC) : len(packed)] = packed[len(_MAGIC) :]
+    memory[: len(_MAGIC)] = _MAGIC  # last: without it, this is no recording for those who read
 
 
 def add_note(memory: mmap.mmap, note: dict[str, Any], *, is_failure: bool = False) -> bool:
@@ -183,49 +191,184 @@ def write_totals(memory: mmap.mmap, totals: Totals, number: int, *, is_first: bo
 
 
 def read_totals(data: bytes) -> tuple[Totals, Totals]:
-    """The first and the last totals of a rank, by the first 4096 bytes of its file."""
+    """The first and the last totals of a rank, by the first 4096 bytes of its file.
+
+    Raises:
+        ValueError: They are damaged.
+    """
     first, last = (unpack_totals(data[at : at + TABLE_BYTES]) for at in (_FIRST_AT, _LAST_AT))
+    if any(totals and Total.TIME_NS not in totals for totals in (first, last)):
+        raise ValueError("it holds totals of no moment")
     return first, last
 
 
-def read_start(path: Path) -> RankRecording | None:
-    """Who has recorded in a file, and its totals, without its records and notes.
+def read_header(data: bytes) -> RankHeader | None:
+    """Who has recorded, by the first bytes of the file; None: it is no such file, or of another version.
 
     Raises:
-        OSError: It can't be read.
+        ValueError: It is damaged.
     """
-    with path.open("rb") as file:
-        data = file.read(NOTES_AT)
-    header = read_header(data) if len(data) == NOTES_AT else None
-    return None if header is None else RankRecording(header, [], [], 0, *read_totals(data))
-
-
-def read_header(data: bytes) -> RankHeader | None:
-    """Who has recorded, by the first bytes of the file; None: it is no such file, or of another version."""
     if len(data) < _HEADER.size or data[:8] != _MAGIC:
         return None
     _, version, record_bytes, capacity, *numbers, host, boot = _HEADER.unpack_from(data)
     if version != _VERSION or record_bytes != RECORD_BYTES:
         return None
     rank, world_size, pid, monotonic_ns, real_ns = numbers
-    name, boot_id = (text.rstrip(b"\0").decode(errors="replace") for text in (host, boot))
+    name, boot_id = (printable(text.rstrip(b"\0").decode(errors="replace")) for text in (host, boot))
+    if not (0 <= rank < world_size and pid > 0 and capacity and monotonic_ns >= 0 and real_ns >= 0):
+        raise ValueError(f"it tells of rank {rank} of {world_size}, process {pid}, {capacity} records")
     return RankHeader(rank, world_size, pid, name, boot_id, monotonic_ns, real_ns, capacity)
 
 
+def read_notes(lines: bytes) -> list[dict[str, Any]]:
+    """The notes of a rank, or some of them.
+
+    Raises:
+        ValueError: They are damaged.
+    """
+    return [_note_of(line) for line in lines.split(b"\n") if line]
+
+
+def _note_of(line: bytes) -> dict[str, Any]:
+    try:
+        note = json.loads(line)
+        fields = _NOTES.get(note["what"], {})
+        if not all(isinstance(note[name], kind) for name, kind in fields.items()):
+            raise ValueError
+        if note["what"] == "buckets" and not all(isinstance(nbytes, int) for nbytes, _ in note["buckets"]):
+            raise ValueError
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise ValueError("it holds a note that no rank has written") from None
+    return {
+        name: printable(note[name], "\n\t") if kind is str else note[name] for name, kind in fields.items()
+    } | {"what": note["what"]}
+
+
+# What readers use of each kind of note. Other kinds are passed over.
+_NOTES: dict[str, dict[str, type]] = {
+    "buckets": {"model": int, "buckets": list},
+    "value": {"number": int, "name": str},
+    "failure": {"time_ns": int, "text": str},
+}
+
+
+def printable(text: str, also: str = "") -> str:
+    """A text that somebody else may have written, for a terminal: without characters that control one.
+
+    Args:
+        text: The text.
+        also: Control characters that stay.
+    """
+    return "".join(
+        "?" if unicodedata.category(each) in _CONTROLS and each not in also else each for each in text
+    )
+
+
+# Control characters, marks of direction and the like, halves of surrogate pairs, and ends of lines.
+_CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
 def read(data: bytes) -> RankRecording | None:
-    """What a copy of the file holds; None: it is no such file, or its rank has not come far enough."""
+    """What a copy of the file holds; None: it is no such file, or its rank has not come far enough.
+
+    Raises:
+        ValueError: It is damaged.
+    """
     header = read_header(data)
-    if header is None or len(data) < file_bytes(header.capacity):
+    if header is None:
         return None
+    check_size(header, len(data))
     count, used = struct.unpack_from("<QQ", data, COUNT_AT)
-    notes = []
-    for line in data[NOTES_AT : NOTES_AT + used].splitlines():
-        try:
-            notes.append(json.loads(line))
-        except ValueError:  # noqa: PERF203  # killed in the middle of it
-            continue
+    notes = read_notes(data[NOTES_AT : notes_end(used)])
     records = unpack(data[RECORDS_AT : file_bytes(header.capacity)], count)
+    check_records(records)
     return RankRecording(header, records, notes, max(0, count - header.capacity), *read_totals(data))
+
+
+def check_size(header: RankHeader, size: int) -> None:
+    """Raises ValueError: the file of this rank, whose disk space was reserved, is shorter."""
+    if size < file_bytes(header.capacity):
+        raise ValueError(f"{size} bytes are left of {file_bytes(header.capacity)}")
+
+
+def notes_end(used: int) -> int:
+    """Where the notes end, of which a rank has written so many bytes.
+
+    Raises:
+        ValueError: There is no room for as many.
+    """
+    if used > _NOTES_BYTES:
+        raise ValueError(f"it tells of {used} bytes of notes, and has room for {_NOTES_BYTES}")
+    return NOTES_AT + int(used)
+
+
+def check_records(records: Iterable[Record]) -> None:
+    """Raises ValueError: a moment is none."""
+    if any(not 0 <= record.time_ns < 1 << 62 for record in records):
+        raise ValueError("it holds a record of no moment")
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor for a file, which may lie in a folder of somebody else. Never waits.
+
+    Raises:
+        OSError: It can't be opened, or is a link, a pipe, a device or a folder.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "It is no regular file", str(path))
+    return fd
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """The beginning of a regular file. Raises OSError: it can't be read."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read(most)
+
+
+def damaged(path: Path, error: ValueError) -> ConfigError:
+    """The error of all readers for a file that holds what no rank has written."""
+    return ConfigError(
+        f"This recording is damaged: {printable(str(path))}.",
+        seen=str(error),
+        likely="it was written to by something else than its rank, or is a part of a copy",
+        hint="remove it, and the other ranks' recordings can be read",
+    )
+
+
+def read_start(path: Path) -> RankRecording | None:
+    """Who has recorded in a file, and its totals, without its records and notes; None: no rank (yet).
+
+    Raises:
+        OSError: It can't be read.
+        ConfigError: It is damaged.
+    """
+    data = read_bytes(path, NOTES_AT)
+    try:
+        header = read_header(data) if len(data) == NOTES_AT else None
+        return None if header is None else RankRecording(header, [], [], 0, *read_totals(data))
+    except ValueError as error:
+        raise damaged(path, error) from error
+
+
+def read_file(path: Path) -> RankRecording | None:
+    """All that a rank has recorded; None: no rank (yet). While it runs, what is there now.
+
+    Raises:
+        OSError: It can't be read.
+        ConfigError: It is damaged.
+    """
+    try:
+        with os.fdopen(open_regular(path), "rb") as file:
+            header = read_header(file.read(COUNT_AT))
+            if header is None:
+                return None
+            check_size(header, os.fstat(file.fileno()).st_size)
+            file.seek(0)
+            return read(file.read(file_bytes(header.capacity)))
+    except ValueError as error:
+        raise damaged(path, error) from error
 
 
 def read_folder(folder: Path) -> list[RankRecording]:
@@ -233,6 +376,7 @@ def read_folder(folder: Path) -> list[RankRecording]:
 
     Raises:
         OSError: The folder, or a file in it, can't be read.
+        ConfigError: A file is damaged.
     """
-    found = [read((folder / name).read_bytes()) for name in os.listdir(folder) if _is_ring(name)]
+    found = [read_file(folder / name) for name in os.listdir(folder) if _is_ring(name)]
     return sorted((each for each in found if each is not None), key=lambda each: each.header.rank)

@@ -1,15 +1,16 @@
 """What a rank that runs has recorded since the last look, read out of its file while it writes.
 
-The one idea: the reader maps the file, too, and copies the records that are new; the rank does not notice.
-What may have been overwritten during the copy is left out. Imports its neighbours and the standard library.
+The one idea: the reader copies the records that are new out of the file that the rank has mapped; the rank
+does not notice. What may have been overwritten during the copy is left out. The reader maps nothing: a file
+that becomes shorter would end it by a signal. Imports its neighbours and the standard library.
 """
 
 from __future__ import annotations
 
-import json
-import mmap
 import os
 import struct
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,14 @@ from paceline.tracing.ring_file import (
     NOTES_USED_AT,
     RECORDS_AT,
     RankHeader,
+    check_records,
+    check_size,
+    damaged,
     file_bytes,
+    notes_end,
+    open_regular,
     read_header,
+    read_notes,
 )
 
 WINDOW_NS = 10_000_000_000
@@ -51,25 +58,37 @@ class RingTail:
         self.records: list[Record] = []
         self.notes: list[dict[str, Any]] = []
         self._path = path
-        self._memory: mmap.mmap | None = None
-        self._inode = 0
+        self._fd, self._inode = -1, 0
+        self._close: Callable[[], object] = lambda: None
         self._next, self._notes_read = 0, 0
         self._last_values: dict[tuple[int, int], Record] = {}
 
     def look(self) -> None:
-        """Read what is new; a file that is gone or not whole yet changes nothing."""
+        """Read what is new; a file that is gone or not whole yet changes nothing.
+
+        Raises:
+            ConfigError: The file is damaged.
+        """
+        try:
+            self._look()
+        except ValueError as error:
+            raise damaged(self._path, error) from error
+
+    def _look(self) -> None:
         if not self._open():
             return
-        assert self._memory is not None and self.header is not None
+        assert self.header is not None
         self._read_notes()
         capacity = self.header.capacity
-        count = self._count()
+        count = self._number_at(COUNT_AT)
         if count <= self._next:
             return
         first = max(self._next, count - capacity, count - MOST_RECORDS)
         copied = self._copy(first, count, capacity)
         self._next = count
-        safe = self._count() + _MARGIN - capacity  # what lies before it may have been written over by now
+        safe = (
+            self._number_at(COUNT_AT) + _MARGIN - capacity
+        )  # what lies before it may have been written over
         lost = max(0, safe - first)
         self._take(unpack_run(copied[lost * RECORD_BYTES :], first + lost, count))
 
@@ -78,44 +97,47 @@ class RingTail:
             inode = os.stat(self._path).st_ino
             if inode == self._inode:
                 return True
-            with self._path.open("rb") as file:
-                header = read_header(file.read(COUNT_AT))
-                if header is None or os.fstat(file.fileno()).st_size < file_bytes(header.capacity):
-                    return False
-                memory = mmap.mmap(file.fileno(), file_bytes(header.capacity), access=mmap.ACCESS_READ)
-        except (OSError, ValueError):
+            fd = open_regular(self._path)
+        except OSError:
             return False
+        close = weakref.finalize(self, os.close, fd)
+        header = read_header(os.pread(fd, COUNT_AT, 0))
+        if header is None:
+            close()
+            return False
+        check_size(header, os.fstat(fd).st_size)
         if self.header is not None and self.header.pid != header.pid:
             self.records, self._last_values = [], {}
-        self._memory, self.header, self._inode = memory, header, inode
+        self._fd, self.header, self._inode = fd, header, inode
+        self._close()
+        self._close = close
         self._next = self._notes_read = 0
         self.notes = []
         return True
 
-    def _count(self) -> int:
-        assert self._memory is not None
-        return int(struct.unpack_from("<Q", self._memory, COUNT_AT)[0])
+    def _read(self, begin: int, end: int) -> bytes:
+        found = os.pread(self._fd, end - begin, begin)
+        if len(found) < end - begin:
+            raise ValueError(f"it has become shorter than {end} bytes")
+        return found
+
+    def _number_at(self, place: int) -> int:
+        return int(struct.unpack("<Q", self._read(place, place + 8))[0])
 
     def _read_notes(self) -> None:
-        assert self._memory is not None
-        used = struct.unpack_from("<Q", self._memory, NOTES_USED_AT)[0]
-        if used == self._notes_read:
-            return
-        for line in self._memory[NOTES_AT + self._notes_read : NOTES_AT + used].splitlines():
-            try:
-                self.notes.append(json.loads(line))
-            except ValueError:  # noqa: PERF203  # killed in the middle of it
-                continue
-        self._notes_read = used
+        used = self._number_at(NOTES_USED_AT)
+        if used > self._notes_read:
+            self.notes += read_notes(self._read(NOTES_AT + self._notes_read, notes_end(used)))
+            self._notes_read = used
 
     def _copy(self, first: int, end: int, capacity: int) -> bytes:
-        assert self._memory is not None
         begin, stop = (RECORDS_AT + index % capacity * RECORD_BYTES for index in (first, end))
         if first % capacity < end % capacity:
-            return self._memory[begin:stop]
-        return self._memory[begin : file_bytes(capacity)] + self._memory[RECORDS_AT:stop]
+            return self._read(begin, stop)
+        return self._read(begin, file_bytes(capacity)) + self._read(RECORDS_AT, stop)
 
     def _take(self, found: list[Record]) -> None:
+        check_records(found)
         for record in found:
             if record.event == Event.LOGGED:
                 self._last_values[record.event, record.first] = record

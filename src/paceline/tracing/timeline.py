@@ -217,7 +217,7 @@ class _Builder:
 
     def _of_bucket(self, lane: int, bucket: int) -> dict[str, Any]:
         known = self._buckets.get(lane, [])
-        return {"bytes": known[bucket][0], "gradients": known[bucket][1]} if bucket < len(known) else {}
+        return {"bytes": known[bucket][0], "gradients": known[bucket][1]} if 0 <= bucket < len(known) else {}
 
     def _add(self, name: str, begin_ns: int, end_ns: int, args: Mapping[str, Any] | None = None) -> None:
         lane, _ = self._current

@@ -69,11 +69,18 @@ def pack_totals(number: int, totals: Totals) -> bytes:
 
 
 def unpack_totals(table: bytes) -> Totals:
-    """What was packed; nothing, if nothing was, or this was read in the middle of a change."""
+    """What was packed; nothing, if nothing was, or this was read in the middle of a change.
+
+    Raises:
+        ValueError: No rank has packed that.
+    """
     first, *values, last = _TABLE.unpack(table)
     if first != last or not first:
         return {}
-    return {total: value for total, value in zip(Total, values) if not math.isnan(value)}
+    found = {total: value for total, value in zip(Total, values) if not math.isnan(value)}
+    if any(map(math.isinf, found.values())):
+        raise ValueError("it holds totals that no rank has written")
+    return found
 
 
 def sum_of(parts: Iterable[Totals]) -> dict[Total, float]:

@@ -50,6 +50,12 @@ class JobWatch:
         return self.folder.name
 
     @property
+    def is_gone(self) -> bool:
+        """Whether the folder was removed although the job runs, so that nothing more can be seen of it."""
+        facts = self.facts
+        return not self.folder.exists() and (facts is None or facts.is_running)
+
+    @property
     def has_ended(self) -> bool:
         """Whether the job is over, as far as anybody can tell."""
         if self.facts is None:
@@ -154,7 +160,7 @@ def find_running(name: str | None) -> Path:
         raise ConfigError(
             "No job of yours is running.",
             where=str(jobs.users_folder()),
-            seen=jobs.folders_of_others(),
+            seen=jobs.squatter() or jobs.folders_of_others(),
             likely="it was started by another launcher than `paceline run` or spawn, or with another TMPDIR",
             hint="of another launcher: set PACELINE_TRACE_DIR to a folder for it, and name the folder here",
         )
