@@ -2,9 +2,10 @@
 
 Trains on handwritten digits in three ways that take turns: N processes with Paceline, one process with all
 cores and the same global batches, and N processes with torch's own DistributedDataParallel on Gloo. Prints a
-table, bars, and one sentence that says whether it pays here; `--output demo.png` draws them. Ends with exit
-status 1 if the replicas differ or the model is not good enough. `make demo-paddle` does the same with
-`examples/paddle_digits.py` and paddle.DataParallel.
+table, bars, and one sentence that says whether it pays here; `--output demo.png` draws them. On a busy
+machine it trains for less, says so, and shows what it could measure. Ends with exit status 1 if the replicas
+differ or the model is not good enough. `make demo-paddle` does the same with `examples/paddle_digits.py` and
+paddle.DataParallel.
 """
 
 from __future__ import annotations
@@ -13,10 +14,14 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,9 +33,11 @@ import numpy as np
 # Paddle says a lot when it starts.
 QUIET = {"GLOG_minloglevel": "2", "PYTHONWARNINGS": "ignore:No ccache found:UserWarning"}
 LEAST_ACCURACY = 0.97
-LIMIT_S = 300.0
+LIMIT_S = 900.0
+"""How long all runs together may take. What is not measured by then is told so."""
 LEAST_ROUNDS = 3
 BAR = 40
+NOT_MEASURED = "could not be measured"
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,8 @@ class Framework:
         wrapper: Its own way to train on several processes.
         script: The example.
         options: What the example is given.
+        epochs: For how long it trains.
+        fewest: For how long it trains on a busy machine.
         model: What it trains.
         why: Why several processes are faster with it than the threads of one.
         weights: Name of the file that it writes.
@@ -51,6 +60,8 @@ class Framework:
     wrapper: str
     script: Path
     options: tuple[str, ...]
+    epochs: int
+    fewest: int
     model: str
     why: str
     weights: str
@@ -61,7 +72,9 @@ FRAMEWORKS = {
         "torch",
         "torch's DDP",
         Path(__file__).with_name("digits.py"),
-        ("--model", "gru", "--batch", "120", "--lr", "0.3", "--epochs", "25"),
+        ("--model", "gru", "--batch", "120", "--lr", "0.3"),
+        25,
+        8,
         "a GRU that reads handwritten digits row by row",
         "Its operations are many and small: the threads of one process have little to divide among them.",
         "weights.pt",
@@ -71,6 +84,8 @@ FRAMEWORKS = {
         "paddle.DataParallel",
         Path(__file__).with_name("paddle_digits.py"),
         (),
+        15,
+        5,
         "a convolutional network for handwritten digits",
         "",
         "weights.npz",
@@ -98,12 +113,14 @@ class Way:
         options: Further options of the example.
         bind: `--bind` of `paceline run`. Gloo has threads of its own, and the framework's launcher binds
             nothing either, so the incumbent is not bound to cores.
+        is_incumbent: Whether it is the framework's own. If that crashes, this is told, and is no error.
     """
 
     title: str
     ranks: int
     options: tuple[str, ...] = ()
     bind: str = "auto"
+    is_incumbent: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,25 +150,47 @@ def main() -> int:
     args = parser.parse_args()
     framework = FRAMEWORKS[args.framework]
     ways = ways_of(framework, args.ranks, cores)
-    load = os.getloadavg()[0]
-    print(f"Trains {framework.model}, {args.rounds} times in each of {len(ways)} ways.\n", flush=True)
-    runs = run_all(framework, ways, args.rounds)
-    show(framework, ways, runs)
-    if load > cores / 2:
+    rounds, epochs = args.rounds, framework.epochs
+    others = other_programs()
+    if others >= cores:
+        rounds, epochs = 1, framework.fewest
         print(
-            f"The machine was busy before (load {load:.1f} on {cores} cores), which slows threads of one "
-            "process down more than processes of one thread: run it again when the machine is idle."
+            f"The machine is busy: {others:.0f} other threads want its {cores} cores. So there is one round, "
+            f"of {epochs} epochs instead of {framework.epochs}, which may take minutes."
+        )
+    print(f"Trains {framework.model}, {rounds} times in each of {len(ways)} ways.\n", flush=True)
+    runs = run_all(framework, ways, rounds, epochs)
+    show(framework, ways, runs)
+    if others > cores / 2:
+        print(
+            f"The machine was busy before ({others:.0f} threads on {cores} cores), which slows threads of "
+            "one process down more than processes of one thread: run it again when the machine is idle."
         )
     if args.output is not None:
         draw(framework, ways, runs, args.output)
-    ours = runs[0]
+    ours = measured(runs[0])
     if not all(each.replicas_are_identical for each in ours):
         print("demo: the replicas differ", file=sys.stderr)
         return 1
-    if ours[0].accuracy < LEAST_ACCURACY:
+    if epochs == framework.epochs and ours and ours[0].accuracy < LEAST_ACCURACY:
         print(f"demo: test accuracy {ours[0].accuracy:.4f} is below {LEAST_ACCURACY}", file=sys.stderr)
         return 1
     return 0
+
+
+def other_programs() -> float:
+    """How many threads of all programs want a core now, but for this one: the mean over half a second.
+
+    Not the load average, which is high for a minute after `make` has built something.
+    """
+    found = []
+    try:
+        for _ in range(25):
+            found.append(int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0]) - 1)
+            time.sleep(0.02)
+    except (OSError, ValueError, IndexError):
+        return os.getloadavg()[0]
+    return statistics.mean(found)
 
 
 def ways_of(framework: Framework, ranks: int, cores: int) -> tuple[Way, Way, Way]:
@@ -160,19 +199,27 @@ def ways_of(framework: Framework, ranks: int, cores: int) -> tuple[Way, Way, Way
     return (
         Way(f"{ranks} processes, Paceline", ranks),
         Way(f"1 process, {all_cores}", 1),
-        Way(f"{ranks} processes, {framework.wrapper}", ranks, ("--ddp", framework.name), "none"),
+        Way(f"{ranks} processes, {framework.wrapper}", ranks, ("--ddp", framework.name), "none", True),
     )
 
 
-def run_all(framework: Framework, ways: Sequence[Way], rounds: int) -> list[list[Run]]:
-    """Run the ways in turns, every other round backwards; what each of them gave, by round."""
-    runs: list[list[Run]] = [[] for _ in ways]
+def run_all(framework: Framework, ways: Sequence[Way], rounds: int, epochs: int) -> list[list[Run | None]]:
+    """Run the ways in turns, every other round backwards; what each of them gave, by round, if anything."""
+    runs: list[list[Run | None]] = [[] for _ in ways]
+    until_s = time.monotonic() + LIMIT_S
+    began_s, length_s = time.monotonic(), 0.0
     with progress(rounds * len(ways)) as begin:
         for number in range(rounds):
-            for at in range(len(ways)) if number % 2 == 0 else reversed(range(len(ways))):
-                begin(f"round {number + 1}: {ways[at].title}")
-                runs[at].append(run(framework, ways[at]))
+            if time.monotonic() + length_s > until_s:
+                begin(f"There is no time for more than {number} of {rounds} rounds: the machine is slow.")
+                break
+            for count, at in enumerate(range(len(ways)) if number % 2 == 0 else reversed(range(len(ways)))):
+                name = f"round {number + 1}: {ways[at].title}"
+                begin(name)
+                limit_s = (until_s - time.monotonic()) / (len(ways) - count)
+                runs[at].append(try_to_run(framework, ways[at], epochs, limit_s, name, begin))
                 begin("")
+            length_s = (time.monotonic() - began_s) / (number + 1)
     return runs
 
 
@@ -190,29 +237,119 @@ def progress(total: int) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=text) if text else bar.advance(task)
 
 
-def run(framework: Framework, way: Way) -> Run:
-    """Run the example with `paceline run`; its output is shown if it fails."""
+def try_to_run(
+    framework: Framework, way: Way, epochs: int, limit_s: float, name: str, tell: Callable[[str], None]
+) -> Run | None:
+    """Run the example, twice if the incumbent crashes; None: it could not be measured, which is told.
+
+    Args:
+        framework: Which example.
+        way: How.
+        epochs: For how long it trains.
+        limit_s: How long it may take.
+        name: What it is called on the screen.
+        tell: Shows a line.
+    """
+    until_s = time.monotonic() + limit_s
+    for _ in range(2):
+        ended = run(framework, way, epochs, until_s, name, tell)
+        if ended.run is not None and (not ended.status or way.is_incumbent):
+            if ended.status:
+                tell(f"{name}: trained, and its process then crashed ({ended.why})")
+            return ended.run
+        if ended.is_late:
+            tell(f"{name}: {NOT_MEASURED} within {limit_s:.0f} s; this machine is too busy")
+            return None
+        if not way.is_incumbent:
+            print(ended.output, file=sys.stderr)  # the launcher has said why
+            raise SystemExit(ended.status or 1)
+        tell(f"{name}: crashed ({ended.why})")
+    return None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run of the example has ended.
+
+    Attributes:
+        run: What it has written; None: nothing, or not all.
+        status: Its exit status.
+        is_late: Whether its time was over.
+        output: All that it has said.
+    """
+
+    run: Run | None
+    status: int
+    is_late: bool
+    output: str
+
+    @property
+    def why(self) -> str:
+        """The launcher's last words about a crash."""
+        said = re.findall(r"^paceline: .* failed.*?\(pid \d+\): (.+)$", self.output, re.MULTILINE)
+        return said[-1] if said else f"exit status {self.status}"
+
+
+def run(
+    framework: Framework, way: Way, epochs: int, until_s: float, name: str, tell: Callable[[str], None]
+) -> Ended:
+    """Run the example with `paceline run`, and tell of its epochs."""
     with tempfile.TemporaryDirectory(prefix="paceline-demo-") as folder:
         weights, report = Path(folder, framework.weights), Path(folder, "report.json")
         launcher = [sys.executable, "-m", "paceline", "run", "-n", str(way.ranks), "--bind", way.bind]
+        options = [*framework.options, "--epochs", str(epochs), *way.options]
         files = ["--save", str(weights), "--report", str(report)]
-        try:
-            ended = subprocess.run(
-                [*launcher, str(framework.script), *framework.options, *way.options, *files],
-                timeout=LIMIT_S,
-                check=False,
-                env={**QUIET, **os.environ},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        except subprocess.TimeoutExpired:
-            raise SystemExit(f"demo: training took longer than {LIMIT_S:.0f} s") from None
-        if ended.returncode:
-            print(ended.stdout, file=sys.stderr)  # the launcher has said why
-            raise SystemExit(ended.returncode)
+        process = subprocess.Popen(
+            [*launcher, str(framework.script), *options, *files],
+            env={**QUIET, **os.environ},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        is_late = threading.Event()
+
+        def stop() -> None:
+            is_late.set()
+            process.kill()  # what it has started goes with it
+
+        alarm = threading.Timer(max(0.0, until_s - time.monotonic()), stop)
+        alarm.start()
+        with process:
+            try:
+                output = follow(process, epochs, name, tell)
+                status = process.wait()
+            finally:
+                alarm.cancel()
+                process.kill()
+        return Ended(result_of(report, weights), status, is_late.is_set(), output)
+
+
+def follow(process: subprocess.Popen[str], epochs: int, name: str, tell: Callable[[str], None]) -> str:
+    """Tell of epochs until a process has ended; all that it has said."""
+    said: list[str] = []
+    told_s = time.monotonic()
+    assert process.stdout is not None
+    for line in process.stdout:
+        said.append(line)
+        epoch = re.search(r"step \d+ of \d+, epoch (\d+)", line)
+        if epoch is not None and time.monotonic() - told_s > 4:
+            told_s = time.monotonic()
+            tell(f"{name}: epoch {epoch[1]} of {epochs}")
+    return "".join(said)
+
+
+def result_of(report: Path, weights: Path) -> Run | None:
+    """What a run has written; None: it has not come so far."""
+    try:
         return Run(**json.loads(report.read_text()), weights=load(weights))
+    except (OSError, ValueError, TypeError, RuntimeError, EOFError, zipfile.BadZipFile):
+        return None
+
+
+def measured(runs: Sequence[Run | None]) -> list[Run]:
+    """Those of a way that could be measured."""
+    return [each for each in runs if each is not None]
 
 
 def load(path: Path) -> dict[str, np.ndarray]:
@@ -224,18 +361,27 @@ def load(path: Path) -> dict[str, np.ndarray]:
     return {name: tensor.numpy() for name, tensor in torch.load(path, weights_only=True).items()}
 
 
-def ratio(some: Sequence[Run], others: Sequence[Run]) -> Ratio:
-    """How many times as fast, round by round: two runs of a round were made within the same seconds."""
-    ratios = [a.samples_per_s / b.samples_per_s for a, b in zip(some, others, strict=True)]
-    return Ratio(statistics.median(ratios), min(ratios), max(ratios))
+def ratio(some: Sequence[Run | None], others: Sequence[Run | None]) -> Ratio | None:
+    """How many times as fast, round by round: two runs of a round were made within the same seconds.
+
+    None: no round has both.
+    """
+    ratios = [
+        a.samples_per_s / b.samples_per_s
+        for a, b in zip(some, others, strict=True)
+        if a is not None and b is not None and b.samples_per_s
+    ]
+    return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
 
 
-def conclusion(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run]]) -> str:
+def conclusion(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run | None]]) -> str:
     """Whether data parallelism pays for this model on this machine, and no more than the rounds tell."""
     ours, alone, theirs = runs
     gain, over_theirs = ratio(ours, alone), ratio(ours, theirs)
     ranks = ways[0].ranks
-    if len(ours) < LEAST_ROUNDS:
+    if gain is None:
+        text = f"Whether it pays here {NOT_MEASURED}: other programs leave this machine too little time."
+    elif len(ours) < LEAST_ROUNDS:
         text = f"Fewer than {LEAST_ROUNDS} rounds tell nothing for sure: --rounds {LEAST_ROUNDS}."
     elif gain.low > 1:
         text = f"It pays here: {ranks} processes train {gain} as fast as one process with all cores. "
@@ -250,10 +396,10 @@ def conclusion(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequenc
             f"Whether it pays here can't be told: {ranks} processes reach {gain} of one process with all "
             "cores. Other programs may be running; --rounds 10 tells more."
         )
-    if over_theirs.low > 1 and len(ours) >= LEAST_ROUNDS:
+    if over_theirs is not None and over_theirs.low > 1 and len(ours) >= LEAST_ROUNDS:
         text += f" They train {over_theirs} as fast as with {framework.wrapper}."
     else:
-        text += f" Against {framework.wrapper}: {over_theirs}."
+        text += f" Against {framework.wrapper}: {over_theirs or NOT_MEASURED}."
     return text.replace("  ", " ") + " `paceline tune train.py` measures your own script."
 
 
@@ -264,42 +410,53 @@ def same_bits(runs: Sequence[Run]) -> bool:
 
 
 def rows_of(
-    framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run]]
+    framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run | None]]
 ) -> list[tuple[str, str]]:
     """The table: what is the same, and how far."""
-    ours, alone, theirs = runs
-    ranks, one = ways[0].ranks, alone[0].weights
-    difference = max(np.abs(ours[0].weights[name] - weights).max() for name, weights in one.items())
-    largest = max(np.abs(weights).max() for weights in one.values())
-    replicas = all(each.replicas_are_identical for each in ours)
+    ranks = ways[0].ranks
+    ours, alone = measured(runs[0]), measured(runs[1])
+    firsts = [next(iter(measured(of_way)), None) for of_way in runs]
+    replicas = "yes" if all(each.replicas_are_identical for each in ours) else "NO"
+    difference = NOT_MEASURED
+    if ours and alone:
+        one = alone[0].weights
+        furthest = max(np.abs(ours[0].weights[name] - weights).max() for name, weights in one.items())
+        difference = f"{furthest:.1e} of {max(np.abs(weights).max() for weights in one.values()):.2f}"
     return [
         *(
-            (f"test accuracy: {way.title}", f"{each[0].accuracy:.4f}")
-            for way, each in zip(ways, runs, strict=True)
+            (f"test accuracy: {way.title}", NOT_MEASURED if first is None else f"{first.accuracy:.4f}")
+            for way, first in zip(ways, firsts, strict=True)
         ),
-        (f"all {ranks} replicas have the same bits", "yes" if replicas else "NO"),
-        ("every run of Paceline ends with the same bits", "yes" if same_bits(ours) else "no"),
-        (f"largest difference of a weight, 1 or {ranks} processes", f"{difference:.1e} of {largest:.2f}"),
-        ("speed against 1 process with all cores", str(ratio(ours, alone))),
-        (f"speed against {framework.wrapper} on Gloo", str(ratio(ours, theirs))),
+        (f"all {ranks} replicas have the same bits", replicas if ours else NOT_MEASURED),
+        (
+            "every run of Paceline ends with the same bits",
+            ("yes" if same_bits(ours) else "no") if ours else NOT_MEASURED,
+        ),
+        (f"largest difference of a weight, 1 or {ranks} processes", difference),
+        ("speed against 1 process with all cores", str(ratio(runs[0], runs[1]) or NOT_MEASURED)),
+        (f"speed against {framework.wrapper} on Gloo", str(ratio(runs[0], runs[2]) or NOT_MEASURED)),
     ]
 
 
-def speeds(runs: Sequence[Sequence[Run]]) -> list[float]:
-    """Samples per second of each way: the median over rounds."""
-    return [statistics.median(each.samples_per_s for each in of_way) for of_way in runs]
+def speeds(runs: Sequence[Sequence[Run | None]]) -> list[float]:
+    """Samples per second of each way: the median over rounds; 0: it could not be measured."""
+    return [statistics.median([each.samples_per_s for each in measured(of_way)] or [0.0]) for of_way in runs]
 
 
-def show(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run]]) -> None:
+def show(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run | None]]) -> None:
     """The table, the bars and the sentence."""
     rows = rows_of(framework, ways, runs)
     medians = speeds(runs)
     bars = [
-        (way.title, "█" * round(BAR * speed / max(medians)), f"{speed:,.0f}")
+        (
+            way.title,
+            "█" * round(BAR * speed / max(*medians, 1.0)),
+            f"{speed:,.0f} samples/s" if speed else NOT_MEASURED,
+        )
         for way, speed in zip(ways, medians)
     ]
     if importlib.util.find_spec("rich") is None:
-        for name, value in (*rows, *((name, f"{bar} {speed} samples/s") for name, bar, speed in bars)):
+        for name, value in (*rows, *((name, f"{bar} {speed}") for name, bar, speed in bars)):
             print(f"{name:<56} {value}")
     else:
         from rich.console import Console
@@ -325,11 +482,11 @@ def _drawn_bars(bars: Sequence[tuple[str, str, str]], medians: Sequence[float]) 
     grid.add_column(justify="right")
     for at, ((name, _, speed), median) in enumerate(zip(bars, medians, strict=True)):
         color = "blue" if at == 0 else "bright_black"
-        grid.add_row(name, Bar(max(medians), 0, median, color=color), f"{speed} samples/s")
+        grid.add_row(name, Bar(max(*medians, 1.0), 0, median, color=color), speed)
     return grid
 
 
-def draw(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run]], path: Path) -> None:
+def draw(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run | None]], path: Path) -> None:
     """The speeds as a picture, with each round as a dot."""
     if importlib.util.find_spec("matplotlib") is None:
         print(f"demo: {path} is not drawn: matplotlib is not installed", file=sys.stderr)
@@ -343,7 +500,7 @@ def draw(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run]
     medians = speeds(runs)
     axes.barh(range(len(ways)), medians, color=["#0b5394", "#999999", "#cc4125"])
     for at, of_way in enumerate(runs):
-        found = [each.samples_per_s for each in of_way]
+        found = [each.samples_per_s for each in measured(of_way)] or [0.0]
         axes.plot(found, [at] * len(found), "o", color="black", markersize=4)
         axes.annotate(
             f"{medians[at]:,.0f}", (max(found), at), xytext=(8, 0), textcoords="offset points", va="center"
