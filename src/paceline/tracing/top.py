@@ -84,11 +84,7 @@ def _follow(watch: JobWatch, console: Console) -> int:
             while not watch.has_ended:
                 live.update(frame(watch, watch.look(), console), refresh=True)
                 time.sleep(_EVERY_S)
-    console.print(
-        f"The recording of job {watch.id} is gone: {watch.folder} was removed while the job runs."
-        if watch.is_gone
-        else f"Job {watch.id} has ended."
-    )
+    console.print(f"Job {watch.id} has ended.")
     return 0
 
 
