@@ -12,6 +12,7 @@ from paddle import nn
 from paddle import optimizer as optim
 from paddle.utils import unique_name
 
+from paceline.errors import ConfigError
 from paceline.paddle import DataParallel, ShardedOptimizer, internals
 from tests.multiprocess.paddle_models import batch, drop_grad, join_paddle, ranks, share, squares, two_layers
 
@@ -227,3 +228,19 @@ def test_a_wrapped_model_trains_as_in_one_process(group: Any) -> None:
             assert np.array_equal(one, other), case
             np.testing.assert_allclose(one, whole, atol=2e-3, err_msg=case)
     assert run("norm", "sharded", group)[0][0].tobytes() != run("norms", "sharded", group)[0][0].tobytes()
+
+
+@ranks(2)
+@pytest.mark.parametrize("shares", [False, True])
+def test_an_optimizer_that_makes_no_step_is_refused_when_it_is_made(group: Any, shares: bool) -> None:
+    """On every rank, with what it raises; the group and the parameters can be used afterwards."""
+    model = two_layers().to(dtype="float64")
+    wrapped = DataParallel(model, group=group, share_parameters=shares)
+    with pytest.raises(ConfigError, match=r"(?s)Adam makes no step.*multi_tensor") as caught:
+        ShardedOptimizer(model.parameters(), optim.Adam, group, learning_rate=0.1, use_multi_tensor=True)
+    assert "float64" in str(caught.value)
+    optimizer = ShardedOptimizer(model.parameters(), optim.Adam, group, learning_rate=0.1)
+    before = [parameter.numpy().copy() for parameter in model.parameters()]
+    squares(wrapped(share(batch(), group.rank).astype("float64"))).backward()
+    optimizer.step()
+    assert all(np.any(p.numpy() != was) for p, was in zip(model.parameters(), before, strict=True))

@@ -434,3 +434,17 @@ def test_ranks_that_train_on_their_own_do_not_share_an_optimizer(rank: int) -> N
     assert all(map(same_bits, ddp.parameters(), before))
     alone.step()
     backward(2)
+
+
+@PATHS
+@ranks(2, group="gloo")
+def test_an_optimizer_that_makes_no_step_is_refused_when_it_is_made(rank: int, path: str) -> None:
+    """On every rank, with what it raises; the group can be used afterwards."""
+    parameters = make_parameters()
+    with pytest.raises(ConfigError, match=r"(?s)Adam makes no step.*capturable") as caught:
+        ShardedOptimizer(parameters, optim.Adam, lr=0.1, capturable=True, reduce_through=path)
+    assert "torch.float32 on cpu" in str(caught.value)
+    optimizer = ShardedOptimizer(parameters, optim.Adam, lr=0.1, reduce_through=path)
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()

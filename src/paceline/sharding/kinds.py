@@ -37,7 +37,13 @@ class Kind(Enum):
 
 
 class Workshop(Protocol[Tensor, Optimizer]):
-    """Makes small tensors of one framework, dtype and device, and optimizers with given options of them."""
+    """Makes small tensors of one framework, dtype and device, and optimizers with given options of them.
+
+    Attributes:
+        own_shape: The shape of a parameter that the optimizer is for.
+    """
+
+    own_shape: tuple[int, ...]
 
     def tensors(self, shapes: Sequence[tuple[int, ...]], seed: int, scale: float = 1.0) -> list[Tensor]:
         """Normally distributed values; of a `seed` other than 0 a tenth is 0. The same for the same seed."""
@@ -75,13 +81,21 @@ class Workshop(Protocol[Tensor, Optimizer]):
 
 
 def kind_of(workshop: Workshop[Tensor, Optimizer]) -> Kind:
-    """How optimizers that this workshop makes can be divided."""
+    """How optimizers that this workshop makes can be divided.
+
+    Raises:
+        Exception: What the optimizer raises at a step, where it makes none on any tensor tried, and none on
+            one of a parameter's own shape.
+    """
     trial = _Trial(workshop)
     flat = [(size,) for size in _SIZES]
     if trial.is_divisible(flat, trial.halves) is True and trial.has_plain_state():
         return Kind.ELEMENTS
     # Matrices: there are optimizers that take nothing else.
-    if trial.is_divisible(_MATRICES, trial.wholes) is not False:
+    is_divisible = trial.is_divisible(_MATRICES, trial.wholes)
+    if is_divisible is None:
+        trial.check_step()
+    if is_divisible is not False:
         return Kind.PARAMETERS
     return Kind.PARAMETERS if trial.draws_numbers() else Kind.COUPLED
 
@@ -121,6 +135,15 @@ class _Trial(Generic[Tensor, Optimizer]):
             return None
         are_same = all(map(shop.same, together, divided))
         return are_same and len({shop.scalars(optimizer) for optimizer in [one, *several]}) == 1
+
+    def check_step(self) -> None:
+        """Raise what a step on a tensor of a parameter's own shape raises."""
+        shop, shapes = self._workshop, [self._workshop.own_shape]
+        try:
+            optimizer = shop.make(shop.tensors(shapes, 0))
+        except Exception:
+            return  # it asks for more than this test knows
+        shop.step(optimizer, shop.tensors(shapes, 1))
 
     def has_plain_state(self) -> bool:
         """Whether all that it remembers of a parameter is shaped like it, or one value, so it can be cut."""

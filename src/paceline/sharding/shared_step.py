@@ -333,6 +333,24 @@ def coupled(optimizer_class: type[Any]) -> ConfigError:
     )
 
 
+def no_step(optimizer_class: type[Any], parameters: str, error: BaseException) -> ConfigError:
+    """The error for an optimizer whose step raises on such parameters, found out before there is one.
+
+    Args:
+        optimizer_class: The optimizer.
+        parameters: Their dtype and device, in words.
+        error: What its step has raised.
+    """
+    name = optimizer_class.__name__
+    return ConfigError(
+        f"{OWNER}: {name} makes no step on these parameters.",
+        seen=f"{type(error).__name__}: {error}",
+        got=f"parameters of {parameters}",
+        likely=f"{name} does not support their dtype or device with these arguments, sharded or not",
+        hint=f"other arguments of {name}, or parameters of another dtype",
+    )
+
+
 def wrong_arguments(
     optimizer_class: type[Any], error: BaseException, defaults: Mapping[str, Any]
 ) -> ConfigError:

@@ -21,6 +21,9 @@ def kind_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) ->
     Args:
         make: Makes one of a list of parameters, with the options of one group.
         model: A parameter of the group. Those of the test have its regularizer, dtype and place.
+
+    Raises:
+        Exception: What its step raises on such parameters, whatever their shape.
     """
     with undisturbed():
         return kinds.kind_of(PaddleWorkshop(make, model))
@@ -42,6 +45,7 @@ class PaddleWorkshop:
 
     def __init__(self, make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> None:
         self._make, self._model = make, model
+        self.own_shape = tuple(model.shape)
 
     def tensors(
         self, shapes: Sequence[tuple[int, ...]], seed: int, scale: float = 1.0

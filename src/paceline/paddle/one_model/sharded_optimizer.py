@@ -24,7 +24,7 @@ from paceline.paddle.link.link import Link
 from paceline.paddle.link.peers import Peers, find_peers, known_exchange
 from paceline.paddle.link.scattered import ScatteredGradient
 from paceline.paddle.model.arguments import checked_group
-from paceline.paddle.model.parameters import describe_tensor
+from paceline.paddle.model.parameters import describe_tensor, dtype_name
 from paceline.paddle.one_model.elementwise import kind_of
 from paceline.paddle.one_model.groups import (
     as_list,
@@ -54,7 +54,7 @@ from paceline.sharding.journal import Journal, home_of_all
 from paceline.sharding.journal_layout import Slot, blocks_of, no_journal, split
 from paceline.sharding.kinds import Kind
 from paceline.sharding.meeting import Call
-from paceline.sharding.shared_step import OWNER, SharedStep, coupled, refuse_copies
+from paceline.sharding.shared_step import OWNER, SharedStep, coupled, no_step, refuse_copies
 
 _Found = TypeVar("_Found")
 _OF_ALL_PARAMETERS = ("_parameter_list", "_param_groups", "_grad_clip", "_default_dict")
@@ -527,7 +527,14 @@ hide_inherited(ShardedOptimizer, paddle.optimizer.Optimizer)
 
 def _kinds_of(whole: Any, defaults: Mapping[str, Any]) -> list[Kind]:
     """How the parameters may be divided, one after the other."""
-    kinds = _found_by_trials(whole, defaults, kind_of)
+
+    def kind(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> Kind:
+        try:
+            return kind_of(make, model)
+        except Exception as error:
+            raise no_step(type(whole), f"{dtype_name(model.dtype)} on {model.place}", error) from error
+
+    kinds = _found_by_trials(whole, defaults, kind)
     if Kind.COUPLED in kinds:
         raise coupled(type(whole))
     return kinds

@@ -13,18 +13,19 @@ from paceline.sharding import kinds
 from paceline.sharding.kinds import Kind
 
 
-def kind_of(
-    optimizer_class: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype, device: torch.device
-) -> Kind:
+def kind_of(optimizer_class: type[Optimizer], options: Mapping[str, Any], model: torch.Tensor) -> Kind:
     """How this optimizer, with these options, can be divided. Leaves torch's random numbers as they are.
 
     Args:
         optimizer_class: The optimizer.
         options: All options of one group of parameters.
-        dtype, device: Of the parameters.
+        model: A parameter of the group. Those of the test have its dtype and device.
+
+    Raises:
+        Exception: What its step raises on such parameters, whatever their shape.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        return kinds.kind_of(_TorchWorkshop(optimizer_class, options, dtype, device))
+        return kinds.kind_of(_TorchWorkshop(optimizer_class, options, model))
 
 
 class _TorchWorkshop:
@@ -34,11 +35,10 @@ class _TorchWorkshop:
         self,
         optimizer_class: type[Optimizer],
         options: Mapping[str, Any],
-        dtype: torch.dtype,
-        device: torch.device,
+        model: torch.Tensor,
     ) -> None:
         self._class, self._options = optimizer_class, dict(options)
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self.own_shape = model.dtype, model.device, tuple(model.shape)
 
     def tensors(self, shapes: Sequence[tuple[int, ...]], seed: int, scale: float = 1.0) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(seed)

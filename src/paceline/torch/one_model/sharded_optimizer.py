@@ -32,7 +32,7 @@ from paceline.sharding.journal import Journal, home_of_all
 from paceline.sharding.journal_layout import Slot, no_journal, split
 from paceline.sharding.kinds import Kind
 from paceline.sharding.meeting import Call, spell_options
-from paceline.sharding.shared_step import OWNER, SharedStep, coupled, refuse_copies
+from paceline.sharding.shared_step import OWNER, SharedStep, coupled, no_step, refuse_copies
 from paceline.torch.link.arena import is_dense
 from paceline.torch.link.link import connect
 from paceline.torch.link.peers import find_peers, known_exchange
@@ -420,22 +420,26 @@ class ShardedOptimizer(Optimizer, Joinable):
         kinds = []
         for group in groups:
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
-            kinds += [
-                self._kind_of(options, parameter.dtype, parameter.device) for parameter in group["params"]
-            ]
+            kinds += [self._kind_of(options, parameter) for parameter in group["params"]]
         if self._keeps_journal and self.world_size > 1 and Kind.PARAMETERS in kinds:
             raise no_journal(f"{type(self._template).__name__}, which gets whole parameters")
         return kinds
 
-    def _kind_of(self, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kind:
+    def _kind_of(self, options: Mapping[str, Any], parameter: torch.Tensor) -> Kind:
         # The size of a number makes no difference, but whether it is one, and whether it is 0.
         flags = {
             key: (type(value), bool(value)) if isinstance(value, (int, float)) else value
             for key, value in options.items()
         }
-        key = f"{flags} {dtype} {device}"
+        described = f"{parameter.dtype} on {parameter.device}"
+        key = f"{flags} {described}"
         if key not in self._kinds:
-            kind = kind_of(type(self._template), options, dtype, device)
+            try:
+                kind = kind_of(type(self._template), options, parameter)
+            except Exception as error:
+                if self.world_size > 1:
+                    raise no_step(type(self._template), described, error) from error
+                kind = Kind.PARAMETERS
             if kind is Kind.COUPLED and self.world_size > 1:
                 raise coupled(type(self._template))
             self._kinds[key] = kind
