@@ -510,3 +510,27 @@ def test_sot_translates_no_function_of_a_folder_that_it_skips(rank: int) -> None
         x.stop_gradient = False
         paddle.jit.to_static(step, full_graph=False)(x, hooks[folder])
         assert (seen != ["hook"]) == is_translated, seen
+
+
+@ranks(1, group=None)
+def test_what_an_untranslated_function_calls_runs_as_it_is(rank: int) -> None:
+    """Whether SOT simulates the call of it, or Paddle's C++ makes it."""
+    seen: list[str] = []
+
+    def note(gradient: object) -> None:
+        seen.append(sys._getframe().f_code.co_name)
+
+    @internals.untranslated
+    def call(gradient: object) -> None:
+        note(gradient)
+
+    def step(x: paddle.Tensor) -> None:
+        y = x * 2
+        y.register_hook(call)
+        call(None)
+        y.sum().backward()
+
+    x = paddle.ones([2])
+    x.stop_gradient = False
+    paddle.jit.to_static(step, full_graph=False)(x)
+    assert seen == ["note", "note"]

@@ -6,14 +6,17 @@ import warnings
 
 import numpy as np
 import paddle
+import pytest
 from numpy.testing import assert_allclose
 from paddle import nn
 
+from paceline.errors import ConfigError
 from paceline.paddle import DataParallel, SyncBatchNorm
 from tests.multiprocess.paddle_models import (
     batch,
     ranks,
     share,
+    squares,
     train,
 )
 
@@ -70,3 +73,62 @@ def test_sync_batch_norm_over_other_layouts(group: object) -> None:
         synced.eval()
         plain._mean, plain._variance = synced._mean, synced._variance
         assert_allclose(synced(share(x, 0)).numpy(), plain(share(x, 0)).numpy(), rtol=1e-5, atol=1e-6)
+
+
+@ranks("world_size")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_gradient_of_a_gradient_goes_through_all_ranks(group: object, world_size: int) -> None:
+    """A penalty of the inputs' gradients, which depend on all ranks' samples."""
+    paddle.set_default_dtype("float64")
+    paddle.seed(1)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1D(4), nn.Tanh(), nn.Linear(4, 2))
+    paddle.seed(1)
+    alone = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1D(4), nn.Tanh(), nn.Linear(4, 2))
+    wrapped = DataParallel(SyncBatchNorm.convert_sync_batchnorm(model, group), group=group)
+    x = np.random.default_rng(7).standard_normal((3 * world_size, 3))
+
+    def loss(network: nn.Layer, part: np.ndarray, ranks: int) -> paddle.Tensor:
+        inputs = paddle.to_tensor(part, stop_gradient=False)
+        output = network(inputs)
+        (slope,) = paddle.grad((output**2).sum(), [inputs], create_graph=True)
+        return (output**2).mean() + ranks * (slope**2).sum()
+
+    loss(wrapped, np.split(x, world_size)[group.rank], world_size).backward()
+    loss(alone, x, 1).backward()
+    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        if not expected.stop_gradient:
+            assert_allclose(ours.grad.numpy(), expected.grad.numpy(), rtol=1e-7, atol=1e-9)
+
+
+@ranks(2, group=None)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_under_to_static(rank: int, is_wrapped: bool) -> None:
+    """The group is found within the static function, too, where SOT would translate what finds it."""
+    x = np.random.default_rng(7).standard_normal((8, 1, 3, 3)).astype(np.float32)
+    model, alone = SyncBatchNorm.convert_sync_batchnorm(normalised()), normalised()
+    static = paddle.jit.to_static(model, full_graph=False)
+    trained = DataParallel(static) if is_wrapped else static
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Paddle's own, of its compiler and of running statistics
+        for _ in range(3):
+            squares(trained(share(x, rank))).backward()
+            squares(alone(paddle.to_tensor(x))).backward()
+    assert_allclose(model[1]._mean.numpy(), alone[1]._mean.numpy(), rtol=1e-5, atol=1e-6)
+    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        if is_wrapped and not expected.stop_gradient:
+            assert_allclose(ours.grad.numpy(), expected.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+@ranks(2, group=None)
+def test_a_static_graph_of_all_is_refused_in_training(rank: int) -> None:
+    model = SyncBatchNorm.convert_sync_batchnorm(normalised())
+    static = paddle.jit.to_static(model, full_graph=True)
+    x = paddle.ones([4, 1, 3, 3])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(ConfigError, match="SyncBatchNorm: a static graph cannot") as caught:
+            static(x)
+        assert "full_graph=True" in str(caught.value)
+        model.eval()
+        if rank == 0:
+            static(x)

@@ -216,9 +216,10 @@ def test_traces_on_one_rank_alone(group: object) -> None:
     [
         ({"weight": 2.0}, "weight="),
         ({"local_sgd": LocalSGD(every=2)}, "local_sgd"),
+        ({"forward_sync_buffers": True}, "forward_sync_buffers"),
         ({"mixed_precision": MixedPrecision(param_dtype="float64")}, "param_dtype"),
     ],
-    ids=["weight", "local_sgd", "param_dtype"],
+    ids=["weight", "local_sgd", "forward_sync_buffers", "param_dtype"],
 )
 def test_what_needs_each_forward_is_refused_in_a_static_graph(
     group: object, options: dict[str, object], named: str

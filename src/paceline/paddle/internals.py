@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import numpy as np
 import paddle
@@ -20,6 +20,8 @@ from paddle.io.dataloader import dataloader_iter
 
 from paceline.rendezvous.connections import connected_sockets, send_at_once
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
 
 def skip_in_sot(folder: str) -> None:
     """Let SOT, the default of paddle.jit.to_static, translate no function of the files below `folder`.
@@ -28,6 +30,26 @@ def skip_in_sot(folder: str) -> None:
     backward within to_static calls, say. What they call is still translated.
     """
     core.eval_frame_skip_file_prefix((folder,))
+
+
+def untranslated(function: _Function) -> _Function:
+    """Let to_static translate neither this function nor what it calls, Python's own files included.
+
+    Where SOT simulates a call of it, its graph ends here, and the call runs as it is.
+    """
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        callback = _set_frame_callback(None)  # a builtin function that SOT does not know
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _set_frame_callback(callback)
+
+    return cast(_Function, paddle.jit.not_to_static(run))
+
+
+_set_frame_callback = core.set_eval_frame
 
 
 def on_gradient(parameter: Tensor, hook: Callable[[], None]) -> None:

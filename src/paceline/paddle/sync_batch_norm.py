@@ -96,14 +96,17 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return made
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
-        """Normalise `x` (channels in dimension 1, or last for data_format "NHWC") over all ranks' batches."""
-        if not self._has_looked:
-            self._link = common_link(self.process_group, on_host=x.place.is_cpu_place())
-            self._has_looked = True
+        """Normalise `x` (channels in dimension 1, or last for data_format "NHWC") over all ranks' batches.
+
+        Raises:
+            ConfigError: It is traced into a static graph, in training, with several ranks.
+        """
         settings, statistics = internals.norm_settings_of(self), internals.running_statistics_of(self)
         assert statistics is not None
-        if self._link is not None and self.training and not settings.use_global_stats:
-            return self._normalise(x, settings, statistics, self._link)
+        if self.training and not settings.use_global_stats:
+            link = self._find_link(x)
+            if link is not None:
+                return self._normalise(x, settings, statistics, link)
         return functional.batch_norm(
             x,
             *statistics,
@@ -116,6 +119,23 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             use_global_stats=settings.use_global_stats,
         )
 
+    @internals.untranslated
+    def _find_link(self, x: paddle.Tensor) -> Link | None:
+        is_traced = not paddle.in_dynamic_mode()
+        if not self._has_looked:
+            on_host = paddle.get_device() == "cpu" if is_traced else x.place.is_cpu_place()
+            self._link = common_link(self.process_group, on_host=on_host)
+            self._has_looked = True
+        if self._link is not None and is_traced:
+            raise ConfigError(
+                "SyncBatchNorm: a static graph cannot exchange sums with other ranks.",
+                seen="training, with several ranks, traced by paddle.jit.to_static(..., full_graph=True)",
+                hint="leave out full_graph=True: then the graph ends at each SyncBatchNorm, and another one "
+                "begins after it; or model.eval() before a model is saved",
+            )
+        return self._link
+
+    @internals.untranslated
     def _normalise(
         self,
         x: paddle.Tensor,
@@ -209,7 +229,10 @@ class _SumOverRanks(paddle.autograd.PyLayer):
 
     @staticmethod
     def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-        return _weighted_sum(gradient, ctx.exchange)
+        if not paddle.is_grad_enabled():
+            return _weighted_sum(gradient, ctx.exchange)
+        # create_graph=True: this sum is a step of a graph, too, on every rank.
+        return _part_of_graph(gradient, _weighted_sum(gradient, ctx.exchange), ctx.exchange)
 
 
 def _weighted_sum(gradient: paddle.Tensor, exchange: _Exchange) -> paddle.Tensor:

@@ -326,7 +326,8 @@ class DataParallel(WrappedModel, PaddleNames):
 
         Raises:
             ConfigError: It is traced into a static graph, whose runs do not come here any more, and an
-                argument of the wrapper needs each forward: weight, local_sgd, or param_dtype.
+                argument of the wrapper needs each forward: weight, local_sgd, forward_sync_buffers, or
+                param_dtype.
         """
         if not paddle.in_dynamic_mode():
             self._check_traceable()
@@ -391,6 +392,8 @@ class DataParallel(WrappedModel, PaddleNames):
             needs = "weight= gives each forward its weight"
         elif config.local_sgd is not None and self._layers.training:
             needs = "local_sgd counts forwards"
+        elif config.syncs_forward and self._layers.training:
+            needs = "forward_sync_buffers broadcasts buffers in each forward"
         if needs:
             raise ConfigError(
                 f"{type(self).__name__}: forward is traced into a static graph, and {needs}.",

@@ -205,6 +205,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
 
     # --- a step ---
 
+    @internals.untranslated
     def step(self) -> None:
         """Make one step of all parameters. Collective: blocks until every rank has made its part.
 

@@ -178,6 +178,7 @@ def raise_after_backward(error: Exception) -> None:
 
 
 def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    @internals.untranslated
     @functools.wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
         calls.depth += 1

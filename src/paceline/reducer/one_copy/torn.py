@@ -105,8 +105,8 @@ def torn_error(owner: str, seen: str) -> TornStepError:
     return TornStepError(
         f"{owner}: an earlier step was not completed.",
         seen=seen,
-        likely="in the middle of a step a rank was lost, or the optimizer raised: some parameters are updated "
-        "and others not",
+        likely="a rank was lost in the middle of a step, or the optimizer raised: some parameters are "
+        "updated, and others not",
         hint="form a new group and wrap the model anew; then load the parameters and the optimizer's state "
         "from a checkpoint, on every rank",
         step_is_complete=False,
