@@ -16,7 +16,7 @@ from paceline.reducer.passes.exchanges import nodes_from
 from paceline.reducer.passes.micro_batches import MicroBatchWeights
 from paceline.reducer.passes.state import PassState
 
-_NODES_OF_A_GRAPH = 32  # near its roots, where graphs differ with the loss
+_NODES_OF_A_GRAPH = 8  # near its roots, where graphs differ with the loss
 
 
 class PaddleWeights(MicroBatchWeights):
