@@ -92,6 +92,32 @@ def test_a_limit_of_addresses(who):
         assert waited_s < PATIENT_S / 2
 
 
+def form_without_threads(rank, who, addresses):
+    if rank == who:
+        limit_this_process(resource.RLIMIT_AS, addresses)
+        seccomp.refuse("clone3", errno.EAGAIN)
+    return form(rank, os.environ["PACELINE_JOB_ID"])
+
+
+@needs_seccomp
+@pytest.mark.parametrize("addresses", [1 << 46, resource.RLIM_INFINITY])
+@pytest.mark.parametrize("who", [0])
+def test_no_threads_left(who, addresses):
+    """A thread of Python's on rank 0, which hands out the region, and one of the core's on the other."""
+    facts = {"who": who, "addresses": addresses}
+    thread = ("The thread 'paceline-server' could not be started", "The core could not start a thread")[who]
+    for text, waited_s in run_ranks(form_without_threads, 2, facts, group=None):
+        assert f"Rank {who} could not take the shared memory" in text
+        assert thread in text
+        if addresses == resource.RLIM_INFINITY:
+            assert "as many processes and threads as it may" in text
+            assert f"on rank {who}: `ulimit -u` shows" in text
+        else:
+            assert f"this process may use {addresses} bytes of addresses, and each thread needs some" in text
+            assert f"on rank {who}: `ulimit -v unlimited`" in text
+        assert waited_s < PATIENT_S / 2
+
+
 def take_all_descriptors():
     taken = []
     with contextlib.suppress(OSError):

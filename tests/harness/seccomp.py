@@ -18,6 +18,7 @@ _ARCHITECTURES = {
             "process_vm_readv": 310,
             "memfd_create": 319,
             "pidfd_open": 434,
+            "clone3": 435,  # threads; a fork is clone()
             "futex_waitv": 449,
         },
     ),
@@ -30,6 +31,7 @@ _ARCHITECTURES = {
             "process_vm_readv": 270,
             "memfd_create": 279,
             "pidfd_open": 434,
+            "clone3": 435,  # threads; a fork is clone()
             "futex_waitv": 449,
         },
     ),

@@ -127,6 +127,40 @@ def test_a_container_without_proc_sys(tmp_path):
         assert not report["proc/sys"]
 
 
+def mount_namespace(prepare: str) -> list[str]:
+    """A command that runs another one where a line of shell has changed what is mounted."""
+    command = ["unshare", "--mount", "sh", "-c", f'{prepare}; exec "$@"', "sh"]
+    tried = shutil.which("unshare") and subprocess.run([*command, "true"], capture_output=True, timeout=60)
+    if not tried or tried.returncode:
+        pytest.skip("no namespace may be made here")
+    return command
+
+
+@pytest.mark.parametrize("launcher", ["run", "by hand"])
+def test_a_container_without_proc(tmp_path, launcher):
+    """The launcher says so, and so does each rank that another one starts."""
+    script = tmp_path / "script.py"
+    script.write_text("import paceline\npaceline.init(address='127.0.0.1:1', timeout_s=60)\n")
+    container = mount_namespace("mount -t tmpfs none /proc")
+    if launcher == "run":
+        commands = [[sys.executable, "-m", "paceline", "run", "-n", "2", str(script)]]
+    else:
+        job = ["WORLD_SIZE=2", f"PACELINE_JOB_ID={tmp_path}", sys.executable, str(script)]
+        commands = [["env", f"RANK={rank}", *job] for rank in range(2)]
+    with contextlib.ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen([*container, *command], stderr=subprocess.PIPE, text=True, cwd="/")
+            )
+            for command in commands
+        ]
+        for each in started:
+            _, errors = each.communicate(timeout=WITHIN_S)
+            assert each.returncode != 0
+            assert "/proc is not mounted here" in errors
+            assert "`mount -t proc proc /proc`" in errors
+
+
 def refuse_what_sandboxes_lack() -> None:
     """As gVisor, and partly as kernels before 5.16 (that of WSL2 for long)."""
     for call in ("futex_waitv", "set_robust_list", "get_robust_list", "pidfd_open", "process_vm_readv"):

@@ -1,7 +1,8 @@
 """One thread per group that makes its asynchronous calls, in call order.
 
 A group's collectives must run in the same order on every rank, so one thread and one queue are exactly what
-they need. Synchronous calls skip the queue while it is empty, and wait for it otherwise. Imports errors.
+they need. Synchronous calls skip the queue while it is empty, and wait for it otherwise. Imports errors and
+rendezvous.
 
 A signal handler may interrupt the main thread anywhere in here, and make a call itself. So the guard can be
 taken again by the thread that holds it, and whoever finds the queue half changed by itself raises.
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from paceline.errors import CollectiveError
+from paceline.rendezvous.limits import start_thread
 
 
 class QueuedCall(Protocol):
@@ -62,8 +64,9 @@ class CallQueue:
         with self._change():
             if self._thread is None:
                 # A daemon, so that a rank that leaves without closing its groups can exit at all.
-                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                start_thread(thread)
+                self._thread = thread
             self.newest = call
             self._calls.put(call)
 

@@ -26,7 +26,7 @@ from paceline.errors import (
     RegionError,
     format_ranks,
 )
-from paceline.rendezvous.limits import explain
+from paceline.rendezvous.limits import START_OF_THREAD, explain
 
 Facts = Mapping[str, Any]
 
@@ -402,6 +402,8 @@ def _no_memory(facts: Facts) -> PacelineError:
         likely = "a limit of that process, and not of the machine"
         hint = f"what {format_ranks(failed)} raised names the limit, and the cure"
     summary = "Shared memory could not be reserved."
+    if facts["message"].startswith(START_OF_THREAD):
+        summary = "The core could not start a thread."
     if failed:
         summary = f"{_who(facts)} could not reserve shared memory."
     return RegionError(

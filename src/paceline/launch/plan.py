@@ -5,6 +5,7 @@ Its one idea: everything that can be wrong is checked here, while there is nothi
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.topology import read_machine
 from paceline.launch.trace import check_output, trace_variables
 from paceline.launch.variables import Meeting, new_job_id, rank_environment
+from paceline.rendezvous.limits import explain
 from paceline.tracing import jobs
 from paceline.tracing.ring_file import FOLDER_VARIABLE
 
@@ -151,6 +153,11 @@ def _check_descriptors(nprocs: int | None) -> None:
     may, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         has = len(os.listdir("/proc/self/fd"))
+    except FileNotFoundError as error:
+        likely, hint = explain(errno.ENOENT)
+        raise ConfigError(
+            "The launcher cannot see its own process.", seen=str(error), likely=likely, hint=hint
+        ) from error
     except OSError:  # not even that one
         has = may
     needs = has + _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * nprocs

@@ -46,6 +46,7 @@ from paceline.rendezvous.channel_tree import HUB, neighbours_of
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.handshake import Facts, Member
+from paceline.rendezvous.limits import start_thread
 from paceline.rendezvous.messages import read_object
 from paceline.rendezvous.reception import Connection, meet
 from paceline.rendezvous.told_failures import TOLD_BYTES, pack_failure, unpack_failure
@@ -215,7 +216,7 @@ class ControlChannel:
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self),), name="paceline-control", daemon=True
         )
-        self._thread.start()
+        start_thread(self._thread)
 
     def tell(self, error: BaseException) -> None:
         """Tell all other ranks that this one fails, unless they know of a failure. Does not block."""

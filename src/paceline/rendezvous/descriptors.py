@@ -30,6 +30,7 @@ from paceline.rendezvous.frames import (
     listen,
     send_frame,
 )
+from paceline.rendezvous.limits import start_thread
 from paceline.rendezvous.obstacles import Obstacle
 
 _log = logging.getLogger("paceline")
@@ -69,11 +70,14 @@ class DescriptorServer:
                 raise
 
     def serve(self, fd: int) -> None:
-        """Hand out `fd`, which stays the caller's and must stay open, to the ranks that ask."""
-        self._thread = threading.Thread(
-            target=self._hand_out, args=(fd,), name="paceline-server", daemon=True
-        )
-        self._thread.start()
+        """Hand out `fd`, which stays the caller's and must stay open, to the ranks that ask.
+
+        Raises:
+            RegionError: This process may have no further thread.
+        """
+        thread = threading.Thread(target=self._hand_out, args=(fd,), name="paceline-server", daemon=True)
+        start_thread(thread)
+        self._thread = thread
 
     def _hand_out(self, fd: int) -> None:
         assert self._listener is not None

@@ -20,6 +20,7 @@ from collections import Counter
 from typing import Any
 
 from paceline.rendezvous.deadline import Deadline
+from paceline.rendezvous.limits import start_thread
 
 _LONGEST_LINE = 1 << 16
 _MOST_BYTES = 1 << 26
@@ -62,7 +63,7 @@ class LedgerServer:
         # A child that outlives this process would hold the port, and answer nobody.
         os.register_at_fork(after_in_child=self._listener.close)
         self._thread = threading.Thread(target=self._serve, name="paceline-ledger", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def close(self) -> None:
         """End, and with it all connections. A forked child's copy does nothing."""

@@ -1,16 +1,21 @@
 """Why the kernel refuses memory, files or sockets: which limit of this process it is, and how to lift it.
 
-Imports only the standard library.
+Imports errors and the standard library.
 """
 
 from __future__ import annotations
 
 import errno
+import os
 import resource
+import threading
 from collections.abc import Callable
+
+from paceline.errors import RegionError
 
 # No room for another file or socket; it may be there again when somebody closes one.
 OUT_OF_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+START_OF_THREAD = "starting a thread"
 _MEMFD = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 
 
@@ -31,6 +36,8 @@ def explain(number: int, call: str = "") -> tuple[str, str]:
             "allow memfd_create in the container's seccomp profile (Docker's own does); without it, wrap "
             'models over a process group with reduce_through="group"',
         )
+    if number == errno.EAGAIN and call.startswith(START_OF_THREAD):
+        return _threads()
     known = _EXPLANATIONS.get(number)
     return ("", "") if known is None else known()
 
@@ -70,6 +77,29 @@ def _address_space() -> tuple[str, str]:
     )
 
 
+def _threads() -> tuple[str, str]:
+    addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if addresses != resource.RLIM_INFINITY:
+        return (
+            f"this process may use {addresses} bytes of addresses, and each thread needs some for its stack",
+            "`ulimit -v unlimited` before the job; addresses alone cost no memory",
+        )
+    return (
+        "this user, or the container or service, has as many processes and threads as it may",
+        "`ulimit -u` shows the user's limit, and pids.max of the control group the other one (TasksMax of "
+        "systemd, --pids-limit of Docker); fewer DataLoader workers need fewer",
+    )
+
+
+def _missing_file() -> tuple[str, str]:
+    if os.path.exists("/proc/self"):
+        return "", ""
+    return (
+        "/proc is not mounted here, by which Paceline and the kernel's own tools know processes",
+        "`mount -t proc proc /proc` in this container or chroot; bubblewrap has --proc /proc for it",
+    )
+
+
 def _closed_file() -> tuple[str, str]:
     return (
         "this process has closed a descriptor that Paceline holds: a program that closes all descriptors "
@@ -80,8 +110,24 @@ def _closed_file() -> tuple[str, str]:
 
 _EXPLANATIONS: dict[int, Callable[[], tuple[str, str]]] = {
     errno.EBADF: _closed_file,
+    errno.ENOENT: _missing_file,
     errno.EMFILE: _open_files,
     errno.ENFILE: _all_open_files,
     errno.EFBIG: _file_size,
     errno.ENOMEM: _address_space,
 }
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread that a group needs.
+
+    Raises:
+        RegionError: This process may have no further one; says why.
+    """
+    try:
+        thread.start()
+    except RuntimeError as error:  # the interpreter's own words do not tell why
+        likely, hint = explain(errno.EAGAIN, START_OF_THREAD)
+        raise RegionError(
+            f"The thread {thread.name!r} could not be started.", seen=str(error), likely=likely, hint=hint
+        ) from error

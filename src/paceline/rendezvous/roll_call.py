@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -286,10 +287,14 @@ class RollCall:
 def _host() -> str:
     """Equal where a process id means the same process."""
     try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except (
-        OSError
-    ):  # a sandbox may not have the file; hosts of one name were hardly started in the same second
+        return f"{_boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:  # no /proc, by which another process could be looked up
+        return secrets.token_hex(8)
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:  # a sandbox may not have it; hosts of one name were hardly started in the same second
         started = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(encoding="ascii"), re.MULTILINE)
-        boot_id = f"{os.uname().nodename}/{started[1] if started else ''}"
-    return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{os.uname().nodename}/{started[1] if started else ''}"

@@ -225,7 +225,11 @@ def _host_hint() -> tuple[str, _Obstacle]:
             boot_id = file.read().strip()
     except OSError as error:  # a sandbox may not have the file
         obstacle = _Obstacle.of_system(error, "read the boot id")
-    network = os.stat("/proc/self/ns/net").st_ino
+    network = 0
+    try:
+        network = os.stat("/proc/self/ns/net").st_ino
+    except OSError as error:
+        obstacle = _Obstacle.of_system(error, "learn in which network namespace it is")
     return f"{boot_id}/{network}/{os.getuid()}", obstacle
 
 
@@ -240,12 +244,14 @@ def _region_fd(
 ) -> tuple[int, _Obstacle]:
     """The region's descriptor, or -1 and why not."""
     if rank == host_ranks[0]:
+        fd = -1
         try:
             fd = _core.create_region(len(host_ranks), bytes.fromhex(offer["nonce"]))
+            server.serve(fd)
         except RegionError as error:
+            _close(fd)
             server.close()
             return -1, _Obstacle.of(error)
-        server.serve(fd)
         return fd, _Obstacle()
     fd, leader = -1, host_ranks[0]
     try:

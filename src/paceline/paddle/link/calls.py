@@ -29,6 +29,7 @@ from paceline.paddle.model.parameters import dtype_name, nbytes
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.plan import Plan
 from paceline.reducer.witness import Witness
+from paceline.rendezvous.limits import start_thread
 
 WARN_AFTER_S = 10.0
 _PATIENCE_S = 0.02
@@ -304,7 +305,8 @@ class _CallThread:
         # A daemon: one that Gloo holds, for a rank that is gone, must not hold the end of this process. Nor
         # abort it, when Gloo lets it go in that very moment, because the other ranks end as well.
         _core.hold_late_threads()
-        threading.Thread(target=_make_calls, args=(self._calls,), name="paceline-paddle", daemon=True).start()
+        calls = (self._calls,)
+        start_thread(threading.Thread(target=_make_calls, args=calls, name="paceline-paddle", daemon=True))
         weakref.finalize(self, self._calls.put, None).atexit = False
 
     def begin(self, make: Callable[[], Any]) -> _ThreadCall:

@@ -45,6 +45,7 @@ from paceline.reducer.between_hosts.sum_messages import SumsFlight
 from paceline.reducer.between_hosts.value_messages import FewValuesFlight, ValuesFlight, ValuesPass
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.control import ControlChannel
+from paceline.rendezvous.limits import start_thread
 from paceline.rendezvous.told_failures import pack_failure, unpack_failure
 
 WINDOW = 4
@@ -101,7 +102,7 @@ class HostExchange:
         self._last_flight: Flight | None = None  # of `_take_only`, which has not waited for what was sent
         self._flights: queue.SimpleQueue[Flight | _ReceiveNext | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
         control.at_failure(self._fail)
         lifetime.before_leaving(self.join)  # this rank's pass may be over, and its partner's not
 

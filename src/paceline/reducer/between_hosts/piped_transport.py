@@ -41,6 +41,7 @@ from paceline.reducer.between_hosts.routes import MESSAGE_BYTES
 from paceline.reducer.between_hosts.wire import HEADER_BYTES, PLANS, Header, Message, lane_of, tag_of
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.connections import shut_down, stop_receiving
+from paceline.rendezvous.limits import start_thread
 
 FRAME_BYTES = MESSAGE_BYTES + (64 << 10)
 """Most of one call: a piece with its header and usual reports. Longer messages take several calls."""
@@ -209,7 +210,7 @@ class _Lane(ABC):
         self._lock = threading.Lock()
         self._error = ""
         self.thread = threading.Thread(target=self._run_to_end, name=name, daemon=True)
-        self.thread.start()
+        start_thread(self.thread)
 
     def _run_to_end(self) -> None:
         try:

@@ -37,6 +37,7 @@ from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buckets
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.witness import Witness
+from paceline.rendezvous.limits import start_thread
 from paceline.rendezvous.told_failures import unpack_failure
 
 _LOOK_S = 0.05  # how often whoever waits looks for signals, and for a failure that nobody has told it
@@ -182,7 +183,7 @@ class Shares:
         self._changed = threading.Condition()
         self._coming: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-shares", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def bring(self, bucket: int, fetch: Callable[[], None]) -> None:
         """Take over a bucket that was just launched; they come in the plan's order. Does not block.
