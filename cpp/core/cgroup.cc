@@ -1,45 +1,52 @@
 #include "core/cgroup.h"
 
 #include <algorithm>
-#include <fstream>
 #include <optional>
-#include <sstream>
 #include <string_view>
 #include <vector>
+
+#include "core/text_file.h"
 
 namespace paceline {
 namespace {
 
 /// Whether `wanted` is one of the names in "memory,cpu,cpuacct".
-bool lists(const std::string& names, const std::string& wanted) {
-  return ("," + names + ",").find("," + wanted + ",") != std::string::npos;
+bool lists(std::string_view names, std::string_view wanted) {
+  while (true) {
+    const size_t comma = names.find(',');
+    if (names.substr(0, comma) == wanted) return true;
+    if (comma == std::string_view::npos) return false;
+    names.remove_prefix(comma + 1);
+  }
 }
 
-bool begins_with(const std::string& text, const std::string& start) {
-  return text.compare(0, start.size(), start) == 0;
+bool begins_with(std::string_view text, std::string_view start) {
+  return text.substr(0, start.size()) == start;
 }
 
 // Spaces, tabs, line ends and backslashes of a path, which mountinfo writes as
 // \040 and so on.
-std::string without_escapes(const std::string& text) {
+std::string without_escapes(std::string_view text) {
   std::string plain;
   for (size_t i = 0; i < text.size(); ++i) {
     const bool is_escape = text[i] == '\\' && text.size() - i > 3 &&
                            text.find_first_not_of("01234567", i + 1) >= i + 4;
-    plain +=
-        is_escape
-            ? static_cast<char>(std::stoi(text.substr(i + 1, 3), nullptr, 8))
-            : text[i];
-    if (is_escape) i += 3;
+    if (is_escape) {
+      plain += static_cast<char>((text[i + 1] - '0') * 64 +
+                                 (text[i + 2] - '0') * 8 + text[i + 3] - '0');
+      i += 3;
+    } else {
+      plain += text[i];
+    }
   }
   return plain;
 }
 
+/// The first word of a file as a number. "max" and -1 are none: no limit.
 std::optional<uint64_t> read_number(const std::string& path) {
-  std::ifstream file(path);
-  uint64_t value = 0;  // "max" and -1 are no numbers here: no limit
-  if (file.peek() == '-' || !(file >> value)) return std::nullopt;
-  return value;
+  const std::string text = read_text_file(path);
+  std::string_view rest = text;
+  return parse_natural(take_word(rest));
 }
 
 /// A line of /proc/self/mountinfo that mounts control groups.
@@ -52,19 +59,23 @@ struct Mount {
 
 std::vector<Mount> read_mounts(const std::string& root) {
   std::vector<Mount> mounts;
-  std::ifstream file(root + "/proc/self/mountinfo");
-  for (std::string line; std::getline(file, line);) {
+  const std::string text = read_text_file(root + "/proc/self/mountinfo");
+  std::string_view lines = text;
+  for (std::string_view line; take_line(lines, line);) {
     // 36 35 98:0 /group /mount/point rw,noatime shared:1 - cgroup cgroup rw,cpu
     const size_t dash = line.find(" - ");
-    if (dash == std::string::npos) continue;
-    std::istringstream before(line.substr(0, dash));
-    std::istringstream after(line.substr(dash + 3));
-    std::string skipped, group, point, type, options;
-    before >> skipped >> skipped >> skipped >> group >> point;
-    after >> type >> skipped >> options;
+    if (dash == std::string_view::npos) continue;
+    std::string_view before = line.substr(0, dash);
+    std::string_view after = line.substr(dash + 3);
+    for (int skipped = 0; skipped < 3; ++skipped) take_word(before);
+    const std::string_view group = take_word(before);
+    const std::string_view point = take_word(before);
+    const std::string_view type = take_word(after);
+    take_word(after);
+    const std::string_view options = take_word(after);
     if (type != "cgroup" && type != "cgroup2") continue;
     mounts.push_back({without_escapes(group), root + without_escapes(point),
-                      type == "cgroup2", options});
+                      type == "cgroup2", std::string(options)});
   }
   return mounts;
 }
@@ -73,16 +84,18 @@ std::vector<Mount> read_mounts(const std::string& root) {
 /// which has `controller`.
 std::optional<std::string> own_group(const std::string& root, bool is_v2,
                                      const std::string& controller) {
-  std::ifstream file(root + "/proc/self/cgroup");
-  for (std::string line; std::getline(file, line);) {
+  const std::string text = read_text_file(root + "/proc/self/cgroup");
+  std::string_view lines = text;
+  for (std::string_view line; take_line(lines, line);) {
     // 4:cpu,cpuacct:/slurm/job_7, and 0::/system.slice/job in version 2
     const size_t first = line.find(':');
     const size_t second = line.find(':', first + 1);
-    if (first == std::string::npos || second == std::string::npos) continue;
-    const std::string names = line.substr(first + 1, second - first - 1);
+    if (first == std::string_view::npos || second == std::string_view::npos)
+      continue;
+    const std::string_view names = line.substr(first + 1, second - first - 1);
     const bool is_it = is_v2 ? line.substr(0, first) == "0" && names.empty()
                              : lists(names, controller);
-    if (is_it) return line.substr(second + 1);
+    if (is_it) return std::string(line.substr(second + 1));
   }
   return std::nullopt;
 }
@@ -117,14 +130,14 @@ std::vector<std::string> folders(const std::string& root,
   return found;
 }
 
-uint64_t cached_bytes(const std::string& path, std::string_view prefix) {
-  std::ifstream file(path);
+uint64_t cached_bytes(const std::string& path, const std::string& prefix) {
+  const std::string text = read_text_file(path);
+  std::string_view lines = text;
   uint64_t sum = 0;
-  uint64_t bytes = 0;
-  for (std::string name; file >> name >> bytes;) {
-    if (name == std::string(prefix) + "inactive_file" ||
-        name == std::string(prefix) + "active_file")
-      sum += bytes;
+  for (std::string_view line; take_line(lines, line);) {
+    const std::string_view name = take_word(line);
+    if (name == prefix + "inactive_file" || name == prefix + "active_file")
+      sum += parse_natural(take_word(line)).value_or(0);
   }
   return sum;
 }
@@ -143,16 +156,19 @@ uint64_t memory_left(const std::string& folder, bool is_v2) {
 }
 
 double cores(const std::string& folder, bool is_v2) {
-  double quota = 0;
-  double period = 0;
-  if (is_v2) {
-    std::ifstream file(folder + "/cpu.max");  // "max 100000": no limit
-    file >> quota >> period;
-  } else {
-    std::ifstream(folder + "/cpu.cfs_quota_us") >> quota;  // -1: no limit
-    std::ifstream(folder + "/cpu.cfs_period_us") >> period;
+  // "max 100000", and -1 in version 1: no limit
+  std::string text =
+      read_text_file(folder + (is_v2 ? "/cpu.max" : "/cpu.cfs_quota_us"));
+  if (!is_v2) {
+    text += ' ';
+    text += read_text_file(folder + "/cpu.cfs_period_us");
   }
-  return quota > 0 && period > 0 ? quota / period : CgroupLimits::kNoCoreLimit;
+  std::string_view words = text;
+  const int64_t quota = parse_integer(take_word(words)).value_or(0);
+  const int64_t period = parse_integer(take_word(words)).value_or(0);
+  return quota > 0 && period > 0
+             ? static_cast<double>(quota) / static_cast<double>(period)
+             : CgroupLimits::kNoCoreLimit;
 }
 
 }  // namespace

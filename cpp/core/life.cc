@@ -2,13 +2,18 @@
 
 #include <pthread.h>
 #include <signal.h>
+#include <string.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <array>
 #include <cstddef>
+#include <string>
+#include <system_error>
+#include <utility>
 
 #include "core/clock.h"
+#include "core/failure.h"
 #include "core/futex.h"
 
 namespace paceline {
@@ -40,6 +45,20 @@ uint32_t held_by_this_thread() {
   return static_cast<uint32_t>(syscall(SYS_gettid)) | FUTEX_WAITERS;
 }
 
+/// Throws Failure: this process may have no further thread.
+template <typename Body>
+std::thread start_thread(Body body) {
+  try {
+    return std::thread(std::move(body));
+  } catch (const std::system_error& error) {
+    const int number = error.code().value();
+    throw Failure{
+        .reason = Reason::kNoMemory,
+        .message = std::string("starting a thread: ") + strerror(number),
+        .error_number = number};
+  }
+}
+
 /// Lets a thread die while it holds a word: some sandboxes and emulators refuse
 /// the call, or take it and do nothing.
 bool try_robust_list() {
@@ -49,7 +68,7 @@ bool try_robust_list() {
     Atomic<uint32_t> word;
   } trial;
   bool is_taken = false;
-  std::thread([&] {
+  start_thread([&] {
     is_taken = hold_robustly(trial.head, trial.node, trial.word);
     // Release; partner: the load below. (The join would do, too.)
     trial.word.store(held_by_this_thread(), std::memory_order_release);
@@ -88,7 +107,7 @@ Keeper::Keeper(Header& header, std::span<RankLine> ranks, int rank,
                const Region* region)
     : header_(header), ranks_(ranks), rank_(rank), region_(region) {
   has_robust_list();  // tried out here, and not while others wait
-  thread_ = std::thread([this] { run(); });
+  thread_ = start_thread([this] { run(); });
   // Acquire: what the thread has done to hold the word; partner: run().
   while (state_.load(std::memory_order_acquire) == kStarting) {
     const FutexWait wait[] = {{&state_, kStarting}};

@@ -3,21 +3,20 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
-#include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cinttypes>
-#include <initializer_list>
-#include <optional>
+#include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "core/atomics.h"
 #include "core/cgroup.h"
 #include "core/failure.h"
+#include "core/text_file.h"
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 8U  // since Linux 6.3; the same everywhere
@@ -38,26 +37,16 @@ constexpr size_t kReservePiece = size_t{64} << 20;
                 .error_number = error};
 }
 
-/// The sum of the numbers behind `names` in a file of lines "name number" or
-/// "name: number kB"; unknown names count as 0. No value: no such file.
-std::optional<uint64_t> read_sum(const char* path,
-                                 std::initializer_list<const char*> names) {
-  FILE* file = fopen(path, "re");
-  if (file == nullptr) return std::nullopt;
-  uint64_t sum = 0;
-  char name[64];
-  uint64_t number = 0;
-  while (fscanf(file, "%63s %" SCNu64 "%*[^\n]", name, &number) == 2) {
-    for (const char* wanted : names)
-      if (strcmp(name, wanted) == 0) sum += number;
-  }
-  fclose(file);
-  return sum;
-}
-
+/// Bytes that /proc/meminfo says are left; UINT64_MAX where it says nothing.
 uint64_t left_on_machine() {
-  const auto kib =
-      read_sum("/proc/meminfo", {"MemAvailable:", "SwapFree:"}).value_or(0);
+  const std::string text = read_text_file("/proc/meminfo");
+  std::string_view lines = text;
+  uint64_t kib = 0;
+  for (std::string_view line; take_line(lines, line);) {
+    const std::string_view name = take_word(line);
+    if (name == "MemAvailable:" || name == "SwapFree:")
+      kib += parse_natural(take_word(line)).value_or(0);
+  }
   return kib == 0 ? UINT64_MAX : kib * 1024;
 }
 

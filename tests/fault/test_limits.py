@@ -101,7 +101,7 @@ def form_without_threads(rank, who, addresses):
 
 @needs_seccomp
 @pytest.mark.parametrize("addresses", [1 << 46, resource.RLIM_INFINITY])
-@pytest.mark.parametrize("who", [0])
+@pytest.mark.parametrize("who", [0, 1])
 def test_no_threads_left(who, addresses):
     """A thread of Python's on rank 0, which hands out the region, and one of the core's on the other."""
     facts = {"who": who, "addresses": addresses}
