@@ -79,6 +79,7 @@ class PyHostGroup {
   template <class Body>
   Result<Body> call(size_t bytes, Body body) {
     check_not_forked();
+    group_->session.note_caller();
     CallHooks hooks(group_.get(), slow_, &patience_, bytes >= kUnlockBytes);
     return guard(hooks, body);
   }
@@ -88,6 +89,7 @@ class PyHostGroup {
   template <class Body>
   auto collective(size_t bytes, double timeout_s, Body body) {
     check_not_forked();
+    group_->session.note_caller();
     // Here, where it is at hand: below it would be looked up by thread.
     if (timeout_s < 0) timeout_s = patience_.timeout_s;
     CallHooks hooks(group_.get(), slow_, &patience_, bytes >= kUnlockBytes);

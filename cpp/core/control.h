@@ -25,7 +25,7 @@ namespace paceline {
 inline constexpr uint64_t kMagic = 0x31656e696c656361;  // "aceline1"
 /// One more whenever something lies elsewhere in the region, or a word there
 /// means something else: ranks of two versions refuse each other.
-inline constexpr uint32_t kAbiVersion = 6;
+inline constexpr uint32_t kAbiVersion = 7;
 inline constexpr size_t kMaxAllocations = 4096 / kSmaller;
 
 /// Payloads up to this are exchanged with one synchronisation instead of two.
@@ -221,8 +221,14 @@ struct alignas(kLinePairBytes) RankLine {
   /// when the group ends meanwhile: it is evidence for all.
   Atomic<uint64_t> waits_at;
   Atomic<uint64_t> waits_for[2];
+  /// Since when, by now_ns().
+  Atomic<int64_t> waits_since_ns;
   /// When this rank last looked whether its wait was over, by now_ns().
+  /// Release: publishes the words above; partner: Session::is_crossed().
   Atomic<int64_t> looked_ns;
+  /// Whether nothing but the end of that wait lets this rank come to another
+  /// call: no other thread of it makes calls, nor is the wait within another.
+  Atomic<uint32_t> waits_alone;
   /// Forwards since the last pass, told with `activity`.
   Atomic<uint32_t> forwards;
   /// Has raised because of `abort`.

@@ -20,6 +20,10 @@ namespace {
 // benchmarks/results/.
 constexpr double kDefaultSpinUs = 50;
 
+bool has_rank(const uint64_t (&set)[2], int rank) {
+  return (set[rank / 64] >> (rank % 64) & 1) != 0;
+}
+
 }  // namespace
 
 Session::Session(std::shared_ptr<Region> region, int rank,
@@ -176,30 +180,15 @@ void Session::fail_from_abort(double waited_s) const {
 // the others waiting; if all wait, the error says so and shows where.
 void Session::fail_deadline(Failure so_far) {
   RankLine& own = mapping_.own_line();
-  const auto has = [](const uint64_t (&set)[2], int r) {
-    return (set[r / 64] >> (r % 64) & 1) != 0;
-  };
-  for (int r = 0; r < world(); ++r) {
-    if (is_waiting(r)) so_far.waiting[r / 64] |= uint64_t{1} << (r % 64);
-  }
-  // All for whom this rank waits in the end, through others.
-  uint64_t reached[2] = {so_far.late[0], so_far.late[1]};
-  for (bool grows = true; grows;) {
-    const uint64_t before[2] = {reached[0], reached[1]};
-    for (int r = 0; r < world(); ++r) {
-      if (!has(reached, r) || !has(so_far.waiting, r)) continue;
-      reached[0] |= line(r).waits_for[0].load(std::memory_order_relaxed);
-      reached[1] |= line(r).waits_for[1].load(std::memory_order_relaxed);
-    }
-    grows = reached[0] != before[0] || reached[1] != before[1];
-  }
+  uint64_t reached[2];
+  find_reached(so_far, so_far.waiting, reached);
   const uint64_t absent[2] = {reached[0] & ~so_far.waiting[0],
                               reached[1] & ~so_far.waiting[1]};
   if ((absent[0] | absent[1]) != 0) {
     so_far.late[0] = absent[0];
     so_far.late[1] = absent[1];
     so_far.culprit = 0;
-    while (!has(absent, so_far.culprit)) ++so_far.culprit;
+    while (!has_rank(absent, so_far.culprit)) ++so_far.culprit;
   }
   own.waiting[0] = so_far.waiting[0];
   own.waiting[1] = so_far.waiting[1];
@@ -208,6 +197,61 @@ void Session::fail_deadline(Failure so_far) {
   own.waited_s = so_far.waited_s;
   abort_group(mapping_.header(), Reason::kDeadline, rank(), so_far.culprit);
   fail_from_abort(so_far.waited_s);
+}
+
+void Session::find_reached(const Failure& so_far, uint64_t (&waiting)[2],
+                           uint64_t (&reached)[2]) const {
+  waiting[0] = waiting[1] = 0;
+  for (int r = 0; r < world(); ++r) {
+    if (is_waiting(r)) waiting[r / 64] |= uint64_t{1} << (r % 64);
+  }
+  reached[0] = so_far.late[0];
+  reached[1] = so_far.late[1];
+  for (bool grows = true; grows;) {
+    const uint64_t before[2] = {reached[0], reached[1]};
+    for (int r = 0; r < world(); ++r) {
+      if (!has_rank(reached, r) || !has_rank(waiting, r)) continue;
+      reached[0] |= line(r).waits_for[0].load(std::memory_order_relaxed);
+      reached[1] |= line(r).waits_for[1].load(std::memory_order_relaxed);
+    }
+    grows = reached[0] != before[0] || reached[1] != before[1];
+  }
+}
+
+// A rank that is in a wait, alone, comes to no other call before that wait is
+// over. So if the other one has found there, after this one had begun to wait,
+// that it still lacks this one, neither can go on. What it has published may
+// belong to an earlier wait only if that is not over, either: then this rank
+// would not be where it is. Messages between two ranks are left out: they pass
+// in every wait.
+bool Session::is_crossed(uint64_t place, int64_t start_ns,
+                         const Failure& so_far) const {
+  const auto is_call = [](uint64_t at) {
+    return kind_of(at) == WaitKind::kCall || kind_of(at) == WaitKind::kPass;
+  };
+  if (!is_call(place)) return false;
+  bool is_found = false;
+  for (int r = 0; r < world() && !is_found; ++r) {
+    if (!has_rank(so_far.late, r)) continue;
+    const RankLine& theirs = line(r);
+    // Acquire, both; partner: the releases in wait_until().
+    const int64_t looked_ns = theirs.looked_ns.load(std::memory_order_acquire);
+    const uint64_t at = theirs.waits_at.load(std::memory_order_acquire);
+    const int64_t since_ns =
+        theirs.waits_since_ns.load(std::memory_order_relaxed);
+    is_found =
+        is_call(at) && at != place && is_waiting(r) &&
+        looked_ns - std::max(start_ns, since_ns) > kCrossedNs &&
+        theirs.waits_alone.load(std::memory_order_relaxed) != 0 &&
+        (theirs.waits_for[rank() / 64].load(std::memory_order_relaxed) >>
+             (rank() % 64) &
+         1) != 0;
+  }
+  if (!is_found) return false;
+  uint64_t waiting[2];
+  uint64_t reached[2];
+  find_reached(so_far, waiting, reached);
+  return ((reached[0] & ~waiting[0]) | (reached[1] & ~waiting[1])) == 0;
 }
 
 // Relaxed, all of it: evidence for an error, and no data is read because of it.

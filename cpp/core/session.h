@@ -5,6 +5,7 @@
 // between two ranks: those move on in every wait (transfers.h).
 #pragma once
 
+#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
@@ -39,6 +40,10 @@ inline constexpr int64_t kSignalRecheckNs = 500'000'000;
 /// Who waits looks again every kSignalRecheckNs; who has not looked for so long
 /// is stopped, in a wait that may be over.
 inline constexpr int64_t kStoppedNs = kSignalRecheckNs + 1'000'000'000;
+/// How long two ranks have waited for each other in different calls when they
+/// give up. It cannot end well; but a signal handler of one of them may be about
+/// to make the call of the other, in which that is already.
+inline constexpr int64_t kCrossedNs = 1'000'000'000;
 
 /// How long this thread has slept in waits of all sessions, with what it did
 /// between one sleep and the next.
@@ -93,6 +98,15 @@ class Session {
                                      bytes);
   }
   void die_for_test() { keeper_->die(); }
+  /// This thread makes a call that may wait.
+  void note_caller() {
+    const uint64_t self = static_cast<uint64_t>(pthread_self());
+    uint64_t known = caller_.load(std::memory_order_relaxed);
+    if (known == self) return;
+    if (known != 0 || !caller_.compare_exchange_strong(
+                          known, self, std::memory_order_relaxed))
+      has_several_callers_.store(true, std::memory_order_relaxed);
+  }
 
   // --- waiting ---
   /// Blocks until `ready()`. Sleeps on `word` (whoever makes ready() true
@@ -118,6 +132,15 @@ class Session {
   void decide_spinning();
   [[noreturn]] void fail_from_abort(double waited_s) const;
   [[noreturn]] void fail_deadline(Failure so_far);
+  /// All for whom this rank waits in the end, through others.
+  void find_reached(const Failure& so_far, uint64_t (&waiting)[2],
+                    uint64_t (&reached)[2]) const;
+  /// Whether this rank, which waits at `place` since `start_ns`, and a rank for
+  /// which it waits are in different calls, each for the other: neither can
+  /// come. And all for whom they wait have come to some call, so that an error
+  /// can tell which one is out of step.
+  bool is_crossed(uint64_t place, int64_t start_ns,
+                  const Failure& so_far) const;
   /// Whether a rank waits for others, and is not on its way back from there.
   bool is_waiting(int rank) const;
   /// Takes back that this rank waits, unless the group has ended meanwhile.
@@ -133,6 +156,10 @@ class Session {
   bool has_core_per_rank_ = false;
   static constexpr int64_t kSpinAloneNs = 4000;  ///< then with yields
   Atomic<bool> closed_{false};
+  /// The first thread to make a call, and whether others have made some.
+  Atomic<uint64_t> caller_{0};
+  Atomic<bool> has_several_callers_{false};
+  Atomic<int> waits_{0};  ///< under way
 };
 
 template <class Ready, class IsLate>
@@ -179,7 +206,11 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
   } const slept{start_ns};
   struct Waiting {
     Session& session;
-    ~Waiting() { session.end_waiting(); }
+    explicit Waiting(Session& s) : session(s) { session.waits_.fetch_add(1); }
+    ~Waiting() {
+      session.end_waiting();
+      session.waits_.fetch_sub(1);
+    }
   } const waiting{*this};
 
   while (true) {
@@ -213,13 +244,24 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
     }
     // Each time: another thread of this rank may have waited, too, and be done.
     // Relaxed: read where a deadline has passed, by people in the end.
+    const bool is_alone =
+        waits_.load(std::memory_order_relaxed) == 1 &&
+        !has_several_callers_.load(std::memory_order_relaxed);
+    own.waits_since_ns.store(start_ns, std::memory_order_relaxed);
+    own.waits_alone.store(is_alone ? 1 : 0, std::memory_order_relaxed);
     own.waits_for[0].store(so_far.late[0], std::memory_order_relaxed);
     own.waits_for[1].store(so_far.late[1], std::memory_order_relaxed);
-    own.waits_at.store(place, std::memory_order_relaxed);
+    // Release, here and below; partner: is_crossed().
+    own.waits_at.store(place, std::memory_order_release);
     const int64_t now = now_ns();
-    own.looked_ns.store(now, std::memory_order_relaxed);
+    own.looked_ns.store(now, std::memory_order_release);
     if (now >= deadline_ns) {
       if (ready()) return;  // it came while we looked whom to blame
+      fail_deadline(so_far);
+    }
+    if (is_alone && now - start_ns > kCrossedNs &&
+        is_crossed(place, start_ns, so_far)) {
+      if (ready()) return;
       fail_deadline(so_far);
     }
     if (now >= warn_ns) {
