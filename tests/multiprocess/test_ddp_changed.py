@@ -413,3 +413,67 @@ def test_an_undefined_gradient_is_one_more_unused_parameter(rank: int, path: str
             ddp(x, True).sum().backward()
         ddp(x, False).sum().backward()
         assert_close(ddp.module.a.bias.grad, ddp.module.b.weight.sum(0).detach())
+
+
+def convert(module: nn.Module) -> None:
+    """To another dtype and back: each parameter becomes another tensor, twice."""
+    module.double()
+    module.float()
+
+
+def load(module: nn.Module) -> None:
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()})
+
+
+def swap(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+
+
+def swap_one(module: nn.Module) -> None:
+    parameter = next(module.parameters())
+    torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach().clone()))
+
+
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("way", [convert, load, swap, swap_one])
+@ranks(WORLD, group="gloo")
+def test_parameters_that_become_other_tensors_train(rank: int, way: Any, path: str, unused: bool) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    torch.manual_seed(0)
+    model = two_layers()
+    whole = copy.deepcopy(model).double()
+    ddp = DistributedDataParallel(
+        model, reduce_through="auto" if path == "memory" else path, find_unused_parameters=unused
+    )
+    x = numbers(WORLD, 4, seed=1)
+    for iteration in range(6):
+        if iteration in (2, 3):
+            way(model)
+        ddp.zero_grad()
+        whole.zero_grad()
+        ddp(x[rank : rank + 1].float()).square().mean().backward()
+        whole(x).square().mean().backward()
+        for parameter, expected in zip(model.parameters(), whole.parameters(), strict=True):
+            assert_close(parameter.grad.double(), expected.grad, rtol=1e-4, atol=1e-6)
+        step(model)
+        step(whole)
+    assert_same_on_all_ranks(model)
+
+
+@ranks(WORLD, group="gloo")
+def test_a_weighted_parameter_that_becomes_another_tensor_is_named(rank: int) -> None:
+    """The hook that weighs its gradient was the old tensor's."""
+    model = two_layers()
+    ddp = DistributedDataParallel(model, weight=2.0 + rank)
+    for iteration in range(3):
+        if iteration == 1:
+            swap_one(model)
+        ddp.zero_grad()
+        loss = ddp(torch.ones(1, 4)).sum()
+        if iteration == 1:
+            with pytest.raises(ConfigError, match=next(iter(dict(model.named_parameters())))):
+                loss.backward()
+        else:
+            loss.backward()

@@ -151,9 +151,10 @@ class PaddleAutograd:
                     hint="call init_reducer() between a backward and the next forward",
                 )
             elif calls.depth:
-                state.graphs.begin(graph)
+                state.graphs.check_open()
                 if not state.is_armed:
                     state.arm()
+                state.graphs.begin(graph)
         except BaseException as error:
             self.keep_error(error)
 
@@ -238,6 +239,10 @@ class PaddleAutograd:
 
     def await_drop(self, is_dropped: Callable[[], bool]) -> None:
         """The thread that has the exception has dropped it."""
+
+    def find_swapped(self) -> list[int]:
+        """A parameter of Paddle's is the same tensor always."""
+        return []
 
     def prepare(self) -> None:
         if (scattered := self._gradients.scattered) is not None:

@@ -250,6 +250,10 @@ class Autograd(Protocol):
         """Call `end` when the backward that runs is over; drop it where it raises."""
         ...
 
+    def find_swapped(self) -> list[int]:
+        """Parameters whose hooks were lost since this was asked last: they have them again from now on."""
+        ...
+
     def raise_kept(self) -> None:
         """Raise what a hook would have raised, if it must not."""
         ...

@@ -4,7 +4,7 @@ The one idea: before a rank tells how its pass went, each parameter of the plan 
 out. Hooks have done it for those that this backward reached. Here are the others: gradients that waited for
 the end, that came before in no_sync(), or that stayed from an earlier step; and parameters without any.
 
-Imports its neighbours.
+Imports its neighbours and `errors`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
+from paceline.errors import ConfigError
 from paceline.reducer.frozen import digest_of
 from paceline.reducer.pass_errors import GraphVariety, StaticGraph
 from paceline.reducer.passes.front_end import FrontEnd
@@ -42,6 +43,7 @@ class LeftOver:
     ) -> None:
         self._tensors, self._names = front_end.tensors, front_end.tensors.names
         self._gradients, self._autograd = front_end.gradients, front_end.autograd
+        self._micro_batches = front_end.micro_batches
         self._state = state
         self._variety, self._static_graph = variety, static_graph
         self._allow_unused = allow_unused
@@ -56,6 +58,8 @@ class LeftOver:
         if (complete := self._autograd.complete) is not None:
             complete()
         count = len(self._names)
+        if len(state.handed) < count:
+            self._take_swapped()
         if self._static_graph is not None:
             state.status.graph_changed = self._static_graph.has_changed(self._used())
         elif len(state.handed) < count:
@@ -76,6 +80,17 @@ class LeftOver:
         """Parameters that have got gradients since the last pass, and wait for no others'."""
         used = self._state.accumulated.union(self._state.handed).difference(self._tensors.delayed)
         return used.intersection(range(len(self._names)))
+
+    def _take_swapped(self) -> None:
+        """Hand over gradients that came without a hook, because the parameter is another tensor now."""
+        state = self._state
+        for index in self._autograd.find_swapped():
+            if index in state.handed:
+                continue
+            if self._micro_batches.is_used:  # their hooks have not scaled it
+                state.refuse(index, swapped(self._names[index], state.where))
+            elif self._gradients.exists(index):
+                self._gradients.hand_over_rest(index)
 
     def _hand_over_accumulated(self) -> None:
         """Hand over gradients that this backward did not touch but that count all the same.
@@ -109,3 +124,15 @@ class LeftOver:
     def _mark_zeros(self, index: int, reducer: Reducer) -> None:
         self._gradients.clear(index)
         reducer.mark_ready(index, 0)
+
+
+def swapped(name: str, where: str) -> ConfigError:
+    """The error for a parameter that has lost the hooks which weigh its gradient."""
+    return ConfigError(
+        f"The gradient of '{name}' came unweighted: it is another tensor than when it was wrapped.",
+        where=f"{where}, the end of backward; the gradients of this pass are of no use, on any rank",
+        likely="torch.utils.swap_tensors(); or .to() or load_state_dict() with "
+        "torch.__future__.set_swap_module_params_on_conversion(True)",
+        hint="convert and load before wrapping; or wrap `ddp.module` again, on every rank",
+        parameter=name,
+    )

@@ -33,6 +33,7 @@ class LastHooks:
     ) -> None:
         self._parameters, self._hooks = list(parameters), list(hooks)
         self._handles = [self._register(index) for index in range(len(self._hooks))]
+        self._tensors = [parameter._cdata for parameter in self._parameters]
         order = _core.HookOrder(self._parameters, self._hooks, "_post_accumulate_grad_hooks")
         self.not_last: Callable[[], list[int]] = order.not_last
 
@@ -41,6 +42,23 @@ class LastHooks:
         for index in indices:
             self._handles[index].remove()
             self._handles[index] = self._register(index)
+
+    def find_swapped(self) -> list[int]:
+        """Which parameters are other tensors now, behind the same object: their hooks have not been called.
+
+        `torch.utils.swap_tensors` does that, and with it conversions and load_state_dict() where
+        `torch.__future__.set_swap_module_params_on_conversion(True)` was called. What has the hooks is the
+        object, but autograd looks for them in the tensor; so they are given to that again.
+        """
+        now = [parameter._cdata for parameter in self._parameters]
+        found = [index for index, (before, after) in enumerate(zip(self._tensors, now)) if before != after]
+        for index in found:
+            parameter = self._parameters[index]
+            with taking_hooks(parameter):
+                parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks
+                parameter._backward_hooks = parameter._backward_hooks
+        self._tensors = now
+        return found
 
     def remove(self) -> None:
         """Take all away."""

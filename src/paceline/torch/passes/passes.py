@@ -242,14 +242,15 @@ class TorchAutograd:
             return
         call = RunningCall.BACKWARD if state.is_armed else running_call()
         if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):
+            state.graphs.check_open()
+            if call is RunningCall.BACKWARD and not state.is_armed:
+                state.arm()  # first: whatever raises from now on interrupts the pass
             state.graphs.begin(graph)
         elif call is RunningCall.GRAD:
             if graph.is_averaged and any(self._tensors.is_trained_here(t) for t in inputs_of_grad()):
                 self._direct.note_call(has_passes=self._has_passes)
         elif call is RunningCall.BACKWARD_OF_SOME:
             self._met.append((self.backward(), weakref.ref(graph)))
-        if call is RunningCall.BACKWARD and not state.is_armed:
-            state.arm()
 
     def is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -287,6 +288,9 @@ class TorchAutograd:
             self._put_last(moved)
         if self._shared:
             self._shared_gradients.begin_pass()
+
+    def find_swapped(self) -> list[int]:
+        return [] if self._last_hooks is None else self._last_hooks.find_swapped()
 
     def raise_kept(self) -> None:
         """Hooks of torch raise where they are called."""
