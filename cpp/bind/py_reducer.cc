@@ -48,6 +48,10 @@ void bind_reducer(nb::module_& m) {
       .def_prop_ro("first_bucket_ns",
                    [](PyReducer& r) { return r.reducer().first_bucket_ns(); })
       .def_prop_ro("passes", [](PyReducer& r) { return r.reducer().passes(); })
+      .def_prop_ro("completed",
+                   [](PyReducer& r) { return r.reducer().completed(); })
+      .def_prop_ro("outcome",
+                   [](PyReducer& r) { return r.reducer().outcome(); })
       .def_prop_ro("in_pass",
                    [](PyReducer& r) { return r.reducer().in_pass(); })
       .def_prop_ro("num_chunks",
@@ -84,6 +88,12 @@ void bind_reducer(nb::module_& m) {
       .def("overflowed", [](PyReducer& r) { return r.reducer().overflowed(); })
       .def("squared_norm",
            [](PyReducer& r) { return r.reducer().squared_norm(); })
+      .def(
+          "give_up",
+          [](PyReducer& r, nb::handle error) {
+            r.give_up(nb::repr(error).c_str());
+          },
+          "error"_a)
       .def("close", &PyReducer::close);
 }
 

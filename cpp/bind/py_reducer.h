@@ -68,6 +68,8 @@ class PyReducer final : public GradientTaker {
       return reducer_->finish(status, allow_unused, allow_nobodys);
     });
   }
+  /// This rank goes on with no pass: the others raise.
+  void give_up(const char* why) { group_->group().session.abort(why); }
   void close() { reducer_->close(); }
   Reducer& reducer() {
     group_->check_not_forked();

@@ -239,13 +239,12 @@ bool Session::is_crossed(uint64_t place, int64_t start_ns,
     const uint64_t at = theirs.waits_at.load(std::memory_order_acquire);
     const int64_t since_ns =
         theirs.waits_since_ns.load(std::memory_order_relaxed);
-    is_found =
-        is_call(at) && at != place && is_waiting(r) &&
-        looked_ns - std::max(start_ns, since_ns) > kCrossedNs &&
-        theirs.waits_alone.load(std::memory_order_relaxed) != 0 &&
-        (theirs.waits_for[rank() / 64].load(std::memory_order_relaxed) >>
-             (rank() % 64) &
-         1) != 0;
+    is_found = is_call(at) && at != place && is_waiting(r) &&
+               looked_ns - std::max(start_ns, since_ns) > kCrossedNs &&
+               theirs.waits_alone.load(std::memory_order_relaxed) != 0 &&
+               (theirs.waits_for[rank() / 64].load(std::memory_order_relaxed) >>
+                    (rank() % 64) &
+                1) != 0;
   }
   if (!is_found) return false;
   uint64_t waiting[2];

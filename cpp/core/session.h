@@ -244,9 +244,8 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
     }
     // Each time: another thread of this rank may have waited, too, and be done.
     // Relaxed: read where a deadline has passed, by people in the end.
-    const bool is_alone =
-        waits_.load(std::memory_order_relaxed) == 1 &&
-        !has_several_callers_.load(std::memory_order_relaxed);
+    const bool is_alone = waits_.load(std::memory_order_relaxed) == 1 &&
+                          !has_several_callers_.load(std::memory_order_relaxed);
     own.waits_since_ns.store(start_ns, std::memory_order_relaxed);
     own.waits_alone.store(is_alone ? 1 : 0, std::memory_order_relaxed);
     own.waits_for[0].store(so_far.late[0], std::memory_order_relaxed);

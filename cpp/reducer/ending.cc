@@ -20,6 +20,8 @@ uint32_t Reducer::finish(const PassStatus& status, bool allow_unused,
     const uint32_t outcome = complete_pass(status, allow_unused, allow_nobodys);
     pass_over_ns_ = now_ns();
     slept_before_ns_ = slept_ns;
+    outcome_ = outcome;
+    ++completed_passes_;
     return outcome;
   } catch (...) {
     leave();

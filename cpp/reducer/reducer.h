@@ -223,6 +223,10 @@ class Reducer final : OpenPass {
   /// As now_ns() tells it; 0: there was none, or nobody had asked.
   int64_t first_bucket_ns() const { return first_bucket_ns_; }
   uint64_t passes() const { return finished_passes_; }
+  /// How often finish() has returned an outcome, and the last one: for a caller
+  /// whom an exception has kept from the value that it returned.
+  uint64_t completed() const { return completed_passes_; }
+  uint32_t outcome() const { return outcome_; }
   size_t num_chunks() const { return total_chunks_; }
   void close();
 
@@ -456,6 +460,8 @@ class Reducer final : OpenPass {
   /// The pass that is under way, or else the one that was finished last.
   uint64_t pass_ = 0;
   uint64_t finished_passes_ = 0;
+  uint64_t completed_passes_ = 0;
+  uint32_t outcome_ = 0;
   /// Whether the last pass was begun only to be ended, and was not averaged.
   bool has_no_means_ = false;
   bool in_pass_ = false;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -95,6 +96,11 @@ class Replicas:
         return DriftWatch(every, self.hash, self.gather)
 
 
+def end_pass(watch: DriftWatch, notes: Callable[[], list[int]]) -> None:
+    watch.passes += 1
+    watch.look(notes)
+
+
 def packed(*notes: Note) -> list[int]:
     return [note.pack() for note in notes]
 
@@ -122,13 +128,13 @@ def test_what_a_difference_ends_in(notes: list[int], every: int | None, ends_in:
     watch = replicas.watch(every)
     if ends_in == "error":
         with pytest.raises(ReplicasDifferError, match="parameter 'w'"):
-            watch.end_pass(lambda: notes)
+            end_pass(watch, lambda: notes)
     elif ends_in == "warning":
         with pytest.warns(RuntimeWarning, match="The 2 replicas of the model differ"):
-            watch.end_pass(lambda: notes)
-        watch.end_pass(lambda: notes)  # not again
+            end_pass(watch, lambda: notes)
+        end_pass(watch, lambda: notes)  # not again
     else:
-        watch.end_pass(lambda: notes)
+        end_pass(watch, lambda: notes)
         assert not replicas.num_checks
 
 
@@ -136,7 +142,7 @@ def test_replicas_that_are_equal_all_the_same_are_not_compared_in_each_pass() ->
     replicas = Replicas(differ=False)
     watch = replicas.watch()
     for _ in range(250):
-        watch.end_pass(lambda: SKIPPED)
+        end_pass(watch, lambda: SKIPPED)
     assert replicas.num_checks == 3
 
 
@@ -144,7 +150,7 @@ def test_dropped_batches_are_told_once() -> None:
     watch = Replicas(differ=True).watch()
     notes = packed(Note(1, 5), Note(1, 5, dropped=1))
     with pytest.warns(RuntimeWarning, match=r"rank 0: 0; rank 1: 1"):
-        watch.end_pass(lambda: notes)
+        end_pass(watch, lambda: notes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        watch.end_pass(lambda: notes)
+        end_pass(watch, lambda: notes)

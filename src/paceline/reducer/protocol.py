@@ -86,6 +86,16 @@ class Reducer(Protocol):
         """Passes finished so far."""
         ...
 
+    @property
+    def completed(self) -> int:
+        """How often `finish` has come to an outcome; whoever an exception keeps from it asks here."""
+        ...
+
+    @property
+    def outcome(self) -> int:
+        """The last one."""
+        ...
+
     def set_weight(self, weight: float) -> None:
         """Weigh this rank's gradients in the next pass's mean, sum(w_r * g_r) / sum(w_r)."""
         ...
@@ -173,6 +183,13 @@ class Reducer(Protocol):
 
     def squared_norm(self) -> float:
         """The squared norm of the last mean gradient, over all parameters; NaN if it was not averaged."""
+        ...
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank has failed elsewhere, and goes on with no pass: the others raise, if they can be told.
+
+        Does not block.
+        """
         ...
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from paceline import _core
-from paceline.errors import GroupClosedError
+from paceline.errors import GroupClosedError, MismatchError
 from paceline.reducer.pass_reports import RankReport, judge, unused_by_all
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import PassStatus
@@ -52,7 +52,7 @@ class ReportingReducer(ABC):
         self._notes_first_bucket, self._first_bucket_ns = False, 0
         self._waited_s = 0.0
         self._worked = WorkedTimes(world_size)
-        self._passes = 0
+        self._passes = self._completed = self._outcome = 0
         self._reports: list[RankReport] = []
         self._unused: list[list[int]] = [[] for _ in range(world_size)]
         self._nonfinite: list[tuple[int, int]] = []
@@ -88,6 +88,14 @@ class ReportingReducer(ABC):
     def passes(self) -> int:
         return self._passes
 
+    @property
+    def completed(self) -> int:
+        return self._completed
+
+    @property
+    def outcome(self) -> int:
+        return self._outcome
+
     def set_weight(self, weight: float) -> None:
         self._weight = weight
 
@@ -110,12 +118,24 @@ class ReportingReducer(ABC):
         started = time.monotonic()
         self._worked.end_backward(started)
         self._has_no_means = True  # until it has
+        has_met = False
         try:
             self._complete(status, allow_unused)
+            has_met = True
+            outcome = self._conclude(status, started, allow_nobodys)
         except BaseException as error:
-            self._fail(error)
-            self.marks.end_pass(keeps_means=True)
+            # After a mismatch, which all ranks find, the next pass may be good. But what was done of a pass
+            # when a signal handler raised, nobody knows.
+            if not (has_met and isinstance(error, MismatchError)):
+                self._fail(error)
+                self.marks.end_pass(keeps_means=True)
             raise
+        self._outcome = outcome
+        self._completed += 1
+        return outcome
+
+    def _conclude(self, status: PassStatus, started: float, allow_nobodys: bool) -> int:
+        """All ranks have told of the pass: what it comes to."""
         ended = time.monotonic()
         self._waited_s += ended - started
         last = self._worked.end_pass(ended, ended - started, [each.worked_us for each in self._reports])
@@ -242,6 +262,10 @@ class ReportingReducer(ABC):
         return _core.PassMarks(arena_pointer, list(zip(plan.offsets, sizes, buckets_of)), take_complete)
 
     # --- failures ---
+
+    def give_up(self, error: BaseException) -> None:
+        """See `Reducer.give_up`."""
+        self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         """The ranks do not pair any more, and later passes raise."""

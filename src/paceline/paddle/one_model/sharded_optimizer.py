@@ -46,8 +46,8 @@ from paceline.reducer.agreement import ModelDescription, check_agreement, tellin
 from paceline.reducer.arguments import REDUCE_THROUGH
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.one_copy.torn import torn
-from paceline.reducer.wrapped_model import hide_inherited
 from paceline.reducer.passes.sharing import registry
+from paceline.reducer.wrapped_model import hide_inherited
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import Piece, deal
 from paceline.sharding.journal import Journal, home_of_all

@@ -181,20 +181,19 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     @internals.untranslated
     @functools.wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        calls.depth += 1
-        outer, calls.roots = calls.roots, args[0]
+        depth, outer = calls.depth, calls.roots
         try:
+            calls.depth, calls.roots = depth + 1, args[0]
             result = run_backward(*args, **kwargs)
-        except BaseException:
-            if calls.depth == 1:
+            calls.depth, calls.roots = depth, outer
+            if calls.ends and depth == 0:
+                _call_ends()
+            return result
+        except BaseException:  # also of a signal handler that raises just before the ends are called
+            calls.depth, calls.roots = depth, outer
+            if depth == 0:
                 calls.ends.clear()
             raise
-        finally:
-            calls.depth -= 1
-            calls.roots = outer
-        if calls.ends and calls.depth == 0:
-            _call_ends()
-        return result
 
     return run
 

@@ -197,10 +197,6 @@ class HierarchicalReducer(ReportingReducer):
         self._exchange.join()
         self._core.close()
 
-    def give_up(self, error: BaseException) -> None:
-        """This rank has failed elsewhere: tell all others, and end what is under way. Does not block."""
-        self._fail(error)
-
     # --- a pass ---
 
     def _begin_pass(self) -> None:

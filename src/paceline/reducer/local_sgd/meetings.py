@@ -27,6 +27,7 @@ from paceline.errors import (
     MismatchError,
     ModelMismatchError,
     NonFiniteGradientError,
+    PacelineError,
     format_ranks,
 )
 from paceline.reducer.buffers import BufferSync
@@ -252,7 +253,7 @@ class Meetings(Generic[_Tensor]):
                 some because their program asks for it; on all ranks.
             ReplicasDifferError: At the first meeting: the members did not begin with the same parameters.
         """
-        passes, tensors = self._passes, self._tensors
+        passes = self._passes
         passes.state.check_process()
         if passes.is_shared:
             raise ConfigError(
@@ -261,6 +262,18 @@ class Meetings(Generic[_Tensor]):
                 likely="two wrappers around models that share a layer, or around one model",
                 hint="wrap one module that holds both; each parameter can meet its replicas in one way only",
             )
+        try:
+            return self._meet_all(why)
+        except PacelineError:
+            raise
+        except BaseException as error:
+            # Of a signal handler, say. The others may have made the step, or wait: all raise.
+            passes.give_up(error)
+            self._reduction.reducer.give_up(error)
+            raise
+
+    def _meet_all(self, why: int) -> bool:
+        passes, tensors = self._passes, self._tensors
         if (tell := self.link.tell) is not None:
             tell(f"in meeting {self.number + 1} of local SGD")
         take_over_model(passes, passes.active)

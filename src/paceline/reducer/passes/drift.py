@@ -29,6 +29,9 @@ class DriftWatch:
         hash_replica: Hashes of all that is the same on all ranks between two passes, and of the state of an
             optimizer, if there is one.
         gather: Connects the ranks.
+
+    Attributes:
+        passes: Good passes so far in which all ranks had data.
     """
 
     def __init__(
@@ -37,7 +40,7 @@ class DriftWatch:
         self._every = every
         self._hash_replica = hash_replica
         self._gather = gather
-        self._passes = 0
+        self.passes = 0
         self._next_suspicion = 0
         self._has_told_of_drift = False
         self._has_told_of_dropped = False
@@ -52,29 +55,33 @@ class DriftWatch:
         Raises:
             ReplicasDifferError: They are not the same.
         """
-        passes = f"{self._passes} pass{'es' * (self._passes != 1)}"
+        passes = f"{self.passes} pass{'es' * (self.passes != 1)}"
         where = f"the check of replicas after {passes} of all ranks"
         check_replicas(self._hash_replica(optimizer), self._gather, where=where, seen=seen)
 
-    def end_pass(self, notes: Callable[[], Sequence[int]] | None) -> None:
-        """A pass has ended.
+    @property
+    def is_due(self) -> bool:
+        """Whether the replicas are to be compared at the end of this pass whatever the ranks' notes say."""
+        return self._every is not None and self._every > 0 and self.passes % self._every == 0
+
+    def look(self, notes: Callable[[], Sequence[int]] | None) -> None:
+        """Compare the replicas if there is a reason. Collective then.
 
         Args:
             notes: All ranks', by rank; None: they agree.
         """
-        self._passes += 1
         if notes is not None:
             told = [Note.unpack(note) for note in notes()]
             known = [note for note in told if note is not None]
             if len(known) == len(told):
                 self._compare(known)
-        if self._every and self._passes % self._every == 0:
+        if self.is_due:
             self.check()
 
     def _compare(self, notes: Sequence[Note]) -> None:
         writes = describe_writes(notes)
         has_drifted = len({note.sample for note in notes}) > 1
-        if self._every != 0 and (writes or has_drifted) and self._passes >= self._next_suspicion:
+        if self._every != 0 and (writes or has_drifted) and self.passes >= self._next_suspicion:
             # Whoever steps in no_sync() may want replicas that differ for a while.
             is_error = self._every is not None or (writes and not any(note.accumulated for note in notes))
             if is_error or not self._has_told_of_drift:
@@ -86,7 +93,7 @@ class DriftWatch:
     def _suspect(self, seen: str, *, is_error: bool) -> None:
         try:
             self.check(seen=seen)
-            self._next_suspicion = self._passes + _PASSES_BETWEEN_SUSPICIONS
+            self._next_suspicion = self.passes + _PASSES_BETWEEN_SUSPICIONS
         except ReplicasDifferError as error:
             if is_error:
                 raise

@@ -72,8 +72,8 @@ class Graphs:
             self._open.add(weakref.ref(graph, self._forget))
         return graph
 
-    def begin(self, graph: Graph) -> None:
-        """The pass under way runs through this graph.
+    def check_open(self) -> None:
+        """Before a pass begins.
 
         Raises:
             ConfigError: The hooks are gone already.
@@ -84,6 +84,10 @@ class Graphs:
                 seen="a second backward of one forward, after the wrapper was dropped",
                 hint="keep the wrapped model, not just its outputs; run forward again in the new group",
             )
+
+    def begin(self, graph: Graph) -> None:
+        """The pass under way runs through this graph."""
+        self.check_open()
         self._begun.add(weakref.ref(graph))
         if graph.counted_in == self._passes:
             graph.counted_in = None
@@ -127,8 +131,8 @@ class EndOfBackward:
 
     Args:
         end: Called when the backward is over.
-        interrupted: Called instead when an exception has ended it, within the framework: it must neither wait
-            nor raise. Before the user has the exception, where no other thread runs the backward.
+        interrupted: Called when an exception has ended it, within the framework, or its end: it must neither
+            wait nor raise. Before the user has the exception, where no other thread runs the backward.
     """
 
     __slots__ = ("_end", "_interrupted", "_is_made")
@@ -139,8 +143,8 @@ class EndOfBackward:
         self._is_made = False
 
     def __call__(self) -> None:
-        self._is_made = True
         self._end()
+        self._is_made = True  # else `interrupted` comes, too, and finds what `_end` has left to do
 
     def __del__(self) -> None:
         if not self._is_made:

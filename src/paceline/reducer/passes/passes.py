@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, final
+from typing import Any, ClassVar, Generic, final
 
 from paceline.errors import CollectiveError, ConfigError, PacelineError, ReplicaError
 from paceline.reducer.comm_hooks import CommHook
@@ -54,6 +55,55 @@ _TOLD = int(Outcome.TOLD)
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
 _PASS_ENDED = int(Event.PASS_ENDED)
+_MOST_INTERRUPTIONS = 100  # of one end of a backward: a timer may raise again and again
+_MOST_TRIES = 5  # of one step of it that raises whenever it is tried
+
+
+class Ending:
+    """How far this rank is in the end of a backward whose outcome all ranks know.
+
+    Args:
+        number: The pass.
+        good_passes, drift_passes: How many there were before it.
+        outcome: See `Outcome`.
+
+    Attributes:
+        stage: What comes next, or is under way.
+        seen_order: In which order gradients came, where the plan is to follow it; None: it is not.
+    """
+
+    (
+        JUDGE,
+        IN_WRITES,
+        MEANS,
+        IN_SPARSE,
+        STEPS,
+        IN_STEPS,
+        CLOSE,
+        IN_ADOPTION,
+        NEXT,
+        ORDER,
+        IN_ORDER,
+        BUFFERS,
+        IN_BUFFERS,
+        IN_HOOK,
+        GOOD,
+        IN_AFTER_GOOD,
+        NOTES,
+        IN_DRIFT,
+        REST,
+    ) = range(19)
+    OF_ALL_RANKS = frozenset({IN_WRITES, IN_SPARSE, IN_ORDER, IN_BUFFERS, IN_AFTER_GOOD, IN_DRIFT})
+    MADE_ONCE = frozenset({IN_STEPS, IN_HOOK, IN_ADOPTION})
+    AFTER: ClassVar = {MEANS: STEPS, CLOSE: NEXT}
+
+    __slots__ = ("drift_passes", "good_passes", "number", "outcome", "seen_order", "stage")
+
+    def __init__(self, number: int, good_passes: int, drift_passes: int, outcome: int) -> None:
+        self.number, self.good_passes, self.drift_passes = number, good_passes, drift_passes
+        self.outcome = outcome
+        self.stage = self.JUDGE
+        self.seen_order: list[int] | None = None
 
 
 @final
@@ -129,6 +179,7 @@ class Passes(Generic[AnyAutograd]):
         self._shared: set[int] = set()
         self._is_complete = False
         self._untold: Exception | None = None
+        self._ending: Ending | None = None
         self._armed = 0  # backwards that have armed a pass, and passes that were given up
         self._backward = 0
         registry.join(self)
@@ -412,22 +463,27 @@ class Passes(Generic[AnyAutograd]):
                 order.begin(self)
             if self.micro_batches.is_used:
                 self._weigh(self.micro_batches.begin())
-        except PacelineError as error:
-            self.end_turn()
+            if self._shared:
+                self._backward = self.autograd.backward()
+            state.is_armed = True  # first: gradients on another device come from another thread
+            self._armed += 1
+            end = functools.partial(self._end_backward, self._armed)
+            interrupted = functools.partial(self._interrupt_if_current, self._armed)
+            self.autograd.at_end(EndOfBackward(end, interrupted))
+            if self._set_activity is not None:
+                forwards = state.status.forwards
+                self._set_activity(f"in backward of pass {self._pass_id - self._log.before_first}", forwards)
+            if recording.note is not None:
+                self._log.records.begin_backward(self._pass_id)
+        except BaseException as error:
+            if state.is_armed:  # nothing ends this pass any more
+                self._interrupt()
+            elif not state.is_interrupted:
+                self.end_turn()
             state.unfollow()
-            self.autograd.note_error(error)
+            if isinstance(error, PacelineError):
+                self.autograd.note_error(error)
             raise
-        if self._shared:
-            self._backward = self.autograd.backward()
-        state.is_armed = True  # first: gradients on another device come from another thread
-        self._armed += 1
-        interrupted = functools.partial(self._interrupt_if_current, self._armed)
-        self.autograd.at_end(EndOfBackward(self._end_backward, interrupted))
-        if self._set_activity is not None:
-            forwards = state.status.forwards
-            self._set_activity(f"in backward of pass {self._pass_id - self._log.before_first}", forwards)
-        if recording.note is not None:
-            self._log.records.begin_backward(self._pass_id)
 
     def _weigh(self, weight: float) -> None:
         self.state.rank_weight = weight
@@ -435,7 +491,9 @@ class Passes(Generic[AnyAutograd]):
 
     # --- a pass ends ---
 
-    def _end_backward(self) -> None:
+    def _end_backward(self, armed: int) -> None:
+        if armed != self._armed:  # its pass was given up
+            return
         if self.state.ends_by_hand:
             self.state.is_left_open = True
         else:
@@ -521,82 +579,191 @@ class Passes(Generic[AnyAutograd]):
         planning.earlier.last_pass = None
         if self.fresh.is_used:
             self.fresh.forget()
-        is_lost = is_good = False
+        completed = reducer.completed
+        self._ending = None
         try:
             self.autograd.raise_kept()
-            try:
-                if self._shared and state.is_armed:
-                    registry.complete_all(self._backward)
-                elif not state.status.finished:
-                    self._left_over.hand_over(reducer)
-                status = state.status
-                status.reached = self.graphs.reached
-                if self.micro_batches.is_used and self.micro_batches.refusal is not None:
-                    state.refuse(len(self._tensors.all_names), self.micro_batches.refusal)
-                if self.buffers.has_writes:
-                    status.wrote_buffers = True
-                told = self.notes.take(self._begun_forwards, bool(state.accumulated))
-                reducer.set_note(told, number)
-                allow_unused = config.allow_unused or status.frozen is not None
-                if (order := planning.reduction.order) is not None:
-                    order.give_up_before(self)
-                outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
-                self.active = self._all_ranks
-                if outcome:
-                    self._log.note_nonfinite(number, reducer.nonfinite)
-                    self._note_active(Outcome(outcome))
-                    self._judge.judge(Outcome(outcome), reducer, state.refusal)
-                    if outcome & _TOLD and any(each.wrote_buffers for each in reducer.statuses()):
-                        where = f"the end of backward {number - self._log.before_first}"
-                        self.buffers.check_writes(self.active, where)
-                seen_order = None if planning.is_order_final else list(state.handed)
-                if self.active:
-                    self._write_back_means()
-                if recording.keeps_all and (note := recording.note) is not None:
-                    note(_WROTE_BACK, number, 0)
-                if self.fresh.is_used:
-                    self.fresh.note()
-                is_good = bool(self.active) and not outcome & _NOT_FINITE
-            except CollectiveError:
-                is_lost = True  # what this rank was in is evidence for the errors of the others
-                raise
-            finally:
-                self._is_complete = False
-                self.end_turn()
-                self._adopt_errors(is_good=is_good)
-                state.begin_next()
-                if self.micro_batches.is_used:
-                    self.micro_batches.end()
-                if self._set_activity is not None and not is_lost:
-                    self._set_activity(f"after backward of pass {number - self._log.before_first}")
-                self._pass_id += 1
-            if seen_order is not None:
-                planning.adopt_order(seen_order)
+            if self._shared and state.is_armed:
+                registry.complete_all(self._backward)
+            elif not state.status.finished:
+                self._left_over.hand_over(reducer)
+            status = state.status
+            status.reached = self.graphs.reached
+            if self.micro_batches.is_used and self.micro_batches.refusal is not None:
+                state.refuse(len(self._tensors.all_names), self.micro_batches.refusal)
+            if self.buffers.has_writes:
+                status.wrote_buffers = True
+            told = self.notes.take(self._begun_forwards, bool(state.accumulated))
+            reducer.set_note(told, number)
+            allow_unused = config.allow_unused or status.frozen is not None
+            if (order := planning.reduction.order) is not None:
+                order.give_up_before(self)
+            outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
+            self._ending = Ending(number, self.good_passes, self.drift.passes, outcome)
+            self._conclude(self._ending)
+        except PacelineError as error:
+            is_lost = isinstance(error, CollectiveError)
+            ending = self._ending
+            if ending is not None or is_lost:
+                if ending is None or ending.stage <= Ending.CLOSE:
+                    self._adopt_errors(is_good=False)
+                # Of a rank that lost another one the activity stays: it is evidence for the others' errors.
+                self._close(number, is_told=not is_lost)
+            self._fail(error)
+            raise
+        except BaseException as error:
+            # Of a signal handler, say. If the ranks know no outcome yet, the pass is interrupted.
+            if self._ending is None and reducer.completed != completed:
+                self._ending = Ending(number, self.good_passes, self.drift.passes, reducer.outcome)
+            if self._ending is not None:
+                self._conclude_after(error, self._ending)
+            raise
+        finally:
+            self._ending = None
+            self.autograd.forget()
+            self.graphs.end_pass()
+
+    def _conclude(self, ending: Ending) -> None:
+        """All ranks know the outcome now: judge it, bring the means home, and get ready for the next pass.
+
+        The others go on, so this rank must come to the end of this, too, whatever a signal handler raises in
+        the middle: called again, it goes on where `ending` says that it is. What is made twice then does no
+        harm; what must not be, a call of all ranks or of the user's code, is marked as under way.
+        """
+        state, planning, outcome, number = self.state, self.planning, ending.outcome, ending.number
+        reducer = planning.reduction.reducer
+        if ending.stage == Ending.JUDGE:
+            self.active = self._all_ranks
+            if outcome:
+                self._log.note_nonfinite(number, reducer.nonfinite)
+                self._note_active(Outcome(outcome))
+                self._judge.judge(Outcome(outcome), reducer, state.refusal)
+                if outcome & _TOLD and any(each.wrote_buffers for each in reducer.statuses()):
+                    ending.stage = Ending.IN_WRITES
+                    where = f"the end of backward {number - self._log.before_first}"
+                    self.buffers.check_writes(self.active, where)
+            ending.stage = Ending.MEANS
+        if ending.stage == Ending.MEANS:
+            ending.seen_order = None if planning.is_order_final else list(state.handed)
             if self.active:
+                self._write_back_means()
+            if recording.keeps_all and (note := recording.note) is not None:
+                note(_WROTE_BACK, number, 0)
+            if self.active and self._has_sparse:
+                ending.stage = Ending.IN_SPARSE
+                self.sparse.average(state.rank_weight, has_data=not state.status.finished)
+                self._judge.judge_nonfinite(self.sparse.nonfinite)
+            ending.stage = Ending.STEPS
+        if ending.stage == Ending.STEPS:
+            if self.active:
+                ending.stage = Ending.IN_STEPS
+                self.autograd.after_means()
+            ending.stage = Ending.CLOSE
+        if ending.stage == Ending.CLOSE:
+            if self.fresh.is_used:
+                self.fresh.note()
+            ending.stage = Ending.IN_ADOPTION
+            self._adopt_errors(is_good=bool(self.active) and not outcome & _NOT_FINITE)
+            ending.stage = Ending.NEXT
+        if ending.stage == Ending.NEXT:
+            self._close(number)
+            ending.stage = Ending.ORDER
+        if ending.stage == Ending.ORDER:
+            if ending.seen_order is not None:
+                ending.stage = Ending.IN_ORDER
+                planning.adopt_order(ending.seen_order)
+            ending.stage = Ending.BUFFERS
+        if ending.stage == Ending.BUFFERS:
+            if self.active:
+                if self.buffers.hook is not None:
+                    ending.stage = Ending.IN_HOOK
+                elif self.buffers.is_needed:
+                    ending.stage = Ending.IN_BUFFERS
                 self.buffers.end_pass(self.active)
             if recording.keeps_all and (note := recording.note) is not None:
                 note(_SYNCED_BUFFERS, number, 0)
-            self.good_passes += 1
+            ending.stage = Ending.GOOD
+        if ending.stage == Ending.GOOD:
+            self.good_passes = ending.good_passes + 1
             if self.after_good is not None and self.active:
+                ending.stage = Ending.IN_AFTER_GOOD
                 self.after_good(state.rank_weight)
+            ending.stage = Ending.NOTES
+        if ending.stage == Ending.NOTES:
             # Where a rank has no data there may be ranks that make no step until the others have finished.
             if len(self.active) == self.world_size:
-                self.drift.end_pass(reducer.notes_by_rank if outcome & _NOTES_DIFFER else None)
-                self.notes.begin(self._begun_forwards)
-            state.status.static_graph = False  # all ranks have promised it
-            self.autograd.learn()
-        except PacelineError as error:
-            if self.among and isinstance(error, ReplicaError):
-                error.add_where(f"ranks count from 0 here: they are those of {self.among}")
-            self.autograd.note_error(error)
-            self.buffers.give_up_pass()
-            if isinstance(error, CollectiveError):
-                # A rank that was stopped, and whom this one has given up, may still write into the arena.
-                self.gradients.leave_arena()
-            raise
-        finally:
-            self.autograd.forget()
-            self.graphs.end_pass()
+                drift, differ = self.drift, outcome & _NOTES_DIFFER
+                drift.passes = ending.drift_passes + 1
+                if differ or drift.is_due:
+                    ending.stage = Ending.IN_DRIFT
+                    drift.look(reducer.notes_by_rank if differ else None)
+            ending.stage = Ending.REST
+        if len(self.active) == self.world_size:
+            self.notes.begin(self._begun_forwards)
+        state.status.static_graph = False  # all ranks have promised it
+        self.autograd.learn()
+
+    def _conclude_after(self, error: BaseException, ending: Ending) -> None:
+        """Something raised in this rank's `_conclude` that the others do not know of: come to its end.
+
+        Where it was in a call of all ranks, nobody knows whether this rank has made it: then all ranks raise.
+        """
+        tries = 0
+        for _ in range(_MOST_INTERRUPTIONS):
+            if ending.stage in Ending.OF_ALL_RANKS:
+                if ending.stage in (Ending.IN_WRITES, Ending.IN_DRIFT) and isinstance(error, Warning):
+                    ending.stage += 1  # an error by the user's filter, and on all ranks
+                else:
+                    self.give_up(error)
+                    self._close(ending.number, is_told=False)
+                    return
+            if ending.stage in Ending.MADE_ONCE:
+                ending.stage += 1
+            before = ending.stage
+            try:
+                self._conclude(ending)
+                return
+            except PacelineError as found:
+                if ending.stage <= Ending.CLOSE:
+                    self._adopt_errors(is_good=False)
+                self._close(ending.number, is_told=not isinstance(found, CollectiveError))
+                self._fail(found)
+                return
+            except BaseException as again:
+                # What cannot be done here is left out: a rank whose gradients are no means is found by its
+                # parameters, at the next backward.
+                tries = tries + 1 if ending.stage == before else 0
+                if tries >= _MOST_TRIES:
+                    ending.stage, tries = Ending.AFTER.get(before, before), 0
+                error = again
+        self.give_up(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank cannot go on as the others do: all raise."""
+        if (witness := self.link.witness) is not None:
+            witness.fail(error)
+        self.reducer.give_up(error)
+
+    def _close(self, number: int, *, is_told: bool = True) -> None:
+        """The pass is over for this rank: the next backward begins another one."""
+        self._is_complete = False
+        self.end_turn()
+        self.state.begin_next()
+        if self.micro_batches.is_used:
+            self.micro_batches.end()
+        if self._set_activity is not None and is_told:
+            self._set_activity(f"after backward of pass {number - self._log.before_first}")
+        self._pass_id = number + 1
+
+    def _fail(self, error: PacelineError) -> None:
+        """A pass raises this."""
+        if self.among and isinstance(error, ReplicaError):
+            error.add_where(f"ranks count from 0 here: they are those of {self.among}")
+        self.autograd.note_error(error)
+        self.buffers.give_up_pass()
+        if isinstance(error, CollectiveError):
+            # A rank that was stopped, and whom this one has given up, may still write into the arena.
+            self.gradients.leave_arena()
 
     def _adopt_errors(self, *, is_good: bool) -> None:
         """Where gradients are encoded, keep what that took from good ones, which are finite."""
@@ -632,10 +799,6 @@ class Passes(Generic[AnyAutograd]):
             missing = [i for i in range(len(self._names)) if i not in state.handed and i not in nobodys]
         if missing or state.staged or planning.owned:
             self.gradients.write_back(missing)
-        if self._has_sparse:
-            self.sparse.average(state.rank_weight, has_data=not state.status.finished)
-            self._judge.judge_nonfinite(self.sparse.nonfinite)
-        self.autograd.after_means()
 
     def _part_overlapping(self, overlapping: Sequence[int]) -> None:
         """Where gradients share memory, bring their means home into memory of their own.
@@ -712,13 +875,17 @@ class Passes(Generic[AnyAutograd]):
         self.planning.earlier.last_pass = None
         self.fresh.forget()
         self.buffers.give_up_pass()
+        reducer = self.reducer
+        completed = reducer.completed
         try:
-            return give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
+            return give_up_interrupted(reducer, self._config.allow_unused, self._config.allow_nobodys)
         finally:
-            self.end_turn()
-            self._adopt_errors(is_good=False)
-            self.state.begin_next()
-            self.micro_batches.end()
+            is_lost = isinstance(sys.exc_info()[1], PacelineError)
+            if is_lost or reducer.completed != completed:  # else the ranks do not know yet
+                self.end_turn()
+                self._adopt_errors(is_good=False)
+                self.state.begin_next()
+                self.micro_batches.end()
 
     # --- a pass without data ---
 
@@ -737,10 +904,16 @@ class Passes(Generic[AnyAutograd]):
         if self._is_in_training:
             self.buffers.sync_forward()
         self._weigh(weight)
-        self._left_over.hand_over_nothing(self.reducer)
-        self.state.status.finished = True
+        reducer = self.reducer
+        completed = reducer.completed
         try:
+            self._left_over.hand_over_nothing(reducer)
+            self.state.status.finished = True
             self._end_now()
+        except BaseException as error:
+            if not isinstance(error, CollectiveError) and reducer.completed == completed:
+                self._interrupt()
+            raise
         finally:  # what it raises may be caught, and training go on
             self._weigh(1.0)
         return bool(self.active)

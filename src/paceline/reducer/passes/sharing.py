@@ -92,12 +92,14 @@ class _Registry:
 
         The longest, where several wrappers have parameters in common.
         """
-        asked = [each for each in self._holders if each.asked_timeout_s is not None]
-        known = {id(parameter) for parameter in parameters} if asked else set()
-        return max(
-            (each.asked_timeout_s for each in asked if not known.isdisjoint(map(id, each.trainable))),
-            default=None,
-        )
+        asked = {each: each.asked_timeout_s for each in self._holders}
+        known = {id(parameter) for parameter in parameters} if any(asked.values()) else set()
+        found = [
+            timeout_s
+            for each, timeout_s in asked.items()
+            if timeout_s is not None and not known.isdisjoint(map(id, each.trainable))
+        ]
+        return max(found, default=None)
 
     def shared_by_others(self, holder: Holder) -> set[int]:
         """Indices of the holder's parameters that others hold as well."""

@@ -156,7 +156,7 @@ class PassState:
 
     def interrupt(self) -> None:
         """The backward has ended in an exception; whatever begins next tells the other ranks."""
-        self.is_armed = False
+        self.is_armed = self.is_left_open = False
         self.is_interrupted = True
 
     def refuse(self, index: int, error: ConfigError) -> None:

@@ -1,0 +1,321 @@
+"""Generated programs in which a signal handler raises on one rank, and the script goes on.
+
+    python -m tests.differential.handlers --seeds 0:100      # or --seed 17, which shows its trials
+
+The handler comes at a chosen line of Paceline that this rank executes within `backward()` or within
+`optimizer.step()`, so a trial is the same in every run. Right is one of two things: every rank raises, at
+once; or all ranks have made the same steps. Where the rank has missed a step, that is the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+
+import paceline
+from paceline.errors import PacelineError
+from tests.harness import run_ranks
+from tests.multiprocess.meeting import meet
+
+Program = dict[str, Any]
+ITERATIONS, AT = 8, 4
+TIMEOUT_S = 20.0
+_SOURCES = str(Path(paceline.__file__).parent)
+
+
+class TimeUp(Exception):
+    """What the handler raises."""
+
+
+@contextlib.contextmanager
+def raising_at(line: int) -> Iterator[list[str]]:
+    """Raise TimeUp before this thread executes the line of Paceline with this number, counted from 0 here.
+
+    Yields the lines that were executed; -1 raises nowhere.
+    """
+    seen: list[str] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if not frame.f_code.co_filename.startswith(_SOURCES):
+            return None
+        if event == "line":
+            seen.append(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}")
+            if len(seen) == line + 1:
+                raise TimeUp(seen[-1])
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield seen
+    finally:
+        sys.settrace(before)
+
+
+# --- the programs ---
+
+
+def generate(seed: int) -> Program:
+    """The program of a seed: what is trained, over what, and where the handler raises."""
+    random_ = random.Random(seed)
+    framework = random_.choice(["torch", "torch", "paddle"])
+    path = "memory" if framework == "paddle" else random_.choice(["memory"] * 4 + ["group", "hosts"])
+    options: dict[str, Any] = {}
+    if random_.random() < 0.3:
+        options["gradient_as_bucket_view"] = True
+    if random_.random() < 0.3:
+        options["find_unused_parameters"] = True
+    if random_.random() < 0.2 and path == "memory":
+        options["check_replicas_every"] = random_.choice([1, 3])
+    if random_.random() < 0.2:
+        options["weight"] = 2.0
+    if random_.random() < 0.15 and framework == "torch":
+        options["static_graph"] = True
+    return {
+        "framework": framework,
+        "path": path,
+        "options": options,
+        "has_norm": random_.random() < 0.4,
+        "has_bypass": random_.random() < 0.3,
+        "is_sharded": path == "memory" and random_.random() < 0.25,
+        "at": random_.choice([0, AT, AT]),
+        "within": random_.choice(["backward"] * 5 + ["step"]),
+        "moments": sorted(random_.random() for _ in range(6 if path == "memory" else 3)),
+    }
+
+
+def show(program: Program) -> str:
+    return ", ".join(f"{key}={value}" for key, value in program.items())
+
+
+class _Torch:
+    """The programs in torch."""
+
+    def __init__(self, program: Program, group: Any) -> None:
+        import torch
+        from torch import nn
+
+        import paceline.torch as front
+
+        torch.manual_seed(0)
+        self.program, self.group, self.torch = program, group, torch
+        layers = [nn.Linear(3, 4), *([nn.BatchNorm1d(4)] if program["has_norm"] else []), nn.Tanh()]
+        self.body = nn.Sequential(*layers, nn.Linear(4, 2))
+        self.bypass = nn.Linear(3, 2) if program["has_bypass"] else None
+        net = nn.ModuleList([self.body, *([self.bypass] if self.bypass is not None else [])])
+        net.forward = self.forward
+        options = dict(program["options"])
+        if program["path"] == "group":
+            options["reduce_through"] = "group"
+        self.ddp = front.DistributedDataParallel(net, process_group=group, timeout_s=TIMEOUT_S, **options)
+        parameters = list(self.ddp.parameters())
+        make = front.ShardedOptimizer if program["is_sharded"] else _plain
+        self.optimizer = make(parameters, torch.optim.SGD, lr=0.05, **(_through(group, program)))
+        self.parameters = parameters
+
+    def forward(self, x: Any) -> Any:
+        y = self.body(x)
+        return y if self.bypass is None else y + self.bypass(x)
+
+    def loss(self, rank: int, number: int) -> Any:
+        x = self.torch.full((2, 3), 0.1 * (rank + 1) + 0.01 * number)
+        x[0, number % 3] += 1.0
+        return self.ddp(x).square().mean()
+
+    def clear(self) -> None:
+        self.optimizer.zero_grad()
+
+    def values(self) -> list[np.ndarray]:
+        return [p.detach().numpy() for p in self.parameters]
+
+
+class _Paddle(_Torch):
+    """The programs in Paddle."""
+
+    def __init__(self, program: Program, group: Any) -> None:
+        import paddle
+        from paddle import nn
+
+        import paceline.paddle as front
+
+        paddle.seed(0)
+        self.program, self.group, self.torch = program, group, paddle
+        layers = [nn.Linear(3, 4), *([nn.BatchNorm1D(4)] if program["has_norm"] else []), nn.Tanh()]
+        self.body = nn.Sequential(*layers, nn.Linear(4, 2))
+        self.bypass = nn.Linear(3, 2) if program["has_bypass"] else None
+        net = nn.LayerList([self.body, *([self.bypass] if self.bypass is not None else [])])
+        net.forward = self.forward
+        self.ddp = front.DataParallel(net, group=group, timeout_s=TIMEOUT_S, **program["options"])
+        self.parameters = list(self.ddp.parameters())
+        if program["is_sharded"]:
+            self.optimizer = front.ShardedOptimizer(
+                self.parameters, paddle.optimizer.SGD, group, learning_rate=0.05
+            )
+        else:
+            self.optimizer = paddle.optimizer.SGD(0.05, self.parameters)
+
+    def loss(self, rank: int, number: int) -> Any:
+        x = np.full((2, 3), 0.1 * (rank + 1) + 0.01 * number, np.float32)
+        x[0, number % 3] += 1.0
+        return self.ddp(self.torch.to_tensor(x)).square().mean()
+
+    def clear(self) -> None:
+        self.optimizer.clear_grad()
+
+    def values(self) -> list[np.ndarray]:
+        return [p.numpy() for p in self.parameters]
+
+
+def _plain(parameters: Any, kind: Any, **options: Any) -> Any:
+    options.pop("process_group", None)
+    return kind(parameters, **options)
+
+
+def _through(group: Any, program: Program) -> dict[str, Any]:
+    return {"process_group": group} if program["is_sharded"] else {}
+
+
+# --- one rank ---
+
+
+def run(group: Any, program: Program, moments: list[float] | None = None) -> list[dict[str, Any]]:
+    """What came of each trial on this rank."""
+    if isinstance(group, paceline.Group):
+        rank, world_size = group.rank, group.world_size
+    else:
+        import torch.distributed as dist
+
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        if program["path"] == "hosts":
+            from tests.several_hosts import be_on_host
+
+            be_on_host(rank)
+
+    def subgroup() -> tuple[Any, Callable[[], None]]:
+        if isinstance(group, paceline.Group):
+            made = group.subgroup(range(world_size))
+            return made, made.close
+        made = dist.new_group(range(world_size), timeout=timedelta(seconds=TIMEOUT_S))
+        return made, lambda: None
+
+    results = []
+    num_lines = 0
+    for number, moment in enumerate([-1.0, *(program["moments"] if moments is None else moments)]):
+        meet(f"trial {number}", rank)
+        of_trial, close = subgroup()
+        subject = (_Paddle if program["framework"] == "paddle" else _Torch)(program, of_trial)
+        line = -1 if moment < 0 else int(moment * num_lines)
+        result = _trial(subject, program, rank, line if rank == 0 else -1)
+        if moment < 0:
+            num_lines = result["lines"]
+        if result["error"]:  # as if this process had ended
+            close()
+        results.append(result)
+        del subject
+    return results
+
+
+def _trial(subject: Any, program: Program, rank: int, line: int) -> dict[str, Any]:
+    result: dict[str, Any] = {"error": "", "hit": "", "steps": 0, "lines": 0, "raised_in": -1}
+    for number in range(ITERATIONS):
+
+        def within(what: str, call: Callable[[], object], number: int = number) -> None:
+            if number != program["at"] or what != program["within"]:
+                call()
+                return
+            with raising_at(line) as seen:
+                try:
+                    call()
+                finally:
+                    result["lines"] = len(seen)
+                    if 0 <= line < len(seen):
+                        result["hit"] = seen[line]
+
+        try:
+            subject.clear()
+            loss = subject.loss(rank, number)
+            within("backward", loss.backward)
+            within("step", subject.optimizer.step)
+            result["steps"] += 1
+        except TimeUp:
+            pass
+        except PacelineError as error:
+            result["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            result["raised_in"] = number
+            break
+        except Exception:  # of Paddle, whose kernels do not tell what a hook has raised
+            if not result["hit"] or program["framework"] != "paddle":
+                raise
+    with contextlib.suppress(PacelineError):
+        result["digest"] = _digest(subject.values())
+    return result
+
+
+def _digest(values: list[np.ndarray]) -> str:
+    return hashlib.sha256(b"".join(np.ascontiguousarray(value).tobytes() for value in values)).hexdigest()
+
+
+# --- the judgement ---
+
+
+def judge(results: list[list[dict[str, Any]]]) -> list[str]:
+    """What is wrong with the trials of all ranks, in words."""
+    found = []
+    for number, trial in enumerate(zip(*results, strict=True)):
+        hit = next((each["hit"] for each in trial if each["hit"]), "") or "no moment"
+        errors = [each["error"] for each in trial]
+        if any(errors) and not all(errors):
+            found.append(f"trial {number}, at {hit}: some ranks raised, and others did not: {errors}")
+        elif not any(errors) and len({each["digest"] for each in trial}) > 1:
+            steps = [each["steps"] for each in trial]
+            found.append(f"trial {number}, at {hit}: replicas differ, and no rank was told; steps {steps}")
+        elif not any(errors) and len({each["steps"] for each in trial}) > 1:
+            found.append(f"trial {number}, at {hit}: a rank has missed a step, and no rank was told")
+        late = [each["raised_in"] for each in trial if each["raised_in"] > AT + 2]
+        if late:
+            found.append(f"trial {number}, at {hit}: raised in iteration {late[0]} only: {errors}")
+    return found
+
+
+def check(program: Program, moments: list[float] | None = None) -> list[str]:
+    """What is wrong; empty: nothing."""
+    group = "paceline" if program["path"] == "memory" else "gloo"
+    facts = {"program": program, "moments": moments}
+    results = run_ranks(run, 2, facts, group=group, framework=program["framework"], deadline_s=600)
+    return judge(results)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.differential.handlers", description=__doc__)
+    parser.add_argument("--seeds", default="0:50", help="a range, 0:50")
+    parser.add_argument("--seed", type=int, help="one program, shown in full")
+    arguments = parser.parse_args()
+    first, _, last = arguments.seeds.partition(":")
+    seeds = [arguments.seed] if arguments.seed is not None else range(int(first), int(last))
+    num_found, began = 0, time.monotonic()
+    for seed in seeds:
+        program = generate(seed)
+        try:
+            found = check(program)
+        except Exception as error:  # of a rank, as the harness tells it
+            found = [str(error)]
+        if found or arguments.seed is not None:
+            print(f"=== seed {seed}\n{show(program)}", *(found or ["nothing"]), sep="\n", flush=True)
+        num_found += bool(found)
+    print(f"{len(seeds)} programs, {num_found} with a fault, {time.monotonic() - began:.0f} s")
+    return 1 if num_found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
