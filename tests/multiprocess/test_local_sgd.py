@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import pickle
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -496,6 +497,87 @@ def test_a_copy_does_not_warm_up_again(rank):
     train(twin, torch.optim.SGD(twin.parameters(), lr=LR), range(1), rank, 2)
     assert twin._meetings is not None
     assert twin.local_sgd_state_dict()["steps"] == 4
+
+
+COPIES = {
+    "deep copy": copy.deepcopy,
+    "copy of a copy": lambda ddp: copy.deepcopy(copy.deepcopy(ddp)),
+    "pickle": lambda ddp: pickle.loads(pickle.dumps(ddp)),
+}
+
+
+@pytest.mark.parametrize("how", list(COPIES))
+@pytest.mark.parametrize(
+    "between, num_hosts, warmup_steps", [("hosts", 2, 0), ("hosts", 2, 3), ("ranks", 1, 0), ("hosts", 1, 0)]
+)
+@ranks(4, group="gloo")
+def test_a_copy_goes_on_as_the_wrapper_would_have_done(rank, between, num_hosts, warmup_steps, how):
+    """Copied after any number of steps: in the middle of a round, before a meeting that is due, behind one."""
+    place(rank, num_hosts)
+    options = LocalSGD(3, between=between, warmup_steps=warmup_steps)
+    ends = []
+    for copied_after in (None, 0, 1, 3, 5, "sync"):
+        ddp = DistributedDataParallel(network(), timeout_s=60, local_sgd=options)
+        for step in range(8):
+            if step == 4:
+                ddp.sync_parameters()
+            if copied_after == step or (copied_after == "sync" and step == 4):
+                ddp = COPIES[how](ddp)
+                assert ddp._passes is None
+            train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), [step], rank, 4)
+        ddp.sync_parameters()
+        assert_same_everywhere(ddp)
+        state = ddp.local_sgd_state_dict()
+        ends.append([*values_of(ddp), *(value.numpy() for value in state["momentum"].values())])
+    for end in ends[1:]:
+        for got, expected in zip(end, ends[0], strict=True):
+            assert_array_equal(got, expected)
+
+
+@ranks(2, group="gloo")
+def test_a_copy_has_the_state_before_it_is_connected_and_takes_another(rank):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(3), rank, 2)
+    ddp.sync_parameters()
+    state = ddp.local_sgd_state_dict()
+    twin = copy.deepcopy(ddp)
+    for part in ("parameters", "momentum"):
+        for name, value in twin.local_sgd_state_dict()[part].items():
+            assert torch.equal(value, state[part][name])
+    assert twin.local_sgd_state_dict()["steps"] == 3 and state["since_meeting"] == 0
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(3), rank, 2)  # the twin has its own
+    ddp.sync_parameters()
+    late = ddp.local_sgd_state_dict()
+    twin.load_local_sgd_state_dict(late)
+    twin.module.load_state_dict(ddp.module.state_dict())
+    for net in (ddp, twin):
+        train(net, torch.optim.SGD(net.parameters(), lr=LR), range(3, 6), rank, 2)
+        net.sync_parameters()
+    for got, expected in zip(values_of(twin), values_of(ddp), strict=True):
+        assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("what", ["meetings", "members", "some"])
+@ranks(4, group="gloo")
+def test_copies_that_do_not_belong_together_are_refused_on_all_ranks(rank, what):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), timeout_s=60, local_sgd=LocalSGD(2))
+    untrained, optimizer = copy.deepcopy(ddp), torch.optim.SGD(ddp.parameters(), lr=LR)
+    train(ddp, optimizer, range(3), rank, 4)
+    early = copy.deepcopy(ddp)
+    ddp.sync_parameters()
+    if what == "meetings":
+        twin, error = (copy.deepcopy(ddp) if rank == 3 else early), "rank 3 of 4 cannot go on as a copy"
+    elif what == "members":
+        twin, error = copy.deepcopy(early), "rank 1 of 4 cannot go on as a copy"
+        if rank == 1:
+            with torch.no_grad():
+                twin.module[0].weight.mul_(2)
+    else:  # the others have a copy from before anything was trained
+        twin, error = (early if rank < 2 else untrained), "local SGD begins with"
+    with pytest.raises(ModelMismatchError, match=f"(?i){error}"):
+        train(twin, torch.optim.SGD(twin.parameters(), lr=LR), [3], rank, 4)
 
 
 @ranks(2, group="gloo")

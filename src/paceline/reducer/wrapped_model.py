@@ -24,9 +24,11 @@ from paceline.reducer.local_sgd.meetings import (
     Meetings,
     OuterTensors,
     Warmup,
+    carried_by,
     check_same_state,
     check_state,
     state_before,
+    state_of_copy,
 )
 from paceline.reducer.local_sgd.members import Members
 from paceline.reducer.one_copy.homes import Home, written
@@ -54,6 +56,7 @@ class WrappedModel:
         _home: Where the parameters lie that the ranks of a host share; None: each rank has its own.
         _earlier_steps: Good passes of the run whose state was loaded.
         _syncs_backward: `require_backward_grad_sync`. Of a backward under way `PassState.is_syncing` says it.
+        _carried: What a copy that is not connected yet goes on with in local SGD; None: nothing.
     """
 
     _passes: Passes[Any] | None
@@ -63,6 +66,7 @@ class WrappedModel:
     _warmup: Warmup | None = None
     _home: Home[Any] | None = None
     _earlier_steps = 0
+    _carried: Mapping[str, Any] | None = None
     _syncs_backward = True
 
     @property
@@ -359,6 +363,8 @@ class WrappedModel:
         """
         self._require_local_sgd("local_sgd_state_dict")
         steps = self._earlier_steps + self.num_good_passes
+        if self._carried is not None:
+            return state_of_copy(steps, self._carried)
         return state_before(steps) if self._meetings is None else self._meetings.state(steps)
 
     def load_local_sgd_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -392,6 +398,8 @@ class WrappedModel:
                 self._warmup.left = options.warmup_steps - state["steps"]
         if self._meetings is not None:
             self._meetings.load(state)
+        elif self._passes is None:  # a copy, that is connected later
+            self._carried = carried_by(state)
 
     def _require_local_sgd(self, call: str) -> None:
         if self._config.local_sgd is None:
@@ -449,6 +457,9 @@ class WrappedModel:
         passes.state.where = f"rank {link.rank} of {link.world_size}"
         tensors, buffers = self._outer(link)
         self._meetings = Meetings(options, tensors, link, members, passes, buffers, self._config)
+        if self._carried is not None:
+            self._meetings.go_on(self._carried)
+            self._carried = None
         return passes
 
     def _is_warmup_done(self) -> bool:

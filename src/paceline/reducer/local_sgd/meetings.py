@@ -366,6 +366,43 @@ class Meetings(Generic[_Tensor]):
         values = {name: value * 1 for name, value in zip(names, self._values)}
         return dict(zip(_STATE, (steps, self.since, values, momentum), strict=True))
 
+    def carried(self) -> dict[str, Any] | None:
+        """What a copy of the wrapper goes on with; see `go_on`. None: nothing has been trained yet."""
+        if not self._are_equal and self.since == 0:
+            return None
+        names = self._tensors.names
+        momentum = {name: value for name, value in zip(names, self._momentum) if value is not None}
+        values = dict(zip(names, self._values))
+        return {**dict(zip(_STATE[1:], (self.since, values, momentum), strict=True)), "weight": self._weight}
+
+    def go_on(self, carried: Mapping[str, Any]) -> None:
+        """Go on as a copy, from what the wrapper that was copied has `carried`. Collective.
+
+        Every rank keeps its own parameters: members have trained apart since the last meeting.
+
+        Raises:
+            ModelMismatchError: The ranks are copies of different meetings, or ranks that train as one have
+                different parameters; on all ranks.
+        """
+        names = self._tensors.names
+        values = self._loaded(carried["parameters"], "parameters")
+        momentum = self._loaded(carried["momentum"], "momentum")
+        own = {name: self._tensors.copy(index) for index, name in enumerate(names)}
+        outer = [*self._tensors.hashes(values), *self._tensors.hashes(momentum)]
+        digests = [hashlib.sha256(repr(each).encode()).digest() for each in (outer, self._tensors.hashes(own))]
+        told = self.link.all_gather(b"".join(digests))
+        size = len(digests[0])
+        odd = [rank for rank, each in enumerate(told) if each[:size] != told[0][:size]]
+        if odd:
+            raise _other_copies(odd, len(told), "parameters or the momentum of the last meeting", "rank 0")
+        for member in self._members:
+            odd = [rank for rank in member if told[rank] != told[member[0]]]
+            if odd:
+                first = f"rank {member[0]}, with which they train as one"
+                raise _other_copies(odd, len(told), "parameters", first)
+        self._values, self._momentum = list(values.values()), [momentum.get(name) for name in names]
+        self.since, self._weight, self._are_equal = carried["since_meeting"], carried["weight"], True
+
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that `check_state` has found good. Collective.
 
@@ -479,6 +516,16 @@ class Meetings(Generic[_Tensor]):
         )
 
 
+def _other_copies(odd: Sequence[int], world_size: int, what: str, whose: str) -> ModelMismatchError:
+    return ModelMismatchError(
+        f"{format_ranks(odd).capitalize()} of {world_size} cannot go on as a copy in local SGD.",
+        where="the first training forward of a copy of a wrapped model, which connects it",
+        seen=f"other {what} than on {whose}",
+        likely="a copy that was made in another step, or a file of another rank",
+        hint="copy, or load, on all ranks what all ranks have made in the same step",
+    )
+
+
 def check_same_state(link: Link[Any], *what: Any) -> None:
     """Raise unless all ranks load the same state. Collective.
 
@@ -504,6 +551,18 @@ def check_same_state(link: Link[Any], *what: Any) -> None:
 def state_before(steps: int) -> dict[str, Any]:
     """The state of a model whose replicas have not begun to train on their own."""
     return dict(zip(_STATE, (steps, 0, {}, {}), strict=True))
+
+
+def carried_by(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As `Meetings.carried`, of a state that `check_state` has found good."""
+    rest = {name: state[name] for name in _STATE[1:]}
+    return {**rest, "weight": float(state["since_meeting"])} if state["parameters"] else None
+
+
+def state_of_copy(steps: int, carried: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a copy that is not connected yet, with tensors that are copied."""
+    copied = {what: {name: value * 1 for name, value in carried[what].items()} for what in _STATE[2:]}
+    return {"steps": steps, "since_meeting": carried["since_meeting"], **copied}
 
 
 def check_state(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -265,6 +265,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     def _check_model(self, peers: Peers) -> None:
         parameters, buffers = self._tensors.describe()
         options = self._config.agreed_options() | self._tensors.agreed_options()
+        if self._config.local_sgd is not None:
+            options["local SGD begins with"] = "new parameters" if self._carried is None else "those of a copy"
         description = ModelDescription(parameters, buffers, options)
         if peers.world_size > 1:
             check_agreement(description, peers.exchange, peers.timeout_s)
@@ -286,7 +288,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if is_sharing:
             refuse_strange(_SHARING, self.module, self._tensors.all_parameters, peers)
         move_out(self.module)  # what another wrapper shares is not this one's to write to
-        are_equal = self._config.init_sync and is_first
+        are_equal = self._config.init_sync and is_first and self._carried is None
         if are_equal:
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
             values = [*self._tensors.all_parameters.values(), *buffers]

@@ -2,6 +2,7 @@
 
 The one idea: a copy is connected to no other rank until it is trained. So one rank alone may make it, save
 it, load it and evaluate it; the first forward in training mode connects it, and that is collective.
+With local SGD each rank's copy goes on with its own parameters and the state of the outer optimizer.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def state_of(ddp: TorchNames) -> dict[str, Any]:
     """What a copy of a wrapper takes with it, for `__getstate__`."""
     state = {name: value for name, value in ddp.__dict__.items() if name not in _CONNECTIONS}
     state["_earlier_steps"] = ddp._earlier_steps + ddp.num_good_passes  # no second warm-up of local SGD
+    if ddp._meetings is not None:
+        state["_carried"] = ddp._meetings.carried()
     return state
 
 
