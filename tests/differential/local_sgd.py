@@ -3,10 +3,10 @@
     python -m tests.differential.local_sgd --seeds 0:200      # or --seed 17, which shows its program
 
 The fuzzer of one pass (the rest of this folder) compares gradients, and knows nothing of replicas that go
-their own ways. Here a program has several hosts and some of: steps with and without weights and
-micro-batches, parameters that are frozen and trained again, uneven data, meetings on demand, meetings that
-fail, and checkpoints. After each operation every rank's parameters are compared with those of `Simulation`,
-which shares no code with Paceline.
+their own ways. Here a program has several hosts and some of: steps with and without weights and micro-
+batches, parameters that are frozen and trained again, uneven data, meetings on demand, meetings that fail,
+checkpoints, and copies of the wrapper. After each operation every rank's parameters are compared with those
+of `Simulation`, which shares no code with Paceline.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import copy
 import json
+import pickle
 import random
 import sys
 from collections.abc import Iterator
@@ -78,7 +79,21 @@ def generate(seed: int) -> Program:
         else:
             ops.append({"op": kind})
     ops.append({"op": "sync"})
-    return {"seed": seed, "hosts": hosts, "options": options, "ops": ops}
+    return {"seed": seed, "hosts": hosts, "options": options, "ops": _with_copies(seed, ops)}
+
+
+def _with_copies(seed: int, ops: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Before some operations, go on with a copy of the wrapper, which changes nothing.
+
+    By another generator, so that a seed makes the program that it made before there were copies.
+    """
+    random_ = random.Random(f"copies {seed}")
+    found = []
+    for op in ops:
+        if random_.random() < 0.12:
+            found.append({"op": "copy", "how": random_.choice(["deepcopy", "pickle"])})
+        found.append(op)
+    return found
 
 
 def _weights(random_: random.Random, micros: int) -> list[float]:
@@ -134,6 +149,9 @@ def run(rank: int, program: Program) -> list[list[np.ndarray]]:
                 optimizer.zero_grad()
                 loss_of(ddp, batch(number, step, 0, rank)).backward()
                 optimizer.step()
+        elif op["op"] == "copy":
+            ddp = _copied(ddp, op["how"])
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
         else:
             ddp.sync_parameters()
             state, net = ddp.local_sgd_state_dict(), copy.deepcopy(ddp.module)
@@ -145,6 +163,13 @@ def run(rank: int, program: Program) -> list[list[np.ndarray]]:
             optimizer = torch.optim.SGD(net.parameters(), lr=LR)
         found.append(values_of(ddp))
     return found
+
+
+def _copied(ddp: Any, how: str) -> Any:
+    """A copy, connected by a forward in training mode, because other operations are for what is connected."""
+    copied = copy.deepcopy(ddp) if how == "deepcopy" else pickle.loads(pickle.dumps(ddp))
+    copied(torch.zeros(1, WIDTH))
+    return copied
 
 
 def _step(ddp: Any, optimizer: torch.optim.Optimizer, number: int, op: dict[str, Any], rank: int) -> None:
@@ -221,6 +246,8 @@ class Simulation:
                     layer_of(replica, op["layer"]).requires_grad_(not op["frozen"])
             elif op["op"] == "epoch":
                 self._epoch(number, op["counts"])
+            elif op["op"] == "copy":
+                self._begin_forward()
             elif op["op"] in ("sync", "reload") and self.is_local:
                 self._meet()
             yield

@@ -512,7 +512,7 @@ COPIES = {
 )
 @ranks(4, group="gloo")
 def test_a_copy_goes_on_as_the_wrapper_would_have_done(rank, between, num_hosts, warmup_steps, how):
-    """Copied after any number of steps: in the middle of a round, before a meeting that is due, behind one."""
+    """Copied in the middle of a round, before a meeting that is due, and behind one."""
     place(rank, num_hosts)
     options = LocalSGD(3, between=between, warmup_steps=warmup_steps)
     ends = []
@@ -532,6 +532,26 @@ def test_a_copy_goes_on_as_the_wrapper_would_have_done(rank, between, num_hosts,
     for end in ends[1:]:
         for got, expected in zip(end, ends[0], strict=True):
             assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("how", list(COPIES))
+@ranks(2, group="gloo")
+def test_a_copy_trains_what_was_frozen_when_it_was_made(rank, how):
+    place(rank, 2)
+    ends = []
+    for copies in (False, True):
+        ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(3), rank, 2)
+        ddp.module[0].requires_grad_(False)
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), [3], rank, 2)
+        ddp = COPIES[how](ddp) if copies else ddp
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), [4], rank, 2)
+        ddp.module[0].requires_grad_(True)
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(5, 8), rank, 2)
+        ddp.sync_parameters()
+        ends.append(values_of(ddp))
+    for got, expected in zip(*ends, strict=True):
+        assert_array_equal(got, expected)
 
 
 @ranks(2, group="gloo")

@@ -389,7 +389,9 @@ class Meetings(Generic[_Tensor]):
         momentum = self._loaded(carried["momentum"], "momentum")
         own = {name: self._tensors.copy(index) for index, name in enumerate(names)}
         outer = [*self._tensors.hashes(values), *self._tensors.hashes(momentum)]
-        digests = [hashlib.sha256(repr(each).encode()).digest() for each in (outer, self._tensors.hashes(own))]
+        digests = [
+            hashlib.sha256(repr(each).encode()).digest() for each in (outer, self._tensors.hashes(own))
+        ]
         told = self.link.all_gather(b"".join(digests))
         size = len(digests[0])
         odd = [rank for rank, each in enumerate(told) if each[:size] != told[0][:size]]

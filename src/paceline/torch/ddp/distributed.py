@@ -266,7 +266,9 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         parameters, buffers = self._tensors.describe()
         options = self._config.agreed_options() | self._tensors.agreed_options()
         if self._config.local_sgd is not None:
-            options["local SGD begins with"] = "new parameters" if self._carried is None else "those of a copy"
+            options["local SGD begins with"] = (
+                "new parameters" if self._carried is None else "those of a copy"
+            )
         description = ModelDescription(parameters, buffers, options)
         if peers.world_size > 1:
             check_agreement(description, peers.exchange, peers.timeout_s)

@@ -44,6 +44,7 @@ def state_of(ddp: TorchNames) -> dict[str, Any]:
     """What a copy of a wrapper takes with it, for `__getstate__`."""
     state = {name: value for name, value in ddp.__dict__.items() if name not in _CONNECTIONS}
     state["_earlier_steps"] = ddp._earlier_steps + ddp.num_good_passes  # no second warm-up of local SGD
+    state["_trained_names"] = tuple(ddp._tensors.names)  # some may be frozen now
     if ddp._meetings is not None:
         state["_carried"] = ddp._meetings.carried()
     return state
@@ -54,7 +55,7 @@ def restore(ddp: TorchNames, state: dict[str, Any]) -> None:
     nn.Module.__setstate__(ddp, state)  # type: ignore[no-untyped-call]
     ddp._is_connected = False
     ddp._peers = ddp._passes = ddp._joining = ddp._join_config = None
-    ddp._tensors = ManagedTensors(ddp.module)
+    ddp._tensors = ManagedTensors(ddp.module, ddp.__dict__.pop("_trained_names", ()))
     ddp._tensors.delay(ddp._arguments)
 
 

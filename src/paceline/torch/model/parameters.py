@@ -6,7 +6,7 @@ The one idea: a module may change in every way, as long as no parameter is train
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,10 @@ class ManagedTensors:
     Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as by torch's DDP; what has another
     object, or another name, later on, too.
 
+    Args:
+        module: The module.
+        also_trained: Names of parameters that are trained though they are frozen now, as in a copy.
+
     Attributes:
         sparse: Indices of trainable parameters whose gradients are sparse: of embeddings that say so.
         delayed: Indices of delay_all_reduce_named_params.
@@ -65,20 +69,21 @@ class ManagedTensors:
         frozen_now: Indices of trainable parameters that were frozen when a forward last looked.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, also_trained: Collection[str] = ()) -> None:
         self.ignored = ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         # Without what a forward has computed and put where a parameter would be.
         named = [(name, p) for name, p in module.named_parameters() if name not in ignored and p.is_leaf]
         self.all_parameters = dict(named)
-        self.names = [name for name, p in named if p.requires_grad]
-        self.trainable = [p for _, p in named if p.requires_grad]
+        trained = [(name, p) for name, p in named if p.requires_grad or name in also_trained]
+        self.names = [name for name, _ in trained]
+        self.trainable = [p for _, p in trained]
         sparse = {
             id(child.weight)
             for child in module.modules()
             if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
         }
         self.sparse = {index for index, p in enumerate(self.trainable) if id(p) in sparse}
-        self.frozen = [p for _, p in named if not p.requires_grad]
+        self.frozen = [p for name, p in named if not p.requires_grad and name not in also_trained]
         self.delayed: set[int] = set()
         self.trigger: int | None = None
         self.frozen_now: frozenset[int] = frozenset()

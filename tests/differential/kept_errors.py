@@ -1,0 +1,421 @@
+"""Generated programs of compressed gradients, beside their sums in float64.
+
+    python -m tests.differential.kept_errors --seeds 0:200      # or --seed 17, which shows its program
+    python -m tests.differential.kept_errors --framework paddle --seeds 0:200
+
+The fuzzer of one backward (the rest of this folder) compares each mean, and of a compressed one only the sum
+over many is right. So here the gradients are the program's own, and a program ends with backwards of zeros,
+which bring what has been kept. Then what has arrived of each parameter, in all backwards that were good and
+used it, is the sum of its true means. In between there are backwards that are not finite, on one rank or all;
+that raise in a hook of the user's; that leave parameters out where that is not allowed; and micro-batches.
+Some programs are of local SGD, whose hosts meet in between, or fail to.
+The sums share no code with Paceline. All ranks must have the same bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.harness import run_ranks
+from tests.several_hosts import be_on_host
+
+Program = dict[str, Any]
+BETWEEN_HOSTS = ("topk", "int8", "bf16", "fp16")
+HOOKS = ("eight_bit", "bf16", "fp16")
+DRAINS = {"topk": 80}  # of 256 values it sends 8; others need few
+EVERYTHING: dict[str, Any] = {"how": "unused", "left_out": [], "some": [], "of": 0}
+SPOILS = ("inf", "inf", "nan", "overflow", "raise", "raise on one", "refused")
+
+
+def generate(seed: int) -> Program:
+    """The program of a seed: how ranks lie on hosts, the wrapper's options, and what all ranks do."""
+    random_ = random.Random(seed)
+    hosts = random_.choice([[0, 1], [0, 1], [0, 0, 1], [0, 1, 2], [0, 0, 1, 1], [0, 1, 1, 1]])
+    world_size = len(hosts)
+    is_hook = random_.random() < 0.3
+    codes = random_.choice(HOOKS if is_hook else BETWEEN_HOSTS)
+    sizes = [random_.choice([1, 3, 40, 255, 256, 700, 3000]) for _ in range(random_.randint(2, 6))]
+    if random_.random() < 0.15:
+        sizes[0] = 60_000  # large enough for two rounds between three hosts
+    allows = random_.random() < 0.8
+    options = {
+        "find_unused_parameters": allows,
+        "gradient_as_bucket_view": random_.random() < 0.4,
+        "bucket_cap_mb": random_.choice([0.001, 0.01, 25]),
+        "nonfinite": random_.choice(["ignore", "raise", "warn"]),
+    }
+    weights = [random_.choice([1.0, 2.0, 0.5]) for _ in hosts] if random_.random() < 0.3 else None
+    ops: list[dict[str, Any]] = []
+    for _ in range(random_.randint(3, 9)):
+        kind = random_.choices(["step", "spoil", "turns"], weights=[4, 3, 3])[0]
+        if kind == "spoil":
+            what = random_.choice(SPOILS if not allows else SPOILS[:-1])
+            if what == "overflow" and codes == "fp16":  # whose codes are finite, and the rest comes later
+                what = "nan"
+            ops.append(
+                {
+                    "op": "spoil",
+                    "what": what,
+                    "rank": random_.randrange(world_size),
+                    "param": random_.randrange(len(sizes)),
+                    "micros": random_.choice([1, 1, 2]),
+                    "times": random_.choice([1, 1, 2]),
+                }
+            )
+            continue
+        left_out: list[int] = []
+        if kind == "turns":
+            left_out = random_.sample(range(len(sizes)), random_.randint(1, len(sizes) - 1))
+        trained = [index for index in range(len(sizes)) if index not in left_out]
+        has_some = allows and len(trained) > 1 and random_.random() < 0.3
+        op = {
+            "op": "step",
+            "how": "frozen" if not allows else random_.choice(["unused", "frozen"]),
+            "left_out": left_out,
+            "scale": random_.choice([1.0, 1.0, 100.0]),
+            "micros": random_.choice([1, 1, 2]),
+            # Of these some ranks use none of what others use.
+            "some": random_.sample(trained, 1) if has_some else [],
+            "of": random_.randrange(world_size),
+        }
+        ops += [op] * random_.choice([1, 1, 2, 5])
+    program = {"seed": seed, "hosts": hosts, "codes": codes, "is_hook": is_hook, "sizes": sizes}
+    program |= {"options": options, "weights": weights, "ops": ops}
+    # By another generator, so that a seed makes the program that it made before there were these.
+    more = random.Random(f"more {seed}")
+    program["to_none"] = more.random() < 0.7
+    if not is_hook and more.random() < 0.3:
+        program |= {"every": more.choice([1, 1, 2, 3]), "weights": None}
+        for op in ops:
+            if op["op"] == "spoil":
+                op["what"] = "meeting"
+    return program
+
+
+def for_paddle(program: Program) -> Program:
+    """Without frozen parameters, for which its models are wrapped anew."""
+    allows = program["options"]["find_unused_parameters"]
+    ops = [
+        {**op, "how": "unused", "left_out": op["left_out"] if allows else []} if op["op"] == "step" else op
+        for op in program["ops"]
+    ]
+    program = {key: value for key, value in program.items() if key != "every"}
+    return {**program, "ops": [op for op in ops if op.get("what") != "meeting"]}
+
+
+def gradient(program: Program, op: int, micro: int, rank: int, index: int, scale: float) -> np.ndarray:
+    drawn = np.random.default_rng([op, micro, rank, index]).standard_normal(program["sizes"][index])
+    return (drawn * scale).astype(np.float32)
+
+
+def uses(op: dict[str, Any], rank: int, index: int) -> bool:
+    """Whether a rank uses a parameter in a step."""
+    is_left_out = index in op["left_out"] or (index in op["some"] and rank != op["of"])
+    return not (is_left_out and (op["how"] == "unused" or index in op["some"]))
+
+
+def is_there(op: dict[str, Any], index: int) -> bool:
+    """Whether any rank trains it."""
+    return index not in op["left_out"]
+
+
+# --- what each rank does ---
+
+
+class OnTorch:
+    """The calls of a program, of torch."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        import torch
+        from torch import nn
+
+        from paceline.torch import DistributedDataParallel, compression
+
+        class Net(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.parts = nn.ParameterList(nn.Parameter(torch.zeros(size)) for size in program["sizes"])
+
+            def forward(self, given: dict[int, Any]) -> Any:
+                return sum((self.parts[index] * value).sum() for index, value in given.items())
+
+        self.net, self.tensor, self._to_none = Net(), torch.from_numpy, program["to_none"]
+        self.parameters = list(self.net.parameters())
+        self.ddp = wrap(program, self.net, DistributedDataParallel, compression)
+
+    def freeze(self, frozen: list[int]) -> None:
+        for index, parameter in enumerate(self.parameters):
+            parameter.requires_grad_(index not in frozen)
+
+    def clear(self) -> None:
+        self.net.zero_grad(set_to_none=self._to_none)
+
+
+class OnPaddle:
+    """The calls of a program, of Paddle."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        import paddle
+        from paddle import nn
+
+        from paceline.paddle import DataParallel, compression
+        from tests.multiprocess.paddle_models import join_paddle
+
+        class Net(nn.Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                zeros = nn.initializer.Constant(0.0)
+                make = self.create_parameter
+                parts = [make([size], default_initializer=zeros) for size in program["sizes"]]
+                self.parts = nn.ParameterList(parts)
+
+            def forward(self, given: dict[int, Any]) -> Any:
+                parts = list(self.parts)
+                return sum((parts[index] * value).sum() for index, value in given.items())
+
+        join_paddle(rank)
+        self.net, self.tensor = Net(), paddle.to_tensor
+        self.parameters = list(self.net.parameters())
+        self.ddp = wrap(program, self.net, DataParallel, compression)
+
+    def clear(self) -> None:
+        for parameter in self.parameters:  # with views, there still are zeros, which count as a gradient
+            parameter.clear_gradient(set_to_zero=False)
+
+
+def wrap(program: Program, net: Any, wrapper: Callable[..., Any], compression: Any) -> Any:
+    options, codes = program["options"], program["codes"]
+    if "every" in program:
+        from paceline.torch import LocalSGD
+
+        options = {**options, "local_sgd": LocalSGD(program["every"], outer_lr=1, outer_momentum=0)}
+    if not program["is_hook"]:
+        return wrapper(net, timeout_s=20, compress_between_hosts=codes, **options)
+    ddp = wrapper(net, timeout_s=20, reduce_through="group", **options)
+    names = {"eight_bit": "EightBitCompression", "bf16": "Bf16Compression", "fp16": "Fp16Compression"}
+    ddp.register_comm_hook(getattr(compression, names[codes])(), getattr(compression, f"{codes}_hook"))
+    return ddp
+
+
+class Failed(Exception):
+    """A hook of the program's."""
+
+
+def run(group: Any, program: Program, framework: str) -> list[tuple[str, list[np.ndarray | None]]]:
+    """Of each good backward, a digest of all gradients; and the gradients, of rank 0 only."""
+    rank = int(group)
+    be_on_host(program["hosts"][rank])
+    do: Any = (OnTorch if framework == "torch" else OnPaddle)(program, rank)
+    if "every" in program:
+        return _run_local(do, program, rank)
+    found: list[tuple[str, list[np.ndarray | None]]] = []
+    for number, op in enumerate(program["ops"]):
+        if op["op"] == "spoil":
+            for time in range(op["times"]):
+                _spoil(do, program, op, number * 10 + time, rank)
+        else:
+            if op["how"] == "frozen":
+                do.freeze(op["left_out"])
+            _backward(do, program, op, number, rank, op["scale"], op["micros"])
+            found.append(_taken(do, rank))
+            if op["how"] == "frozen":
+                do.freeze([])
+    for _ in range(DRAINS.get(program["codes"], 6)):
+        _backward(do, program, EVERYTHING, 0, rank, 0.0, 1)
+        found.append(_taken(do, rank))
+    return found
+
+
+def _run_local(do: Any, program: Program, rank: int) -> list[tuple[str, list[np.ndarray | None]]]:
+    """With local SGD, what all hosts have trained by a plain optimizer: the gradients, all in all."""
+    import torch
+
+    from paceline.errors import NonFiniteGradientError
+
+    optimizer = torch.optim.SGD(do.parameters, lr=1.0)
+    for number, op in enumerate(program["ops"]):
+        if op["op"] == "step":
+            do.freeze(op["left_out"] if op["how"] == "frozen" else [])
+            _backward(do, program, op, number, rank, op["scale"], op["micros"])
+            optimizer.step()
+            do.freeze([])
+        elif do.ddp._meetings.since:
+            weight = do.parameters[op["param"]]
+            before = weight.detach().clone()
+            for _ in range(op["times"]):
+                if rank == op["rank"]:
+                    weight.data.fill_(float("nan"))
+                with contextlib.suppress(NonFiniteGradientError):
+                    do.ddp.sync_parameters()
+                    raise AssertionError("a barrier with a NaN was good")
+                weight.data.copy_(before)
+    for _ in range(DRAINS.get(program["codes"], 6)):
+        _backward(do, program, EVERYTHING, 0, rank, 0.0, 1)
+        optimizer.step()
+        do.ddp.sync_parameters()
+    for parameter in do.parameters:
+        parameter.grad = -parameter.detach()
+    return [_taken(do, rank)]
+
+
+def _backward(
+    do: Any, program: Program, op: dict[str, Any], number: int, rank: int, scale: float, micros: int
+) -> None:
+    """Of a step: the sum of its micro-batches, as they are added up without weights."""
+    do.clear()
+    weights = program["weights"]
+    for micro in range(micros):
+        given = {
+            index: do.tensor(gradient(program, number, micro, rank, index, scale))
+            for index in range(len(program["sizes"]))
+            if uses(op, rank, index)
+        }
+        with contextlib.ExitStack() as scopes:
+            if micro < micros - 1:
+                scopes.enter_context(do.ddp.no_sync())
+            if weights is not None:
+                scopes.enter_context(do.ddp.weight(weights[rank]))
+            do.ddp(given).backward()
+
+
+def _spoil(do: Any, program: Program, op: dict[str, Any], number: int, rank: int) -> None:
+    """A backward of large gradients that is of no use to anybody."""
+    from paceline.errors import PacelineError
+
+    do.clear()
+    what, is_here = op["what"], op["rank"] == rank
+    given = {
+        index: gradient(program, 1000 + number, 0, rank, index, 1e4) for index in range(len(program["sizes"]))
+    }
+    values = given[op["param"]]
+    if what in ("inf", "nan") and is_here:
+        values[values.size // 2] = np.inf if what == "inf" else np.nan
+    elif what == "overflow":  # finite on each rank, and not in sum
+        values[-1] = 3e38
+    elif what == "refused" and is_here:
+        del given[op["param"]]
+    handles = []
+    if what == "raise" or (what == "raise on one" and is_here):
+
+        def fail(_: Any) -> None:
+            raise Failed
+
+        handles.append(do.parameters[op["param"]].register_hook(fail))
+    tensors = {index: do.tensor(value) for index, value in given.items()}
+    with contextlib.suppress(PacelineError, Failed, OSError):
+        if what in ("inf", "nan") and op["micros"] == 2:  # it is in a micro-batch before
+            with do.ddp.no_sync():
+                do.ddp(tensors).backward()
+            tensors = {index: tensor * 0.5 for index, tensor in tensors.items()}
+        if tensors:
+            do.ddp(tensors).backward()
+    for handle in handles:
+        handle.remove()
+    if (
+        what == "raise on one" and is_here
+    ):  # who has caught its own exception is told of the others' in the next forward
+        with contextlib.suppress(PacelineError):
+            do.ddp({index: do.tensor(value) for index, value in given.items()})
+    do.clear()
+
+
+def _taken(do: Any, rank: int) -> tuple[str, list[np.ndarray | None]]:
+    held = [None if p.grad is None else np.array(p.grad.numpy()) for p in do.parameters]
+    digest = hashlib.sha256(b"".join(b"-" if each is None else each.tobytes() for each in held)).hexdigest()
+    return digest, held if rank == 0 else []
+
+
+# --- the comparison ---
+
+
+def exact(program: Program) -> list[np.ndarray]:
+    """The sum of each parameter's means over all steps in which some rank used it."""
+    hosts, weights = program["hosts"], program["weights"]
+    given = weights or [1.0] * len(hosts)
+    sums = [np.zeros(size) for size in program["sizes"]]
+    for number, op in enumerate(program["ops"]):
+        if op["op"] == "spoil":
+            continue
+        # With weights, the micro-batches of a step are averaged, too.
+        share = op["micros"] if weights is not None else 1
+        for index, total in enumerate(sums):
+            for rank in range(len(hosts)) if is_there(op, index) else ():
+                for micro in range(op["micros"]) if uses(op, rank, index) else ():
+                    term = gradient(program, number, micro, rank, index, op["scale"]).astype(np.float64)
+                    total += term * given[rank] / sum(given) / share
+    return sums
+
+
+def check(program: Program, framework: str = "torch") -> str:
+    """What differs; empty: nothing."""
+    is_torch = framework == "torch"
+    outcomes = run_ranks(
+        run,
+        len(program["hosts"]),
+        {"program": program, "framework": framework},
+        group="gloo" if is_torch else None,
+        framework=framework,
+        warning_filters=[("ignore", None, Warning, None, 0)],
+    )
+    for number, row in enumerate(zip(*outcomes, strict=True)):
+        if len({digest for digest, _ in row}) > 1:
+            return f"backward {number}: the ranks have other bits"
+    arrived = [np.zeros(size) for size in program["sizes"]]
+    steps = [op for op in program["ops"] if op["op"] == "step"]
+    for _, held in outcomes[0]:
+        for total, value in zip(arrived, held, strict=True):
+            if value is not None:
+                total += value.astype(np.float64)
+    largest = max([100.0 if op["scale"] > 1 else 1.0 for op in steps], default=1.0)
+    for index, (got, wanted) in enumerate(zip(arrived, exact(program), strict=True)):
+        missing = np.abs(got - wanted)
+        if not missing.max() <= 2e-3 * largest:
+            place = int(np.argmax(missing))
+            return (
+                f"parameter {index}, element {place}: expected {wanted[place]:.6g} in all backwards, "
+                f"{got[place]:.6g} has arrived"
+            )
+    return ""
+
+
+def show(program: Program) -> str:
+    rows = [f"{key}: {value}" for key, value in program.items() if key != "ops"]
+    return "\n".join([*rows, *(f"{number:3d} {op}" for number, op in enumerate(program["ops"]))])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.differential.kept_errors", description=__doc__)
+    parser.add_argument("--framework", default="torch", choices=["torch", "paddle"])
+    parser.add_argument("--seeds", default="0:100", help="a range, 0:100")
+    parser.add_argument("--seed", type=int, help="one program, shown in full")
+    arguments = parser.parse_args()
+    first, _, last = arguments.seeds.partition(":")
+    seeds = [arguments.seed] if arguments.seed is not None else range(int(first), int(last))
+    num_found = 0
+    for seed in seeds:
+        program = generate(seed)
+        if arguments.framework == "paddle":
+            program = for_paddle(program)
+        try:
+            text = check(program, arguments.framework)
+        except Exception as error:  # of a rank, as the harness tells it
+            text = str(error)
+        if text or arguments.seed is not None:
+            told = text or "no difference"
+            print(f"=== seed {seed}\n{show(program)}\n{told}\n{json.dumps(program)}", flush=True)
+        num_found += bool(text)
+    print(f"{len(seeds)} programs, {num_found} with a difference")
+    return 1 if num_found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
