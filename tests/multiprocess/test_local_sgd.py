@@ -523,7 +523,7 @@ def test_a_copy_goes_on_as_the_wrapper_would_have_done(rank, between, num_hosts,
                 ddp.sync_parameters()
             if copied_after == step or (copied_after == "sync" and step == 4):
                 ddp = COPIES[how](ddp)
-                assert ddp._passes is None
+                assert ddp.gradient_path == "nothing"  # yet
             train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), [step], rank, 4)
         ddp.sync_parameters()
         assert_same_everywhere(ddp)
