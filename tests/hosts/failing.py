@@ -19,8 +19,10 @@ from paceline.errors import PacelineError
 
 GUILTY = 3
 WARM_STEPS = 3
+SLOW_WIDTH = 380
+"""Of a model whose gradients, 0.6 MB, wait in the queue of a link of 1 Mbit/s for 4.6 s."""
 PAUSED_STEPS = 400
-"""About 4 s of steps, in which somebody pauses a rank."""
+"""At least 4 s of steps, in which a rank is paused, or a link is cut for a while."""
 NOTICED = 7
 """Exit status of a rank that raised because of another."""
 
@@ -33,11 +35,12 @@ def main() -> None:
     framework, what, path = sys.argv[1:]
     program = importlib.import_module(f"tests.hosts.in_{framework}")
     rank = program.join(what == "the framework forms the group")
-    backward = program.backward_of(path)
+    backward = program.backward_of(path, SLOW_WIDTH) if what == "slow" else program.backward_of(path)
+    steps = {"pause": PAUSED_STEPS, "slow": WARM_STEPS + 1}.get(what)
     failure = RuntimeError if path == "torch" else PacelineError  # all that torch raises
     step = 0
     try:
-        while what != "pause" or step < PAUSED_STEPS:
+        while step != steps:
             backward()
             time.sleep(0.01)
             step += 1

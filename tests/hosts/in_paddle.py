@@ -30,11 +30,11 @@ def join(by_framework: bool) -> int:
     return dist.get_rank()
 
 
-def backward_of(path: str) -> Callable[[], None]:
-    """One pass of a small model over this path."""
-    model = DataParallel(nn.Linear(64, 64), reduce_through=path, timeout_s=60)
+def backward_of(path: str, width: int = 64) -> Callable[[], None]:
+    """One backward of a model with width * (width + 1) parameters over this path."""
+    model = DataParallel(nn.Linear(width, width), reduce_through=path, timeout_s=60)
     assert model.gradient_path == ("hosts" if path == "auto" else "group")
-    x = paddle.ones([4, 64])
+    x = paddle.ones([4, width])
 
     def backward() -> None:
         model.clear_gradients()

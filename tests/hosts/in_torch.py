@@ -21,15 +21,15 @@ def join(by_framework: bool) -> int:
     return dist.get_rank()
 
 
-def backward_of(path: str) -> Callable[[], None]:
-    """One pass of a small model over this path; "torch": of torch's DDP."""
+def backward_of(path: str, width: int = 64) -> Callable[[], None]:
+    """One backward of a model with width * (width + 1) parameters over this path; "torch": of torch's DDP."""
     model: nn.Module
     if path == "torch":
-        model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+        model = nn.parallel.DistributedDataParallel(nn.Linear(width, width))
     else:
-        model = ours = DistributedDataParallel(nn.Linear(64, 64), reduce_through=path, timeout_s=60)
+        model = ours = DistributedDataParallel(nn.Linear(width, width), reduce_through=path, timeout_s=60)
         assert ours.gradient_path == ("hosts" if path == "auto" else "group")
-    x = torch.ones(4, 64)
+    x = torch.ones(4, width)
 
     def backward() -> None:
         model.zero_grad()

@@ -40,6 +40,8 @@ class Rate:
 
 
 RATES = {
+    # As a link between two buildings: what waits in its queue takes 16 s to leave it.
+    "1mbit": Rate("1mbit", 1e6, ("16kb", "16kb"), ("2mb", "2mb")),
     "100mbit": Rate("100mbit", 1e8, ("16kb", "64kb"), ("2mb", "8mb")),
     # Smaller bursts cut the large packets of segmentation offload, and lose them.
     "1gbit": Rate("1gbit", 1e9, ("70kb", "256kb"), ("4mb", "8mb")),
@@ -131,8 +133,16 @@ class Hosts:
         return int(_run("ip", "netns", "exec", self._names[host], "cat", counter))
 
     def cut(self, host: int) -> None:
-        """From now on packets from and to a host vanish; nobody is told."""
+        """From now on packets from and to a host vanish; no end is told."""
         _run("ip", "-n", self._bridge, "link", "set", f"port{host}", "nomaster")
+
+    def mend(self, host: int) -> None:
+        """Undo `cut`."""
+        _run("ip", "-n", self._bridge, "link", "set", f"port{host}", "master", "bridge0")
+
+    def cut_one_way(self, source: int, destination: int) -> None:
+        """From now on packets of one host to another vanish, and those in the other direction arrive."""
+        _run("ip", "-n", self._names[source], "route", "add", "blackhole", f"{self.address(destination)}/32")
 
     def add_dead_end(self, host: int, interface: str) -> str:
         """Give a host an interface that is up and leads to no other host; its address."""

@@ -26,7 +26,7 @@ LAYOUT = (0, 0, 1, 1)
 WITHIN_S = 120
 SOON_S = 3.0
 """A machine that does nothing else needs some milliseconds."""
-CUT_S = 6.0
+CUT_S = 12.0
 """The same needs 3.3 s."""
 Ranks = list["subprocess.Popen[str]"]
 

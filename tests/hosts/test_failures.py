@@ -17,12 +17,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from paceline.rendezvous.control import SILENCE_VARIABLE
 from tests.harness.warm import warm_python
 from tests.hosts.failing import GUILTY, NOTICED
 from tests.hosts.namespaces import Hosts, why_not
@@ -49,8 +50,8 @@ LAYOUTS = pytest.mark.parametrize("framework, path, layout", EACH)
 FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "paddle"])
 SOON_S = 3.0
 """A machine that does nothing else needs 0.3 s (see docs/design/hosts.md); the deadline is 60 s."""
-CUT_S = 6.0
-"""The same needs 4 s."""
+CUT_S = 12.0
+"""The same needs 4 s; on a busy machine the threads that measure it get their turns late."""
 
 
 @pytest.fixture
@@ -86,11 +87,12 @@ def start(
     layout: Layout = TWO_AND_TWO,
     framework: str = "torch",
     python: str | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> list[Rank]:
     """Ranks that train by now. `python` runs them; None: one that has imported the framework."""
     program = [python or warm_python(framework), "-m", "tests.hosts.failing", framework, what, path]
     ranks = []
-    for process in hosts.start_ranks(program, layout, {}, **OPTIONS):
+    for process in hosts.start_ranks(program, layout, environment or {}, **OPTIONS):
         said = []
         while not (said and said[-1].startswith("warm ")):
             line = process.stdout.readline()
@@ -161,6 +163,46 @@ def test_a_cut_link(hosts: Hosts, framework: str, path: str) -> None:
         when, error = noticed(rank)
         assert when - at < CUT_S, error
         assert f"on host node{1 - host} cannot be reached any more" in error, error
+
+
+ONE_WAY = pytest.mark.parametrize("source", [0, 1])
+
+
+@ONE_WAY
+@pytest.mark.parametrize("path", ["auto", "group"])
+@pytest.mark.parametrize("layout", [TWO_AND_TWO, ONE_AND_THREE])
+def test_a_link_that_is_cut_in_one_direction(hosts: Hosts, source: int, path: str, layout: Layout) -> None:
+    """The end that hears nothing gives up, and the other end learns it as soon."""
+    ranks = start(hosts, "cut", path, layout)
+    at = time.monotonic()
+    hosts.cut_one_way(source, 1 - source)
+    for rank, host in zip(ranks, layout):
+        when, error = noticed(rank)
+        assert when - at < CUT_S, error
+        # Who still hears the other host only sees that it gives up.
+        words = "was reset" if host == source and "was reset" in error else "cannot be reached any more"
+        assert f"on host node{1 - host} {words}" in error and "killed" not in error, error
+
+
+@pytest.mark.parametrize("path", ["auto", "group"])
+def test_a_short_cut_is_survived(hosts: Hosts, path: str) -> None:
+    """Of 7 s where 10 are allowed: TCP by itself sends again after 6.2 s and after 12.6 s."""
+    ranks = start(hosts, "pause", path, environment={SILENCE_VARIABLE: "10"})
+    hosts.cut(1)
+    time.sleep(7.0)
+    hosts.mend(1)
+    for rank in ranks:
+        output = rank.output()
+        assert rank.process.returncode == 0 and "done" in output, output
+
+
+@pytest.mark.parametrize("layout", [TWO_AND_TWO, ONE_AND_THREE])
+def test_a_slow_link_with_a_deep_queue_is_no_lost_host(layout: Layout) -> None:
+    """The channel's messages wait for seconds behind the gradients, over which the host is known to live."""
+    with Hosts(2, "1mbit") as hosts:
+        for rank in start(hosts, "slow", "auto", layout):
+            output = rank.output()
+            assert rank.process.returncode == 0 and "done" in output, output
 
 
 @LAYOUTS

@@ -11,6 +11,7 @@ import logging
 import random
 import shutil
 import socket
+import struct
 import threading
 import time
 from dataclasses import replace
@@ -833,3 +834,38 @@ def test_what_the_hub_itself_has_lost_is_gone_for_who_watches(channels):
     channels[0].watch(watcher)
     channels[0].tell(PeerLostError("Rank 1 died.", lost=(1,)))
     watcher.wait_for("lost", 1)
+
+
+def reset(channel):
+    """What a firewall does to the connections of a rank, or the kernel where one died with data unread."""
+    channel._is_closed = True
+    for connection in list(channel._connections.values()):
+        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.socket.shutdown(socket.SHUT_RD)  # which wakes its thread, and that closes it
+
+
+def test_a_rank_whose_connection_is_reset_alone_has_died(channels):
+    reset(channels[3])
+    for rank in (0, 1, 2):
+        error = channels[rank].wait(30.0)
+        assert error.lost == (3,) and error.summary == "Rank 3 of 4 on host node1 died."
+
+
+def test_ranks_of_a_host_whose_connections_are_all_reset_are_not_said_to_have_died(channels):
+    reset(channels[2])
+    reset(channels[3])
+    error = channels[1].wait(30.0)
+    assert error.lost == (2, 3) and "killed" not in str(error)
+    assert error.summary == "The connection to ranks 2-3 of 4 on host node1 was reset."
+    assert "the network between node0 and node1" in error.likely
+
+
+def test_an_end_that_gives_up_says_why(channels):
+    with channels[3]._lock:
+        channels[3]._give_up(0)
+    error = channels[1].wait(30.0)
+    assert (
+        error.lost == (2, 3) and error.summary == "Ranks 2-3 of 4 on host node1 cannot be reached any more."
+    )
+    assert "nothing has come to it from here, and it gave up" in error.seen
+    assert channels[3].wait(30.0).lost == (0, 1)

@@ -1,14 +1,16 @@
 """The control channel between the hosts of a job: who is alive, and why one of them is not any more.
 
 A star of TCP connections, one from each rank to the hub (rank 0), or for many ranks a tree (`channel_tree`),
-made once for each process group; gradients do not travel here. Its one idea: the kernels of both ends watch a
-connection, and not our threads. A process that ends is told by its kernel at once, whatever ends it. A link
-that is cut, or a host that stops, no longer acknowledges what is sent to it: the hub sends each rank a beat,
-and after the silence that is allowed the kernel gives the connection up. A process that computes, is paused
-or holds Python's lock for long is none of these, because its kernel goes on answering; for such a one the
-deadline of the pass is there.
+made once for each process group; gradients do not travel here. Kernels watch the connections, not threads:
+a process that ends is reported by its kernel at once, whatever ends it. If a link is cut, or a host stops, no
+segment comes from it any more, neither an answer to the hub's beats nor to the kernel's probes, over any
+connection of this host (`arrivals`); after the silence that is allowed, both ends give the connection up. A
+process that computes, is paused or holds Python's lock for long is none of these, because its kernel goes on
+answering; the deadline of the backward finds it.
 
     rank 3 dies, raises or leaves    its kernel, or the rank itself, tells the hub
+    a host is silent                 whoever gives up says so before it resets the connection: the other end
+                                     may hear it, if the link is cut in one direction only
     the hub                          tells all others, then ends its own waits; in a tree, whoever is between
     every rank                       keeps the first failure; whoever waits asks for it, or is called
 
@@ -31,17 +33,20 @@ import math
 import os
 import selectors
 import socket
+import struct
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 from paceline.errors import CollectiveError, ConfigError, PacelineError, PeerLostError, format_ranks
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.answers import Activity, Answers, LateRanks, Seen, late_ranks
+from paceline.rendezvous.arrivals import Arrivals, quiet_s
 from paceline.rendezvous.channel_tree import HUB, neighbours_of
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame
@@ -60,9 +65,15 @@ _FORM_WITHIN_S = 60.0
 _LEAVE_WITHIN_S = 2.0  # of ranks that have just come, until they can hear a goodbye
 _LOOK_S = 0.005
 _GRACE_S = 0.1  # for what a dead rank had sent before
+_RESET_GRACE_S = 0.2  # until the other connections of that host are reset as well, if the network does it
+# Nothing came for so long before a connection ended: the link was interrupted, since beats and the kernel's
+# probes are answered more often.
+_QUIET_S = 1.6
+_NEVER_MS = 86_400_000  # the kernel must not give up: it knows of one connection only
 _RECEIVE_BYTES = 1 << 16
 _MOST_UNSENT_BYTES = 1 << 18
 _UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
+_RESET = frozenset({errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE})
 _RANK_BYTES = 4
 _MOST_FIGURES_BYTES = 4096
 
@@ -115,21 +126,30 @@ def allowed_silence_s(environ: Mapping[str, str] | None = None) -> float:
     return seconds
 
 
+class How(Enum):
+    """How a connection was lost."""
+
+    ENDED = "ended"  # by the kernel of a process that has died
+    SILENT = "silent"  # nothing comes from that host, or nothing comes to it
+    RESET = "reset"  # by that host, or by something between
+    UNREADABLE = "unreadable"  # what came over it cannot be read
+
+
 @dataclass(frozen=True)
 class Loss:
-    """What the hub tells of ranks with which the connection is lost.
+    """What a rank reports of ranks with which the connection is lost.
 
     Attributes:
         ranks: All of one host.
-        is_silent: Their host does not answer; else the connection was ended.
+        how: A value of `How`.
         by: The rank that saw it.
-        said: What was wrong with the connection; "": it ended.
+        said: What it saw; "": as `how` says.
     """
 
     ranks: list[int]
-    is_silent: bool
+    how: str
     by: int
-    said: str
+    said: str = ""
 
     def pack(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -137,7 +157,9 @@ class Loss:
     @classmethod
     def unpack(cls, raw: bytes) -> Loss:
         """Raises MessageError: it is none."""
-        return cls(**read_object(raw, {"ranks": list, "is_silent": bool, "by": int, "said": str}))
+        loss = cls(**read_object(raw, {"ranks": list, "how": str, "by": int, "said": str}))
+        How(loss.how)
+        return loss
 
 
 class RanksWatcher(Protocol):
@@ -188,14 +210,16 @@ class ControlChannel:
         self._unsent = dict.fromkeys(connections, b"")
         self._to_say: deque[tuple[int, Frame, bytes]] = deque()
         self._is_sending = False
-        self._heard = dict.fromkeys(connections, time.monotonic())
+        now = time.monotonic()
+        self._heard = dict.fromkeys(connections, now)
+        self._reset: dict[int, float] = {}  # ranks whose connections were reset; when that is judged
         self._left: set[int] = set()
         self._has_told = self._is_leaving = self._is_closed = False
         self._has_failed = threading.Event()
         self._watcher: RanksWatcher | None = None
         self._callbacks: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
         self._calls_at_s: float | None = None
-        self._beats_at_s = time.monotonic()
+        self._beats_at_s = self._looks_at_s = now
         # A signal handler that raises may tell, while its thread is here.
         self._lock = threading.RLock()
         everybody = [each for ranks in hosts for each in ranks]
@@ -208,8 +232,9 @@ class ControlChannel:
         self._answers = Answers(rank, neighbours, everybody, send_answers, self._lock)
         self._selector = selectors.DefaultSelector()
         for other, connection in self._connections.items():
-            _watch_by_kernel(connection.socket, silence_s)
+            _prepare(connection.socket)
             self._selector.register(connection.socket, selectors.EVENT_READ, other)
+        self._arrivals = Arrivals({rank: each.socket for rank, each in connections.items()}, now)
         lifetime.at_failure(self.tell)
         lifetime.before_leaving(self.close)
         _forget_in_children(self)
@@ -291,8 +316,8 @@ class ControlChannel:
     def late(self, *, is_silent: bool = False) -> LateRanks | None:
         """Ranks for which the others wait: those that do not answer, else those that wait for nobody.
 
-        For a rank whose deadline has passed. Not collective; blocks at most half a second. None also if there
-        is a `failure` meanwhile, which says more.
+        For a rank whose deadline has passed. Not collective; blocks at most half a second, or in a silence
+        until that is over or a failure. None also if there is a `failure` meanwhile, which says more.
 
         Args:
             is_silent: Only ranks that do not answer.
@@ -300,6 +325,8 @@ class ControlChannel:
         if os.getpid() != self._pid or self._is_closed:
             return None
         before = self.failure
+        if before is None:
+            self._wait_out_silence()
         seen = self._answers.ask(lambda: frozenset(self._left))
         if self.failure is not before:
             return None
@@ -307,6 +334,14 @@ class ControlChannel:
         if is_silent:
             return late_ranks(Seen(seen.silent), self.members, own) if seen.silent else None
         return late_ranks(seen, self.members, own)
+
+    def _wait_out_silence(self) -> None:
+        """A neighbour that is cut off does not answer; wait until that is known."""
+        until_s = time.monotonic() + self._silence_s + _LEAVE_WITHIN_S
+        while not self._has_failed.wait(_LOOK_S) and (now := time.monotonic()) < until_s:
+            with self._lock:
+                if not self._reset and self._arrivals.longest_silence_s(now) < _QUIET_S:
+                    return
 
     def close(self) -> None:
         """Leave in good order: the others are told, and go on. Not collective.
@@ -350,9 +385,10 @@ class ControlChannel:
         now = time.monotonic()
         with self._lock:
             self._beat(now)
+            self._look(now)
             self._answers.end_round(now)
             calls = self._due_calls(now)
-            self._is_closed |= not self._connections and self._calls_at_s is None
+            self._is_closed |= not self._connections and not self._reset and self._calls_at_s is None
         failure = self.failure
         for call in calls:
             if (method := call()) is not None and failure is not None:
@@ -373,11 +409,12 @@ class ControlChannel:
 
     def _nap_s(self) -> float:
         calls_at_s = math.inf if self._calls_at_s is None else self._calls_at_s
-        until_s = min(self._beats_at_s, calls_at_s, self._answers.ends_at_s)
+        until_s = min(self._beats_at_s, self._looks_at_s, calls_at_s, self._answers.ends_at_s)
         return max(0.0, until_s - time.monotonic())
 
     def _release(self) -> None:
-        for connection in self._connections.values():
+        for rank, connection in self._connections.items():
+            self._arrivals.forget(rank)
             connection.socket.close()
         self._selector.close()
 
@@ -390,6 +427,18 @@ class ControlChannel:
                 self._flush(rank)
             elif now - self._heard[rank] < _STALLED_S or rank == self._parent:
                 self._send(rank, Frame.BEAT, b"")
+
+    def _look(self, now: float) -> None:
+        """See who is silent, and what became of connections that were reset."""
+        due = [rank for rank, due_s in self._reset.items() if now >= due_s]
+        while due:
+            if (rank := due.pop()) in self._reset:  # else it was judged with another rank of its host
+                self._judge_reset(rank)
+        if now < self._looks_at_s:
+            return
+        self._looks_at_s = now + BEAT_S
+        for rank in self._arrivals.silent(self._silence_s, now):
+            self._give_up(rank)
 
     def _due_calls(self, now: float) -> list[weakref.WeakMethod[Callable[[BaseException], object]]]:
         if self._calls_at_s is None or now < self._calls_at_s:
@@ -417,9 +466,9 @@ class ControlChannel:
         except BlockingIOError:
             return
         except OSError as error:
-            self._lose(rank, error)
+            self._end(rank, error)
         except (ValueError, TypeError, LookupError) as error:
-            self._lose(rank, ConnectionError(f"it sent what cannot be read ({error})"))
+            self._lose(rank, How.UNREADABLE, f"it sent what cannot be read ({error})")
 
     def _understand(self, rank: int, kind: Frame, text: bytes) -> None:
         with self._lock:
@@ -427,6 +476,8 @@ class ControlChannel:
                 self._hear_figures(rank, text)
             if kind in (Frame.ASK, Frame.ANSWER, Frame.SEEN):
                 self._answers.hear(rank, kind, text, lambda: frozenset(self._left))
+            if kind is Frame.GAVE_UP:
+                self._lose(rank, How.SILENT, "nothing has come to it from here, and it gave up")
             if kind is Frame.DIED:
                 loss = Loss.unpack(text)
                 self._check_speaker(rank, loss.ranks)
@@ -469,23 +520,70 @@ class ControlChannel:
 
     # --- failures ---
 
-    def _lose(self, rank: int, error: OSError) -> None:
+    def _end(self, rank: int, error: OSError) -> None:
         """A connection has ended."""
         with self._lock:
-            connection = self._connections.pop(rank, None)
-            if connection is None:
+            if rank not in self._connections:
                 return
-            self._selector.unregister(connection.socket)
-            connection.socket.close()
-            if rank in self._left or self._is_closed:
-                return
-            lost, is_silent = [rank], error.errno in _UNREACHABLE
-            if is_silent:  # what does not answer is a host's kernel, and so all of its ranks
-                lost = next(list(ranks) for ranks in self._hosts if rank in ranks)
-            loss = Loss(lost, is_silent, self._rank, "" if error.errno else str(error))
-            self._send_all(Frame.DIED, loss.pack())
-            self._lose_sight(lost)
-            self._fail(self._lost(loss), _GRACE_S)
+            quiet = quiet_s(self._connections[rank].socket)
+            if error.errno in _UNREACHABLE:
+                self._lose(rank, How.SILENT)
+            elif quiet >= _QUIET_S:
+                self._lose(
+                    rank, How.SILENT, f"the connection ended after {quiet:.1f} s without a sign of life"
+                )
+            elif error.errno is None:
+                self._lose(rank, How.ENDED if not str(error) else How.UNREADABLE, str(error))
+            elif error.errno not in _RESET:
+                self._lose(rank, How.ENDED)
+            elif self._drop(rank):
+                self._reset[rank] = time.monotonic() + _RESET_GRACE_S
+
+    def _give_up(self, rank: int) -> None:
+        """Nothing comes any more; tell the other end why the connection ends, which may still hear it."""
+        self._send(rank, Frame.GAVE_UP, b"")
+        with contextlib.suppress(OSError):
+            reset = struct.pack("ii", 1, 0)  # at once, instead of trying to send the rest for minutes
+            self._connections[rank].socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        self._lose(rank, How.SILENT)
+
+    def _judge_reset(self, rank: int) -> None:
+        """A process that dies with data unread resets its connection; a firewall those of all its host."""
+        self._reset.pop(rank)
+        ranks = self._ranks_beside(rank)
+        others = [each for each in ranks if each != rank]
+        if any(each in self._connections for each in others):
+            self._report_loss(Loss([rank], How.ENDED.value, self._rank))
+            return
+        lost = [rank, *(each for each in others if self._reset.pop(each, None) is not None)]
+        self._report_loss(Loss(sorted(lost), How.RESET.value, self._rank))
+
+    def _lose(self, rank: int, how: How, said: str = "") -> None:
+        """A connection is of no use any more."""
+        with self._lock:
+            if self._drop(rank):
+                # What does not answer is a host's kernel, and so all of its ranks.
+                lost = self._ranks_beside(rank) if how is How.SILENT else [rank]
+                self._report_loss(Loss(lost, how.value, self._rank, said))
+
+    def _drop(self, rank: int) -> bool:
+        """Close a connection; whether it is missed."""
+        connection = self._connections.pop(rank, None)
+        if connection is None:
+            return False
+        self._arrivals.forget(rank)
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        return rank not in self._left and not self._is_closed
+
+    def _ranks_beside(self, rank: int) -> list[int]:
+        """All ranks of a rank's host."""
+        return next(list(ranks) for ranks in self._hosts if rank in ranks)
+
+    def _report_loss(self, loss: Loss) -> None:
+        self._send_all(Frame.DIED, loss.pack())
+        self._lose_sight(loss.ranks)
+        self._fail(self._lost(loss), _GRACE_S)
 
     def _fail(self, error: CollectiveError, within_s: float) -> None:
         if self.failure is None and not self._has_told:
@@ -514,14 +612,26 @@ class ControlChannel:
         saw = "" if by == self._rank else f", as {self.members[by].describe()} saw"
         fields: dict[str, Any] = {"lost": tuple(loss.ranks), "hosts": (lost[0].host,), "rank": self._rank}
         where = f"{self.members[self._rank].describe()}, control channel"
-        if loss.is_silent:
+        between = f"between {self.members[by].host} and {lost[0].host}"
+        if loss.how == How.SILENT.value:
+            seen = said or f"no sign of life of that host for {self._silence_s:g} s"
             return PeerLostError(
                 f"{who} cannot be reached any more.",
                 where=where,
-                seen=f"{pids}: no sign of life of that host for {self._silence_s:g} s{saw}",
-                likely=f"the network between {self.members[by].host} and {lost[0].host} was cut, or one of "
-                "them was switched off or stopped",
+                seen=f"{pids}: {seen}{saw}",
+                likely=f"the network {between} was cut, perhaps in one direction only, or one of them was "
+                "switched off or stopped",
                 hint=f"look at {lost[0].host}; {SILENCE_VARIABLE} allows a longer silence",
+                **fields,
+            )
+        if loss.how == How.RESET.value:
+            return PeerLostError(
+                f"The connection to {who[0].lower()}{who[1:]} was reset.",
+                where=where,
+                seen=f"{pids}: its end of the connection, or something in between, reset it{saw}",
+                likely=f"the network {between} was cut in one direction, and that end gave up; or a firewall "
+                "or router reset the connection; or the process ended",
+                hint="look at its output: if it still runs, it says what it has seen of this host",
                 **fields,
             )
         return PeerLostError(
@@ -588,16 +698,18 @@ def _serve(channel: weakref.ref[ControlChannel]) -> None:
         del strong
 
 
-def _watch_by_kernel(link: socket.socket, silence_s: float) -> None:
-    """Let the kernel end a connection whose other end acknowledges nothing."""
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    # Of beats that are sent; a beat and some slack come on top. See tcp(7).
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int((silence_s - 2 * BEAT_S) * 1000))
-    # And of probes where nothing is sent: by a rank, which only answers, and to one that does not read.
-    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, round(silence_s)))
+def _prepare(connection: socket.socket) -> None:
+    """Let a connection show signs of life often, and end only by this process or the other end."""
+    options = (
+        (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NEVER_MS),
+        # The kernel probes where nothing is sent: from a rank to the hub, and to a rank that does not read.
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),
+    )
+    for option in options:
+        connection.setsockopt(*option)
 
 
 _is_installed = False

@@ -41,6 +41,7 @@ class Frame(IntEnum):
     ANSWER = 13
     SEEN = 14
     FULL = 15  # too many connections wait: come again
+    GAVE_UP = 16  # nothing has come from this end
 
 
 def frame(kind: Frame, payload: bytes) -> bytes:
