@@ -17,8 +17,9 @@
 namespace paceline {
 namespace {
 
-constexpr size_t kWhole = 256;  ///< a buffer of so many bytes is looked at whole
-constexpr size_t kPiece = 64;   ///< of a larger one: begin, middle and end
+constexpr size_t kWhole =
+    256;                       ///< a buffer of so many bytes is looked at whole
+constexpr size_t kPiece = 64;  ///< of a larger one: begin, middle and end
 
 /// The dictionaries in which a module and its children keep their buffers, and
 /// what each was when it was last noted: which object, its version, and a
