@@ -17,9 +17,10 @@
 namespace paceline {
 namespace {
 
-constexpr size_t kWhole =
-    256;                       ///< a buffer of so many bytes is looked at whole
-constexpr size_t kPiece = 64;  ///< of a larger one: begin, middle and end
+/// A buffer of so many bytes is looked at whole.
+constexpr size_t kWhole = 256;
+/// As many bytes at the begin, in the middle and at the end of a larger one.
+constexpr size_t kPiece = 64;
 
 /// The dictionaries in which a module and its children keep their buffers, and
 /// what each was when it was last noted: which object, its version, and a

@@ -160,7 +160,7 @@ def world(monkeypatch):
 def hand_over_all(world: SimpleNamespace) -> None:
     for index in reversed(range(COUNT)):
         world.arena.views[index].copy_(torch.ones(2, 3, device=DEVICE))
-        world.reducer.mark_copied(index, 0, 24)
+        world.reducer.mark_copied(index, (index + 1) << 12, 24)  # an address of the device
 
 
 def test_nothing_waits_but_streams_and_the_thread_that_takes_the_shares(world):
