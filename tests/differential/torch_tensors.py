@@ -52,7 +52,9 @@ def dense_of(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.inner
     if tensor.is_nested:
         return torch.cat([row.flatten() for row in tensor.unbind()])
-    return tensor.to_dense() if tensor.layout in (torch.sparse_csr, torch.sparse_coo) else tensor
+    # Not the rows of a sparse gradient: to_dense() adds to zeros, and a rank may flush what is added.
+    is_matrix = tensor.layout is torch.sparse_csr or (tensor.is_sparse and tensor.sparse_dim() == 2)
+    return tensor.to_dense() if is_matrix else tensor
 
 
 def _spoil(tensor: torch.Tensor, by: float) -> None:
