@@ -301,3 +301,19 @@ def test_broadcasts_in_forward_with_uneven_data(rank: int) -> None:
             ddp(x).mean().backward()
         ddp(x).mean().backward()
     ddp.check_replicas()
+
+
+@pytest.mark.parametrize("path", ["auto", "group"])
+@ranks(2, group="gloo")
+def test_wrapping_a_second_model_with_the_same_module_is_no_write(rank, path):
+    shared = Scaled()
+    shared.keeps_own = True
+    first = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
+    shared.large.mul_(2.0)  # on every rank
+    second = DistributedDataParallel(nn.Sequential(shared, nn.Linear(1, 1)), reduce_through=path)
+    for model in (first, second, first):
+        model(BATCH[rank::2]).sum().backward()
+    if rank == 1:
+        shared.large.mul_(3.0)
+    with pytest.raises(ReplicasDifferError, match="large"):
+        first(BATCH[rank::2]).sum().backward()

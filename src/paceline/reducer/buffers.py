@@ -146,6 +146,17 @@ class BufferWrites:
         _all_writes.add(self)
         for each in _all_writes:
             each._find_others()
+        for find in self._others:
+            if (other := find()) is not None:
+                other._note_wrapping(self._held)
+
+    def _note_wrapping(self, held: set[int]) -> None:
+        """Wrapping another model has just made the buffers in these dictionaries the same on all ranks."""
+        self._collect()
+        self._snapshot.note()
+        for prefix, slot in self._tensors.buffer_slots():
+            if id(slot) in held:
+                self._unused.difference_update(f"{prefix}{key}" for key in slot)
 
     def _take_slots(self) -> None:
         slots = self._tensors.buffer_slots()
