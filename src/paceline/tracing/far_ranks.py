@@ -26,7 +26,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from paceline.tracing import ring_file
-from paceline.tracing.ring_file import NOTES_AT, RankHeader, RankRecording, printable
+from paceline.tracing.ring_file import NOTES_AT, RankHeader, RankRecording, is_number, printable
 from paceline.tracing.totals import TABLE_BYTES, Totals, pack_totals, unpack_totals
 
 MOST_BYTES = 2048
@@ -86,7 +86,7 @@ class Words:
             step, failure, memory = (told[name] for name in ("step", "failure", "memory"))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             raise ValueError("it holds no words of a rank") from None
-        if not isinstance(failure, str) or not all(isinstance(n, int | None) for n in (step, memory)):
+        if not isinstance(failure, str) or not all(n is None or is_number(n) for n in (step, memory)):
             raise ValueError("it holds no words of a rank")
         return cls(step, values, printable(failure, "\n\t"), memory)
 

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.tracing.ring_file import RankRecording, paths_in, printable, read_bytes, read_folder
+from paceline.tracing.ring_file import RankRecording, is_number, paths_in, printable, read_bytes, read_folder
 
 _FACTS = "job.json"
 _MOST_KEPT = 10
@@ -186,7 +186,7 @@ def facts_of(folder: Path) -> JobFacts | None:
         time.localtime(facts.started_s)
     except (OSError, ValueError, TypeError, OverflowError, RecursionError):
         return None
-    return replace(facts, name=name) if all(isinstance(number, int) for number in numbers) else None
+    return replace(facts, name=name) if all(map(is_number, numbers)) else None
 
 
 def find(name: str) -> Path:

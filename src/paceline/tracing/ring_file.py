@@ -233,9 +233,12 @@ def _note_of(line: bytes) -> dict[str, Any]:
     try:
         note = json.loads(line)
         fields = _NOTES.get(note["what"], {})
-        if not all(isinstance(note[name], kind) for name, kind in fields.items()):
+        if not all(
+            is_number(note[name]) if kind is int else isinstance(note[name], kind)
+            for name, kind in fields.items()
+        ):
             raise ValueError
-        if note["what"] == "buckets" and not all(isinstance(nbytes, int) for nbytes, _ in note["buckets"]):
+        if note["what"] == "buckets" and not all(is_number(nbytes) for nbytes, _ in note["buckets"]):
             raise ValueError
     except (ValueError, TypeError, KeyError, RecursionError):
         raise ValueError("it holds a note that no rank has written") from None
@@ -250,6 +253,11 @@ _NOTES: dict[str, dict[str, type]] = {
     "value": {"number": int, "name": str},
     "failure": {"time_ns": int, "text": str},
 }
+
+
+def is_number(value: object) -> bool:
+    """Whether what was JSON is an integer of a size that a rank or a launcher writes."""
+    return isinstance(value, int) and abs(value) < 1 << 63
 
 
 def printable(text: str, also: str = "") -> str:
