@@ -17,6 +17,7 @@ import argparse
 import gc
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -53,16 +54,18 @@ def main() -> None:
 
 def _run_jobs(args: argparse.Namespace) -> list[int]:
     """The exit statuses of the ranks of some jobs."""
-    with tempfile.TemporaryDirectory(prefix="gloo-exits-") as folder:
-        pids = []
-        for job in range(_JOBS_AT_ONCE):
-            for rank in range(WORLD_SIZE):
-                pid = os.fork()
-                if pid == 0:
-                    _train(rank, Path(folder, f"store-{job}"), args)
-                    sys.exit(0)  # through the end of the interpreter
-                pids.append(pid)
-        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    folder = Path(tempfile.mkdtemp(prefix="gloo-exits-"))
+    pids = []
+    for job in range(_JOBS_AT_ONCE):
+        for rank in range(WORLD_SIZE):
+            pid = os.fork()
+            if pid == 0:
+                _train(rank, folder / f"store-{job}", args)
+                sys.exit(0)  # through the end of the interpreter
+            pids.append(pid)
+    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+    shutil.rmtree(folder)  # not in the forks, as a TemporaryDirectory would
+    return statuses
 
 
 def _train(rank: int, store: Path, args: argparse.Namespace) -> None:
