@@ -59,7 +59,10 @@ class PaddleNames(PaddleDataParallel):
 
     @property
     def grad_need_sync(self) -> bool:
-        """`require_backward_grad_sync`, under Paddle's name."""
+        """Whether the next forward begins a synchronised pass; see no_sync().
+
+        Changed between a forward and its backward, it decides about that backward.
+        """
         return self.require_backward_grad_sync
 
     @grad_need_sync.setter

@@ -153,10 +153,6 @@ class DataParallel(WrappedModel, PaddleNames):
         ConfigError: An argument, or the model, is not supported; the message says which and why.
         ModelMismatchError: The ranks wrapped different models; names the first difference.
 
-    Attributes:
-        grad_need_sync: Whether the next forward begins a synchronised pass; see no_sync(). Set between a
-            forward and its backward, it decides about that backward.
-
     Example:
         >>> model = DataParallel(nn.Linear(4, 1))
         >>> model(batch).sum().backward()   # rank 0's gradient was 1, rank 1's was 3: now 2 on both

@@ -154,8 +154,6 @@ class DistributedDataParallel(WrappedModel, TorchNames):
 
     Attributes:
         module: The wrapped model.
-        require_backward_grad_sync: Whether the next forward begins a synchronised pass; see no_sync(). Set
-            between a forward and its backward, it decides about that backward.
 
     Example:
         >>> model = DistributedDataParallel(nn.Linear(4, 1))
