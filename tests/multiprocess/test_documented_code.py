@@ -106,6 +106,8 @@ def of_data(names: Names, number: int) -> None:
     names |= {"glob": lambda pattern: [str(path) for path in DOCS.glob("*.md")], "epochs": 2}
     if "EvaluationSampler" in block:
         names["dataset"] = [torch.ones(4) * number for number in range(100)]
+    if "ddp.weight(len(inputs))" in block:
+        names["batches"] = DataLoader(classes(24), batch_size=16)
     if "ddp.finish" in block:
         names["loader"] = DataLoader(classes(24 + 8 * dist.get_rank()), batch_size=16)
 

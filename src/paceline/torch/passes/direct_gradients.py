@@ -19,17 +19,15 @@ class DirectGradients:
         writes: How often parameters were written since the last pass.
         where: This rank, in words.
         is_alone: Whether it is the only one.
+
+    Attributes:
+        returned: The writes and collectives at such a call since the last backward; None: there was none.
     """
 
     def __init__(self, writes: Callable[[], int], where: str, *, is_alone: bool) -> None:
         self._writes, self._where = writes, where
-        self._returned: tuple[int, int] | None = None
+        self.returned: tuple[int, int] | None = None
         self._is_over = is_alone  # or has warned
-
-    @property
-    def is_suspicious(self) -> bool:
-        """Whether there was such a call since the last backward."""
-        return self._returned is not None
 
     def note_call(self, *, has_passes: bool) -> None:
         """Gradients of parameters are being returned.
@@ -38,23 +36,23 @@ class DirectGradients:
             has_passes: Whether there was a pass before. If parameters are what they were at its end, the next
                 step is one with its gradients.
         """
-        if self._is_over or self._returned is not None:
+        if self._is_over or self.returned is not None:
             return
         writes = self._writes()
         if writes or not has_passes:
-            self._returned = writes, _collectives()
+            self.returned = writes, _collectives()
 
     def forget(self) -> None:
         """A backward has run."""
-        self._returned = None
+        self.returned = None
 
     def check(self) -> None:
         """A forward begins: warn if parameters were written since the call."""
-        assert self._returned is not None
-        writes, collectives = self._returned
+        assert self.returned is not None
+        writes, collectives = self.returned
         if self._writes() == writes:
             return
-        self._returned = None
+        self.returned = None
         if _collectives() != collectives:
             return
         self._is_over = True

@@ -180,7 +180,7 @@ class TorchAutograd:
             self._in_backward = take_over_optimizers(self._tensors.trainable)
         if self._weights.is_used:
             self._weights.note_forward()
-        if self._direct.is_suspicious:
+        if self._direct.returned is not None:
             if self._state.accumulated:  # by a backward in no_sync()
                 self._direct.forget()
             else:
@@ -267,7 +267,7 @@ class TorchAutograd:
 
     @untraced
     def prepare(self) -> None:
-        self._direct.forget()
+        self._direct.returned = None
         if self._state.accumulated:
             part_accumulated(self._tensors.trainable, self._state.accumulated)
         if (scattered := self._gradients.scattered) is not None:
