@@ -80,6 +80,28 @@ def test_a_difference_of_torchs_own_wrapper_that_is_known(tmp_path):
     assert status == 0 and "--- default: equal" in output, output
 
 
+_TRAIN = [{"op": "zero_grad"}, {"op": "forward"}, {"op": "backward"}, {"op": "step"}]
+_LOCAL = [{"op": "forward", "no_sync": True}, {"op": "backward", "no_sync": True}]
+_DIRECT = [{"op": "forward"}, {"op": "direct"}]
+
+
+@pytest.mark.parametrize(
+    ("ops", "error"),
+    [
+        ([{"op": "write", "values": [2.0, None]}, *_LOCAL, *_TRAIN[1:]], "ReplicasDifferError"),
+        ([*_DIRECT, {"op": "try", "body": _TRAIN}, *_TRAIN], "RuntimeWarning"),
+    ],
+    ids=["local gradients of buffers that ranks have written apart", "a warning of drift that is caught"],
+)
+def test_what_comes_of_a_documented_error(tmp_path, ops, error):
+    layers = [{"kind": "factor"}, {"kind": "linear"}]
+    setup = [{"op": "wrap"}, {"op": "optimizer"}, *_TRAIN, {"op": "zero_grad"}]
+    file = tmp_path / "refused.json"
+    file.write_text(json.dumps({**_PLAIN, "models": [{"layers": layers}], "ops": [*setup, *ops]}))
+    status, output = _fuzz("--program", str(file))
+    assert status == 0 and f"--- default: refused {error}" in output, output
+
+
 @pytest.mark.parametrize(
     ("mutation", "kind"),
     [

@@ -84,6 +84,7 @@ class Machine(Walker):
         self.losses: dict[str, Loss] = {}
         self.numbers: dict[int, int] = {}
         self.handles: list[Any] = []
+        self._written_apart: set[int] = set()  # models with buffers of which ranks may have other values
         self.uses_amp = any(op.get("amp") for _, op in numbered(program["ops"]))
         for spec in program["models"]:
             self._build(spec)
@@ -325,6 +326,7 @@ class Machine(Walker):
         synced = sorted(set(synced))
         if synced:
             yield Meeting("synchronised", synced)
+            self._written_apart.difference_update(synced)
             for model in synced:
                 self.weight_so_far.pop(model, None)
         for model in range(len(self.nets)):
@@ -338,8 +340,16 @@ class Machine(Walker):
                 self.wrappers[model].require_backward_grad_sync = is_syncing
 
     def _op_write(self, op: Op, label: str) -> None:
-        """Write to the buffers that no forward writes. Right is what rank 0 writes, on all ranks."""
-        value = of_rank(op.get("values", 1.0), 0 if self.subject.simulates else self.rank)
+        """Write to the buffers that no forward writes. Right is what rank 0 writes, on all ranks.
+
+        A forward in no_sync() may still use this rank's own value: the mean that follows is right, or an
+        error on every rank.
+        """
+        values = op.get("values", 1.0)
+        is_apart = isinstance(values, list) and len(set(values)) > 1
+        if is_apart and not self.options.get("forward_sync_buffers"):
+            self._written_apart.add(op.get("model", 0) % len(self.nets))
+        value = of_rank(values, 0 if self.subject.simulates else self.rank)
         if value is None:  # this rank writes nothing
             return
         for layer in self._net(op).modules():
@@ -446,8 +456,9 @@ class Machine(Walker):
 
     def _note_gradients(self, model: int, *, is_shared: bool) -> None:
         named = self.nets[model].named_parameters()
-        if any(map(_is_elsewhere, self.nets[model].parameters())):
-            # Each rank has a part: the parameters after the next step tell whether it is right.
+        uses_own_buffers = bool(self._written_apart) and not is_shared
+        if uses_own_buffers or any(map(_is_elsewhere, self.nets[model].parameters())):
+            # The next mean tells whether it is right; of parts, the parameters after the next step.
             at = f"{self.at} model {model}"
             self.record.events.append(Event(at, "gradients", {}, model, shared=is_shared, tainted=True))
         else:

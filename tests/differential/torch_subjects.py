@@ -169,8 +169,10 @@ class Ours:
         """How many passes of this wrapper were good so far; a framework's own does not tell."""
         return getattr(wrapper, "num_good_passes", 0)
 
-    def join(self, wrapper: Any) -> contextlib.AbstractContextManager[Any]:
-        return wrapper.join()  # type: ignore[no-any-return]
+    @contextlib.contextmanager
+    def join(self, wrapper: Any) -> Iterator[None]:
+        with warnings.catch_warnings(), wrapper.join():  # whose end puts a filter before all others
+            yield
 
     def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]:
         return wrapper.iterate(batches, step)  # type: ignore[no-any-return]

@@ -155,6 +155,8 @@ class Walker:
             self.record.events.append(self._error(error))
             self.traps.place = None
             self._tainted = True
+            # A warning that is an error here: parameters differ since a step with what nobody has averaged.
+            self._is_lost = self._is_lost or isinstance(error, RuntimeWarning)
             self.weight_so_far.clear()
             self.weights.clear()
             yield from self._run_ops(op.get("otherwise", []), f"{label}.", len(body))
