@@ -24,6 +24,10 @@ _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 _NUMBER = re.compile(r"-?\b\d[\d.]*(e[+-]?\d+)?\b")
 _ON_OTHER_HOSTS = re.compile(r"^paceline: host \S+ has waited .*\n?", re.M)
 _ON_A_SLOW_RANK = re.compile(r"^paceline: rank .* was waited for in .*\n", re.M)
+# A warning of torch's agent, with its stack, where the agent that keeps the store happens to end first.
+_OF_TORCHS_AGENT = re.compile(
+    r"^(\[?W\d{4} .*|Exception raised from .*|frame #.*|<omitting python frames>)\n?", re.M
+)
 _WITHIN_S = 300.0
 
 
@@ -104,6 +108,7 @@ def words_of(output: str) -> Counter[str]:
     """
     output = _ON_A_SLOW_RANK.sub("", output)
     output = _ON_OTHER_HOSTS.sub("", output)
+    output = _OF_TORCHS_AGENT.sub("", output)
     output = re.sub(r"`paceline trace \w+`", "`paceline trace #`", output)
     return Counter(_NUMBER.sub("#", line.rstrip()) for line in output.splitlines() if line.strip())
 
