@@ -37,7 +37,8 @@ def generate(seed: int) -> Program:
     program["modes"] = program["modes"] or ["default"]  # of those that were drawn it can run in none
     _add_hosts(program, random.Random(f"hosts {seed}"), needs_unused=writer.needs_unused)
     _make_uneven(program, random.Random(f"uneven {seed}"))
-    add_tensors(program, random.Random(f"tensors {seed}"))
+    if not accelerator.IS_THERE:  # a device of tests has only plain tensors
+        add_tensors(program, random.Random(f"tensors {seed}"))
     _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)
     _add_between(program, random.Random(f"between {seed}"))
     if accelerator.IS_THERE:
