@@ -317,3 +317,50 @@ def test_wrapping_a_second_model_with_the_same_module_is_no_write(rank, path):
         shared.large.mul_(3.0)
     with pytest.raises(ReplicasDifferError, match="large"):
         first(BATCH[rank::2]).sum().backward()
+
+
+@ranks(2, group="gloo")
+def test_a_write_that_the_program_broadcasts_itself_is_right(rank):
+    """torch counts no write of its collectives, and the middle of a large buffer is not looked at."""
+    ddp = DistributedDataParallel(Scaled())
+    for step in range(STEPS):
+        if step == 2:
+            if rank == 0:
+                ddp.module.large[200:300] = 0
+            torch.distributed.broadcast(ddp.module.large, 0)
+        ddp(BATCH[rank::2]).sum().backward()
+    assert ddp.module.large.sum() == 400
+
+
+@ranks(2, group="gloo")
+def test_sync_buffers_of_another_wrapper_of_the_same_module_is_enough(rank):
+    shared = Scaled()
+    first = DistributedDataParallel(nn.Sequential(shared))
+    second = DistributedDataParallel(nn.Sequential(shared))
+    for step in range(STEPS):
+        if step == 2:
+            if rank == 0:
+                put(shared, 0.5)
+            second.sync_buffers()
+        first(BATCH[rank::2]).sum().backward()
+    assert shared.factor == 0.5
+
+
+@ranks(2, group="gloo")
+def test_a_broadcast_in_forward_where_data_is_uneven_and_ranks_evaluate(rank):
+    """The rank without data takes part in the broadcast, though its last forward was in evaluation mode."""
+    ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
+    for batch in ddp.iterate([BATCH[rank::2]] * (3 if rank == 0 else 1)):
+        ddp(batch).sum().backward()
+        ddp.eval()
+        ddp(batch)
+        ddp.train()
+
+
+@ranks(2, group="gloo")
+def test_a_broadcast_in_forward_where_data_ends_within_accumulation(rank):
+    """A forward in no_sync() has synchronised already what the end of the data belongs to."""
+    ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
+    for number, batch in enumerate(ddp.iterate([BATCH[rank::2]] * (4 - rank))):
+        with contextlib.nullcontext() if number % 2 else ddp.no_sync():
+            ddp(batch).sum().backward()

@@ -154,9 +154,7 @@ class BufferWrites:
         """Wrapping another model has just made the buffers in these dictionaries the same on all ranks."""
         self._collect()
         self._snapshot.note()
-        for prefix, slot in self._tensors.buffer_slots():
-            if id(slot) in held:
-                self._unused.difference_update(f"{prefix}{key}" for key in slot)
+        self._forget(held)
 
     def _take_slots(self) -> None:
         slots = self._tensors.buffer_slots()
@@ -250,6 +248,17 @@ class BufferWrites:
         self._note()
         self.found.clear()
         self._unused.clear()
+        for find in self._others:
+            if (other := find()) is not None:
+                other._forget(self._held)
+
+    def _forget(self, held: set[int]) -> None:
+        """The buffers in these dictionaries have just become the same on all ranks."""
+        for prefix, slot in self._tensors.buffer_slots():
+            if id(slot) in held:
+                for key in slot:
+                    self._unused.discard(f"{prefix}{key}")
+                    self.found.pop(f"{prefix}{key}", None)
 
     def hashes(self, names: Iterable[str]) -> dict[str, int]:
         """Hashes of the values that these buffers have now."""
@@ -348,16 +357,18 @@ class BufferSync:
         """
         if self.hook is not None:
             return
-        if is_training and not self._is_forward_synced:
+        if is_training:
             self.sync_forward()
         if self.writes is not None:
             self.writes.begin_forward(is_trained=is_trained, after_local_backward=after_local_backward)
 
     def sync_forward(self) -> None:
-        """Give every rank rank 0's buffers for the next pass, if `in_forward`. Collective then.
+        """Give every rank rank 0's buffers for the next backward, if `in_forward`. Collective then, and once.
 
         Also if some ranks alone have written what changed nothing: a schedule may go on with other values.
         """
+        if self._is_forward_synced:
+            return
         self._is_forward_synced = True
         is_asked, self._syncs_next = self._in_forward or self._syncs_next, False
         if self.hook is not None or not is_asked:
@@ -418,13 +429,14 @@ class BufferSync:
         differing = [n for n in names if len({tuple(rows[rank].get(n, ())) for rank in active}) > 1]
         if not differing:
             return
-        unwritten = [name for name in differing if name not in found]
-        now = {} if self.writes is None else self.writes.hashes(unwritten)
+        now = {} if self.writes is None else self.writes.hashes(differing)
         left = {name: self._left[name] for name in differing if name in self._left}
         known: list[tuple[dict[str, int], dict[str, int]]] = self._gather((now, left))
         writers = {}
         for name in differing:
             used = {value for rank in active for value in rows[rank].get(name, ())}
+            if {known[rank][0][name] for rank in active} == used and len(used) == 1:
+                continue  # all have what was written, by a way that some have not noticed, as a broadcast
             others = {known[rank][0][name] for rank in active if name not in rows[rank]}
             if (
                 others

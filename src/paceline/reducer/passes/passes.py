@@ -158,6 +158,7 @@ class Passes(Generic[AnyAutograd]):
         self._set_activity = link.tell
         self._begun_forwards = 0
         self._is_in_training = True  # in the last forward
+        self._was_in_training = True  # in that of the last backward
         self._log = PassLog(link.rank, link.world_size, tensors.names, self._arrivals)
         self._pass_id = self._log.before_first + 1
         self.good_passes = 0
@@ -454,6 +455,7 @@ class Passes(Generic[AnyAutograd]):
             SkippedPassError: The backward before this one ended in an exception, on this rank.
         """
         state = self.state
+        self._was_in_training = self._is_in_training
         try:
             self.autograd.prepare()
             state.check_process()
@@ -901,7 +903,7 @@ class Passes(Generic[AnyAutograd]):
         self._tell_if_interrupted()
         self.gradients.restore({})  # those of the last such pass
         self.micro_batches.forget_given()
-        if self._is_in_training:
+        if self._was_in_training:
             self.buffers.sync_forward()
         self._weigh(weight)
         reducer = self.reducer
