@@ -836,24 +836,33 @@ def test_what_the_hub_itself_has_lost_is_gone_for_who_watches(channels):
     watcher.wait_for("lost", 1)
 
 
-def reset(channel):
-    """What a firewall does to the connections of a rank, or the kernel where one died with data unread."""
-    channel._is_closed = True
-    for connection in list(channel._connections.values()):
-        connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.socket.shutdown(socket.SHUT_RD)  # which wakes its thread, and that closes it
+def reset(channels, *ranks):
+    """What a firewall does to the connections of ranks, or the kernel where one died with data unread.
+
+    The hub sees all of it together, however long the threads of the others take, and sends a beat before it
+    has read what became of the connections: the kernel tells an error once, to the beat.
+    """
+    with channels[0]._lock:
+        for rank in ranks:
+            channels[rank]._is_closed = True
+            for connection in list(channels[rank]._connections.values()):
+                connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                connection.socket.shutdown(socket.SHUT_RD)  # which wakes its thread, and that closes it
+        for rank in ranks:
+            channels[rank]._thread.join(30.0)
+        for rank in ranks:
+            channels[0]._send(rank, Frame.BEAT, b"")
 
 
 def test_a_rank_whose_connection_is_reset_alone_has_died(channels):
-    reset(channels[3])
+    reset(channels, 3)
     for rank in (0, 1, 2):
         error = channels[rank].wait(30.0)
         assert error.lost == (3,) and error.summary == "Rank 3 of 4 on host node1 died."
 
 
 def test_ranks_of_a_host_whose_connections_are_all_reset_are_not_said_to_have_died(channels):
-    reset(channels[2])
-    reset(channels[3])
+    reset(channels, 2, 3)
     error = channels[1].wait(30.0)
     assert error.lost == (2, 3) and "killed" not in str(error)
     assert error.summary == "The connection to ranks 2-3 of 4 on host node1 was reset."

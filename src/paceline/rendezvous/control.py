@@ -213,6 +213,7 @@ class ControlChannel:
         now = time.monotonic()
         self._heard = dict.fromkeys(connections, now)
         self._reset: dict[int, float] = {}  # ranks whose connections were reset; when that is judged
+        self._reset_while_sending: set[int] = set()  # the kernel tells it once, and recv() an end afterwards
         self._left: set[int] = set()
         self._has_told = self._is_leaving = self._is_closed = False
         self._has_failed = threading.Event()
@@ -454,6 +455,8 @@ class ControlChannel:
         try:
             piece = connection.socket.recv(_RECEIVE_BYTES)
             if not piece:
+                if rank in self._reset_while_sending:
+                    raise ConnectionResetError(errno.ECONNRESET, "reset while a beat was sent")
                 raise ConnectionResetError
             with self._lock:  # other threads say something meanwhile
                 plain, answer = connection.decrypt(piece)
@@ -675,9 +678,13 @@ class ControlChannel:
         self._flush(rank)
 
     def _flush(self, rank: int) -> None:
-        with contextlib.suppress(OSError):  # full: at the next beat; broken: the thread will see it
+        try:
             sent = self._connections[rank].socket.send(self._unsent[rank])
             self._unsent[rank] = self._unsent[rank][sent:]
+        except ConnectionResetError:
+            self._reset_while_sending.add(rank)
+        except OSError:  # full: at the next beat; broken: the thread will see it
+            pass
 
     def forget_in_child(self) -> None:
         """A forked child must not keep the connections open: they end with the process of the rank."""
