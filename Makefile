@@ -73,8 +73,8 @@ incumbents: $(VENV)/.core ## Run torch's own tests of its DDP and its collective
 pairs: $(VENV)/.core ## Run every pair of a fault on one rank and a point of another, in parts; MINUTES=30, then go on
 	@$(BIN)/python -m tests.fault --minutes $(MINUTES) $(ARGS)
 
-fuzz: $(VENV)/.core $(VENV)/.paddle ## Compare generated programs with references; MINUTES=30, SEEDS=1000:2000, FRAMEWORK=torch
-	@$(BIN)/python -m tests.differential --framework $(FRAMEWORK) --seeds $(SEEDS) --minutes $(MINUTES) $(ARGS)
+fuzz: $(VENV)/.core $(VENV)/.paddle ## Compare generated programs with references; MINUTES=30, SEEDS=1000:2000, FRAMEWORK=torch, WHAT=kept_errors
+	@$(BIN)/python -m tests.differential$(WHAT:%=.%) --framework $(FRAMEWORK) --seeds $(SEEDS) --minutes $(MINUTES) $(ARGS)
 
 chaos: $(VENV)/.core $(VENV)/.paddle ## Make random faults in training jobs; FAULTS=1000, SEED=0, TORCHS=60 gives some to torch's DDP too
 	@$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) --torchs $(TORCHS) $(ARGS)

@@ -33,4 +33,13 @@ and these know no framework:
     jobs.py              many programs, side by side
     report.py            the table of many
     __main__.py          the command line
+
+Each of these is a generator of its own, with its own reference, for what the programs above cannot have:
+
+    local_sgd.py         replicas that go their own ways
+    kept_errors.py       compressed gradients, of which only the sum over many backwards is right
+    exchanges.py         norms and losses that exchange gradients between ranks
+    handlers.py          signal handlers that raise in the middle of a call
+    whole_steps.py       steps of Paddle under to_static, with gradients of gradients
+    driver.py            their command line
 """

@@ -11,12 +11,12 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 
 import argparse
 import importlib
-import itertools
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
+from tests.differential.driver import seeds_of
 from tests.differential.jobs import default_jobs, run_many
 from tests.differential.pool import DEADLINE_S
 from tests.differential.programs import Program, show
@@ -38,8 +38,7 @@ def main() -> int:
         return _one(frontend, program, arguments)
     if arguments.corpus:
         return _corpus(frontend, arguments)
-    first, _, last = arguments.seeds.partition(":")
-    seeds = range(int(first or 0), int(last)) if last else itertools.count(int(first or 0))
+    seeds = seeds_of(arguments.seeds)
     until_s = None if arguments.minutes is None else 60 * arguments.minutes
     tally = run_many(
         frontend,
@@ -51,7 +50,7 @@ def main() -> int:
         shrink_s=arguments.shrink_seconds,
         every_mode=arguments.every_mode,
     )
-    begin = int(first or 0)
+    begin = int(arguments.seeds.partition(":")[0] or 0)
     again = f"make fuzz FRAMEWORK={arguments.framework} SEEDS={begin}:{begin + tally.programs}"
     if arguments.every_mode:
         again += " ARGS='--every-mode'"

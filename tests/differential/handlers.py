@@ -1,6 +1,6 @@
 """Generated programs in which a signal handler raises on one rank, and the script goes on.
 
-    python -m tests.differential.handlers --seeds 0:100      # or --seed 17, which shows its trials
+    make fuzz WHAT=handlers SEEDS=0:100 FRAMEWORK=paddle
 
 The handler comes at a chosen line of Paceline that this rank executes within `backward()` or within
 `optimizer.step()`, so a trial is the same in every run. Right is one of two things: every rank raises, at
@@ -9,12 +9,10 @@ once; or all ranks have made the same steps. Where the rank has missed a step, t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import random
 import sys
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -25,10 +23,12 @@ import numpy as np
 
 import paceline
 from paceline.errors import PacelineError
+from tests.differential.driver import Check, main, plainly
+from tests.differential.programs import Program
 from tests.harness import run_ranks
 from tests.multiprocess.meeting import meet
 
-Program = dict[str, Any]
+FRAMEWORKS = ("torch", "paddle")
 ITERATIONS, AT = 8, 4
 TIMEOUT_S = 20.0
 _SOURCES = str(Path(paceline.__file__).parent)
@@ -66,10 +66,9 @@ def raising_at(line: int) -> Iterator[list[str]]:
 # --- the programs ---
 
 
-def generate(seed: int) -> Program:
+def generate(seed: int, framework: str = "torch") -> Program:
     """The program of a seed: what is trained, over what, and where the handler raises."""
     random_ = random.Random(seed)
-    framework = random_.choice(["torch", "torch", "paddle"])
     path = "memory" if framework == "paddle" else random_.choice(["memory"] * 4 + ["group", "hosts"])
     options: dict[str, Any] = {}
     if random_.random() < 0.3:
@@ -83,7 +82,7 @@ def generate(seed: int) -> Program:
     if random_.random() < 0.15 and framework == "torch":
         options["static_graph"] = True
     return {
-        "framework": framework,
+        "seed": seed,
         "path": path,
         "options": options,
         "has_norm": random_.random() < 0.4,
@@ -286,34 +285,17 @@ def judge(results: list[list[dict[str, Any]]]) -> list[str]:
     return found
 
 
-def check(program: Program, moments: list[float] | None = None) -> list[str]:
+def check(program: Program, framework: str = "torch", moments: list[float] | None = None) -> str:
     """What is wrong; empty: nothing."""
     group = "paceline" if program["path"] == "memory" else "gloo"
-    facts = {"program": program, "moments": moments}
-    results = run_ranks(run, 2, facts, group=group, framework=program["framework"], deadline_s=600)
-    return judge(results)
+    facts = {"program": {**program, "framework": framework}, "moments": moments}
+    results = run_ranks(run, 2, facts, group=group, framework=framework, deadline_s=600)
+    return "\n".join(judge(results))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.differential.handlers", description=__doc__)
-    parser.add_argument("--seeds", default="0:50", help="a range, 0:50")
-    parser.add_argument("--seed", type=int, help="one program, shown in full")
-    arguments = parser.parse_args()
-    first, _, last = arguments.seeds.partition(":")
-    seeds = [arguments.seed] if arguments.seed is not None else range(int(first), int(last))
-    num_found, began = 0, time.monotonic()
-    for seed in seeds:
-        program = generate(seed)
-        try:
-            found = check(program)
-        except Exception as error:  # of a rank, as the harness tells it
-            found = [str(error)]
-        if found or arguments.seed is not None:
-            print(f"=== seed {seed}\n{show(program)}", *(found or ["nothing"]), sep="\n", flush=True)
-        num_found += bool(found)
-    print(f"{len(seeds)} programs, {num_found} with a fault, {time.monotonic() - began:.0f} s")
-    return 1 if num_found else 0
+def checking(framework: str) -> contextlib.AbstractContextManager[Check]:
+    return plainly(check, framework)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.modules[__name__]))

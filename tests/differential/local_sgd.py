@@ -1,6 +1,6 @@
 """Generated programs of local SGD, beside the algorithm in one process, in float64.
 
-    python -m tests.differential.local_sgd --seeds 0:200      # or --seed 17, which shows its program
+    make fuzz WHAT=local_sgd SEEDS=0:200
 
 The fuzzer of one pass (the rest of this folder) compares gradients, and knows nothing of replicas that go
 their own ways. Here a program has several hosts and some of: steps with and without weights and micro-
@@ -11,10 +11,8 @@ of `Simulation`, which shares no code with Paceline.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
-import json
 import pickle
 import random
 import sys
@@ -25,6 +23,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.differential.driver import Check, main, plainly
+from tests.differential.programs import Program
 from tests.harness import run_ranks
 from tests.local_sgd_reference import meet, values_of
 from tests.several_hosts import be_on_host
@@ -32,10 +32,10 @@ from tests.several_hosts import be_on_host
 WIDTH = 5
 LR = 0.1
 NUM_LAYERS = 3
-Program = dict[str, Any]
+FRAMEWORKS = ("torch",)
 
 
-def generate(seed: int) -> Program:
+def generate(seed: int, framework: str = "torch") -> Program:
     """The program of a seed: how ranks lie on hosts, the options, and operations that all ranks make."""
     random_ = random.Random(seed)
     hosts = random_.choice([[0, 1], [0, 1], [0, 0], [0, 0, 1], [0, 1, 1], [0, 0, 1, 1], [0, 1, 2]])
@@ -335,7 +335,7 @@ class Simulation:
 # --- the comparison ---
 
 
-def check(program: Program) -> str:
+def check(program: Program, framework: str = "torch") -> str:
     """What differs; empty: nothing."""
     outcomes = run_ranks(run, len(program["hosts"]), {"program": program}, group="gloo")
     simulation = Simulation(program)
@@ -356,29 +356,9 @@ def show(program: Program) -> str:
     return "\n".join([*rows, *(f"{number:3d} {op}" for number, op in enumerate(program["ops"]))])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.differential.local_sgd", description=__doc__)
-    parser.add_argument("--seeds", default="0:100", help="a range, 0:100")
-    parser.add_argument("--seed", type=int, help="one program, shown in full")
-    arguments = parser.parse_args()
-    first, _, last = arguments.seeds.partition(":")
-    seeds = [arguments.seed] if arguments.seed is not None else range(int(first), int(last))
-    num_found = 0
-    for seed in seeds:
-        program = generate(seed)
-        try:
-            text = check(program)
-        except Exception as error:  # of a rank, as the harness tells it
-            text = str(error)
-        if text or arguments.seed is not None:
-            print(
-                f"=== seed {seed}\n{show(program)}\n{text or 'no difference'}\n{json.dumps(program)}",
-                flush=True,
-            )
-        num_found += bool(text)
-    print(f"{len(seeds)} programs, {num_found} with a difference")
-    return 1 if num_found else 0
+def checking(framework: str) -> contextlib.AbstractContextManager[Check]:
+    return plainly(check, framework)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.modules[__name__]))

@@ -1,4 +1,4 @@
-"""Some generated programs of local SGD; `python -m tests.differential.local_sgd` makes any number."""
+"""Some generated programs of local SGD; `make fuzz WHAT=local_sgd` makes any number."""
 
 from __future__ import annotations
 
