@@ -181,7 +181,7 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     @internals.untranslated
     @functools.wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        depth, outer = calls.depth, calls.roots
+        depth, outer, has_grad = calls.depth, calls.roots, paddle.is_grad_enabled()
         try:
             calls.depth, calls.roots = depth + 1, args[0]
             result = run_backward(*args, **kwargs)
@@ -193,6 +193,8 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
             calls.depth, calls.roots = depth, outer
             if depth == 0:
                 calls.ends.clear()
+            # One that raises as a `with paddle.no_grad()` ends keeps it from ending, and nothing would train.
+            paddle.set_grad_enabled(has_grad)
             raise
 
     return run
