@@ -33,10 +33,7 @@ autodoc_mock_imports = [] if find_spec("torch") else ["torch"]
 
 
 def without_tests(app, docname, source):
-    """Leave out the column that names a test for each row, which the tests check.
-
-    People who read the pages need the room for words.
-    """
+    """Leave out the column that names a test for each row: it is for those who read the source."""
     if docname not in ("coming-from-ddp", "coming-from-paddle"):
         return
     lines = source[0].split("\n")
