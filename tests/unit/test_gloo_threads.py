@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -80,6 +81,21 @@ def test_a_thread_that_is_stuck_is_waited_for_no_longer_than_that(monkeypatch) -
     with thread_of_gloo(lambda: over.wait(600)):
         assert waited_s() < 120
         over.set()
+
+
+def test_a_thread_that_is_ready_to_run_is_waited_for_longer(monkeypatch) -> None:
+    """Where it gets no core it is in the same state as one that computes."""
+    monkeypatch.setattr(gloo_threads, "LONGEST_S", 0.3)
+    monkeypatch.setattr(gloo_threads, "LONGEST_STARVED_S", 240)
+    is_done: list[bool] = []
+
+    def work() -> None:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 1_000_000)  # without the interpreter's lock
+        is_done.append(True)
+
+    with thread_of_gloo(work):
+        gloo_threads._wait_until_idle()
+        assert is_done
 
 
 def test_kernels_that_show_no_calls_tell_who_runs(monkeypatch) -> None:

@@ -14,27 +14,39 @@ import time
 from pathlib import Path
 
 _NAME = "pt_gloo_runloop"
-LONGEST_S = 1.0
+LONGEST_S = 1.0  # for threads that wait for something else than a core, such as a rank that does not come
+LONGEST_STARVED_S = 30.0  # for threads that are ready to run, and get no core
 _LOOK_EVERY_S = 0.0005
 _LOOKS = 3  # in a row, for a thread that is between two locks when it is looked at
 _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())
 
 
 def wait_at_exit() -> None:
-    """Have the end of this process wait for them, at most 1 s; where there are none it waits for nothing.
+    """Have the end of this process wait for them; where there are none it waits for nothing.
 
-    To be called early: handlers that are registered later run before, and may still use Gloo.
+    At most 1 s, not counting the time for which they are ready to run and the machine gives them no core; with
+    it, 30 s. To be called early: handlers that are registered later run before, and may still use Gloo.
     """
     atexit.register(_wait_until_idle)
 
 
 def _wait_until_idle() -> None:
     threads = [task for task in _tasks() if _read(task / "comm").strip() == _NAME]
-    until_s = time.monotonic() + LONGEST_S
-    quiet = 0
-    while threads and quiet < _LOOKS and time.monotonic() < until_s:
-        quiet = quiet + 1 if all(map(_is_idle, threads)) else 0
+    now = time.monotonic()
+    until_s = now + max(LONGEST_S, LONGEST_STARVED_S)
+    quiet, blocked_s = 0, 0.0
+    while threads and quiet < _LOOKS and blocked_s < LONGEST_S and now < until_s:
+        busy = [thread for thread in threads if not _is_idle(thread)]
+        quiet = 0 if busy else quiet + 1
         time.sleep(_LOOK_EVERY_S)  # gives up the interpreter's lock, which they may want
+        before, now = now, time.monotonic()
+        if busy and not any(map(_is_ready_to_run, busy)):
+            # This thread may get no core either, and then the others were not seen for so long.
+            blocked_s += min(now - before, 10 * _LOOK_EVERY_S)
+
+
+def _is_ready_to_run(thread: Path) -> bool:
+    return _read(thread / "stat").rpartition(")")[2].split()[:1] in (["R"], ["D"])
 
 
 def _is_idle(thread: Path) -> bool:
