@@ -33,6 +33,7 @@ from paceline.rendezvous.told_failures import unpack_failure
 
 HOSTS = ((0, 1), (2, 3))
 SECRET = b"0123456789abcdef"
+TLS_HANDSHAKE = 0x16  # the kind of a record
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 
 
@@ -371,6 +372,29 @@ def test_a_rank_that_does_not_come_is_named_on_all_sides(monkeypatch):
     assert outcomes[0].missing == (3,)
 
 
+def test_the_first_reason_is_told_of_a_rank_that_has_tried_again(monkeypatch):
+    """A stranger answers once at the address of rank 0, and afterwards nobody does."""
+    join, stranger = reception._join, socket.create_server(("127.0.0.1", 0))
+
+    def answer_once():
+        with stranger:
+            link, _ = stranger.accept()
+        with link:
+            link.sendall(frame(Frame.CHALLENGE, b"of another job"))
+
+    def mislead(place, parent, told, **rest):
+        if told[0].rank == 3:
+            place = replace(place, port=stranger.getsockname()[1], addresses=["127.0.0.1"])
+            threading.Thread(target=answer_once).start()
+        return join(place, parent, told, **rest)
+
+    monkeypatch.setattr(reception, "_join", mislead)
+    error = form(timeout_s=2.0)[3]
+    assert "could not reach the control channel" in error.summary
+    first, last = error.seen.split("; later: ")
+    assert first.startswith("127.0.0.1: ") and "refused" not in first and "refused" in last
+
+
 # --- frames and codes ---
 
 
@@ -504,6 +528,19 @@ def test_a_hub_that_is_made_to_speak_in_clear_is_none(monkeypatch):
     assert isinstance(outcomes[3], RendezvousError)
     assert "does not know the secret of rank 3" in outcomes[3].seen
     # All of them first: who leaves hears no more.
+    assert [each.wait(30.0).lost for each in outcomes[:3]] == [(3,)] * 3
+    for each in outcomes[:3]:
+        each.close()
+    between.end()
+
+
+@needs_openssl
+def test_a_connection_that_cannot_be_encrypted_is_told_at_once(monkeypatch):
+    """Somebody between the hosts changes what the hub says of its key, when it has welcomed the rank."""
+    between = Eavesdropper(monkeypatch, lambda piece: piece[:-1] + b"?" if piece[0] == TLS_HANDSHAKE else piece)
+    outcomes = form()
+    assert outcomes[3].summary == "Rank 3 of 4 on host node1 could not encrypt its connection to rank 0."
+    assert "TLS" in outcomes[3].seen
     assert [each.wait(30.0).lost for each in outcomes[:3]] == [(3,)] * 3
     for each in outcomes[:3]:
         each.close()

@@ -420,7 +420,7 @@ def _join(
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
     """Come to `parent`, with the facts of this rank and of those below it, or a problem that ends all."""
     facts = told[0]
-    reasons: dict[str, str] = {}
+    reasons: dict[str, list[str]] = {}  # by address, the first one and the last one that differs from it
     while True:
         for address in place.addresses:
             try:
@@ -428,12 +428,12 @@ def _join(
                     (address, place.port), timeout=max(min(_CONNECT_WITHIN_S, deadline.left_s()), 1e-3)
                 )
             except OSError as error:
-                reasons[address] = error.strerror or str(error)
+                _note(reasons, address, error.strerror or str(error))
                 continue
             try:
                 return _introduce(link, place, parent, told, secret, deadline, problem)
             except (MessageError, OSError) as error:
-                reasons[address] = str(error) or type(error).__name__
+                _note(reasons, address, str(error) or type(error).__name__)
                 link.close()
             except BaseException:
                 link.close()
@@ -443,12 +443,18 @@ def _join(
                 f"Rank {facts.rank} of {facts.world_size} on host {facts.host} could not reach the control "
                 f"channel at rank {parent} within {deadline.timeout_s:.0f} s.",
                 where=str(place),
-                seen="\n".join(f"{address}: {reason}" for address, reason in reasons.items()),
+                seen="\n".join(f"{address}: {'; later: '.join(each)}" for address, each in reasons.items()),
                 likely="a firewall between the hosts, or addresses that lead elsewhere on this host",
                 hint="let the hosts of a job reach each other on all ports",
                 missing=(parent,),
             )
         time.sleep(_RETRY_S)
+
+
+def _note(reasons: dict[str, list[str]], address: str, reason: str) -> None:
+    """Keep the first reason, which often causes those that follow, and the last."""
+    first = reasons.setdefault(address, [reason])[0]
+    reasons[address] = [first] if reason == first else [first, reason]
 
 
 def _introduce(
@@ -487,7 +493,18 @@ def _introduce(
             str(place),
         )
     members = read_members(table, facts.world_size)
-    tls = _encrypt(link, fingerprint, deadline) if fingerprint else None
+    try:
+        tls = _encrypt(link, fingerprint, deadline) if fingerprint else None
+    except OSError as error:  # not to be tried again: the other end takes this rank for one that has come
+        raise RendezvousError(
+            f"Rank {facts.rank} of {facts.world_size} on host {facts.host} could not encrypt its connection to "
+            f"rank {parent}.",
+            where=f"the start of the control channel ({place})",
+            seen=str(error) or type(error).__name__,
+            likely="the connection was cut, or something between the hosts answers in the place of that rank",
+            hint=f"look at the output of rank {parent}, and at what lies between the hosts",
+            rank=facts.rank,
+        ) from error
     return {parent: Connection(link, meeting, tls, is_hub=False)}, members
 
 
