@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,22 @@ def test_it_is_a_data_parallel_of_paddles(rank: int) -> None:
     assert wrapped.require_backward_grad_sync and not wrapped.static_graph
     wrapped.require_backward_grad_sync = False  # what is ported from torch may set it
     assert not wrapped.grad_need_sync
+
+
+@ranks(2, group=None)
+def test_a_wrapper_is_not_copied_as_paddles_is_not_and_its_model_is(rank: int) -> None:
+    join_paddle(rank)
+    with pytest.raises(TypeError):
+        copy.deepcopy(paddle.DataParallel(two_layers()))
+    wrapped = DataParallel(two_layers())
+    train(wrapped, share(batch(), rank))
+    for make in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(ConfigError, match=r"(?s)cannot be copied.*copy.deepcopy\(model.module\)"):
+            make(wrapped)
+    twin = copy.deepcopy(wrapped.module)
+    for one, other in zip(twin.parameters(), wrapped.parameters(), strict=True):
+        assert_array_equal(one.numpy(), other.numpy())
+    train(wrapped, share(batch(), rank))
 
 
 @ranks(2)

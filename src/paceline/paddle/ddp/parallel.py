@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import paddle
 from paddle import nn
@@ -634,6 +634,14 @@ class DataParallel(WrappedModel, PaddleNames):
 
     set_dict = set_state_dict
     load_dict = set_state_dict
+
+    def __getstate__(self) -> NoReturn:
+        raise ConfigError(
+            "DataParallel cannot be copied or pickled.",
+            likely="it is connected to other ranks; Paddle's own class can't be copied either",
+            hint="copy.deepcopy(model.module) copies the model, for an average of weights say; "
+            "paddle.save(model.state_dict(), path) saves it",
+        )
 
     # --- deprecated in Paddle ---
 
