@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
+import resource
 import signal
 import sys
 
 import pytest
 
-from paceline.errors import DeadlineError, PeerLostError
+from paceline.errors import DeadlineError, PeerLostError, RegionError
+from paceline.rendezvous import control
 from tests.harness import ranks
 from tests.multiprocess.conformance_numpy import batch
 from tests.multiprocess.meeting import meet, tell, until_told
@@ -129,3 +132,33 @@ def test_on_two_hosts_the_control_channel_knows(rank, framework):
     with pytest.raises(PeerLostError) as caught:
         one_pass()
     assert caught.value.lost == (1,)
+
+
+@both
+@ranks(2, group=None, framework="framework")
+def test_without_memory_rank_0_says_that_lost_ranks_have_no_name(rank, framework):
+    said: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = said.append
+    logging.getLogger("paceline").addHandler(handler)
+    if rank == 0:  # which makes the memory
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    model_of(rank, framework)()
+    texts = [record.getMessage() for record in said if "is lost or late" in record.getMessage()]
+    assert len(texts) == (rank == 0)
+    assert all("Rank 0 could not take the shared memory" in text and "ulimit -f" in text for text in texts)
+
+
+@both
+@ranks(2, group=None, framework="framework", dies={1: RegionError})
+def test_a_rank_without_a_thread_for_the_control_channel_tells_the_others(rank, framework, monkeypatch):
+    be_on_host(rank)
+
+    def refuse(thread):
+        raise RegionError("The thread could not be started.")
+
+    if rank == 1:
+        monkeypatch.setattr(control, "start_thread", refuse)
+        model_of(rank, framework)
+    with pytest.raises(PeerLostError, match=r"(?s)RegionError.*The thread could not be started"):
+        model_of(rank, framework)

@@ -10,12 +10,13 @@ Imports the core, rendezvous, `errors`, `stacks` and the standard library.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline import _core
-from paceline.errors import CollectiveError, GroupClosedError, PeerLostError, format_ranks
+from paceline.errors import CollectiveError, GroupClosedError, PeerLostError, RegionError, format_ranks
 from paceline.rendezvous.answers import LateRanks
 from paceline.rendezvous.control import ControlChannel
 from paceline.stacks import STOPPED, process_state
@@ -24,6 +25,7 @@ _WAITING = "waiting for the process group"
 _GAVE_UP = "given up on the process group"
 _INNOCENT = (_WAITING, _GAVE_UP)
 _NAP_S = 0.002
+_log = logging.getLogger("paceline")
 
 
 class Tell(Protocol):
@@ -124,6 +126,21 @@ class ChannelWitness:
 
     def silent(self) -> LateRanks | None:
         return self._channel.late(is_silent=True)
+
+
+def report_no_witness(error: RegionError, rank: int) -> None:
+    """Log on rank 0 that errors will not name lost and late ranks, and why.
+
+    Args:
+        error: Why there is no memory for it; every rank has it. Gradients need none.
+        rank: The rank of this process.
+    """
+    if rank == 0:
+        _log.warning(
+            "paceline: gradients are averaged over the process group, and without shared memory nobody can "
+            "name a rank that is lost or late: errors say what the group itself says, at its own time-out.\n%s",
+            error,
+        )
 
 
 def tell_on_host_too(core: _core.HostGroup, witness: Witness | None) -> Tell:

@@ -43,7 +43,14 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from paceline.errors import CollectiveError, ConfigError, PacelineError, PeerLostError, format_ranks
+from paceline.errors import (
+    CollectiveError,
+    ConfigError,
+    PacelineError,
+    PeerLostError,
+    RegionError,
+    format_ranks,
+)
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.answers import Activity, Answers, LateRanks, Seen, late_ranks
 from paceline.rendezvous.arrivals import Arrivals, quiet_s
@@ -95,6 +102,7 @@ def form_channel(
     Raises:
         RendezvousError: A rank did not come or does not fit (other versions, another secret); on every rank.
         ConfigError: PACELINE_SILENCE_S is no time.
+        RegionError: This process may have no further thread; the channel tells the others.
 
     Example:
         Rank 3 raises ValueError("x"). Within milliseconds `failure` of ranks 0 to 2 is a PeerLostError with
@@ -242,7 +250,11 @@ class ControlChannel:
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self),), name="paceline-control", daemon=True
         )
-        start_thread(self._thread)
+        try:
+            start_thread(self._thread)
+        except RegionError as error:
+            self.tell(error)  # the others take this rank for one that has come
+            raise
 
     def tell(self, error: BaseException) -> None:
         """Tell all other ranks that this one fails, unless they know of a failure. Does not block."""

@@ -6,7 +6,6 @@ environment variables), what DataParallel needs is a `Link` between them.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import warnings
@@ -32,7 +31,7 @@ from paceline.paddle.link.start import export_place, form_paddles_group, needs_p
 from paceline.paddle.model.arguments import checked_group
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
-from paceline.reducer.witness import ChannelWitness, MemoryWitness
+from paceline.reducer.witness import ChannelWitness, MemoryWitness, report_no_witness
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import HostMemory
 
@@ -171,16 +170,17 @@ class PaddlePeers:
     def _watch(self) -> None:
         """Memory of all ranks in which no gradient lies, or the channel of several hosts.
 
-        Without either, ranks that are lost go unnamed.
+        Without either, ranks that are lost go unnamed, which rank 0 logs.
         """
-        with contextlib.suppress(RegionError):  # on every rank; gradients need none of it
+        try:
             memory = self.share_hosts()
-            core = memory.of_all_ranks()
-            self._calls.witness = (
-                ChannelWitness(control_of(self.group, self, memory.hosts))
-                if core is None
-                else MemoryWitness(core)
-            )
+        except RegionError as error:  # on every rank; gradients need none of it
+            report_no_witness(error, self.rank)
+            return
+        core = memory.of_all_ranks()
+        self._calls.witness = (
+            ChannelWitness(control_of(self.group, self, memory.hosts)) if core is None else MemoryWitness(core)
+        )
 
 
 def _why_alone(on_host: bool, reduce_through: str) -> str:

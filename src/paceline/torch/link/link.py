@@ -40,6 +40,7 @@ from paceline.reducer.witness import (
     MemoryWitness,
     Tell,
     Witness,
+    report_no_witness,
     tell_on_host_too,
 )
 from paceline.torch.link.arena import Arena
@@ -454,7 +455,8 @@ def _find_witness(peers: ProcessGroupPeers) -> Witness | None:
     """Memory of all ranks in which no gradient lies, or the channel of several hosts. Collective."""
     try:
         memory = peers.share_hosts()
-    except RegionError:  # on every rank; gradients need none of it
+    except RegionError as error:  # on every rank; gradients need none of it
+        report_no_witness(error, peers.rank)
         return None
     core = memory.of_all_ranks()
     return ChannelWitness(control_of(peers, memory.hosts)) if core is None else MemoryWitness(core)
