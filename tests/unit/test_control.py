@@ -537,7 +537,11 @@ def test_a_hub_that_is_made_to_speak_in_clear_is_none(monkeypatch):
 @needs_openssl
 def test_a_connection_that_cannot_be_encrypted_is_told_at_once(monkeypatch):
     """Somebody between the hosts changes what the hub says of its key, when it has welcomed the rank."""
-    between = Eavesdropper(monkeypatch, lambda piece: piece[:-1] + b"?" if piece[0] == TLS_HANDSHAKE else piece)
+
+    def change(piece):
+        return piece[:-1] + b"?" if piece[0] == TLS_HANDSHAKE else piece
+
+    between = Eavesdropper(monkeypatch, change)
     outcomes = form()
     assert outcomes[3].summary == "Rank 3 of 4 on host node1 could not encrypt its connection to rank 0."
     assert "TLS" in outcomes[3].seen
