@@ -37,6 +37,7 @@ Outcome = dict[str, Any]
 
 _REFUSED_OPTIMIZER = "makes no step"
 _REFUSED_GRAPH = "a static graph cannot exchange sums"
+_RAISED = "raised by the optimizer on every rank"
 
 
 def generate(seed: int, framework: str = "paddle") -> Program:
@@ -71,6 +72,10 @@ def generate(seed: int, framework: str = "paddle") -> Program:
         options["bucket_cap_mb"] = 0.0001
     program["options"] = options
     program["steps"] = [_step(rng, program, has) for _ in range(rng.randint(2, 4))]
+    # By another generator, so that a seed makes the steps that it made before there were these.
+    rng = random.Random(f"raising {seed}")
+    if is_sharded and rng.random() < 0.2:
+        program["raises_at"] = rng.randrange(len(program["steps"]))
     return program
 
 
@@ -105,6 +110,8 @@ def expected_refusals(program: Program) -> list[str]:
         expected.append(_REFUSED_OPTIMIZER)
     if program["full_graph"] and any(layer["kind"] == "norm" for layer in program["layers"]):
         expected.append(_REFUSED_GRAPH)
+    if "raises_at" in program:  # some parameters of the step may be written; all that follows says why
+        expected += [_RAISED, _RAISED]
     return expected
 
 
@@ -184,7 +191,9 @@ def _trained(net: Any) -> list[Any]:
     return [parameter for parameter in net.parameters() if not parameter.stop_gradient]
 
 
-def make_optimizer(kind: str, make: Callable[..., Any] | None = None) -> Callable[[list[Any]], Any]:
+def make_optimizer(
+    kind: str, make: Callable[..., Any] | None = None, wrap: Callable[[Any], Any] = lambda which: which
+) -> Callable[[list[Any]], Any]:
     """The optimizer of a kind; `make`: of parameters, a class and its arguments."""
     import paddle
 
@@ -194,7 +203,7 @@ def make_optimizer(kind: str, make: Callable[..., Any] | None = None) -> Callabl
         "adam": (paddle.optimizer.Adam, {"learning_rate": 0.02, "epsilon": 0.05}),
     }
     classes["adam of many tensors"] = (classes["adam"][0], {**classes["adam"][1], "use_multi_tensor": True})
-    which, arguments = classes[kind]
+    which, arguments = wrap(classes[kind][0]), classes[kind][1]
     if make is None:
         return lambda parameters: which(parameters=parameters, **arguments)
     return lambda parameters: make(parameters, which, **arguments)
@@ -248,7 +257,7 @@ def run(rank: int, program: Program) -> list[Outcome]:
 
     outcomes: list[Outcome] = []
 
-    def refuses(error: ConfigError) -> None:
+    def refuses(error: Exception) -> None:
         outcomes.append({"refused": str(error)})
 
     static = functools.partial(paddle.jit.to_static, full_graph=program["full_graph"])
@@ -263,7 +272,8 @@ def run(rank: int, program: Program) -> list[Outcome]:
             except ConfigError as error:
                 refuses(error)
         kind = "adam"
-    optimizer = make_optimizer(kind, make)(parameters)
+    raising: list[str] = []
+    optimizer = make_optimizer(kind, make, functools.partial(_that_raises, raising))(parameters)
     loss = static(loss_of) if program["static"] == "loss" else loss_of
     step_once = static(train_step) if program["static"] == "step" else train_step
     has_refused = False
@@ -272,6 +282,13 @@ def run(rank: int, program: Program) -> list[Outcome]:
         # An input that needs a gradient is a leaf: of its gradient nobody asks here.
         parts = [paddle.to_tensor(part, stop_gradient=False) for part in own]
         arguments = (parts, step["opens"][rank], step["loss"], step["breaks"])
+        if number == program.get("raises_at"):
+            raising.append(_RAISED)
+            for _ in range(2):
+                if error := _error_of(step_once, wrapped, optimizer, loss, *arguments):
+                    refuses(error)
+                raising.clear()
+            break
         try:
             step_once(wrapped, optimizer, loss, *arguments)
         except ConfigError as error:
@@ -287,6 +304,27 @@ def run(rank: int, program: Program) -> list[Outcome]:
         if step["evaluates"] == "all" or (step["evaluates"] == "one" and rank == 0):
             outcomes[-1]["loss"] = _evaluation(wrapped, program, number)
     return outcomes
+
+
+def _error_of(call: Callable[..., object], *arguments: Any) -> Exception | None:
+    """Of any type: Paddle may pack what a function of a graph raises."""
+    try:
+        call(*arguments)
+    except Exception as error:
+        return error
+    return None
+
+
+def _that_raises(raising: list[str], which: Any) -> Any:
+    """A class of optimizer whose step raises while `raising` holds something."""
+
+    class Raising(which):  # type: ignore[misc]
+        def step(self) -> None:
+            if raising:
+                raise ValueError(raising[0])
+            super().step()
+
+    return Raising
 
 
 def _outcome(net: Any) -> Outcome:
@@ -352,6 +390,7 @@ def check(program: Program, framework: str = "paddle") -> str:
         if len(refused) != len(expected) or not all(map(str.__contains__, refused, expected)):
             return f"rank {rank} has refused {refused}, not {expected}"
         trained = [outcome for outcome in outcomes if "refused" not in outcome]
+        right = right[: program.get("raises_at")]
         for number, (ours, wanted) in enumerate(zip(trained, right, strict=True)):
             if text := _difference(ours, wanted):
                 return f"step {number}, rank {rank}: {text}"
