@@ -20,7 +20,7 @@ def test_a_trial_on_a_cpu(tmp_path):
     assert status == 0, output
     content = json.loads(told.read_text())
     assert content["is_complete"] is True
-    assert [part["status"] for part in content["parts"]] == ["ok"] * 5
+    assert [part["status"] for part in content["parts"]] == ["ok"] * 6
     benches = {(each["model"], each["world_size"]): each for each in content["benches"]}
     assert set(benches) == {("toy", 1), ("cnn", 1), ("gpt", 1), ("toy", 2), ("cnn", 2)}
     for each in benches.values():

@@ -1,6 +1,6 @@
 """The models of the bench of steps on a GPU, with their data, made anew from a seed wherever needed.
 
-Each has a small form of the same layers, for a trial on a CPU. Imports torch alone, and no torchvision.
+Imports torch alone, and no torchvision.
 """
 
 from __future__ import annotations
@@ -12,33 +12,38 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+FORMS = ("whole", "small", "tiny")
+
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data and its loss.
+    """A model, its data and its loss, in one of three forms.
+
+    "whole" is what people train. "small" has the same layers, but fewer, for a trial on a CPU. "tiny" has as
+    many tensors as "whole", of a few elements each: a step takes what the host does and hardly more.
 
     Attributes:
-        build: Makes the module; the argument says whether in its small form.
-        batch: A batch from a generator; the second argument as for `build`.
+        build: Makes the module in a form.
+        batch: A batch from a generator, for a form.
         loss: Of the module's output and the batch's targets.
         autocast: Whether forward runs in bfloat16 under torch.autocast, as people train such a model.
     """
 
-    build: Callable[[bool], nn.Module]
-    batch: Callable[[torch.Generator, bool], tuple[Tensor, Tensor]]
+    build: Callable[[str], nn.Module]
+    batch: Callable[[torch.Generator, str], tuple[Tensor, Tensor]]
     loss: Callable[[Tensor, Tensor], Tensor]
     autocast: bool = False
 
-    def seeded(self, device: str, small: bool) -> nn.Module:
+    def seeded(self, device: str, form: str) -> nn.Module:
         """The module on the device, with the same weights in every call and on every rank."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return self.build(small).to(device)
+            return self.build(form).to(device)
 
-    def batch_of(self, rank: int, step: int, device: str, small: bool) -> tuple[Tensor, Tensor]:
+    def batch_of(self, rank: int, step: int, device: str, form: str) -> tuple[Tensor, Tensor]:
         """What a rank trains on in a step."""
         generator = torch.Generator().manual_seed(1000 * (step + 1) + rank)
-        inputs, targets = self.batch(generator, small)
+        inputs, targets = self.batch(generator, form)
         return inputs.to(device), targets.to(device)
 
 
@@ -66,9 +71,13 @@ class _Bottleneck(nn.Module):
         return functional.relu(self.body(x) + self.shortcut(x))
 
 
-def _cnn(small: bool) -> nn.Module:
+def _cnn(form: str) -> nn.Module:
     """ResNet-50: 25.6 million parameters in 161 tensors."""
-    width, depths, classes = (8, (1, 1, 1, 1), 10) if small else (64, (3, 4, 6, 3), 1000)
+    width, depths, classes = {
+        "whole": (64, (3, 4, 6, 3), 1000),
+        "small": (8, (1, 1, 1, 1), 10),
+        "tiny": (1, (3, 4, 6, 3), 2),
+    }[form]
     layers: list[nn.Module] = [
         nn.Conv2d(3, width, 7, 2, 3, bias=False),
         nn.BatchNorm2d(width),
@@ -121,32 +130,39 @@ class _Gpt(nn.Module):
 _WORDS, _LENGTH = 20000, 256
 
 
-def _gpt(small: bool) -> nn.Module:
-    return _Gpt(50, 16, 16, 2, 2) if small else _Gpt(_WORDS, _LENGTH, 768, 12, 12)
+def _gpt(form: str) -> nn.Module:
+    sizes = {"whole": (_WORDS, _LENGTH, 768, 12, 12), "small": (50, 16, 16, 2, 2), "tiny": (8, 4, 4, 12, 1)}
+    return _Gpt(*sizes[form])
 
 
-def _tokens(generator: torch.Generator, small: bool) -> tuple[Tensor, Tensor]:
-    count, length, words = (2, 16, 50) if small else (8, _LENGTH, _WORDS)
+def _tokens(generator: torch.Generator, form: str) -> tuple[Tensor, Tensor]:
+    sizes = {"whole": (8, _LENGTH, _WORDS), "small": (2, 16, 50), "tiny": (1, 4, 8)}
+    count, length, words = sizes[form]
     # Each word follows from the one before it, so that there is something to learn.
     rows = torch.randint(words, (count, 1), generator=generator)
     tokens = (rows + 7 * torch.arange(length + 1)) % words
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def _images(generator: torch.Generator, small: bool) -> tuple[Tensor, Tensor]:
-    count, side, classes = (4, 32, 10) if small else (32, 128, 1000)
+def _images(generator: torch.Generator, form: str) -> tuple[Tensor, Tensor]:
+    sizes = {"whole": (32, 128, 1000), "small": (4, 32, 10), "tiny": (2, 32, 2)}
+    count, side, classes = sizes[form]
     targets = torch.randint(classes, (count,), generator=generator)
     noise = torch.randn(count, 3, side, side, generator=generator)
     return noise + targets.view(-1, 1, 1, 1) / classes, targets
 
 
-def _toy(small: bool) -> nn.Module:
+def _toy(form: str) -> nn.Module:
     return nn.Sequential(nn.Linear(10, 10), nn.ReLU(), nn.Linear(10, 1))
 
 
-def _points(generator: torch.Generator, small: bool) -> tuple[Tensor, Tensor]:
+def _points(generator: torch.Generator, form: str) -> tuple[Tensor, Tensor]:
     inputs = torch.randn(20, 10, generator=generator)
     return inputs, inputs.sum(1, keepdim=True)
+
+
+def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs - targets).square().mean()
 
 
 def _word_loss(scores: Tensor, targets: Tensor) -> Tensor:
@@ -155,7 +171,7 @@ def _word_loss(scores: Tensor, targets: Tensor) -> Tensor:
 
 TASKS = {
     # As in the distributed tutorials: what a step costs a model that costs nothing itself.
-    "toy": Task(_toy, _points, functional.mse_loss),
+    "toy": Task(_toy, _points, _squared_error),
     "cnn": Task(_cnn, _images, functional.cross_entropy),
     "gpt": Task(_gpt, _tokens, _word_loss, autocast=True),
 }

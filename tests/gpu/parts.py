@@ -1,28 +1,37 @@
 """The parts of a check: each is one or several processes, with a deadline of its own and one for all parts.
 
-The one idea: a part that hangs, crashes or fails costs its own time and nothing else. Its processes are ended
-with all that they have started, and the parts after it run.
+A part that hangs, crashes or fails costs its own time and nothing else: its processes are ended with all that
+they have started, and the next part runs. Of several ranks, the one that died first is named, with its signal
+or exit status, and its own output is shown.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TAIL_LINES = 60
 GRACE_S = 5.0
 """For the other ranks of one that has failed, to tell what they saw."""
+_TOGETHER_S = 0.1
+"""Two ranks that end within this time may have ended in either order."""
+_DUMP_S = 3.0
+"""For the stacks of a process that is out of time."""
+_BEFORE, _FIRST, _LAST = 5, 45, 15
+"""Lines that are shown of a failed process: before its error, of it, and its last ones."""
+_ERROR = re.compile(r"Traceback \(most recent call last\)|=+ (?:FAILURES|ERRORS) =+$")
 
 
 @dataclass(frozen=True)
@@ -54,13 +63,15 @@ class Ended:
         part: Which.
         status: "ok", "failed", "out of time" or "absent".
         seconds: How long it ran.
-        tail: The last lines that its processes wrote.
+        tail: The last lines that its processes wrote; of one that failed, the error of the culprit.
+        culprit: The rank that died first, and how; empty: none failed.
     """
 
     part: Part
     status: str
     seconds: float
     tail: str
+    culprit: str = ""
 
     @property
     def is_good(self) -> bool:
@@ -72,6 +83,12 @@ class Ended:
         """What pytest counted, in its own words: "7 passed, 1 skipped"; empty: nothing."""
         last = self.tail.splitlines()[-1:] or [""]
         return ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)\b", last[0]))
+
+    @property
+    def summary(self) -> str:
+        """One line on it, but for the name."""
+        words = [self.part.absent or self.counts, self.culprit]
+        return f"{', '.join(word for word in (self.status, *words) if word)}, {self.seconds:.0f} s"
 
 
 def run_parts(
@@ -90,8 +107,7 @@ def run_parts(
     for part in parts:
         ended = _run(part, min(part.deadline_s, over_s - time.monotonic()), python)
         found.append(ended)
-        note = part.absent or ended.counts
-        say(f"{part.name}: {ended.status}{f' ({note})' if note else ''}, {ended.seconds:.0f} s")
+        say(f"{part.name}: {ended.summary}")
         if not ended.is_good:
             say(ended.tail)
     return found
@@ -104,19 +120,67 @@ def _run(part: Part, limit_s: float, python: str) -> Ended:
         return Ended(part, "out of time", 0.0, "the parts before it have taken all the time")
     started_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
-        log = Path(folder, "log")
-        processes = _start(part, python, log)
+        logs = [Path(folder, str(rank)) for rank in range(max(1, part.ranks))]
+        processes = _start(part, python, logs)
         try:
-            is_in_time = _wait(processes, started_s + limit_s)
+            first = _wait(processes, started_s + limit_s)
+            is_late = first is None and any(process.returncode is None for process in processes)
+            if is_late:
+                first = _dump_stacks(processes)
         finally:
             _kill(processes)
-        status = "ok" if all(process.returncode == 0 for process in processes) else "failed"
-        tail = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
-    return Ended(part, status if is_in_time else "out of time", time.monotonic() - started_s, tail)
+        outputs = [log.read_text(errors="replace") for log in logs]
+    seconds = time.monotonic() - started_s
+    if first is None:
+        lines = "".join(outputs).splitlines()
+        return Ended(part, "ok", seconds, "\n".join(lines[-_LAST:]))
+    rank = f"rank {first} of {part.ranks}" if part.ranks else "it"
+    how = f"had not ended after {limit_s:.0f} s" if is_late else _how(processes[first].returncode)
+    status = "out of time" if is_late else "failed"
+    return Ended(part, status, seconds, error_in(outputs[first]), f"{rank} {how}")
 
 
-def _start(part: Part, python: str, log: Path) -> list[subprocess.Popen[bytes]]:
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+def error_in(output: str) -> str:
+    """What a process wrote of its failure: the stack of a crash or the first error; and the last lines."""
+    lines = [line for line in output.splitlines() if not line.startswith("Extension modules: ")]
+    crash = next((at for at, line in enumerate(lines) if line.startswith("Fatal Python error: ")), None)
+    if crash is not None:
+        lines = _current_thread_first(lines, crash)
+    found = (at for at, line in enumerate(lines) if _ERROR.search(line))
+    begin = next(found, len(lines)) if crash is None else crash
+    until = begin + _FIRST
+    left_out = len(lines) - _LAST - until
+    if left_out > 1:
+        lines = [*lines[:until], f"... {left_out} lines ...", *lines[-_LAST:]]
+    return "\n".join(lines[max(0, min(begin - _BEFORE, len(lines) - _LAST)) :])
+
+
+def _current_thread_first(lines: list[str], crash: int) -> list[str]:
+    """faulthandler lists all threads; the one that crashed may be far below."""
+    begin = next((at for at in range(crash, len(lines)) if lines[at].startswith("Current thread ")), None)
+    if begin is None:
+        return lines
+    end = next((at for at in range(begin, len(lines)) if not lines[at].strip()), len(lines))
+    stack = lines[begin:end]
+    return [*lines[: crash + 1], *stack, *lines[crash + 1 : begin], *lines[end:]]
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit status {status}"
+    try:
+        return f"died of {signal.Signals(-status).name}"
+    except ValueError:  # a real-time signal
+        return f"died of signal {-status}"
+
+
+def _start(part: Part, python: str, logs: Sequence[Path]) -> list[subprocess.Popen[bytes]]:
+    environment = {
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
     if part.ranks:
         environment |= {
             "WORLD_SIZE": str(part.ranks),
@@ -127,9 +191,9 @@ def _start(part: Part, python: str, log: Path) -> list[subprocess.Popen[bytes]]:
             "GLOO_SOCKET_IFNAME": "lo",
         }
     processes = []
-    with open(log, "ab") as output:
-        for rank in range(max(1, part.ranks)):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if part.ranks else {}
+    for rank, log in enumerate(logs):
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if part.ranks else {}
+        with open(log, "wb") as output:
             processes.append(
                 subprocess.Popen(
                     [python, *part.command],
@@ -144,17 +208,45 @@ def _start(part: Part, python: str, log: Path) -> list[subprocess.Popen[bytes]]:
     return processes
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], until_s: float) -> bool:
-    """Wait until all have ended well, or one has not; whether that was in time."""
-    has_failed = False
-    while any(process.poll() is None for process in processes):
-        if not has_failed and any(process.poll() for process in processes):
-            has_failed = True
-            until_s = min(until_s, time.monotonic() + GRACE_S)
-        if time.monotonic() > until_s:
-            return has_failed  # then it is known why the others have not ended
-        time.sleep(0.05)
-    return True
+def _wait(processes: Sequence[subprocess.Popen[bytes]], until_s: float) -> int | None:
+    """Wait until all have ended or time is over; after a failure, GRACE_S for the others.
+
+    Returns:
+        The rank that failed first; None: none has.
+    """
+    ends: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def watch(rank: int) -> None:
+        processes[rank].wait()
+        ends.put(rank)
+
+    for rank in range(len(processes)):
+        threading.Thread(target=watch, args=(rank,), daemon=True).start()
+    failed: list[tuple[float, int]] = []
+    for _ in processes:
+        try:
+            rank = ends.get(timeout=max(0.0, until_s - time.monotonic()))
+        except queue.Empty:
+            break
+        if processes[rank].returncode != 0:
+            if not failed:
+                until_s = min(until_s, time.monotonic() + GRACE_S)
+            failed.append((time.monotonic(), rank))
+    together = [rank for at_s, rank in failed if at_s <= failed[0][0] + _TOGETHER_S]
+    # A crash makes other ranks raise; an error seldom makes another one crash.
+    return min(together, key=lambda rank: processes[rank].returncode >= 0, default=None)
+
+
+def _dump_stacks(processes: Sequence[subprocess.Popen[bytes]]) -> int:
+    """Have those that are out of time write their stacks (faulthandler's, at SIGABRT); the first of them."""
+    late = [rank for rank, process in enumerate(processes) if process.returncode is None]
+    for rank in late:
+        processes[rank].send_signal(signal.SIGABRT)
+    until_s = time.monotonic() + _DUMP_S
+    for rank in late:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            processes[rank].wait(max(0.0, until_s - time.monotonic()))
+    return late[0]
 
 
 def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:

@@ -15,17 +15,8 @@ from paceline.bench.step import overhead_cells
 from paceline.bench.units import format_time
 from tests.gpu.machine import Accelerator
 from tests.gpu.parts import Ended
-from tests.gpu.steps import ALONE, INCUMBENT
+from tests.gpu.ways import ALONE, INCUMBENT, LABELS
 
-LABELS = {
-    ALONE: "alone, no DDP",
-    INCUMBENT: "torch DDP",
-    "torch_view": "torch DDP, bucket view",
-    "paceline": "Paceline",
-    "paceline_view": "Paceline, bucket view",
-    "paceline_all_the_way": "Paceline, a single rank averages, too",
-    "paceline_view_all_the_way": "the same, bucket view",
-}
 MOST_DIFFERENT = 1e-3
 """Of two losses, as a part of them, that count as equal: kernels of a GPU may add in any order."""
 
@@ -61,6 +52,7 @@ def make_report(
             "overhead",
             "95 % interval",
             "torch's overhead / this",
+            "launches",
             "losses differ by",
         ],
         rows=rows,
@@ -68,11 +60,13 @@ def make_report(
             f"{gpu.name}: {gpu.details}.",
             "step: until the GPU has finished, the median over rounds of the slowest rank. host: until "
             "Python has handed the step to the GPU; far below step, nothing waits for it. overhead: step "
-            "minus the step alone in the same round. All ways take turns in one process.",
+            "minus the step alone in the same round. All ways take turns in one process, and a single rank "
+            "does all that several do.",
+            "launches: kernels and copies that one step gives to the device, by torch's profiler.",
             "losses differ by: the largest difference to torch DDP's loss in any step of training with Adam, "
             "as a part of the loss; 'alone' shows what other batches do on several ranks, and what the GPU's "
             "own order of sums does on one.",
-            *(f"{each.part.name}: {_status(each)}." for each in ended),
+            *(f"{each.part.name}: {each.summary}.{quoted(each)}" for each in ended),
             *wrong,
         ],
         data={"gpu": vars(gpu), "benches": list(found), "parts": [_as_data(each) for each in ended]},
@@ -105,14 +99,25 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
         cells = [heading, f"{found['world_size']}, {found['backend']}"] if not rows else ["", ""]
         cells += [LABELS[key], format_time(slowest_median(each)), format_time(slowest_median(hosts[key]))]
         cells += overhead_cells(key, added.get(key), reference)
+        count = found["launches"][key]
+        cells.append("-" if count is None else f"{count:.0f}")
         rows.append([*cells, f"{found['differences'][key]:.1g}" if key != INCUMBENT else "-"])
     return rows
 
 
-def _status(ended: Ended) -> str:
-    words = ended.part.absent or ended.counts
-    return f"{ended.status}{f', {words}' if words else ''}, {ended.seconds:.0f} s"
+def quoted(ended: Ended) -> str:
+    """What a part that failed wrote, as a block below its line."""
+    if ended.is_good or not ended.tail:
+        return ""
+    return "\n".join(["", "", "  ```", *(f"  {line}" for line in ended.tail.splitlines()), "  ```"])
 
 
 def _as_data(ended: Ended) -> dict[str, Any]:
-    return {"name": ended.part.name, "status": ended.status, "seconds": ended.seconds, "counts": ended.counts}
+    return {
+        "name": ended.part.name,
+        "status": ended.status,
+        "seconds": ended.seconds,
+        "counts": ended.counts,
+        "culprit": ended.culprit,
+        "output": "" if ended.is_good else ended.tail,
+    }

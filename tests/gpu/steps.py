@@ -2,10 +2,11 @@
 
     RANK=0 WORLD_SIZE=1 ... python -m tests.gpu.steps --model cnn --backend nccl --result cnn.json
 
-All ways live in one process and over one process group, so that they meet the same moments of the GPU. First
-the curves of the loss are compared, then steps are timed. `step` is the time until the device has finished,
-`host` the time until Python has handed all its work to the device: where the two are equal, something in a
-step waits for the device. Rank 0 writes what was found.
+All ways live in one process and over one process group, so that they meet the same moments of the machine.
+First the curves of the loss are compared, then steps are timed. `step` is the time until the device has
+finished, `host` the time until Python has handed all its work to the device: where the two are equal,
+something in a step waits for the device. Then torch's profiler counts what a step gives to the device. Rank 0
+writes what was found.
 """
 
 from __future__ import annotations
@@ -15,32 +16,47 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch import Tensor
 
 from paceline.bench.rounds import iterations_for
-from paceline.torch import DistributedDataParallel
-from tests.gpu.models import TASKS, Task
+from tests.gpu import device as devices
+from tests.gpu.models import FORMS, TASKS, Task
+from tests.gpu.ways import ALONE, INCUMBENT, WAYS, here
 
-ALONE, INCUMBENT = "alone", "torch"
-WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    ALONE: lambda module: module,
-    INCUMBENT: TorchDDP,
-    "torch_view": lambda module: TorchDDP(module, gradient_as_bucket_view=True),
-    "paceline": DistributedDataParallel,
-    "paceline_view": lambda module: DistributedDataParallel(module, gradient_as_bucket_view=True),
-    # A single rank has nothing to average, and leaves it out. With a weight it goes all the way.
-    "paceline_all_the_way": lambda module: DistributedDataParallel(module, weight=1.0),
-    "paceline_view_all_the_way": lambda module: DistributedDataParallel(
-        module, weight=1.0, gradient_as_bucket_view=True
-    ),
-}
+_PROFILED_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and where; the same in all ways.
+
+    Attributes:
+        task: Of TASKS.
+        form: Of FORMS.
+        device: As torch spells it.
+        rank: This rank; "alone" trains on its own batches, too.
+    """
+
+    task: Task
+    form: str
+    device: str
+    rank: int
+
+    @property
+    def kind(self) -> str:
+        """Of the device."""
+        return self.device.partition(":")[0]
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """What this rank trains on in a step."""
+        return self.task.batch_of(self.rank, step, self.device, self.form)
 
 
 class Way:
@@ -48,60 +64,57 @@ class Way:
 
     Args:
         key: Of WAYS.
-        task: What is trained.
-        device: Where.
-        small: Whether in its small form.
-        rank: This rank; "alone" trains on its own batches, too.
-        adam: Train with Adam instead of plain SGD.
+        job: What is trained.
+        optimizer: Its class; None: a step is a forward and a backward alone.
+        rate: The optimizer's learning rate.
     """
 
-    def __init__(self, key: str, task: Task, device: str, small: bool, rank: int, *, adam: bool) -> None:
-        self._task, self._device, self._small, self._rank = task, device, small, rank
-        self._kind = device.partition(":")[0]
-        self.module = WAYS[key](task.seeded(device, small))
-        parameters = self.module.parameters()
-        self._optimizer: torch.optim.Optimizer = (
-            torch.optim.Adam(parameters, lr=1e-3) if adam else torch.optim.SGD(parameters, lr=1e-4)
-        )
-        self._batch = task.batch_of(rank, 0, device, small)
+    def __init__(
+        self, key: str, job: Job, optimizer: type[torch.optim.Optimizer] | None, rate: float = 1e-4
+    ) -> None:
+        self._job = job
+        self.module = WAYS[key](job.task.seeded(job.device, job.form))
+        self._parameters = list(self.module.parameters())
+        self._optimizer = optimizer and optimizer(self._parameters, lr=rate)  # type: ignore[call-arg]
+        self._uses_autocast = job.task.autocast and job.form != "tiny"
+        self._batch = job.batch(0)
 
     def step(self) -> Tensor:
         """One step on the batch at hand; its loss, on the device."""
         inputs, targets = self._batch
-        self._optimizer.zero_grad()
-        with torch.autocast(self._kind, torch.bfloat16, enabled=self._task.autocast):
-            loss = self._task.loss(self.module(inputs), targets)
-        loss.backward()
-        self._optimizer.step()
+        for parameter in self._parameters:
+            parameter.grad = None
+        with torch.autocast(self._job.kind, torch.bfloat16) if self._uses_autocast else _NOTHING:
+            loss = self._job.task.loss(self.module(inputs), targets)
+        torch.autograd.backward(loss)
+        if self._optimizer is not None:
+            self._optimizer.step()
         return loss.detach()
 
     def losses(self, count: int) -> list[float]:
         """The losses of so many steps, each on a batch of its own."""
         found = []
         for step in range(count):
-            self._batch = self._task.batch_of(self._rank, step, self._device, self._small)
+            self._batch = self._job.batch(step)
             found.append(self.step())
-        return torch.stack(found).double().tolist()
+        return [float(loss) for loss in torch.stack(found).cpu()]
 
     def time(self, iterations: int) -> tuple[float, float]:
         """Seconds of a step until the device is done, and until the host is."""
-        synchronize(self._kind)
+        devices.synchronize(self._job.kind)
         begun = time.perf_counter()
         for _ in range(iterations):
             self.step()
         handed = time.perf_counter()
-        synchronize(self._kind)
+        devices.synchronize(self._job.kind)
         return (time.perf_counter() - begun) / iterations, (handed - begun) / iterations
 
 
-def synchronize(kind: str) -> None:
-    """Wait for the device."""
-    if kind == "cuda":
-        torch.cuda.synchronize()
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def reproducible(kind: str) -> Iterator[None]:
+def reproducible() -> Iterator[None]:
     """Within it, the kernels of a GPU that add in any order are not used, where there are others."""
     benchmark, tf32 = torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -113,14 +126,12 @@ def reproducible(kind: str) -> Iterator[None]:
         torch.backends.cudnn.benchmark, torch.backends.cudnn.allow_tf32 = benchmark, tf32
 
 
-def curves(
-    ways: list[str], task: Task, device: str, small: bool, rank: int, steps: int
-) -> dict[str, list[float]]:
+def curves(ways: list[str], job: Job, steps: int) -> dict[str, list[float]]:
     """The curve of the loss of each way, one model after the other; this rank's."""
     found = {}
-    with reproducible(device.partition(":")[0]):
+    with reproducible():
         for key in ways:
-            found[key] = Way(key, task, device, small, rank, adam=True).losses(steps)
+            found[key] = Way(key, job, torch.optim.Adam, 1e-3).losses(steps)
             dist.barrier()
     return found
 
@@ -130,11 +141,18 @@ def largest_difference(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in zip(one, other, strict=True))
 
 
-def samples(
-    ways: list[str], task: Task, device: str, small: bool, rank: int, rounds: int, sample_s: float
-) -> dict[str, Any]:
-    """The times of steps: a sample of each way in each round, in turn."""
-    contenders = {key: Way(key, task, device, small, rank, adam=False) for key in ways}
+def samples(ways: list[str], job: Job, rounds: int, sample_s: float, *, steps: bool) -> dict[str, Any]:
+    """The times of steps, a sample of each way in each round, in turn; and what a step gives to the device.
+
+    Args:
+        ways: Of WAYS.
+        job: What is trained.
+        rounds: Samples of each way.
+        sample_s: Seconds that one takes.
+        steps: Whether the optimizer makes its step, too.
+    """
+    optimizer = torch.optim.SGD if steps else None
+    contenders = {key: Way(key, job, optimizer) for key in ways}
     for way in contenders.values():
         way.time(3)  # kernels are chosen, memory and buckets settle
     iterations = _agreed(iterations_for(contenders[ALONE].time(2)[0], sample_s, at_most=200))
@@ -144,8 +162,19 @@ def samples(
         for key in ways[turn:] + ways[:turn]:
             dist.barrier()
             times[key].append(contenders[key].time(iterations))
-    parameters = sum(p.numel() for p in contenders[ALONE].module.parameters())
-    return {"iterations": iterations, "parameters": parameters, "times": times}
+    launches = {}
+    for key, way in contenders.items():
+        dist.barrier()
+        launches[key] = devices.launches(job.kind, way.step, _PROFILED_STEPS)
+    sizes = [parameter.numel() for parameter in contenders[ALONE].module.parameters()]
+    return {
+        "iterations": iterations,
+        "parameters": sum(sizes),
+        "tensors": len(sizes),
+        "buffers": len(list(contenders[ALONE].module.buffers())),
+        "launches": launches,
+        "times": times,
+    }
 
 
 def _agreed(number: int) -> int:
@@ -159,33 +188,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=TASKS, required=True)
     parser.add_argument("--backend", default="nccl")
-    parser.add_argument("--device", default="cuda", help="cuda, or cpu for a trial")
-    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--device", default="cuda", choices=devices.KINDS)
+    parser.add_argument("--ways", default="", help="default: all that this torch has")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--sample-s", type=float, default=0.15, help="seconds that a sample takes at least")
     parser.add_argument("--losses", type=int, default=20, help="steps of which the losses are compared")
-    parser.add_argument("--small", action="store_true", help="small forms of the models")
+    parser.add_argument("--form", default="whole", choices=FORMS)
+    parser.add_argument("--no-optimizer", action="store_true", help="time forward and backward alone")
     parser.add_argument("--result", type=Path, required=True)
     given = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first call of cuBLAS
-    device, options = given.device, {}
-    if device == "cuda":
-        device = f"cuda:{rank % torch.cuda.device_count()}"
-        torch.cuda.set_device(device)
-        if given.backend == "nccl":
-            options = {"device_id": torch.device(device)}
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group(given.backend, **options)
-    ways, task = given.ways.split(","), TASKS[given.model]
-    common = (ways, task, device, given.small, rank)
+    device = devices.begin(given.device, rank)
+    options: dict[str, Any] = {}
+    if given.device == "cuda" and given.backend == "nccl":
+        options = {"device_id": torch.device(device)}
+    dist.init_process_group(devices.engine(given.device, given.backend), **options)
+    ways = given.ways.split(",") if given.ways else here()
+    job = Job(TASKS[given.model], given.form, device, rank)
     found: dict[str, Any] = {
         "model": given.model,
         "backend": given.backend,
         "world_size": world_size,
-        "losses": curves(*common, given.losses),
-        **samples(*common, given.rounds, given.sample_s),
+        "losses": curves(ways, job, given.losses),
+        **samples(ways, job, given.rounds, given.sample_s, steps=not given.no_optimizer),
     }
     told: list[Any] = [None] * world_size
     dist.all_gather_object(told, {name: found[name] for name in ("losses", "times")})

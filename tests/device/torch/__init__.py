@@ -28,6 +28,8 @@ NAME = "later"
 """The kind of the device."""
 NCCL = f"cpu:gloo,{NAME}:{NAME}"
 """As a backend of a process group: collectives for which a stream can wait, as with NCCL."""
+LAUNCH = "later::launch"
+"""What torch's profiler calls a kernel, a copy or a collective that is given to the device."""
 GLOO = f"cpu:gloo,{NAME}:{NAME}_gloo"
 """Collectives for which the caller has to wait, as with Gloo."""
 

@@ -159,7 +159,7 @@ class Group final : public c10d::Backend {
         std::vector<c10::Device>{device});
     queue.wait_for(current_queue(device).mark());
     // The tensors are held until the call is over; it reads what they hold then.
-    queue.add([this, work, outputs, inputs, call] {
+    launch(queue, [this, work, outputs, inputs, call] {
       try {
         run(outputs, inputs, call);
       } catch (...) {

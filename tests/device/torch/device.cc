@@ -5,6 +5,7 @@
 #include "device.h"
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -79,6 +80,19 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl(
       "convolution_backward_overrideable",
       torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
+}
+
+// Operators of many tensors are one kernel (or a few), as on a GPU. torch's own for other devices make a call for
+// each tensor.
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
+    if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
+    const auto full = name.name.substr(6) +
+                      (name.overload_name.empty() ? "" : ".") +
+                      name.overload_name;
+    m.impl(full.c_str(),
+           torch::CppFunction::makeFromBoxedFunction<&run_later>());
+  }
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

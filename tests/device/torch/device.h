@@ -3,6 +3,7 @@
 // tests/device/torch/__init__.py gives it a name. The host may wait for a stream, unless a test forbids that.
 #pragma once
 
+#include <ATen/record_function.h>
 #include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -11,6 +12,7 @@
 
 #include <atomic>
 #include <string>
+#include <utility>
 
 #include "streams.h"
 
@@ -68,6 +70,13 @@ inline c10::Stream current_stream(c10::Device device) {
 
 inline Queue& current_queue(c10::Device device) {
   return queue_of(current_stream(device));
+}
+
+// What a GPU would be given as one kernel or one copy. Profilers of torch see each, by this name.
+template <class Task>
+void launch(Queue& queue, Task task) {
+  RECORD_USER_SCOPE("later::launch");
+  queue.add(std::move(task));
 }
 
 struct Event {

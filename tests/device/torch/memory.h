@@ -141,9 +141,9 @@ inline void Guard::recordDataPtrOnStream(const c10::DataPtr& pointer,
 inline void resize_storage(const c10::Storage& storage, std::size_t nbytes) {
   auto old = storage.nbytes();
   auto fresh = device_memory.allocate(nbytes);
-  current_queue(storage.device())
-      .add([to = fresh.get(), from = storage.data(),
-            count = std::min(old, nbytes)] {
+  launch(
+      current_queue(storage.device()),
+      [to = fresh.get(), from = storage.data(), count = std::min(old, nbytes)] {
         if (count) std::memcpy(to, from, count);
       });
   storage.set_data_ptr_noswap(std::move(fresh));

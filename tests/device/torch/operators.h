@@ -85,6 +85,7 @@ inline void for_each_tensor(
 // For operators that cannot be put off: the caller waits.
 inline void run_now(const c10::OperatorHandle& op, torch::jit::Stack* stack,
                     c10::Device device) {
+  RECORD_USER_SCOPE("later::launch");
   TORCH_CHECK(!waiting_is_forbidden, "the host waits for the test device in ",
               op.operator_name());
   drain(current_queue(device));
@@ -259,20 +260,19 @@ inline void run_later(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     grow(*returned, *shapes);
   }
   auto results = allocate_results(*returned, shapes, given.device);
-  current_queue(given.device)
-      .add([op, arguments = Captured(arguments),
-            to_fill = std::move(results.to_fill)] {
-        c10::InferenceMode no_autograd;
-        auto local = arguments.on_host();
-        op.callBoxed(local);
-        for (std::size_t at = 0; at < to_fill.size(); ++at) {
-          if (to_fill[at].empty()) continue;
-          auto next = to_fill[at].begin();
-          for_each_tensor(local[at], [&](const at::Tensor& found) {
-            (next++)->on_host().copy_(found);
-          });
-        }
+  launch(current_queue(given.device), [op, arguments = Captured(arguments),
+                                       to_fill = std::move(results.to_fill)] {
+    c10::InferenceMode no_autograd;
+    auto local = arguments.on_host();
+    op.callBoxed(local);
+    for (std::size_t at = 0; at < to_fill.size(); ++at) {
+      if (to_fill[at].empty()) continue;
+      auto next = to_fill[at].begin();
+      for_each_tensor(local[at], [&](const at::Tensor& found) {
+        (next++)->on_host().copy_(found);
       });
+    }
+  });
   torch::jit::drop(*stack, count);
   for (auto& each : results.values) stack->push_back(std::move(each));
 }
@@ -329,15 +329,15 @@ inline void copy_on_device(const at::Tensor& from, const at::Tensor& to) {
   auto& writer = current_queue(to.device());
   const bool is_between_devices = from.device() != to.device();
   if (is_between_devices) reader.wait_for(writer.mark());
-  reader.add(
-      [a = Alias(from), b = Alias(to)] { b.on_host().copy_(a.on_host()); });
+  launch(reader,
+         [a = Alias(from), b = Alias(to)] { b.on_host().copy_(a.on_host()); });
   if (is_between_devices) writer.wait_for(reader.mark());
 }
 
 inline void copy_to_host(const at::Tensor& from, const at::Tensor& to,
                          bool non_blocking) {
   auto& queue = current_queue(from.device());
-  queue.add([a = Alias(from), b = Alias(to), kept = to.storage()] {
+  launch(queue, [a = Alias(from), b = Alias(to), kept = to.storage()] {
     b.on_host().copy_(a.on_host());
   });
   if (!(non_blocking && to.is_pinned())) drain(queue);
@@ -347,13 +347,13 @@ inline void copy_from_host(const at::Tensor& from, const at::Tensor& to,
                            bool non_blocking) {
   auto& queue = current_queue(to.device());
   if (non_blocking && from.is_pinned()) {
-    queue.add([a = Alias(from), b = Alias(to), kept = from.storage()] {
+    launch(queue, [a = Alias(from), b = Alias(to), kept = from.storage()] {
       b.on_host().copy_(a.on_host());
     });
     return;
   }
   // From a copy, as what is not pinned goes through memory that is.
-  queue.add([a = from.clone(), b = Alias(to)] { b.on_host().copy_(a); });
+  launch(queue, [a = from.clone(), b = Alias(to)] { b.on_host().copy_(a); });
   if (!non_blocking) drain(queue);
 }
 

@@ -1,0 +1,67 @@
+"""The device of a program of the check: a GPU ("cuda"), the device of tests ("later"), or the CPU ("cpu").
+
+device = begin("cuda", rank)        that of this rank, which is the current one from then on
+engine("cuda", "nccl")              the backend of a process group for its tensors
+synchronize("cuda")
+launches("cuda", step, 3)           kernels and copies that a step gives to it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.device import torch as stand_in
+
+KINDS = ("cuda", stand_in.NAME, "cpu")
+_LAUNCHES = re.compile(
+    # What a GPU is given by CUDA's and HIP's runtimes and drivers; and the device of tests.
+    r"(?:cuda|cu|hip)\w*(?:Launch\w*Kernel|LaunchKernel|GraphLaunch|Memcpy\w*Async|Memset\w*Async)\w*"
+    rf"|{stand_in.LAUNCH}"
+)
+
+
+def begin(kind: str, rank: int) -> str:
+    """Make a rank's device the current one; its name, as torch spells it."""
+    if kind == "cpu":
+        torch.set_num_threads(1)
+        return kind
+    if kind == stand_in.NAME:
+        stand_in.begin()
+        torch.set_num_threads(1)
+    module = torch.get_device_module(kind)
+    index = rank % module.device_count()
+    module.set_device(index)
+    return f"{kind}:{index}"
+
+
+def engine(kind: str, backend: str) -> str:
+    """What `init_process_group` calls a backend, "nccl" or "gloo", for tensors of this device."""
+    if kind != stand_in.NAME:
+        return backend
+    return stand_in.NCCL if backend == "nccl" else stand_in.GLOO
+
+
+def synchronize(kind: str) -> None:
+    """Wait for the device."""
+    if kind != "cpu":
+        torch.get_device_module(kind).synchronize()
+
+
+def launches(kind: str, step: Callable[[], object], steps: int) -> float | None:
+    """Kernels and copies that a step gives to the device, by torch's profiler; None on a CPU."""
+    if kind == "cpu":
+        return None
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if kind == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    synchronize(kind)
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            step()
+        synchronize(kind)
+    events: Any = profile.events()
+    return sum(_LAUNCHES.fullmatch(event.name) is not None for event in events) / steps
