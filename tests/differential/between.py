@@ -49,7 +49,13 @@ def set_flags(ops: list[Op], rng: random.Random) -> None:
 
 
 def step_directly(ops: list[Op], rng: random.Random) -> None:
-    """Step with what a call of the framework returns, instead of a backward."""
+    """Step with what a call of the framework returns, instead of a backward.
+
+    Not where the model is wrapped anew before its next forward, which would have told of it: ranks then have
+    the same parameters again, and other states of their optimizers.
+    """
     steps = [place for place, op in enumerate(ops) if op["op"] == "step" and "model" not in op]
     place = rng.choice(steps) + 1
+    if next((op["op"] for op in ops[place:] if op["op"] in ("forward", "wrap")), "") == "wrap":
+        return
     ops[place:place] = [{"op": "forward", "batch": 2, "data": 900 + len(ops)}, {"op": "direct"}]

@@ -76,6 +76,10 @@ def generate(seed: int, framework: str = "paddle") -> Program:
     rng = random.Random(f"raising {seed}")
     if is_sharded and rng.random() < 0.2:
         program["raises_at"] = rng.randrange(len(program["steps"]))
+    rng = random.Random(f"weights {seed}")
+    for step in program["steps"] if not program["full_graph"] and rng.random() < 0.4 else ():
+        if step["loss"] == "plain":
+            step["weights"] = [[rng.choice([0.5, 1.0, 3.0]) for _ in range(ranks)] for _ in step["sizes"]]
     return program
 
 
@@ -209,12 +213,15 @@ def make_optimizer(
     return lambda parameters: make(parameters, which, **arguments)
 
 
-def loss_of(net: Any, x: Any, opens: Any, kind: str) -> Any:
-    """The sum over samples of one rank's part; of a whole batch without `parameters`, that over all ranks."""
+def loss_of(net: Any, x: Any, opens: Any, kind: str, shares: Any = 1.0) -> Any:
+    """The sum over samples of one rank's part; of a whole batch without `parameters`, that over all ranks.
+
+    `shares`: of each sample, in a plain loss.
+    """
     import paddle
 
     output = net(x, opens)
-    loss = (output**2).sum() / SCALE
+    loss = (shares * output**2).sum() / SCALE
     if kind in ("slope", "curvature"):
         (slope,) = paddle.grad((paddle.tanh(output) ** 2).sum(), [x], create_graph=True)
         loss = loss + (slope**2).sum() / SCALE
@@ -234,12 +241,23 @@ def loss_of(net: Any, x: Any, opens: Any, kind: str) -> Any:
 
 
 def train_step(
-    net: Any, optimizer: Any, loss_of: Any, parts: list[Any], opens: bool, kind: str, breaks: bool
+    net: Any,
+    optimizer: Any,
+    loss_of: Any,
+    parts: list[Any],
+    opens: bool,
+    kind: str,
+    breaks: bool,
+    weights: list[float] | None,
 ) -> None:
     """One step; to_static translates it as it is."""
-    for part in parts[:-1]:
+    for number, part in enumerate(parts[:-1]):
         with net.no_sync():
+            if weights is not None:
+                net.weight(weights[number])
             loss_of(net, part, opens, kind).backward()
+    if weights is not None:
+        net.weight(weights[-1])
     loss = loss_of(net, parts[-1], opens, kind)
     if breaks:
         print(float(loss))  # no part of a graph
@@ -281,7 +299,8 @@ def run(rank: int, program: Program) -> list[Outcome]:
         own = [batch(program, number, micro)[rank] for micro in range(len(step["sizes"]))]
         # An input that needs a gradient is a leaf: of its gradient nobody asks here.
         parts = [paddle.to_tensor(part, stop_gradient=False) for part in own]
-        arguments = (parts, step["opens"][rank], step["loss"], step["breaks"])
+        weights = [row[rank] for row in step["weights"]] if "weights" in step else None
+        arguments = (parts, step["opens"][rank], step["loss"], step["breaks"], weights)
         if number == program.get("raises_at"):
             raising.append(_RAISED)
             for _ in range(2):
@@ -365,14 +384,27 @@ def run_alone(rank: int, program: Program) -> list[Outcome]:
                     (loss / ranks).backward()
                 continue
             whole = paddle.to_tensor(np.concatenate(parts), stop_gradient=False)
-            opens = np.repeat(np.array(step["opens"], float), [len(part) for part in parts])
-            (loss_of(net, whole, paddle.to_tensor(opens[:, None]), step["loss"]) / ranks).backward()
+            opens, shares = (
+                paddle.to_tensor(np.repeat(np.array(row, float), [len(part) for part in parts])[:, None])
+                for row in (step["opens"], _shares(step, micro, ranks))
+            )
+            if step["loss"] == "plain":
+                loss_of(net, whole, opens, "plain", shares).backward()
+            else:
+                (loss_of(net, whole, opens, step["loss"]) / ranks).backward()
         optimizer.step()
         optimizer.clear_grad(set_to_zero=False)
         outcomes.append(_outcome(net))
         if step["evaluates"] is not None:
             outcomes[-1]["loss"] = _evaluation(net, program, number)
     return outcomes
+
+
+def _shares(step: dict[str, Any], micro: int, ranks: int) -> list[float]:
+    """Of the gradient: without weights, micro-batches are added up, and the mean is that over ranks."""
+    if "weights" not in step:
+        return [1 / ranks] * ranks
+    return [weight / sum(map(sum, step["weights"])) for weight in step["weights"][micro]]
 
 
 # --- the comparison ---
