@@ -137,18 +137,27 @@ def run_pass(world: SimpleNamespace) -> None:
 
 
 class Later:
-    """Answers of a device, which come when the test says so."""
+    """Numbers of a device, which come when the test says so."""
 
-    def __init__(self, flags: torch.Tensor | list[bool], *, is_there: bool = False) -> None:
-        self.flags, self.is_there, self.was_read = flags, is_there, False
+    def __init__(self, number: torch.Tensor) -> None:
+        assert number.numel() == 1
+        self._device = number.device
+        self.begun, self.is_there, self.was_read = 0, False, False
+        self._number = 0.0
+
+    def begin(self, number: torch.Tensor) -> None:
+        assert number.device == self._device and number.numel() == 1
+        self.begun += 1
+        self.is_there = self.was_read = False
+        if self._device != DEVICE:
+            self._number = number.item()
 
     def is_done(self) -> bool:
         return self.is_there
 
-    def read(self) -> list[bool]:
+    def read(self) -> float:
         self.was_read = True
-        assert isinstance(self.flags, list)
-        return self.flags
+        return self._number
 
 
 def test_a_tensor_without_values_tells_whoever_asks():
@@ -167,12 +176,13 @@ def past_the_first_pass(world: SimpleNamespace) -> list[Later]:
     """The transport's looks at infinities, from its second pass on; what they have under way."""
     copies: list[Later] = []
 
-    def copy(flags: torch.Tensor) -> Later:
-        assert flags.device == DEVICE and flags.dtype is torch.bool and flags.numel() == COUNT
-        copies.append(Later(flags))
+    def copy(number: torch.Tensor) -> Later:
+        assert number.device == DEVICE
+        copies.append(Later(number))
         return copies[-1]
 
-    checks = FiniteChecks(waits=False, copy=copy)
+    made = world.transport
+    checks = FiniteChecks(list(zip(made._buckets, made._pieces)), waits=False, copy=copy)
     assert checks.take() == []
     world.transport._on_device = checks
     return copies
@@ -186,7 +196,8 @@ def test_a_usual_pass_waits_for_the_host_of_no_rank_longer_than_for_its_report(m
     for _ in range(3):
         run_pass(world)
     assert world.reports.calls == before + 3  # one for each pass: the details are asked for if there are any
-    assert len(copies) == (3 if checks_finite else 0) and not any(copy.was_read for copy in copies)
+    assert sum(copy.begun for copy in copies) == (3 if checks_finite else 0)
+    assert not any(copy.was_read for copy in copies)
     assert world.device.log.count("the stream waits for a sum") == 6
 
 
@@ -249,45 +260,109 @@ def test_gradients_that_wait_to_be_copied_keep_their_memory_for_the_stream_that_
     assert device.log == ["side waits for main"] and kept == [(0, "side")]
 
 
+def checks_of(
+    *tensors: torch.Tensor, waits: bool = False, buckets: int = 1, gap: int = 0
+) -> tuple[FiniteChecks, list[list[torch.Tensor]], list[Later]]:
+    """Checks of parameters 0, 1, ... in so many buckets alike, their places there, and copies that are made."""
+    made, places, copies = [], [], []
+    for number in range(buckets):
+        flat = torch.zeros(sum(each.numel() + gap for each in tensors), dtype=tensors[0].dtype)
+        held, begin = [], 0
+        for tensor in tensors:
+            held.append(flat[begin : begin + tensor.numel()].copy_(tensor))
+            begin += tensor.numel() + gap
+        first = number * len(tensors)
+        made.append((flat, [(first + n, each) for n, each in enumerate(held) if each.numel()]))
+        places.append(held)
+
+    def copy(number: torch.Tensor) -> Later:
+        copies.append(Later(number))
+        return copies[-1]
+
+    return FiniteChecks(made, waits=waits, copy=copy), places, copies
+
+
 def test_infinities_are_told_when_the_device_has_answered():
-    answers = [Later([True, False]), Later([True, True]), Later([False, True])]
-    queue = iter(answers)
-    checks = FiniteChecks(waits=False, copy=lambda flags: next(queue))
-    values = [(7, torch.ones(3)), (9, torch.tensor([1.0, float("nan")])), (5, torch.ones(0))]
-    checks.look(values)
-    assert checks.take() == [9]  # the first pass waits
+    checks, ((good, bad, _),), copies = checks_of(torch.ones(3), torch.ones(2), torch.ones(0))
+    bad[1] = float("nan")
+    checks.look(0)
+    assert checks.take() == [1]  # the first backward waits
     assert checks.is_late
-    for told in ([], []):
-        checks.look(values)
-        assert checks.take() == told
-    answers[0].is_there = True
-    checks.look(values)
-    assert checks.take() == [9]
-    answers[1].is_there = answers[2].is_there = True
-    assert checks.take() == [7]
+    for _ in range(2):
+        checks.look(0)
+        assert checks.take() == []
+        bad[1] = 1.0
+    good[0] = float("inf")
+    copies[0].is_there = True
+    checks.look(0)
+    assert checks.take() == [1]  # of the backward after the first one
+    for copy in copies:
+        copy.is_there = True
+    assert checks.take() == [0]
+    good[0] = 1.0
+    for _ in range(3):  # what was told is forgotten
+        checks.look(0)
+        assert checks.take() == []
+        for copy in copies:
+            copy.is_there = True
+    assert checks.take() == []
 
 
 def test_a_host_that_is_far_ahead_waits_for_the_oldest_answer():
-    copies: list[Later] = []
-
-    def copy(flags: torch.Tensor) -> Later:
-        copies.append(Later([False]))
-        return copies[-1]
-
-    checks = FiniteChecks(waits=False, copy=copy)
+    checks, ((place,),), copies = checks_of(torch.ones(1))
     found = []
-    for _ in range(8):
-        checks.look([(0, torch.ones(1))])
+    for value in [1.0, float("nan"), 1.0, 1.0, 1.0, 1.0, float("inf"), 1.0]:
+        place[0] = value
+        checks.look(0)
         found.append(checks.take())
-    assert [each.was_read for each in copies] == [True] * 3 + [False] * 4
-    assert found == [[]] * 5 + [[0]] * 3
+    assert found == [[]] * 5 + [[0]] + [[]] * 2
+    # Used again, unless something was found.
+    assert len(copies) == 6 and sum(copy.begun for copy in copies) == 7
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.complex64])
 def test_each_value_that_is_not_finite_is_found(bad, dtype):
-    checks = FiniteChecks(waits=True)
-    values = torch.ones(5, dtype=dtype)
+    largest = torch.full((4,), torch.finfo(dtype).max).to(dtype)
+    checks, ((_, values),), _ = checks_of(largest, torch.ones(5, dtype=dtype), waits=True)
     values[3] = bad
-    checks.look([(0, torch.full((4,), torch.finfo(dtype).max).to(dtype)), (1, values)])
+    checks.look(0)
     assert checks.take() == [1] and checks.take() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
+@pytest.mark.parametrize("gap", [0, 7])
+def test_the_parameters_to_blame_are_found_wherever_they_lie(gap, dtype):
+    """Of one element and of many, at the ends of chunks and across them, one at a time and all together."""
+    sizes = [1, 511, 512, 513, 3, 5000, 1, 1024, 2, 700]
+    checks, buckets, _ = checks_of(
+        *(torch.ones(size, dtype=dtype) for size in sizes), waits=True, buckets=2, gap=gap
+    )
+    places = [place for bucket in buckets for place in bucket]
+    for index, place in enumerate(places):
+        for element in {0, place.numel() // 2, place.numel() - 1}:
+            place[element] = float("nan")
+            checks.look(0)
+            checks.look(1)
+            assert checks.take() == [index]
+            place[element] = 1.0
+    for place in places[1::2]:
+        place[-1] = float("inf")
+    checks.look(1)
+    assert checks.take() == [n for n in range(len(places)) if n % 2 and n >= len(sizes)]
+    checks.look(0)
+    assert checks.take() == [n for n in range(len(sizes)) if n % 2]
+
+
+def test_buckets_of_several_dtypes_are_looked_at_together():
+    values = [torch.ones(600), torch.ones(600, dtype=torch.float16), torch.ones(0)]
+    buckets = [(value, [(n, value)] if value.numel() else []) for n, value in enumerate(values)]
+    checks = FiniteChecks(buckets, waits=True)
+    for bad in ([0], [1], [0, 1], []):
+        for index in bad:
+            values[index][599] = float("inf")
+        for bucket in range(3):
+            checks.look(bucket)
+        assert checks.take() == bad
+        for value in values[:2]:
+            value.fill_(1.0)

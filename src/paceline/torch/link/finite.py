@@ -1,8 +1,9 @@
-"""Whose gradients on a device are not finite, without waiting for the device in each pass.
+"""Whose gradients on a device are not finite, without waiting for the device in each backward.
 
-The one idea: the host learns it only when the device has computed it. So the answers of a pass are copied to
-the host's memory behind it, and read at the end of a later pass, when they have long been there. Who has to
-know at once (nonfinite="raise") waits: once for all gradients, and not once for each.
+Each bucket is looked at in two calls before it is summed, and leaves behind far fewer numbers than it holds;
+their norm is one number of the backward. It is copied to the host's memory, and read at the end of a later
+backward, when it has long been there. With nonfinite="raise" the end of each backward waits for it. Only
+where it is not finite is it asked what was left behind, and so which parameters are to blame.
 """
 
 from __future__ import annotations
@@ -12,93 +13,217 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
 import torch
 
 _MOST_UNDER_WAY = 4
-"""Passes whose answers may be outstanding. A host that is further ahead of the device waits."""
+"""Backwards whose answers may be outstanding. A host that is further ahead of the device waits."""
+_CHUNK = 512
+"""Elements of a bucket that leave one norm behind."""
+
+Piece = tuple[int, torch.Tensor]
+"""The index of a parameter, and its elements within a bucket."""
 
 
 class Copy(Protocol):
-    """Booleans on their way to the host."""
+    """A number of a device on its way to the host, again and again."""
 
-    def is_done(self) -> bool:
-        """Whether they have come. Does not wait."""
+    def begin(self, number: torch.Tensor) -> None:
+        """Copy this one, behind all that the current stream has to do."""
         ...
 
-    def read(self) -> list[bool]:
-        """Them, once they have come."""
+    def is_done(self) -> bool:
+        """Whether it has come. Does not wait."""
+        ...
+
+    def read(self) -> float:
+        """It, once it has come."""
         ...
 
 
 class HostCopy:
-    """A `Copy` behind all that the current stream has to do."""
+    """A `Copy` through pinned memory.
 
-    def __init__(self, flags: torch.Tensor) -> None:
-        self._flags = flags
-        self._host = torch.empty(flags.shape, dtype=torch.bool, pin_memory=True)
-        self._host.copy_(flags, non_blocking=True)
-        self._event = torch.Event(flags.device)
+    Args:
+        number: A number like those that it will copy.
+    """
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._host = torch.empty((), dtype=number.dtype, pin_memory=True)
+        self._event = torch.Event(number.device)
+
+    def begin(self, number: torch.Tensor) -> None:
+        self._host.copy_(number, non_blocking=True)
         self._event.record()
 
     def is_done(self) -> bool:
         return bool(self._event.query())
 
-    def read(self) -> list[bool]:
+    def read(self) -> float:
         self._event.synchronize()
-        return list(self._host.tolist())
+        return float(self._host.item())
+
+
+class _Look:
+    """How one bucket is looked at: in two calls, whatever the number of its parameters.
+
+    The first leaves behind the norm of each chunk of `_CHUNK` elements. The second copies the elements of
+    those chunks that do not lie within one parameter, so that each parameter to blame is found.
+
+    Args:
+        flat: The bucket.
+        pieces: What lies in it.
+    """
+
+    def __init__(self, flat: torch.Tensor, pieces: Sequence[Piece]) -> None:
+        self._flat = torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+        scale = self._flat.numel() // max(1, flat.numel())
+        count = self._flat.numel() // _CHUNK
+        self._chunks = self._flat[: count * _CHUNK].view(count, _CHUNK) if count else None
+        self._pieces: list[tuple[int, int, int]] = []  # its first element, that after its last one, parameter
+        is_apart = np.ones(count, bool)
+        for param, piece in pieces:
+            begin = (piece.storage_offset() - flat.storage_offset()) * scale
+            end = begin + piece.numel() * scale
+            self._pieces.append((begin, end, param))
+            is_apart[-(-begin // _CHUNK) : end // _CHUNK] = False
+        apart = np.flatnonzero(is_apart)[:, None] * _CHUNK + np.arange(_CHUNK)
+        tail = np.arange(count * _CHUNK, self._flat.numel())
+        self._apart = np.concatenate([apart.ravel(), tail])
+        self._is_apart, self._count = is_apart, count
+        self._index = torch.from_numpy(self._apart).to(flat.device)
+        self.size = count + len(self._apart)
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor of the device and the dtype of what it leaves behind."""
+        return self._flat
+
+    def leave(self, traces: torch.Tensor) -> None:
+        """Leave behind as many elements as `size` says."""
+        if self._chunks is not None:
+            torch.linalg.vector_norm(self._chunks, math.inf, dim=1, out=traces[: self._count])
+        if len(self._apart):
+            torch.index_select(self._flat, 0, self._index, out=traces[self._count :])
+
+    def blame(self, traces: torch.Tensor) -> set[int]:
+        """The parameters that have left what is not finite. Waits for the device."""
+        bad = torch.isfinite(traces).logical_not().cpu().numpy()
+        chunks = np.flatnonzero(bad[: self._count] & ~self._is_apart) * _CHUNK
+        found = np.sort(np.concatenate([chunks, self._apart[bad[self._count :]]]))
+        return {
+            param
+            for begin, end, param in self._pieces
+            if np.searchsorted(found, begin) < np.searchsorted(found, end)
+        }
+
+
+class _Traces:
+    """What the buckets of one device and dtype have left behind in one backward.
+
+    Where none has, it is finite: memory that has held anything else is not used again.
+
+    Args:
+        size: Number of elements.
+        like: A tensor of the device and the dtype.
+    """
+
+    def __init__(self, size: int, like: torch.Tensor) -> None:
+        self.elements = like.new_zeros(size)
+        self._norm = like.new_zeros(())
+        self.copy: Copy | None = None
+
+    def measure(self) -> torch.Tensor:
+        """One number: not finite, if anything is not. The norm is exact, and a NaN makes it a NaN."""
+        return torch.linalg.vector_norm(self.elements, math.inf, out=self._norm)
 
 
 class FiniteChecks:
     """Looks at one rank's gradients on devices.
 
     Args:
-        waits: Tell of each pass at its end, which waits for the device. Else that is so in the first pass
-            only, and later ones are told of a pass or more later.
-        copy: Makes a `Copy`.
+        buckets: What there is to look at: each bucket, and what lies in it.
+        waits: Tell of each backward at its end, which waits for the device. Else that is so in the first
+            backward only, and later ones are told of a backward or more later.
+        copy: Makes a `Copy` for numbers like one.
     """
 
-    def __init__(self, *, waits: bool, copy: Callable[[torch.Tensor], Copy] = HostCopy) -> None:
+    def __init__(
+        self,
+        buckets: Sequence[tuple[torch.Tensor, Sequence[Piece]]],
+        *,
+        waits: bool,
+        copy: Callable[[torch.Tensor], Copy] = HostCopy,
+    ) -> None:
         self.waits = waits
-        self._copy = copy
-        self._noted: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
-        self._under_way: deque[tuple[list[int], Copy]] = deque()
+        self._make_copy = copy
+        self._buckets = buckets
         self._is_first = True
+        self._looks: list[_Look] = []
+        self._places: list[tuple[int, slice]] = []  # of each bucket: its kind, and where its traces lie
+        self._sizes: list[tuple[int, torch.Tensor]] = []  # of each kind: of a device and a dtype
+        self._now: list[_Traces] | None = None
+        self._under_way: deque[list[_Traces]] = deque()
+        self._free: list[list[_Traces]] = []
 
     @property
     def is_late(self) -> bool:
-        """Whether what is taken now is of earlier passes."""
+        """Whether what is taken now is of earlier backwards."""
         return not (self.waits or self._is_first)
 
-    def look(self, pieces: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Begin to look at gradients of one device and dtype: (parameter index, its elements)."""
-        held = [(param, piece) for param, piece in pieces if piece.numel()]
-        if not held:
+    def look(self, bucket: int) -> None:
+        """Begin to look at the gradients in a bucket."""
+        if not self._looks:
+            self._lay_out()
+        if not self._looks[bucket].size:
             return
-        # An infinity norm is exact, and one call computes all. A NaN makes it a NaN.
-        norms = torch._foreach_norm([piece for _, piece in held], math.inf)
-        flags = torch.isfinite(torch.stack(norms))
-        self._noted.setdefault(flags.device, []).append(([param for param, _ in held], flags))
+        if self._now is None:
+            self._now = self._free.pop() if self._free else [_Traces(*each) for each in self._sizes]
+        kind, place = self._places[bucket]
+        self._looks[bucket].leave(self._now[kind].elements[place])
 
     def take(self) -> list[int]:
         """Parameters of which some gradient was not finite, since last asked, as far as that is told."""
-        noted, self._noted = self._noted, {}
         found: set[int] = set()
-        for rows in noted.values():
-            params = [param for row, _ in rows for param in row]
-            flags = torch.cat([each for _, each in rows])
-            if self.is_late:
-                self._under_way.append((params, self._copy(flags)))
-            else:
-                found.update(_not_finite(params, flags.tolist()))
+        now, self._now = self._now, None
+        if now is not None and self.is_late:
+            for kind in now:
+                norm = kind.measure()
+                kind.copy = kind.copy or self._make_copy(norm)
+                kind.copy.begin(norm)
+            self._under_way.append(now)
+        elif now is not None:
+            found |= self._tell(now, [float(kind.measure().item()) for kind in now])
         while self._under_way:
-            params, copy = self._under_way[0]
-            if not copy.is_done() and len(self._under_way) <= _MOST_UNDER_WAY:
+            copies = [kind.copy for kind in self._under_way[0] if kind.copy is not None]
+            if not all(copy.is_done() for copy in copies) and len(self._under_way) <= _MOST_UNDER_WAY:
                 break
-            self._under_way.popleft()
-            found.update(_not_finite(params, copy.read()))
+            found |= self._tell(self._under_way.popleft(), [copy.read() for copy in copies])
         self._is_first = False
         return sorted(found)
 
+    def _lay_out(self) -> None:
+        kinds: dict[tuple[torch.device, torch.dtype], int] = {}
+        self._looks = [_Look(*bucket) for bucket in self._buckets]
+        for look in self._looks:
+            if not look.size:
+                self._places.append((0, slice(0)))
+                continue
+            kind = kinds.setdefault((look.like.device, look.like.dtype), len(kinds))
+            if kind == len(self._sizes):
+                self._sizes.append((0, look.like))
+            begin = self._sizes[kind][0]
+            self._places.append((kind, slice(begin, begin + look.size)))
+            self._sizes[kind] = (begin + look.size, look.like)
 
-def _not_finite(params: Sequence[int], are_finite: Sequence[bool]) -> list[int]:
-    return [param for param, is_finite in zip(params, are_finite, strict=True) if not is_finite]
+    def _tell(self, backward: list[_Traces], norms: Sequence[float]) -> set[int]:
+        """Whom to blame for a backward, which is over."""
+        bad = [not math.isfinite(norm) for norm in norms]
+        if not any(bad):
+            self._free.append(backward)
+            return set()
+        found: set[int] = set()
+        for look, (kind, place) in zip(self._looks, self._places):
+            if look.size and bad[kind]:
+                found |= look.blame(backward[kind].elements[place])
+        return found

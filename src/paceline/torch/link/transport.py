@@ -73,7 +73,9 @@ class ProcessGroupTransport:
         self._status_device = torch.device("cpu") if on_host else arena.sections[0].device
         # A stream waits for these buckets, and the host need not.
         self._are_on_streams = bool(devices) and all(map(self._calls.runs_on_streams, devices))
-        self._on_device = FiniteChecks(waits=waits_for_finite or not self._are_on_streams)
+        self._on_device = FiniteChecks(
+            list(zip(self._buckets, self._pieces)), waits=waits_for_finite or not self._are_on_streams
+        )
         self._is_narrow = any(section.dtype == torch.float16 for section in arena.sections)
         self._streams = next((made for each in devices if (made := Streams.of(each)) is not None), None)
         self.note_stream = None if self._streams is None else self._streams.note
@@ -164,7 +166,7 @@ class ProcessGroupTransport:
         pieces = self._pieces[bucket]
         if flat.device.type != "cpu":
             if not self._is_captured():
-                self._on_device.look(pieces)
+                self._on_device.look(bucket)
             return
         # A finite sum proves that all is finite; another may be an overflow, so look at each element then.
         flat = as_real(flat)
