@@ -19,6 +19,8 @@ inline constexpr const char* kCapsuleName = "dlpack_exchange_api";
 struct Device {
   int32_t type;
   int32_t id;
+
+  bool operator==(const Device&) const = default;
 };
 
 struct DType {

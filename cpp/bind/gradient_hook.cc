@@ -48,7 +48,8 @@ class GradientHook {
  public:
   GradientHook(nb::object in_python, nb::object state, size_t parameter,
                nb::object taker, nb::object place, bool gradient_in_arena,
-               const std::string& transformed, nb::object stand_in)
+               const std::string& transformed, nb::object stand_in,
+               nb::object waiting, nb::object note_stream)
       : state_(std::move(state)),
         is_syncing_(state_, "is_syncing"),
         is_armed_(state_, "is_armed"),
@@ -60,6 +61,12 @@ class GradientHook {
         place_(std::move(place)),
         type_(nb::borrow<nb::object>(place_.type())),
         left_(stand_in.is_none() ? place_ : std::move(stand_in)),
+        staged_(state_.attr("staged")),
+        waiting_(std::move(waiting)),
+        note_stream_(std::move(note_stream)),
+        index_(nb::int_(parameter)),
+        is_copied_(!waiting_.is_none()),
+        is_noted_(!note_stream_.is_none()),
         gradient_in_arena_(gradient_in_arena),
         in_python_(std::move(in_python)),
         transformed_name_(
@@ -68,6 +75,9 @@ class GradientHook {
     dlpack::Tensor tensor;
     if (borrow_(place_.ptr(), &tensor) != 0) throw nb::python_error();
     dtype_ = tensor.dtype;
+    device_ = tensor.device;
+    if (device_.type != dlpack::kCpu && !is_copied_)
+      misuse("gradients on a device are copied by their framework");
     place_begin_ = tensor.begin();
     nbytes_ = static_cast<size_t>(dtype_.bits) * dtype_.lanes / 8;
     bool has_many_elements = false;
@@ -108,6 +118,7 @@ class GradientHook {
         if (!grad_.set(parameter, left_.ptr())) return nullptr;
       }
     }
+    if (is_copied_) return leave_to_copy(gradient, pointer);
     handed_->put(parameter_, gradient_in_arena_ ? left_ : std::move(gradient));
     taker_->mark_ready(parameter_, reinterpret_cast<Pointer>(pointer));
     Py_RETURN_NONE;
@@ -133,8 +144,26 @@ class GradientHook {
   enum class Asks : uint8_t { kNever, kOnce, kAlways };
 
   // Whoever takes gradients holds nothing that leads back here.
-  std::array<nb::object*, 5> held_objects() {
-    return {&in_python_, &state_, &handed_object_, &place_, &left_};
+  std::array<nb::object*, 8> held_objects() {
+    return {&in_python_, &state_,  &handed_object_, &place_,
+            &left_,      &staged_, &waiting_,       &note_stream_};
+  }
+
+  /// The framework copies the gradient once its bucket is complete, which may
+  /// be now, and its mean back.
+  PyObject* leave_to_copy(const nb::object& gradient, void* pointer) {
+    if (PyDict_SetItem(waiting_.ptr(), index_.ptr(), gradient.ptr()) != 0)
+      return nullptr;
+    handed_->put(parameter_, gradient);
+    if (PyList_Append(staged_.ptr(), index_.ptr()) != 0) return nullptr;
+    if (is_noted_) {
+      const nb::object noted =
+          nb::steal(PyObject_CallNoArgs(note_stream_.ptr()));
+      if (!noted.is_valid()) return nullptr;
+    }
+    taker_->mark_copied(parameter_, reinterpret_cast<Pointer>(pointer), nbytes_,
+                        false);
+    Py_RETURN_NONE;
   }
 
   /// Converting a model moves its gradients, and the place with them, which is
@@ -156,7 +185,7 @@ class GradientHook {
       PyErr_Clear();
       return false;
     }
-    if (tensor.device.type != dlpack::kCpu || tensor.dtype != dtype_ ||
+    if (tensor.device != device_ || tensor.dtype != dtype_ ||
         static_cast<size_t>(tensor.ndim) != axes_.size() ||
         (tensor.begin() == nullptr && nbytes_ > 0))  // torch's zero tensors
       return false;
@@ -196,7 +225,18 @@ class GradientHook {
   /// What stands in the parameter's gradient once it lies in the arena: the
   /// place, or what tells that this rank gets a part of the mean.
   nb::object left_;
+  nb::object staged_;
+  /// By parameter, the gradients that the framework is to copy to their places;
+  /// None: this hook copies them.
+  nb::object waiting_;
+  /// Called when a gradient has come, for the stream that has brought it, or
+  /// None.
+  nb::object note_stream_;
+  nb::object index_;
+  bool is_copied_;
+  bool is_noted_;
   dlpack::Borrow borrow_ = nullptr;
+  dlpack::Device device_{};
   std::vector<Axis> axes_;
   dlpack::DType dtype_{};
   bool gradient_in_arena_;
@@ -240,11 +280,13 @@ GradientTaker* gradient_taker(nb::handle object) {
 void bind_gradient_hook(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<GradientHook>(m, "GradientHook", nb::type_slots(slots))
-      .def(nb::init<nb::object, nb::object, size_t, nb::object, nb::object,
-                    bool, const std::string&, nb::object>(),
-           "in_python"_a, "state"_a, "param"_a, "taker"_a, "place"_a,
-           "gradient_in_arena"_a, "transformed"_a = "",
-           "stand_in"_a = nb::none());
+      .def(
+          nb::init<nb::object, nb::object, size_t, nb::object, nb::object, bool,
+                   const std::string&, nb::object, nb::object, nb::object>(),
+          "in_python"_a, "state"_a, "param"_a, "taker"_a, "place"_a,
+          "gradient_in_arena"_a, "transformed"_a = "",
+          "stand_in"_a = nb::none(), "waiting"_a = nb::none(),
+          "note_stream"_a = nb::none());
 }
 
 }  // namespace paceline

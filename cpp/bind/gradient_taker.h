@@ -16,6 +16,10 @@ class GradientTaker {
   virtual bool is_open() const = 0;
   /// The gradient of a parameter is final there; null: in the arena already.
   virtual void mark_ready(size_t parameter, Pointer gradient) = 0;
+  /// The same of one that the caller copies to its place from these bytes.
+  /// `is_shared`: see OpenPass::add_copied().
+  virtual void mark_copied(size_t parameter, Pointer gradient, size_t bytes,
+                           bool is_shared) = 0;
 
  protected:
   ~GradientTaker() = default;

@@ -31,7 +31,7 @@ class PyPassMarks final : public GradientTaker {
   bool is_open() const override { return is_open_; }
   void mark_ready(size_t parameter, Pointer gradient) override;
   void mark_copied(size_t parameter, Pointer gradient, size_t bytes,
-                   bool is_shared);
+                   bool is_shared) override;
   std::vector<size_t> end_pass(bool keeps_means);
   /// No gradient is taken any more. May come from another thread than the
   /// pass, which goes on: if it ends well, its means are still copied back.

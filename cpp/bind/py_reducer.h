@@ -49,7 +49,7 @@ class PyReducer final : public GradientTaker {
     });
   }
   void mark_copied(size_t parameter, Pointer gradient, size_t bytes,
-                   bool is_shared) {
+                   bool is_shared) override {
     memory_at(gradient, bytes, "mark_copied");
     check_not_nested();
     group_->call_without_waiting([&](HostGroup&) {

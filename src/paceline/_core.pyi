@@ -377,6 +377,8 @@ class GradientHook:
         gradient_in_arena: bool,
         transformed: str = "",
         stand_in: object | None = None,
+        waiting: dict[int, Any] | None = None,
+        note_stream: Callable[[], None] | None = None,
     ) -> None: ...
     def __call__(self, parameter: Any) -> None: ...
 

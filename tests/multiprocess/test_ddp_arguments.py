@@ -113,16 +113,20 @@ def test_delayed_parameters_wait_for_the_one_that_was_named(rank: int, path: str
         assert_close(train(twin, inputs()[rank : rank + 1]), expected)
 
 
+@pytest.mark.parametrize("batched", [False, True])
 @ranks(2, group="gloo")
-def test_gradients_are_copied_a_bucket_at_a_time(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_copied_a_bucket_at_a_time(
+    rank: int, batched: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes: list[int] = []
     copy_all = torch._foreach_copy_
     monkeypatch.setattr(
         torch, "_foreach_copy_", lambda places, values: (sizes.append(len(places)), copy_all(places, values))
     )
-    ddp = DistributedDataParallel(two_layers(), batched_grad_copy=True, reduce_through="group")
+    ddp = DistributedDataParallel(two_layers(), batched_grad_copy=batched, reduce_through="group")
+    assert ddp.batched_grad_copy == batched
     (ddp(torch.ones(1, 4)).sum() * (1 + rank)).backward()
-    assert sizes == [4]
+    assert sizes == [4, 4]  # to the bucket, and back
     assert_close(ddp.module[2].bias.grad, torch.full((2,), 1.5))
 
 

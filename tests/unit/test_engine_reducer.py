@@ -54,7 +54,7 @@ class Deferred:
 class ArrayTransport:
     def __init__(self, plan: Plan, board: Switchboard, rank: int) -> None:
         self.rank, self.world_size = rank, board.world_size
-        self.is_serial = False
+        self.is_serial = self.is_in_order = False
         self.note_stream = None
         self.arena = np.full(plan.arena_bytes // 4, 99.0, np.float32)
         self.plan = plan

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from paceline import _core  # noqa: E402
@@ -66,8 +70,16 @@ class Model(nn.Module):
         return (changed.sin() * x).sum() + (self.first * x).sum() * 2
 
 
-def wrapped(model: nn.Module, *, view: bool) -> DistributedDataParallel:
-    return DistributedDataParallel(model, nonfinite="raise", gradient_as_bucket_view=view)
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A process group of torch, of this rank alone."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def wrapped(model: nn.Module, *, view: bool, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, nonfinite="raise", gradient_as_bucket_view=view, **options)
 
 
 def hooks_of(parameter: nn.Parameter) -> list[Callable[[torch.Tensor], None]]:
@@ -89,9 +101,23 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_gradients_of_any_layout(
     change: Callable[[torch.Tensor], torch.Tensor], view: bool, has_exchange_api: bool
 ) -> None:
+    check_layouts(change, has_exchange_api, view=view)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_gradients_of_any_layout_that_are_copied_a_bucket_at_a_time(
+    change: Callable[[torch.Tensor], torch.Tensor], has_exchange_api: bool, group: None
+) -> None:
+    check_layouts(change, has_exchange_api, view=False, reduce_through="group")
+
+
+def check_layouts(
+    change: Callable[[torch.Tensor], torch.Tensor], has_exchange_api: bool, **options: Any
+) -> None:
+    """Means of a single rank are its own gradients, with and without the core."""
     x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     alone, model = Model(change), Model(change)
-    ddp = wrapped(model, view=view)
+    ddp = wrapped(model, **options)
     is_in_core = {isinstance(hook, _core.GradientHook) for p in model.parameters() for hook in hooks_of(p)}
     assert is_in_core == {has_exchange_api}
     for _ in range(3):  # without zero_grad(): later gradients are added to what is there
@@ -120,6 +146,34 @@ def test_the_core_takes_what_is_usual(view: bool) -> None:
     ddp(torch.ones(1, 3)).sum().backward()
     same = [parameter.grad is old for parameter, old in zip(model.parameters(), kept)]
     assert same == [view] * 4  # in view mode autograd's tensor moves into the arena
+
+
+@pytest.mark.skipif(not IS_THERE, reason="this torch has no DLPack exchange API")
+@pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
+def test_what_waits_to_be_copied_is_read_and_written_once_its_bucket_is_complete(group: None) -> None:
+    """A gradient with a history of its own, too: of a backward that can be differentiated again."""
+    calls: list[int] = []
+
+    def copy_all(places: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        calls.append(len(places))
+        real(places, values)
+
+    real, torch._foreach_copy_ = torch._foreach_copy_, copy_all
+    try:
+        for create_graph in (False, True):
+            model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 2))
+            ddp = wrapped(model, view=False, reduce_through="group", bucket_cap_mb=1e-6)
+            for _ in range(2):
+                alone = copy.deepcopy(model)
+                alone(torch.ones(1, 3)).sum().backward()
+                ddp.zero_grad()
+                calls.clear()
+                ddp(torch.ones(1, 3)).sum().backward(create_graph=create_graph)
+                assert calls == [1, 1, 1, 1, 4]
+                for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                    assert torch.equal(ours.grad, theirs.grad)
+    finally:
+        torch._foreach_copy_ = real
 
 
 @pytest.mark.parametrize("view", [False, True])

@@ -77,7 +77,7 @@ class Reports:
     def __init__(self) -> None:
         self.calls = 0
 
-    def allgather(self, outputs: Any, inputs: Any) -> OnHost:
+    def allgather(self, outputs: Any, inputs: Any, options: Any) -> OnHost:
         self.calls += 1
         assert inputs[0].is_cpu
         for row in outputs[0]:
@@ -91,15 +91,18 @@ def make(monkeypatch):
     device = Device()
     monkeypatch.setattr(Streams, "of", classmethod(lambda cls, kind: device.streams))
 
-    def all_reduce(flat, *, group, async_op):
-        assert async_op and flat.device == DEVICE
+    def allreduce(group, tensors, options):
+        assert getattr(options, "asyncOp", True) and [flat.device for flat in tensors] == [DEVICE]
         device.log.append(f"sum on {device.now.name}")
         return OnStream(device.log, "a sum")
 
-    monkeypatch.setattr(transport_module.dist, "all_reduce", all_reduce)
     monkeypatch.setattr(transport_module.dist, "get_backend", lambda group: "nccl")
     backend = SimpleNamespace(name=lambda: "nccl")
-    members = {"_device_types": [DEVICE], "_get_backend": lambda self, device: backend}
+    members = {
+        "_device_types": [DEVICE],
+        "_get_backend": lambda self, device: backend,
+        "allreduce": allreduce,
+    }
     peers = SimpleNamespace(
         process_group=type("Group", (), members)(), rank=0, world_size=2, timeout_s=30.0, warn_after_s=30.0
     )
@@ -198,7 +201,8 @@ def test_a_usual_pass_waits_for_the_host_of_no_rank_longer_than_for_its_report(m
     assert world.reports.calls == before + 3  # one for each pass: the details are asked for if there are any
     assert sum(copy.begun for copy in copies) == (3 if checks_finite else 0)
     assert not any(copy.was_read for copy in copies)
-    assert world.device.log.count("the stream waits for a sum") == 6
+    assert world.device.log.count("sum on main") == 6
+    assert world.device.log.count("the stream waits for a sum") == 3  # for the last of each pass
 
 
 def test_who_wants_to_know_at_once_waits_for_the_device(make):
@@ -263,7 +267,7 @@ def test_gradients_that_wait_to_be_copied_keep_their_memory_for_the_stream_that_
 def checks_of(
     *tensors: torch.Tensor, waits: bool = False, buckets: int = 1, gap: int = 0
 ) -> tuple[FiniteChecks, list[list[torch.Tensor]], list[Later]]:
-    """Checks of parameters 0, 1, ... in so many buckets alike, their places there, and copies that are made."""
+    """Checks of parameters 0, 1, ... in so many buckets alike; their places there; copies that are made."""
     made, places, copies = [], [], []
     for number in range(buckets):
         flat = torch.zeros(sum(each.numel() + gap for each in tensors), dtype=tensors[0].dtype)

@@ -54,6 +54,8 @@ class Transport(Protocol):
     world_size: int
     is_serial: bool
     """Whether nothing may begin before a bucket is done: a hook makes calls of its own."""
+    is_in_order: bool
+    """Whether a bucket is done only when all are that were launched before it."""
     order: CallOrder
     """Shared by all that use one process group."""
     note_stream: Callable[[], None] | None
@@ -185,6 +187,11 @@ class EngineReducer(ReportingReducer):
         return self._transport.order
 
     @property
+    def note_stream(self) -> Callable[[], None] | None:
+        """See `Transport`."""
+        return self._note_stream
+
+    @property
     def num_launched(self) -> int:
         """Buckets that the last pass has averaged: not those that it skipped. Before the first one: all."""
         return self._num_launched
@@ -270,7 +277,7 @@ class EngineReducer(ReportingReducer):
             self._launch_idle()
 
     def _wait_for_buckets(self) -> None:
-        for pending in self._pending:
+        for pending in self._pending[-1:] if self._transport.is_in_order else self._pending:
             pending.wait()
 
     def _find_overflowed(self, largest_weight: float) -> list[int]:

@@ -62,7 +62,8 @@ class Reduction(Generic[_Tensor]):
         most_pointer_bytes: The largest gradient that the reducer copies to its place, and the mean back,
             itself. Others the framework copies, with all its threads.
         sections: Memory of the arena that another plan of the same parameters may use again.
-        put: Copies a gradient (its second argument) to its place, a bucket at a time; None: nobody does.
+        waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
+            gradients are copied one by one.
         order: In which passes of all models make their calls over an engine that pairs the calls of different
             ranks by it; None: nobody pairs them so.
         owned: Who gets which part of each mean; empty: all ranks get all.
@@ -76,7 +77,7 @@ class Reduction(Generic[_Tensor]):
     reducer: Reducer
     most_pointer_bytes: int
     sections: Sequence[_Tensor] = ()
-    put: Callable[[_Tensor, _Tensor], None] | None = None
+    waiting: dict[int, _Tensor] | None = None
     order: CallOrder | None = None
     owned: tuple[Ranges, ...] = ()
     adopt_errors: Callable[[Collection[int] | None], None] | None = None

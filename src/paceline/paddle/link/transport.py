@@ -41,6 +41,7 @@ class PaddleTransport:
         self.order = call_order_of(calls.group)
         self._hook = hook
         self.is_serial = hook is not None
+        self.is_in_order = False
         self.note_stream: Callable[[], None] | None = None  # Paddle computes on one stream
         self._waits = calls.waits(arena.plan)
         self._checks_finite = checks_finite

@@ -121,7 +121,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         param_to_hook_all_reduce: The parameter for whose gradient the delayed ones wait.
         skip_all_reduce_unused_params: Over a process group, don't send buckets that no rank used in the
             pass before. If they are used again, they are sent at the end of the pass.
-        batched_grad_copy: Over a process group, copy gradients a bucket at a time: fewer kernels on a GPU.
+        batched_grad_copy: Accepted, without effect: over a process group gradients are always copied a bucket
+            at a time.
         lazy_bucket_allocation: Accepted, without effect: each pass uses the memory of the buckets again.
         init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise

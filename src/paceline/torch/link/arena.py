@@ -16,43 +16,15 @@ from paceline.torch.model.inner_tensors import is_dense as is_dense
 from paceline.torch.model.parameters import DTYPES
 
 
-class BatchedCopies:
-    """batched_grad_copy: gradients that reach their places in the arena a bucket at a time.
-
-    On a GPU each copy is a launch of a kernel, and a model of many small parameters spends its backward on
-    them. So their hooks only note what is to be copied, and one call copies it before a bucket is reduced.
-    """
-
-    def __init__(self) -> None:
-        self._places: list[torch.Tensor] = []
-        self._gradients: list[torch.Tensor] = []
-
-    def add(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Copy `gradient` to `place`, later; it must not change until then."""
-        self._places.append(place)
-        self._gradients.append(gradient)
-
-    @property
-    def waiting(self) -> list[torch.Tensor]:
-        """Gradients that are still to be copied."""
-        return self._gradients
-
-    def make(self) -> None:
-        """Copy all that waits."""
-        if self._places:
-            with torch.no_grad():
-                torch._foreach_copy_(self._places, self._gradients)
-            self._places.clear()
-            self._gradients.clear()
-
-
 class Arena:
     """The gradients of a model in flat memory.
 
     Attributes:
         sections: One flat tensor for each section of the plan.
         views: Each parameter's place, by index.
-        copies: Gradients on their way to their places, if batched_grad_copy asks for it.
+        waiting: Gradients, by parameter, that are still to be copied to their places. On a GPU each copy is a
+            launch of a kernel, and a model of many small parameters spends its backward on them. So hooks
+            only note what is to be copied, and one call copies those of a bucket once it is complete.
     """
 
     def __init__(
@@ -60,7 +32,7 @@ class Arena:
     ) -> None:
         self.plan = plan
         self.sections = list(sections)
-        self.copies = BatchedCopies()
+        self.waiting: dict[int, torch.Tensor] = {}
         # .data: a count of changes of its own for each place, where views share that of their base.
         self.views = [self._view(index, parameter).data for index, parameter in enumerate(parameters)]
 
@@ -109,6 +81,19 @@ class Arena:
     def bucket(self, number: int) -> torch.Tensor:
         """All elements of a bucket, flat."""
         return bucket_in(self.plan, self.sections, number)
+
+    def take_waiting(self, bucket: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The gradients of a bucket that wait to be copied, and their places. Those of others may still come.
+
+        A gradient that lies in several buckets comes with the first of them.
+        """
+        take, places, gradients = self.waiting.pop, [], []
+        for index in self.plan.buckets[bucket].parameters:
+            gradient = take(index, None)
+            if gradient is not None:
+                places.append(self.views[index])
+                gradients.append(gradient)
+        return gradients, places
 
     def _view(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
         spec = self.plan.parameters[index]

@@ -11,7 +11,7 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from paceline.reducer.witness import ChannelWitness, Witness
 from paceline.torch.link.exchange import transport_device
 from paceline.torch.link.peers import ProcessGroupPeers
 from paceline.torch.model.parameters import dtype_name
+
+_Options = TypeVar("_Options")
 
 
 class GroupCalls:
@@ -68,6 +70,10 @@ class GroupCalls:
             plan=plan,
             witness=witness,
         )
+
+    def is_nccl(self, device: torch.device) -> bool:
+        """Whether NCCL makes the calls for tensors of this device: one after the other, on one stream."""
+        return str(self.group._get_backend(device).name()).lower() == "nccl"
 
     def runs_on_streams(self, device: torch.device) -> bool:
         """Whether calls for tensors of this device run on a stream of it, for which others can wait."""
@@ -172,6 +178,13 @@ class GroupCalls:
             what: The call, in words.
         """
         return _naming(self.waits, what)
+
+
+def asynchronous(options: _Options) -> _Options:
+    """Options of a call that is waited for later; torch before 2.8 calls none otherwise."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    return options
 
 
 @contextlib.contextmanager

@@ -77,7 +77,7 @@ class HookTransport(ProcessGroupTransport):
         witness: Witness | None = None,
     ) -> None:
         super().__init__(arena, peers, checks_finite=checks_finite, reports=reports, witness=witness)
-        self.is_serial = True
+        self.is_serial, self.is_in_order = True, False
         self._hook = hook
         self._parameters = list(parameters)
         self._latest: _HookWork | None = None
@@ -87,10 +87,7 @@ class HookTransport(ProcessGroupTransport):
         """Give a bucket to the hook, which divides by the world size; the rest of `scale` is a weight."""
         if self._latest is not None:
             self._latest.wait()
-        flat = self._buckets[bucket]
-        if self._streams is not None:
-            self._streams.join(flat.device, self._arena.copies.waiting)
-        self._arena.copies.make()
+        flat = self._complete(bucket)
         members = [
             index
             for index in self._arena.plan.buckets[bucket].parameters

@@ -83,7 +83,7 @@ class _Look:
         self._pieces: list[tuple[int, int, int]] = []  # its first element, that after its last one, parameter
         is_apart = np.ones(count, bool)
         for param, piece in pieces:
-            begin = (piece.storage_offset() - flat.storage_offset()) * scale
+            begin = int(piece.storage_offset() - flat.storage_offset()) * scale
             end = begin + piece.numel() * scale
             self._pieces.append((begin, end, param))
             is_apart[-(-begin // _CHUNK) : end // _CHUNK] = False
@@ -135,7 +135,8 @@ class _Traces:
 
     def measure(self) -> torch.Tensor:
         """One number: not finite, if anything is not. The norm is exact, and a NaN makes it a NaN."""
-        return torch.linalg.vector_norm(self.elements, math.inf, out=self._norm)
+        torch.linalg.vector_norm(self.elements, math.inf, out=self._norm)
+        return self._norm
 
 
 class FiniteChecks:

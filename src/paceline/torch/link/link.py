@@ -412,14 +412,13 @@ def _over(
     reducer: EngineReducer,
     adopt_errors: Callable[[Collection[int] | None], None] | None = None,
 ) -> Reduction[torch.Tensor]:
-    put, sections = arena.copies.add, arena.sections
     return Reduction(
         arena.plan,
         arena.views,
         reducer,
         most_pointer_bytes=0,
-        sections=sections,
-        put=put,
+        sections=arena.sections,
+        waiting=arena.waiting,
         order=reducer.order,
         adopt_errors=adopt_errors,
     )

@@ -64,6 +64,7 @@ class ShareTransport(ProcessGroupTransport):
             reports=reports,
             witness=witness,
         )
+        self.is_in_order = False
         self._shares = shares
         self._local, self._copies, self._num_hosts = calls, copies, num_hosts
         self._places = places
@@ -71,7 +72,7 @@ class ShareTransport(ProcessGroupTransport):
         self._parts = [calls.part_of(flat) for flat in self._padded]
         self._pinned = [copies.memory(part.numel(), part.dtype) for part in self._parts]
         self._gaps = _gaps(arena.plan, places, calls)
-        self._gathers: list[dist.Work] = []
+        self._brought: list[dist.Work] = []
 
     def launch(self, bucket: int, scale: float) -> ShareWork:
         if self._is_captured():
@@ -81,7 +82,7 @@ class ShareTransport(ProcessGroupTransport):
                 hint='reduce_through="group", whose calls a graph can hold',
             )
         if bucket == 0:
-            self._gathers = []
+            self._brought = []
         # The exchange gives the mean over the hosts, and an engine owes the sum.
         flat = self._prepare(bucket, scale * self._num_hosts)
         padded = self._padded[bucket]
@@ -112,9 +113,9 @@ class ShareTransport(ProcessGroupTransport):
 
     def gathered(self, bucket: int) -> None:
         """Wait until a bucket holds the sum over all ranks; the device waits, if it can."""
-        if not self._gathers:
+        if not self._brought:
             self._gather_all()
-        self._local.wait(self._gathers[bucket], bucket, is_last=True)
+        self._local.wait(self._brought[bucket], bucket, is_last=True)
         flat, padded = self._buckets[bucket], self._padded[bucket]
         if padded is not flat:
             flat.copy_(padded[: flat.numel()])
@@ -131,7 +132,7 @@ class ShareTransport(ProcessGroupTransport):
             for bucket, (pinned, place) in enumerate(zip(self._pinned, self._places)):
                 pinned.copy_(place)
                 self._copies.begin(self._parts[bucket], pinned)
-                self._gathers.append(self._local.all_gather(self._padded[bucket], bucket))
+                self._brought.append(self._local.all_gather(self._padded[bucket], bucket))
 
     def _pad(self, flat: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
         """The bucket, or memory for it with as many elements as the ranks of the host can divide evenly."""

@@ -1,7 +1,8 @@
 """Buckets through the process group that the user has: Gloo, NCCL, MPI, or ours.
 
 A `paceline.reducer.engine.Transport`: the arena is ordinary tensors on the parameters' own devices, and a
-bucket is one asynchronous `torch.distributed.all_reduce` of a flat range of it.
+bucket is one asynchronous all-reduce of a flat range of it. The group is called itself, as
+`torch.distributed.all_reduce` does after its checks, with options that are made once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
 from paceline import _core
 from paceline.reducer.call_order import call_order_of
@@ -20,7 +22,7 @@ from paceline.reducer.engine_waits import STATUS
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
-from paceline.torch.link.calls import GroupCalls
+from paceline.torch.link.calls import GroupCalls, asynchronous
 from paceline.torch.link.finite import FiniteChecks
 from paceline.torch.link.kept import keep
 from paceline.torch.link.peers import ProcessGroupPeers
@@ -57,7 +59,7 @@ class ProcessGroupTransport:
     ) -> None:
         self.rank = peers.rank
         self.world_size = peers.world_size
-        self.is_serial = False
+        self.is_serial = self.is_in_order = False
         self._arena = arena
         self._calls = GroupCalls(peers, witness, arena.plan)
         self._group = self._calls.group
@@ -65,6 +67,8 @@ class ProcessGroupTransport:
         self._checks_finite = checks_finite
         numbers = range(len(arena.plan.buckets))
         self._buckets = [arena.bucket(number) for number in numbers]
+        self._sent = [[as_real(flat)] for flat in self._buckets]
+        self._sums, self._gathers = asynchronous(dist.AllreduceOptions()), asynchronous(AllgatherOptions())
         self._pieces = [pieces_in(arena.plan, arena.sections, number) for number in numbers]
         self._nonfinite: set[int] = set()
         self._reports = reports
@@ -73,6 +77,7 @@ class ProcessGroupTransport:
         self._status_device = torch.device("cpu") if on_host else arena.sections[0].device
         # A stream waits for these buckets, and the host need not.
         self._are_on_streams = bool(devices) and all(map(self._calls.runs_on_streams, devices))
+        self.is_in_order = self._are_on_streams and len(devices) == 1 and self._calls.is_nccl(*devices)
         self._on_device = FiniteChecks(
             list(zip(self._buckets, self._pieces)), waits=waits_for_finite or not self._are_on_streams
         )
@@ -81,22 +86,30 @@ class ProcessGroupTransport:
         self.note_stream = None if self._streams is None else self._streams.note
 
     def launch(self, bucket: int, scale: float) -> Pending:
-        flat = self._prepare(bucket, scale)
-        work = self._calls.begin(lambda: dist.all_reduce(flat, group=self._group, async_op=True), bucket)
+        self._prepare(bucket, scale)
+        work = self._calls.begin(lambda: self._group.allreduce(self._sent[bucket], self._sums), bucket)
         return BucketWork(self, work, bucket)
 
     def _prepare(self, bucket: int, scale: float) -> torch.Tensor:
         """This rank's part of a bucket, complete on the current stream, looked at, and scaled."""
-        flat = self._buckets[bucket]
-        if self._streams is not None:
-            self._streams.join(flat.device, self._arena.copies.waiting)
-        self._arena.copies.make()
+        flat = self._complete(bucket)
         if self._checks_finite and scale:
             self._note_nonfinite(bucket, flat)
         if scale == 0.0:
             flat.zero_()
         elif scale != 1.0:
             flat.mul_(scale)
+        return flat
+
+    def _complete(self, bucket: int) -> torch.Tensor:
+        """The bucket, with all its gradients, on the current stream."""
+        flat = self._buckets[bucket]
+        gradients, places = self._arena.take_waiting(bucket)
+        if self._streams is not None:
+            self._streams.join(flat.device, gradients)
+        if gradients:
+            with torch.no_grad():
+                torch._foreach_copy_(places, gradients)
         return flat
 
     def rescale(self, factor: float) -> None:
@@ -132,12 +145,8 @@ class ProcessGroupTransport:
         own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._status_device)
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
         keep(own, *rows)
-        if self._reports is None:
-            work = self._calls.begin(
-                lambda: dist.all_gather(rows, own, group=self._group, async_op=True), STATUS
-            )
-        else:
-            work = self._calls.begin(lambda: self._reports.allgather([rows], [own]), STATUS)
+        group = self._group if self._reports is None else self._reports
+        work = self._calls.begin(lambda: group.allgather([rows], [own], self._gathers), STATUS)
 
         def finish() -> list[bytes]:
             self.wait(work, STATUS)

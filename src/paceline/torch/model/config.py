@@ -65,7 +65,7 @@ class DDPConfig(WrapperOptions):
     Attributes:
         device: Inputs are moved there; None: they are taken as they are.
         precision: The dtypes of parameters in forward, of reduced gradients, of buffers.
-        batched_copies: Copy gradients into the arena a bucket at a time.
+        batched_copies: What was passed; over a process group gradients are always copied a bucket at a time.
         share_parameters: The ranks of each host have one copy of the parameters.
     """
 

@@ -1,8 +1,9 @@
 """The hook of each parameter: it hands the finished gradient over, in as few Python steps as possible.
 
 Four kinds. In *pointer* mode the reducer copies the gradient into the arena and, at the end, the mean back.
-In *copy* mode torch does both. In *view* mode the gradient itself moves into the arena and stays there. In
-*taking* mode it goes there, and nothing comes back: the pass scatters.
+In *copy* mode torch does both, over a process group all of a bucket at once. In *view* mode the gradient
+itself moves into the arena and stays there. In *taking* mode it goes there, and nothing comes back: the pass
+scatters.
 
 A hook runs some hundred times in every backward: it is a closure over what it needs, and whatever is rare is
 a call of something else. Where the core itself averages, the usual case is not even Python: see `in_core`.
@@ -10,7 +11,6 @@ a call of something else. Where the core itself averages, the usual case is not 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -87,17 +87,18 @@ def copy_hook(
     view: torch.Tensor,
     reducer: Reducer,
     dtype: torch.dtype,
-    put: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+    waiting: dict[int, torch.Tensor] | None = None,
     is_shared: bool = False,
 ) -> Hook:
     """For any reducer, any layout of the gradient, and a place of another dtype.
 
     Args:
         is_shared: Whether other wrapped models have the parameter, too.
-        put: Copies a gradient (its second argument) to its place, later maybe; None: now.
+        waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
+            the hook copies them.
     """
     mark_copied, handed, staged, shape = reducer.mark_copied, state.handed, state.staged, view.shape
-    copy = view.copy_ if put is None else functools.partial(put, view)
+    copy = view.copy_
 
     @untraced
     def hand_over(parameter: torch.Tensor) -> None:
@@ -113,14 +114,19 @@ def copy_hook(
         if index in handed:
             state.status.twice = index
             return
-        # Only backward(create_graph=True) needs detach(), which takes as long as the rest of the hook.
-        copy(gradient.detach() if gradient.requires_grad else gradient)
+        if waiting is not None:
+            waiting[index] = gradient
+        else:
+            # Only backward(create_graph=True) needs detach(), which takes as long as the rest of the hook.
+            copy(gradient.detach() if gradient.requires_grad else gradient)
         handed[index] = gradient
         staged.append(index)
         pointer = gradient.data_ptr()  # 0: it consists of other tensors
         mark_copied(index, pointer, extent(gradient) if pointer else 0, is_shared)
 
-    return hand_over
+    if waiting is None:
+        return hand_over
+    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=False, waiting=waiting)
 
 
 def taking_hook(
@@ -253,16 +259,27 @@ def in_core(
     *,
     gradient_in_arena: bool,
     stand_in: ScatteredGradient | None = None,
+    waiting: dict[int, torch.Tensor] | None = None,
 ) -> Hook:
-    """The same hook, of pointer, view or taking mode, with the core doing what is usual.
+    """The same hook, with the core doing what is usual.
 
     What is not usual goes to the Python hook: the first gradient of a backward, a local one, any that does
     not lie in memory as its place does.
     """
     taker = reducer.marks if isinstance(reducer, ReportingReducer) else reducer
-    if not isinstance(taker, (_core.Reducer, _core.PassMarks)) or not view.is_cpu:
+    if not isinstance(taker, (_core.Reducer, _core.PassMarks)):
         return hook
     if view.is_complex() or not HAS_EXCHANGE_API:
+        return hook
+    if waiting is not None:  # torch copies, and knows how to read any gradient
+        note_stream = getattr(reducer, "note_stream", None)
+        try:
+            return _core.GradientHook(
+                hook, state, index, taker, view, False, waiting=waiting, note_stream=note_stream
+            )
+        except (BufferError, RuntimeError):  # a device that DLPack has no number for
+            return hook
+    if not view.is_cpu:
         return hook
     return _core.GradientHook(hook, state, index, taker, view, gradient_in_arena, "is_neg", stand_in)
 

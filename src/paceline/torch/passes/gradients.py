@@ -106,20 +106,21 @@ class Gradients:
 
     def _choose_copy_or_view(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
         """The hook that copies a gradient, hands over its pointer, or keeps it in the arena as a view."""
+        copied = functools.partial(copy_hook, waiting=self.reduction.waiting)
         if index in self._tensors.sparse:
             return functools.partial(sparse_hook, shape=self._shapes[index])
-        if view.dtype is not parameter.dtype or index in self._shared:
-            return functools.partial(copy_hook, is_shared=index in self._shared)
+        if index in self._shared:  # another model may bring its mean to the same memory before
+            return functools.partial(copy_hook, is_shared=True)
+        if view.dtype is not parameter.dtype:
+            return copied
         if self._config.gradients_in_arena:
             return view_hook
         if self.scattered is not None:
             return functools.partial(taking_hook, stand_in=self.scattered.stand_in(index))
         if view.nbytes <= self.reduction.most_pointer_bytes:
             # What lies in memory may be the conjugate of a complex gradient.
-            return copy_hook if parameter.is_complex() else pointer_hook
-        if self._config.batched_copies:
-            return functools.partial(copy_hook, put=self.reduction.put)
-        return copy_hook
+            return copied if parameter.is_complex() else pointer_hook
+        return copied
 
     def exists(self, index: int) -> bool:
         return self._parameters[index].grad is not None
@@ -169,10 +170,9 @@ class Gradients:
         if self.scattered is not None:
             self.scattered.put([*self._state.handed, *missing])
             return
-        handed, places = self._state.handed, self.reduction.places
+        places = self.reduction.places
         with torch.no_grad():
-            for index in self._state.staged:
-                self._write_back(index, handed[index], places[index])
+            self._write_back(self._state.staged)
             for index in missing:
                 if index not in self._tensors.sparse:
                     parameter, place = self._parameters[index], places[index]
@@ -180,7 +180,21 @@ class Gradients:
                     is_at_home = is_own and place.dtype is parameter.dtype
                     parameter.grad = place if is_at_home else place.to(parameter.dtype, copy=True)
 
-    def _write_back(self, index: int, gradient: torch.Tensor, place: torch.Tensor) -> None:
+    def _write_back(self, indices: Sequence[int]) -> None:
+        """Copy means back to gradients that were copied to their places."""
+        handed, places, unlike = self._state.handed, self.reduction.places, []
+        plain = [index for index in indices if type(handed[index]) is torch.Tensor]
+        try:
+            if plain:
+                torch._foreach_copy_([handed[index] for index in plain], [places[index] for index in plain])
+            if len(plain) < len(indices):
+                unlike = [index for index in indices if type(handed[index]) is not torch.Tensor]
+        except RuntimeError:  # torch's zero tensors take no values
+            unlike = list(indices)
+        for index in unlike:
+            self._write_back_one(index, handed[index], places[index])
+
+    def _write_back_one(self, index: int, gradient: torch.Tensor, place: torch.Tensor) -> None:
         if gradient.data_ptr() or not gradient.numel():
             gradient.copy_(place)
             return
