@@ -34,6 +34,8 @@ DEADLINES_S = {
     "several": 50.0,
 }
 """Of single parts. Where each takes all of its own, LIMIT_S cuts the last ones."""
+TRIAL_PATIENCE = 10.0
+"""Times these in a trial without a GPU, on a machine that may be busy."""
 GPU_TESTS = {
     "torch": ("multiprocess/test_ddp_gpu*.py",),
     "paddle": ("multiprocess/test_paddle_gpu*.py", "device/test_paddle_*.py"),
@@ -70,7 +72,9 @@ def plan(
     parts.append(bench("toy", "gloo", 2))
     few = "" if count > 1 or not on_gpu else f"{count} GPU here, and NCCL wants one for each rank"
     parts.append(bench("cnn" if "cnn" in models else "toy", single, max(2, count), absent=few))
-    return parts
+    if on_gpu:
+        return parts
+    return [dataclasses.replace(part, deadline_s=TRIAL_PATIENCE * part.deadline_s) for part in parts]
 
 
 def _tests(framework: str) -> Part:

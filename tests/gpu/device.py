@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,10 +52,21 @@ def synchronize(kind: str) -> None:
         torch.get_device_module(kind).synchronize()
 
 
-def launches(kind: str, step: Callable[[], object], steps: int) -> float | None:
-    """Kernels and copies that a step gives to the device, by torch's profiler; None on a CPU."""
-    if kind == "cpu":
-        return None
+@dataclass(frozen=True)
+class Calls:
+    """What one step asks others to do.
+
+    Attributes:
+        launches: Kernels and copies that are given to the device; None on a CPU.
+        collectives: Calls of torch's process groups.
+    """
+
+    launches: float | None
+    collectives: float
+
+
+def count_calls(kind: str, step: Callable[[], object], steps: int) -> Calls:
+    """Have torch's profiler count over some steps."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if kind == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -64,4 +76,7 @@ def launches(kind: str, step: Callable[[], object], steps: int) -> float | None:
             step()
         synchronize(kind)
     events: Any = profile.events()
-    return sum(_LAUNCHES.fullmatch(event.name) is not None for event in events) / steps
+    names = [event.name for event in events]
+    launches = sum(_LAUNCHES.fullmatch(name) is not None for name in names) / steps
+    collectives = sum(name.startswith("c10d::") for name in names) / steps
+    return Calls(None if kind == "cpu" else launches, collectives)

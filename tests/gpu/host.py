@@ -29,7 +29,7 @@ from paceline.bench.rounds import Samples, overhead, slowest_by_round, slowest_m
 from paceline.bench.units import format_time
 from tests.gpu.parts import Ended, Part, run_parts
 from tests.gpu.report import differing, quoted
-from tests.gpu.ways import ALONE, INCUMBENT, LABELS
+from tests.gpu.ways import ALONE, BATCHED, INCUMBENT, LABELS
 
 MODELS = ("cnn", "gpt", "toy")
 _DEADLINE_S = 600.0
@@ -60,13 +60,23 @@ def make_report(
         title="what a step over a process group takes on the host, beside torch's DDP",
         command=command,
         machine=machine,
-        columns=["model", "ranks", "way", "step", "overhead", "95 % interval", "this / torch's overhead"],
+        columns=[
+            "model",
+            "ranks",
+            "way",
+            "step",
+            "overhead",
+            "95 % interval",
+            "this / torch's overhead",
+            "/ torch's, batched",
+        ],
         rows=rows,
         notes=[
             "step: a forward and a backward on the CPU over Gloo, tiny tensors; the median over rounds of "
             "the slowest rank. All ways take turns in one process. A single rank does all that several do.",
             "overhead: step minus the step alone in the same round, the median over rounds. this / torch's "
-            "overhead: divided by that of torch's way with the same option; 95 % interval by drawing rounds.",
+            "overhead: divided by that of torch's way with the same option; 95 % interval by drawing rounds. "
+            "batched: torch's with batched_grad_copy, where torch has it.",
             f"Before timing, the losses of {_LOSSES} steps with Adam were compared with torch DDP's.",
             *(f"{each.part.name}: {each.summary}.{quoted(each)}" for each in ended if not each.is_good),
             *wrong,
@@ -85,30 +95,37 @@ def _rows(found: dict[str, Any]) -> list[list[str]]:
         cells = ["", ""] if rows else [f"{found['model']}, {sizes}", str(found["world_size"])]
         cells += [LABELS[key], format_time(slowest_median(each))]
         if key == ALONE:
-            rows.append([*cells, "-", "-", "-"])
+            rows.append([*cells, "-", "-", "-", "-"])
             continue
         added = overhead(each, steps[ALONE])
         cells += [format_time(added.median), f"{format_time(added.low)} .. {format_time(added.high)}"]
-        rows.append([*cells, _ratio(key, steps)])
+        rows.append([*cells, *_ratios(key, steps)])
     return rows
 
 
-def _ratio(key: str, steps: dict[str, Samples]) -> str:
+def _ratios(key: str, steps: dict[str, Samples]) -> list[str]:
     if not key.startswith("paceline"):
-        return "-"
-    same = key.replace("paceline", "torch")
-    theirs = same if same in steps else INCUMBENT  # a torch that has no such option
+        return ["-", "-"]
+    copies = key == "paceline" and BATCHED in steps
+    same = key.replace("paceline", INCUMBENT)
+    return [_ratio(key, same, steps), _ratio(key, BATCHED, steps) if copies else "-"]
+
+
+def _ratio(key: str, theirs: str, steps: dict[str, Samples]) -> str:
     rounds = list(zip(*(slowest_by_round(steps[each]) for each in (key, theirs, ALONE)), strict=True))
+    found = _ratio_of_medians(rounds)
+    if math.isinf(found):
+        return "-"  # theirs cannot be told from nothing
     draw = random.Random(0)
     drawn = sorted(_ratio_of_medians(draw.choices(rounds, k=len(rounds))) for _ in range(_DRAWS))
     low, high = drawn[_DRAWS // 40], drawn[-1 - _DRAWS // 40]
-    return f"{_ratio_of_medians(rounds):.2f} ({low:.2f} .. {high:.2f})"
+    return f"{found:.2f} ({low:.2f} .. {high:.2f})"
 
 
 def _ratio_of_medians(rounds: Sequence[tuple[float, ...]]) -> float:
     ours = statistics.median(ours - alone for ours, _, alone in rounds)
     theirs = statistics.median(theirs - alone for _, theirs, alone in rounds)
-    return ours / theirs if theirs > 0 else math.inf  # theirs cannot be told from nothing
+    return ours / theirs if theirs > 0 else math.inf
 
 
 def main() -> int:

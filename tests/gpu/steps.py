@@ -162,17 +162,18 @@ def samples(ways: list[str], job: Job, rounds: int, sample_s: float, *, steps: b
         for key in ways[turn:] + ways[:turn]:
             dist.barrier()
             times[key].append(contenders[key].time(iterations))
-    launches = {}
+    calls = {}
     for key, way in contenders.items():
         dist.barrier()
-        launches[key] = devices.launches(job.kind, way.step, _PROFILED_STEPS)
+        calls[key] = devices.count_calls(job.kind, way.step, _PROFILED_STEPS)
     sizes = [parameter.numel() for parameter in contenders[ALONE].module.parameters()]
     return {
         "iterations": iterations,
         "parameters": sum(sizes),
         "tensors": len(sizes),
         "buffers": len(list(contenders[ALONE].module.buffers())),
-        "launches": launches,
+        "launches": {key: each.launches for key, each in calls.items()},
+        "collectives": {key: each.collectives for key, each in calls.items()},
         "times": times,
     }
 

@@ -36,7 +36,6 @@ WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "torch_batched": _torchs(batched_grad_copy=True),
     "paceline": _ours(),
     "paceline_view": _ours(gradient_as_bucket_view=True),
-    "paceline_batched": _ours(batched_grad_copy=True),
 }
 LABELS = {
     ALONE: "alone, no DDP",
@@ -45,14 +44,13 @@ LABELS = {
     "torch_batched": "torch DDP, batched copies",
     "paceline": "Paceline",
     "paceline_view": "Paceline, bucket view",
-    "paceline_batched": "Paceline, batched copies",
 }
 """In reports."""
-NEWER = "torch_batched"
-"""A way that torch has since 2.15."""
+BATCHED = "torch_batched"
+"""A way that only newer versions of torch have. Paceline always copies so."""
 
 
 def here() -> list[str]:
     """The ways that this torch has."""
     has_it = "batched_grad_copy" in inspect.signature(TorchDDP.__init__).parameters
-    return [key for key in WAYS if has_it or key != NEWER]
+    return [key for key in WAYS if has_it or key != BATCHED]

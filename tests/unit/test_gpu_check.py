@@ -13,7 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline.bench.machine import Machine  # noqa: E402
-from tests.gpu import machine, report  # noqa: E402
+from tests.gpu import host, machine, report  # noqa: E402
 from tests.gpu.__main__ import LIMIT_S, plan  # noqa: E402
 from tests.gpu.machine import Accelerator  # noqa: E402
 from tests.gpu.models import TASKS  # noqa: E402
@@ -216,6 +216,18 @@ def test_the_report_names_the_gpu_and_what_came_of_each_part():
     assert rows[0][:4] == ["cnn, 25.6 M", "1, nccl", "alone, no DDP", "10 ms"]
     (torchs,) = [line for line in text.splitlines() if "| torch DDP |" in line]
     assert "| 12 ms | 1 ms | 2 ms |" in torchs and "| 262 |" in torchs
+
+
+def test_the_report_of_the_host_divides_overheads():
+    wide = {**found(), "tensors": 161, "buffers": 159}
+    (copies,) = [
+        line
+        for line in host.make_report(Machine.here(), [], [wide], "").as_markdown().splitlines()
+        if "| Paceline |" in line
+    ]
+    assert "| 1.00 ms |" in copies and "| 0.50 (0.00 .. 0.50) | - |" in copies
+    same = {**wide, "steps_s": {**wide["steps_s"], "torch": wide["steps_s"]["alone"]}}
+    assert "inf" not in host.make_report(Machine.here(), [], [same], "").as_markdown()
 
 
 @pytest.mark.parametrize("difference", [0.01, float("nan")])
