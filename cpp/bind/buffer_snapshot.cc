@@ -26,31 +26,30 @@ constexpr size_t kPiece = 64;
 /// what each was when it was last noted: which object, its version, and a
 /// sample of its bytes, because numpy and `.data` write without a new version.
 /// Every forward asks what has changed since.
+///
+/// The bytes of running statistics are not looked at while their layer trains
+/// them: every forward writes them, and none reads them.
 class BufferSnapshot {
  public:
-  /// `example` is a tensor of the framework, by which bytes are looked at;
-  /// None: they are not.
-  BufferSnapshot(nb::list dicts, const std::string& version, nb::object example)
-      : dicts_(std::move(dicts)), version_(version.c_str()) {
+  /// `owners` has for each dictionary another one, of the layers that may train
+  /// the buffers of these keys. `example` is a tensor of the framework, by which
+  /// bytes are looked at; None: they are not.
+  BufferSnapshot(nb::list dicts, nb::list owners, const std::string& version,
+                 nb::object example)
+      : dicts_(std::move(dicts)),
+        owners_(std::move(owners)),
+        version_(version.c_str()),
+        training_("training") {
+    if (dicts_.size() != owners_.size())
+      misuse("BufferSnapshot: dicts and owners must have the same length");
     if (!example.is_none()) borrow_ = dlpack::find_borrow(example);
-    note();
+    take();
   }
 
   void note() {
     if (!dicts_.is_valid()) return;  // the garbage collector was here
-    std::vector<Held> held;
-    held.reserve(held_.size());
-    std::vector<size_t> ends;
-    ends.reserve(ends_.size());
-    for (const nb::handle dict : dicts_) {
-      Py_ssize_t at = 0;
-      PyObject *key = nullptr, *value = nullptr;
-      while (PyDict_Next(dict.ptr(), &at, &key, &value) != 0)
-        held.push_back({nb::borrow(key), nb::borrow(value), look(value)});
-      ends.push_back(held.size());
-    }
-    held_.swap(held);  // what ends with the old ones may run Python code
-    ends_.swap(ends);
+    if (!holds_same()) return take();
+    for (Held& each : held_) each.look = look(each.value.ptr(), each.owner);
   }
 
   /// Number of the dictionary, and key, of each that was added, removed,
@@ -68,16 +67,38 @@ class BufferSnapshot {
     return found;
   }
 
+  /// Whether the dictionaries hold the objects that were last noted.
+  bool holds_same() const {
+    if (!dicts_.is_valid()) return true;
+    size_t number = 0, i = 0;
+    for (const nb::handle dict : dicts_) {
+      const size_t end = ends_[number++];
+      Py_ssize_t at = 0;
+      PyObject *key = nullptr, *value = nullptr;
+      while (PyDict_Next(dict.ptr(), &at, &key, &value) != 0) {
+        if (i == end || held_[i].key.ptr() != key ||
+            held_[i].value.ptr() != value)
+          return false;
+        ++i;
+      }
+      if (i != end) return false;
+    }
+    return true;
+  }
+
   int traverse(visitproc visit, void* arg) const {
     Py_VISIT(dicts_.ptr());
+    Py_VISIT(owners_.ptr());
     for (const Held& each : held_) {
       Py_VISIT(each.key.ptr());
       Py_VISIT(each.value.ptr());
+      Py_VISIT(each.owner.ptr());
     }
     return 0;
   }
   void clear() {
     dicts_.reset();
+    owners_.reset();
     // What ends with them may run Python code, which finds nothing here.
     std::vector<Held> held;
     held.swap(held_);
@@ -87,22 +108,59 @@ class BufferSnapshot {
   struct Look {
     int64_t version = 0;
     uint64_t sample = 0;
-    bool operator==(const Look&) const = default;
+    bool has_sample = false;
+
+    bool operator==(const Look& other) const {
+      return version == other.version &&
+             (sample == other.sample || !has_sample || !other.has_sample);
+    }
   };
   struct Held {
     nb::object key;
     nb::object value;
+    nb::object owner;  ///< the layer that may train it; invalid: none does
     Look look;
   };
 
-  Look look(PyObject* value) {
+  void take() {
+    std::vector<Held> held;
+    held.reserve(held_.size());
+    std::vector<size_t> ends;
+    ends.reserve(ends_.size());
+    size_t number = 0;
+    for (const nb::handle dict : dicts_) {
+      const nb::handle owners = owners_[number++];
+      Py_ssize_t at = 0;
+      PyObject *key = nullptr, *value = nullptr;
+      while (PyDict_Next(dict.ptr(), &at, &key, &value) != 0) {
+        nb::object owner =
+            nb::borrow(PyDict_GetItemWithError(owners.ptr(), key));
+        if (PyErr_Occurred() != nullptr) PyErr_Clear();
+        const Look now = look(value, owner);
+        held.push_back(
+            {nb::borrow(key), nb::borrow(value), std::move(owner), now});
+      }
+      ends.push_back(held.size());
+    }
+    held_.swap(held);  // what ends with the old ones may run Python code
+    ends_.swap(ends);
+  }
+
+  Look look(PyObject* value, const nb::object& owner) {
     Look found;
     if (value == Py_None) return found;
     const nb::object version = nb::steal(version_.get(value));
     if (version.is_valid()) found.version = PyLong_AsLongLong(version.ptr());
     if (PyErr_Occurred() != nullptr) PyErr_Clear();  // it counts no writes
-    found.sample = sample(value);
+    found.has_sample = !owner.is_valid() || !is_training(owner);
+    if (found.has_sample) found.sample = sample(value);
     return found;
+  }
+
+  bool is_training(const nb::object& owner) {
+    const nb::object flag = nb::steal(training_.get(owner.ptr()));
+    if (PyErr_Occurred() != nullptr) PyErr_Clear();
+    return flag.is_valid() && flag.is(Py_True);
   }
 
   uint64_t sample(PyObject* value) const {
@@ -130,7 +188,7 @@ class BufferSnapshot {
     while (PyDict_Next(dict, &at, &key, &value) != 0) {
       const Held* before = find(key, i, begin, end);
       if (before == nullptr || before->value.ptr() != value ||
-          before->look != look(value))
+          !(before->look == look(value, before->owner)))
         found.emplace_back(number, nb::borrow(key));
       ++i;
     }
@@ -153,7 +211,9 @@ class BufferSnapshot {
   }
 
   nb::list dicts_;
+  nb::list owners_;
   TensorAttribute version_;
+  TensorAttribute training_;
   dlpack::Borrow borrow_ = nullptr;
   std::vector<Held> held_;
   std::vector<size_t> ends_;  ///< of each dictionary, in held_
@@ -169,10 +229,11 @@ PyType_Slot slots[] = {
 void bind_buffer_snapshot(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<BufferSnapshot>(m, "BufferSnapshot", nb::type_slots(slots))
-      .def(nb::init<nb::list, const std::string&, nb::object>(), "dicts"_a,
-           "version"_a, "example"_a.none())
+      .def(nb::init<nb::list, nb::list, const std::string&, nb::object>(),
+           "dicts"_a, "owners"_a, "version"_a, "example"_a.none())
       .def("note", &BufferSnapshot::note)
-      .def("changed", &BufferSnapshot::changed);
+      .def("changed", &BufferSnapshot::changed)
+      .def("holds_same", &BufferSnapshot::holds_same);
 }
 
 }  // namespace paceline

@@ -6,6 +6,7 @@
 
 #include "bind/bindings.h"
 #include "bind/call.h"
+#include "bind/dlpack.h"
 #include "bind/pointer.h"
 #include "hash/xxh64.h"
 
@@ -39,6 +40,33 @@ uint64_t sample_all(const std::vector<Pointer>& pointers,
   return hash;
 }
 
+/// A hash of where tensors lie, and in which form, but not of their values; 0:
+/// some cannot be looked at.
+uint64_t hash_layouts(nb::list tensors) {
+  if (tensors.size() == 0) return 0;
+  const dlpack::Borrow borrow = dlpack::find_borrow(tensors[0]);
+  std::vector<int64_t> facts;
+  facts.reserve(8 * tensors.size());
+  for (const nb::handle each : tensors) {
+    dlpack::Tensor tensor;
+    if (borrow(each.ptr(), &tensor) != 0) {
+      PyErr_Clear();
+      return 0;
+    }
+    const auto [code, bits, lanes] = tensor.dtype;
+    facts.push_back(reinterpret_cast<intptr_t>(Py_TYPE(each.ptr())));
+    facts.push_back(reinterpret_cast<intptr_t>(tensor.begin()));
+    facts.push_back(int64_t{tensor.device.type} << 32 | tensor.device.id);
+    facts.push_back(int64_t{code} << 32 | int64_t{bits} << 16 | lanes);
+    facts.push_back(tensor.ndim);
+    for (int32_t i = 0; i < tensor.ndim; ++i) {
+      facts.push_back(tensor.shape[i]);
+      if (tensor.strides != nullptr) facts.push_back(tensor.strides[i]);
+    }
+  }
+  return xxh64(facts.data(), facts.size() * sizeof(int64_t));
+}
+
 }  // namespace
 
 void bind_hash(nb::module_& m) {
@@ -50,6 +78,8 @@ void bind_hash(nb::module_& m) {
         "The XXH64 of each piece of memory.");
   m.def("sample_all", &sample_all, "pointers"_a, "sizes"_a,
         "A hash of a few lines of each piece of memory.");
+  m.def("hash_layouts", &hash_layouts, "tensors"_a,
+        "A hash of where tensors of one framework lie, and in which form.");
 }
 
 }  // namespace paceline

@@ -364,3 +364,169 @@ def test_a_broadcast_in_forward_where_data_ends_within_accumulation(rank):
     for number, batch in enumerate(ddp.iterate([BATCH[rank::2]] * (4 - rank))):
         with contextlib.nullcontext() if number % 2 else ddp.no_sync():
             ddp(batch).sum().backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_equal_values_that_rank_0_alone_loads_before_the_first_step(rank: int, path: str) -> None:
+    """Also of a buffer that the first forward writes, which has other values when the ranks compare."""
+    ddp = DistributedDataParallel(Scaled(), reduce_through=path)
+    ddp.module.keeps_own = True
+    if rank == 0:
+        ddp.module.load_state_dict({name: each.clone() for name, each in ddp.module.state_dict().items()})
+    with without_warnings():
+        train(ddp, rank, lambda step: None)
+
+
+@ranks(2, group="gloo")
+def test_other_values_before_the_first_step_in_a_buffer_that_forward_writes(rank: int) -> None:
+    ddp = DistributedDataParallel(Scaled())
+    ddp.module.keeps_own = True
+    if rank == 0:
+        ddp.module.own.fill_(0.5)
+    with pytest.raises(ReplicasDifferError, match="Buffer 'own' was written"):
+        ddp(BATCH[:4]).mean().backward()
+
+
+@ranks(2, group="gloo")
+def test_equal_values_loaded_where_ranks_began_with_buffers_of_their_own(rank: int) -> None:
+    model = Scaled()
+    model.factor.fill_(1.0 + rank)
+    ddp = DistributedDataParallel(model, init_sync_buffers=False)
+    if rank == 0:
+        model.factor.fill_(1.0)  # as it is, but not as on rank 1
+    with pytest.raises(ReplicasDifferError, match="Buffer 'factor' was written"):
+        ddp(BATCH[:4]).mean().backward()
+
+
+def with_parametrization() -> nn.Module:
+    return nn.utils.parametrizations.spectral_norm(slowly_estimated())
+
+
+def with_hook() -> nn.Module:
+    return nn.utils.spectral_norm(slowly_estimated())
+
+
+def slowly_estimated() -> nn.Linear:
+    """Its largest singular values are nearly the same."""
+    linear = nn.Linear(3, 3)
+    with torch.no_grad():
+        linear.weight.mul_(0.05).add_(torch.eye(3))
+    return linear
+
+
+def spectral(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(make(), nn.Tanh(), nn.Linear(3, 1))
+
+
+@pytest.mark.parametrize("reader", [0, 1])
+@pytest.mark.parametrize("make", [with_parametrization, with_hook])
+@ranks(2, group="gloo")
+def test_a_spectral_norm_that_one_rank_alone_goes_on_with(rank: int, make: Any, reader: int) -> None:
+    """From the second such step on, the gradients are those of one process with what rank 0 has done."""
+    ddp = DistributedDataParallel(spectral(make))
+    right = spectral(make).double()
+    with without_warnings():
+        for step in range(5):
+            if step and rank == reader:
+                ddp.module[0](BATCH)  # one step of its power iteration
+            if step and reader == 0:
+                right[0](BATCH.double())
+            ddp.zero_grad()
+            right.zero_grad()
+            ddp(BATCH[rank * 4 : rank * 4 + 4]).square().mean().backward()
+            right(BATCH.double()).square().mean().backward()
+            if step != 1:
+                for got, want in zip(ddp.module.parameters(), right.parameters(), strict=True):
+                    assert_close(got.grad.double(), want.grad, rtol=1e-4, atol=1e-6)
+            ddp.check_replicas()
+
+
+@ranks(2, group="gloo")
+def test_a_spectral_norm_that_is_evaluated_is_compared(rank: int) -> None:
+    ddp = DistributedDataParallel(spectral(with_parametrization))
+    ddp.eval()
+    if rank == 0:
+        ddp.module[0].parametrizations.weight[0]._u.mul_(-1.0)
+    with pytest.raises(ReplicasDifferError, match="_u"):
+        ddp(BATCH).mean().backward()
+
+
+@ranks(2, group="gloo")
+def test_a_wrapper_that_leaves_a_buffer_alone_settles_no_write_to_it(rank: int) -> None:
+    shared = Scaled()
+    first = DistributedDataParallel(nn.Sequential(shared))
+    second = DistributedDataParallel(nn.Sequential(shared), buffers={"*.factor": "local"})
+    if rank == 0:
+        put(shared, 3.0)
+        shared.large.fill_(3.0)
+    second.sync_buffers()
+    with pytest.raises(ReplicasDifferError, match="factor") as caught:
+        first(BATCH[rank::2]).sum().backward()
+    assert "large" not in str(caught.value)
+
+
+@ranks(4, group="gloo")
+def test_a_wrapper_over_some_ranks_settles_no_write_for_all(rank: int) -> None:
+    shared = Scaled()
+    groups = [torch.distributed.new_group(each) for each in ([0, 1], [2, 3])]
+    first = DistributedDataParallel(nn.Sequential(shared))
+    second = DistributedDataParallel(nn.Sequential(shared), process_group=groups[rank // 2])
+    if rank == 0:
+        put(shared, 3.0)
+    second.sync_buffers()
+    with pytest.raises(ReplicasDifferError, match="factor"):
+        first(BATCH[rank::2]).sum().backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_statistics_that_are_written_when_training_of_them_ends_are_compared(rank: int, path: str) -> None:
+    """While they were trained, nothing looked at their bytes."""
+    ddp = DistributedDataParallel(normed(), reduce_through=path)
+    with without_warnings():
+        for _ in range(2):
+            ddp(BATCH[rank * 4 : rank * 4 + 4]).mean().backward()
+        with ddp.no_sync():
+            ddp(BATCH[rank * 4 : rank * 4 + 4]).mean().backward()
+        ddp.module[1].eval()
+        ddp(BATCH[:4]).mean().backward()
+    ddp.module[1].train()
+    ddp(BATCH[rank * 4 : rank * 4 + 4]).mean().backward()
+    ddp.module[1].eval()
+    if rank == 0:
+        ddp.module[1].running_var.fill_(9.0)
+    with pytest.raises(ReplicasDifferError, match=r"1\.running_var"):
+        ddp(BATCH[:4]).mean().backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_buffers_that_get_other_memory_are_broadcast_from_there(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(Scaled(), reduce_through=path)
+    model = ddp.module
+    model.keeps_own = True
+    x = BATCH[rank * 4 : rank * 4 + 4]
+    moves: list[Callable[[], object]] = [
+        lambda: None,
+        lambda: setattr(model.own, "data", model.own.data.clone()),
+        lambda: setattr(model, "own", model.own.clone()),
+        lambda: model.own.data.set_(model.own.data.clone()),
+        lambda: setattr(model.own, "data", torch.stack([model.own, model.own], 1)[:, 0]),
+        lambda: model._buffers.update({"own": model.own.double().float().contiguous()}),
+    ]
+    with without_warnings():
+        for move in [*moves, *moves]:
+            move()
+            ddp(x + rank).mean().backward()
+            ddp.check_replicas()
+
+
+@ranks(1, group="gloo")
+def test_one_rank_broadcasts_no_buffers(rank: int) -> None:
+    ddp = DistributedDataParallel(normed(), reduce_through="group", weight=1.0)
+    with torch.profiler.profile() as profile:
+        ddp(BATCH).mean().backward()
+        ddp.sync_buffers()
+    assert not [event.key for event in profile.key_averages() if "broadcast" in event.key]

@@ -140,3 +140,32 @@ def test_the_flag_between_forward_and_backward(group: Any) -> None:
     everybodys = group.all_gather(wrapped.linear.weight.grad.numpy())
     assert np.array_equal(everybodys[0], everybodys[1])
     assert wrapped.num_good_passes == 2
+
+
+@ranks(2)
+def test_equal_values_that_one_rank_alone_sets_before_the_first_step(group: Any) -> None:
+    """Also of a buffer that the first forward writes, which has other values when the ranks compare."""
+    wrapped = DataParallel(Scaled(), group=group)
+    if group.rank == 0:
+        for buffer in wrapped._layers.buffers():
+            before = buffer.numpy().copy()
+            buffer.set_value(paddle.to_tensor(before + 1))
+            buffer.set_value(paddle.to_tensor(before))
+        put_anew(wrapped._layers, 1.0)
+        wrapped._layers.own = paddle.zeros([4])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        squares(wrapped(share(batch(), group.rank))).backward()
+
+
+@ranks(2)
+def test_estimates_of_a_spectral_norm_that_one_rank_alone_goes_on_with(group: Any) -> None:
+    paddle.seed(1)
+    linear = nn.utils.spectral_norm(nn.Linear(4, 4))
+    wrapped = DataParallel(nn.Sequential(linear, nn.Linear(4, 2)), group=group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            if group.rank == 0:
+                linear(paddle.to_tensor(batch()))
+            squares(wrapped(share(batch(), group.rank))).backward()

@@ -17,6 +17,7 @@ from paddle import Tensor, empty, from_dlpack, nn, view
 from paddle.base import core, framework
 from paddle.distributed import ParallelEnv, parallel
 from paddle.io.dataloader import dataloader_iter
+from paddle.nn.utils.spectral_norm_hook import SpectralNorm
 
 from paceline.rendezvous.connections import connected_sockets, send_at_once
 
@@ -322,6 +323,12 @@ def running_statistics_of(layer: nn.Layer) -> tuple[Tensor, Tensor] | None:
     if mean is None or variance is None or not (mean.stop_gradient and variance.stop_gradient):
         return None
     return mean, variance
+
+
+def estimates_of(layer: nn.Layer) -> list[str]:
+    """Names of the buffers that spectral_norm() writes: its power iteration, and the weight that follows."""
+    norms = [hook.name for hook in layer._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
+    return [f"{norm}{which}" for norm in norms for which in ("_u", "_v", "")]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from paceline import _core
@@ -28,6 +28,7 @@ HashModel = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Sequence[Entry
 
 _all_writes: weakref.WeakSet[BufferWrites] = weakref.WeakSet()  # of this process
 
+_NONE: frozenset[str] = frozenset()
 _GONE = 0
 """In place of a hash: the model has no such buffer any more."""
 
@@ -41,6 +42,10 @@ class BufferOptions(Protocol):
     def broadcast_buffers(self) -> bool: ...
     @property
     def syncs_forward(self) -> bool: ...
+    @property
+    def init_sync(self) -> bool: ...
+    @property
+    def init_sync_buffers(self) -> bool: ...
 
 
 class BufferedModel(Protocol):
@@ -53,7 +58,12 @@ class BufferedModel(Protocol):
     buffers: dict[str, Any]
 
     def current_buffers(self) -> dict[str, Any]:
-        """Those that the model has now: modules may replace theirs."""
+        """Those that the model has now: modules may replace theirs.
+
+        Returns:
+            Not to be changed. Another dictionary than the one before, unless all are the same tensors in the
+            same memory.
+        """
         ...
 
     def buffer_slots(self) -> list[tuple[str, dict[str, Any]]]:
@@ -70,6 +80,13 @@ class BufferedModel(Protocol):
 
     def is_unread(self, name: str) -> bool:
         """Whether forward does not read this buffer now: a running statistic that is being trained."""
+        ...
+
+    def is_estimate(self, name: str) -> bool:
+        """Whether each forward goes on with an estimate in this buffer, so that each rank's is as good.
+
+        As the power iteration of a spectral norm, which everybody writes who reads the weight.
+        """
         ...
 
 
@@ -127,17 +144,28 @@ class BufferWrites:
         tensors: The model's.
         names: Names of those to look at, as they are now.
         hash_model: Hashes buffers.
+        world_size: Number of ranks that train the model.
+        is_synced: Whether all ranks have just got the same buffers.
 
     Attributes:
         found: Names of the buffers that were written to since the last synchronisation, each with its hash at
-            the beginning of the forwards that were the first to use what was written.
+            the beginning of the forwards that were the first to use what was written; of estimates without.
     """
 
-    def __init__(self, tensors: BufferedModel, names: Callable[[], set[str]], hash_model: HashModel) -> None:
+    def __init__(
+        self,
+        tensors: BufferedModel,
+        names: Callable[[], set[str]],
+        hash_model: HashModel,
+        *,
+        world_size: int,
+        is_synced: bool,
+    ) -> None:
         self.found: dict[str, list[int]] = {}
         self._tensors = tensors
         self._names = names
         self._hash_model = hash_model
+        self._world_size = world_size
         self._unused: set[str] = set()  # written, and not yet used by a forward that is trained
         self._doubtful: list[str] = []
         self._left_alone: set[str] = set()
@@ -146,15 +174,8 @@ class BufferWrites:
         _all_writes.add(self)
         for each in _all_writes:
             each._find_others()
-        for find in self._others:
-            if (other := find()) is not None:
-                other._note_wrapping(self._held)
-
-    def _note_wrapping(self, held: set[int]) -> None:
-        """Wrapping another model has just made the buffers in these dictionaries the same on all ranks."""
-        self._collect()
-        self._snapshot.note()
-        self._forget(held)
+        if is_synced:
+            self._settle_others(self._buffers.keys())
 
     def _take_slots(self) -> None:
         slots = self._tensors.buffer_slots()
@@ -217,7 +238,10 @@ class BufferWrites:
     def _note_values(self, *, after_local_backward: bool) -> None:
         written = self.names()
         self._unused.clear()
-        for name, value in self.hashes(written).items():
+        estimates = [name for name in written if self._tensors.is_estimate(name)]
+        for name in estimates:
+            self.found.setdefault(name, [])
+        for name, value in self.hashes(name for name in written if name not in estimates).items():
             self.found.setdefault(name, []).append(value)
         if after_local_backward:
             self._snapshot.note()
@@ -241,28 +265,53 @@ class BufferWrites:
             if (other := find()) is not None:
                 other._snapshot.note()
 
-    def end_sync(self) -> None:
-        """The buffers are the same on all ranks."""
+    def begin_sync(self) -> None:
+        """Look at what was written, before a synchronisation writes to buffers.
+
+        Of what the program has written only new buffers count, as the synchronisation settles the rest; but
+        not for other models that have modules of this one.
+        """
+        if self._others or not self._snapshot.holds_same():
+            self.collect()
+
+    def end_sync(self, *names: Collection[str]) -> None:
+        """These buffers are the same on all ranks."""
         if self._buffers is not self._tensors.buffers:
             self._take_slots()
-        self._note()
+        self._snapshot.note()
         self.found.clear()
         self._unused.clear()
-        for find in self._others:
-            if (other := find()) is not None:
-                other._forget(self._held)
+        self._settle_others(*names)
 
-    def _forget(self, held: set[int]) -> None:
-        """The buffers in these dictionaries have just become the same on all ranks."""
+    def _settle_others(self, *names: Collection[str]) -> None:
+        """Other models have these buffers, too."""
+        if not self._others:
+            return
+        chosen = {name for each in names for name in each}
+        synced = {
+            (id(held), key)
+            for prefix, held in self._tensors.buffer_slots()
+            for key in held
+            if f"{prefix}{key}" in chosen
+        }
+        for find in self._others:
+            # What is the same on some ranks of another model may be different on its others.
+            if (other := find()) is not None and self._world_size >= other._world_size:
+                other._settle(synced)
+
+    def _settle(self, synced: Collection[tuple[int, str]]) -> None:
+        """The buffers in these dictionaries, of these keys, have just become the same on all ranks."""
+        self._collect()
+        self._snapshot.note()
         for prefix, slot in self._tensors.buffer_slots():
-            if id(slot) in held:
-                for key in slot:
+            for key in slot:
+                if (id(slot), key) in synced:
                     self._unused.discard(f"{prefix}{key}")
                     self.found.pop(f"{prefix}{key}", None)
 
     def hashes(self, names: Iterable[str]) -> dict[str, int]:
         """Hashes of the values that these buffers have now."""
-        now = self._tensors.current_buffers()
+        names, now = list(names), self._tensors.current_buffers()
         held = {name: now[name] for name in names if name in now}
         found = {entry.name: entry.hash for entry in self._hash_model({}, held, None)}
         whole = {name: found.get(name, _GONE) for name in names}
@@ -313,18 +362,26 @@ class BufferSync:
         self._refuses_writes = refuses_writes
         self._syncs_next = self._has_warned = self._is_forward_synced = False
         self._synced_writes: list[str] = []  # written to before the forward that has synchronised them
-        self._left: Mapping[
-            str, int
-        ] = {}  # hashes of what the last synchronisation has left, as far as known
+        # Hashes of what the last synchronisation has left, as far as known.
+        self._left: Mapping[str, int] = {}
+        self._is_synced_at_wrap = options.init_sync and options.init_sync_buffers
+        self._prepared: _Prepared | None = None
         self._take_names()
 
     def watch(self) -> None:
         """Notice from now on what the user's program writes to buffers that are broadcast after each pass."""
         broadcasts = self._broadcasts or "broadcast" in self._patterns.values()
-        if broadcasts and self._link.world_size > 1:
-            self.writes = BufferWrites(
-                self._tensors, lambda: self._policies.broadcast(on_demand=False), self._hash_model
-            )
+        if not broadcasts or self._link.world_size == 1:
+            return
+        self.writes = BufferWrites(
+            self._tensors,
+            lambda: self._policies.broadcast(on_demand=False),
+            self._hash_model,
+            world_size=self._link.world_size,
+            is_synced=self._is_synced_at_wrap,
+        )
+        is_unread = self._tensors.is_unread
+        self._left = self.writes.hashes(name for name in self._policies.after_pass if not is_unread(name))
 
     def _take_names(self) -> None:
         self._buffers = self._tensors.buffers
@@ -401,7 +458,7 @@ class BufferSync:
         self._is_forward_synced = False
         if self.hook is not None:
             self.hook.end_pass()
-        elif self.is_needed:
+        elif self.is_needed and self._link.world_size > 1:
             self.sync(active, on_demand=False)
 
     def check_writes(self, active: Sequence[int], where: str) -> None:
@@ -437,11 +494,13 @@ class BufferSync:
             used = {value for rank in active for value in rows[rank].get(name, ())}
             if {known[rank][0][name] for rank in active} == used and len(used) == 1:
                 continue  # all have what was written, by a way that some have not noticed, as a broadcast
-            others = {known[rank][0][name] for rank in active if name not in rows[rank]}
-            if (
-                others
-            ):  # have used what the last synchronisation has left, which forward may have changed since
-                used |= next(({left[name]} for _, left in known if name in left), others)
+            # The other ranks have used what the last synchronisation has left, which forward may have changed
+            # since. Where one does not know it, another does, or it is what the rank still has.
+            anybodys = next((row[name] for _, row in known if name in row), None)
+            for rank in active:
+                if name not in rows[rank]:
+                    has, knows = known[rank]
+                    used.add(knows.get(name, has[name] if anybodys is None else anybodys))
             if len(used) > 1:
                 writers[name] = tuple(rank for rank in active if name in rows[rank])
         if not writers:
@@ -467,29 +526,62 @@ class BufferSync:
                 to leave alone.
             averages: Whether buffers that are averaged are, too.
         """
-        if self.writes is not None:  # buffers may have been registered since
-            self.writes.collect()
-        now: Mapping[str, Any] = self._tensors.current_buffers()
+        if self._link.world_size == 1:
+            return
+        if self.writes is not None:
+            self.writes.begin_sync()
         chosen = self._policies.broadcast(on_demand=on_demand)
-        averages_of = self._policies.averaged if averages else set()
+        averages_of: Collection[str] = (averages and self._policies.averaged) or _NONE
+        now: Mapping[str, Any] = self._tensors.current_buffers()
         written = None
         if self._noticing is not None:
-            changing = averages_of if self._link.rank == active[0] else chosen | averages_of
+            changing = averages_of if self._link.rank == active[0] else chosen.union(averages_of)
             is_memory = self._link.path == "memory"
             written = self._noticing.written_buffers(now, changing, through_pointers=is_memory)
         if written is not None:
             now = written.places
-        copied = [buffer for name, buffer in now.items() if name in chosen]
-        averaged = [buffer for name, buffer in now.items() if name in averages_of]
-        # Counters and other integers have no mean.
-        copied += [buffer for buffer in averaged if not buffer.is_floating_point()]
-        self._link.broadcast(copied, active[0])
-        if averaged:
-            self._average(self._link, [buffer for buffer in averaged if buffer.is_floating_point()], active)
-        if written is not None:
-            self._left = written.end()
+        prepared = self._prepared
+        if prepared is None or not prepared.is_for(now, chosen, averages_of):
+            prepared = self._prepared = _Prepared(now, chosen, averages_of, self._link)
+        prepared.broadcast(active[0])
+        if prepared.averaged:
+            self._average(self._link, prepared.averaged, active)
+        self._left = {} if written is None else written.end()
         if self.writes is not None:
-            self.writes.end_sync()
+            self.writes.end_sync(chosen, averages_of)
+
+
+class _Prepared:
+    """A synchronisation of certain buffers, made ready once as long as they lie in the same memory.
+
+    Args:
+        places: What to write to, by name.
+        chosen: Names of those to broadcast.
+        averages_of: Names of those to average.
+        link: Between the ranks.
+
+    Attributes:
+        broadcast: Gives every rank the buffers of a root. Collective.
+        averaged: Buffers to average.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, Any],
+        chosen: Collection[str],
+        averages_of: Collection[str],
+        link: Link[Any],
+    ) -> None:
+        self._for = places, chosen, averages_of
+        averaged = [buffer for name, buffer in places.items() if name in averages_of]
+        # Counters and other integers have no mean.
+        copied = [buffer for name, buffer in places.items() if name in chosen]
+        copied += [buffer for buffer in averaged if not buffer.is_floating_point()]
+        self.broadcast = link.prepare_broadcast(copied)
+        self.averaged = [buffer for buffer in averaged if buffer.is_floating_point()]
+
+    def is_for(self, *of: Collection[str]) -> bool:
+        return all(known is each for known, each in zip(self._for, of, strict=True))
 
 
 def _written_apart(
@@ -511,10 +603,11 @@ def _written_apart(
         expected="the same values on every rank: buffers are synchronised at the end of backward, not in "
         "forward, which waits for no other rank",
         likely="a schedule, a mask or a checkpoint that some ranks alone set or load, or that is random on "
-        "each",
+        "each; or a module of the model that some ranks alone have run in training mode, and that writes it",
         hint="forward_sync_buffers=True broadcasts rank 0's buffers at the start of training forwards, as "
         "torch's own class does; or call sync_buffers() on every rank after the write; or write the same on "
-        f'every rank. buffers={{{names[0]!r}: "local"}} lets each rank keep its own',
+        f'every rank. If training does not read it (a cache): buffers={{{names[0]!r}: "local"}} lets each '
+        "rank keep its own",
         ranks=ranks,
         differing=dict(writers),
     )

@@ -116,6 +116,15 @@ class Link(Protocol[_Tensor]):
         """
         ...
 
+    def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]:
+        """Get ready to broadcast these tensors again and again. Not collective.
+
+        Returns:
+            What does it, given the root. Collective; as long as the tensors lie in the same memory, in the
+            same form.
+        """
+        ...
+
     def sum(self, tensor: _Tensor) -> None:
         """Replace a contiguous tensor of float32 or float64 by its sum over the ranks."""
         ...

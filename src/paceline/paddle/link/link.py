@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -78,6 +78,9 @@ class MemoryLink:
         self.core = core
         self._owner = owner
 
+    def prepare_broadcast(self, tensors: Sequence[paddle.Tensor]) -> Callable[[int], None]:
+        return functools.partial(self.broadcast, tensors)
+
     def broadcast(self, tensors: Sequence[paddle.Tensor], root: int = 0) -> None:
         filled = [tensor for tensor in tensors if tensor.size]
         with paddle.no_grad():
@@ -127,6 +130,9 @@ class GroupLink:
         self.witness = witness = calls.witness
         self.tell: Tell | None = None if witness is None else witness.tell
         self._calls = calls
+
+    def prepare_broadcast(self, tensors: Sequence[paddle.Tensor]) -> Callable[[int], None]:
+        return functools.partial(self.broadcast, tensors)
 
     def broadcast(self, tensors: Sequence[paddle.Tensor], root: int = 0) -> None:
         with paddle.no_grad():
@@ -196,6 +202,7 @@ class HostsLink:
         self.rank, self.world_size, self.witness = link.rank, link.world_size, link.witness
         self.tell = tell_on_host_too(hosts.group, link.witness)
         self.broadcast, self.all_gather, self.gather = link.broadcast, link.all_gather, link.gather
+        self.prepare_broadcast = link.prepare_broadcast
         self.sum = link.sum if between_hosts.deterministic is None else link.sum_in_order
         self._link, self._calls, self._between_hosts = link, calls, between_hosts
 
@@ -237,6 +244,7 @@ class HookLink:
         self.rank, self.world_size, self.tell = link.rank, link.world_size, link.tell
         self.witness = link.witness
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
+        self.prepare_broadcast = link.prepare_broadcast
         self.gather, self.with_hook = link.gather, link.with_hook
         self._calls = calls
         self._hook = hook

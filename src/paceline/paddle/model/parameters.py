@@ -86,6 +86,11 @@ class ManagedTensors:
         self._buffer_slots += [
             (f"{name}." if name else "", internals.buffers_of(child)) for name, child in named_layers
         ]
+        self._estimates = {
+            f"{name}.{key}" if name else key: child
+            for name, child in named_layers
+            for key in internals.estimates_of(child)
+        }
         self._norms = {id(p): child for child in layers for p in internals.running_statistics_of(child) or ()}
         self._take_snapshot()
 
@@ -168,7 +173,10 @@ class ManagedTensors:
 
     def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot:
         """See `paceline.reducer.buffers.BufferedModel`. Most writes do not count up a tensor's version."""
-        return _core.BufferSnapshot(slots, "inplace_version", internals.example_of_bytes(self.all_trainable))
+        norms = {name: self._norms[id(p)] for name, p in self.statistics.items()}
+        owners = [norms, *({} for _ in slots[1:])]
+        example = internals.example_of_bytes(self.all_trainable)
+        return _core.BufferSnapshot(slots, owners, "inplace_version", example)
 
     def find_new_buffers(self) -> None:
         """See `paceline.reducer.buffers.BufferedModel`."""
@@ -177,6 +185,11 @@ class ManagedTensors:
     def is_unread(self, name: str) -> bool:
         """See `paceline.reducer.buffers.BufferedModel`."""
         owner = self._norms.get(id(self.statistics.get(name)))
+        return owner is not None and bool(owner.training)
+
+    def is_estimate(self, name: str) -> bool:
+        """See `paceline.reducer.buffers.BufferedModel`."""
+        owner = self._estimates.get(name)
         return owner is not None and bool(owner.training)
 
     def check_trainable(self) -> None:

@@ -235,7 +235,7 @@ class TorchNames(TorchDDP):
     @property
     def named_module_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that the module has now, but for those that are left alone."""
-        return self._tensors.current_buffers()
+        return dict(self._tensors.current_buffers())
 
     @property
     def modules_buffers(self) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Rank 0's parameters and buffers on every rank, many tensors in one broadcast.
+"""One rank's parameters and buffers on every rank, many tensors in one broadcast.
 
 The one idea: tensors of any dtype travel as bytes, packed into pieces of a bounded size, so that a model of
 a thousand small tensors costs a few broadcasts, and a large tensor no second copy of itself.
@@ -13,41 +13,86 @@ import torch
 from paceline.reducer.link import BROADCAST_BYTES, pack
 from paceline.torch.model.inner_tensors import is_dense, plain_tensors
 
+_KEPT_BYTES = 1 << 20
 
-def broadcast_tensors(
-    tensors: Sequence[torch.Tensor],
-    rank: int,
-    broadcast: Callable[[torch.Tensor], None],
-    piece_bytes: int = BROADCAST_BYTES,
-    *,
-    root: int = 0,
-) -> None:
-    """Replace the values of `tensors` by those of the rank `root`. Collective.
+
+class PreparedBroadcast:
+    """Replaces the values of tensors by those of a root, as long as they lie in the same memory.
+
+    Views of their bytes are made once.
 
     Args:
         tensors: The same kinds, shapes, strides and dtypes on all ranks.
         rank: The rank of this process.
-        broadcast: Replaces a flat uint8 tensor by that of `root`.
+        broadcast: Replaces a flat uint8 tensor by that of a root. Collective.
         piece_bytes: Most bytes of one broadcast.
-        root: Whose values; the same on all ranks.
 
     Example:
-        Rank 0 passes [1.0, 2.0] and rank 1 passes [3.0, 4.0]; after the call both hold [1.0, 2.0].
+        Rank 0 passes [1.0, 2.0] and rank 1 [3.0, 4.0]; after a call with the root 0 both hold [1.0, 2.0].
     """
-    by_device: dict[torch.device, list[torch.Tensor]] = {}
-    for tensor in plain_tensors(tensors):
-        if tensor.numel():
-            by_device.setdefault(tensor.device, []).append(tensor)
-    with torch.no_grad():
-        for group in by_device.values():
-            copies = [(tensor, tensor.contiguous()) for tensor in group if not is_dense(tensor)]
-            flat = [_as_bytes(tensor) for tensor in group if is_dense(tensor)]
-            flat += [_as_bytes(copy) for _, copy in copies]
-            parts = [part for each in flat for part in torch.split(each, piece_bytes)]
-            for run in pack((part.numel() for part in parts), piece_bytes):
-                _broadcast_piece([parts[index] for index in run], rank == root, broadcast)
-            for tensor, copy in copies:
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        rank: int,
+        broadcast: Callable[[torch.Tensor, int], None],
+        piece_bytes: int = BROADCAST_BYTES,
+    ) -> None:
+        self._rank = rank
+        self._broadcast = broadcast
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of tensors with gaps between elements
+        self._runs: list[_Run] = []
+        by_device: dict[torch.device, list[torch.Tensor]] = {}
+        for tensor in plain_tensors(tensors):
+            if tensor.numel():
+                by_device.setdefault(tensor.device, []).append(tensor)
+        with torch.no_grad():
+            for group in by_device.values():
+                whole = [tensor if is_dense(tensor) else tensor.contiguous() for tensor in group]
+                self._copies += [(tensor, copy) for tensor, copy in zip(group, whole) if copy is not tensor]
+                parts = [part for each in whole for part in torch.split(_as_bytes(each), piece_bytes)]
+                runs = pack((part.numel() for part in parts), piece_bytes)
+                self._runs += [_Run([parts[index] for index in run]) for run in runs]
+
+    def __call__(self, root: int) -> None:
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                copy.copy_(tensor)
+            for run in self._runs:
+                run.broadcast(self._broadcast, root, is_root=self._rank == root)
+            for tensor, copy in self._copies:
                 tensor.copy_(copy)
+
+
+class _Run:
+    """Tensors of bytes that are broadcast together.
+
+    A small one keeps the memory in which they are packed: to cut it takes as long as to copy them.
+    """
+
+    def __init__(self, parts: list[torch.Tensor]) -> None:
+        self._parts = parts
+        self._sizes = [part.numel() for part in parts]
+        self._packed: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    def broadcast(self, broadcast: Callable[[torch.Tensor, int], None], root: int, *, is_root: bool) -> None:
+        parts = self._parts
+        if len(parts) == 1:
+            broadcast(parts[0], root)
+            return
+        whole, cuts = self._packed or self._pack()
+        if is_root:
+            torch.cat(parts, out=whole)
+        broadcast(whole, root)
+        if not is_root:
+            torch._foreach_copy_(parts, cuts)
+
+    def _pack(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        whole = torch.empty(sum(self._sizes), dtype=torch.uint8, device=self._parts[0].device)
+        packed = whole, list(torch.split(whole, self._sizes))
+        if whole.numel() <= _KEPT_BYTES:
+            self._packed = packed
+        return packed
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,16 +106,3 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if flat.is_neg():
         flat = flat._neg_view()
     return flat.view(torch.uint8)
-
-
-def _broadcast_piece(
-    parts: list[torch.Tensor], is_root: bool, broadcast: Callable[[torch.Tensor], None]
-) -> None:
-    if len(parts) == 1:
-        broadcast(parts[0])
-        return
-    packed = torch.cat(parts)
-    broadcast(packed)
-    if not is_root:
-        for part, received in zip(parts, torch.split(packed, [part.numel() for part in parts])):
-            part.copy_(received)

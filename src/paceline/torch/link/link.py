@@ -44,7 +44,7 @@ from paceline.reducer.witness import (
     tell_on_host_too,
 )
 from paceline.torch.link.arena import Arena
-from paceline.torch.link.broadcast import broadcast_tensors
+from paceline.torch.link.broadcast import PreparedBroadcast
 from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.comm_hook import HookTransport
 from paceline.torch.link.device_copies import DeviceCopies
@@ -126,17 +126,13 @@ class MemoryLink:
         self._peers = peers
 
     def broadcast(self, tensors: Tensors, root: int = 0) -> None:
+        self.prepare_broadcast(tensors)(root)
+
+    def prepare_broadcast(self, tensors: Tensors) -> Callable[[int], None]:
         tensors = plain_tensors(tensors)
         if not all(tensor.is_cpu for tensor in tensors):
-            broadcast_tensors(tensors, self.rank, functools.partial(self._broadcast, root=root), root=root)
-            return
-        with torch.no_grad():
-            whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
-            pieces, sizes = [each.data_ptr() for each in whole], [each.nbytes for each in whole]
-            self.core.broadcast_all(pieces, sizes, root)
-            for tensor, copy in zip(tensors, whole):
-                if copy is not tensor:
-                    tensor.copy_(copy)
+            return PreparedBroadcast(tensors, self.rank, self._broadcast)
+        return _MemoryBroadcast(self.core, tensors)
 
     def _broadcast(self, payload: torch.Tensor, root: int) -> None:
         if payload.is_cpu:
@@ -169,6 +165,26 @@ class MemoryLink:
         return HookLink(self, self._peers, hook)
 
 
+class _MemoryBroadcast:
+    """See `Link.prepare_broadcast`; of tensors on the CPU, by their addresses."""
+
+    def __init__(self, core: _core.HostGroup, tensors: Tensors) -> None:
+        self._core = core
+        with torch.no_grad():
+            self._whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+        self._copies = [(tensor, copy) for tensor, copy in zip(tensors, self._whole) if copy is not tensor]
+        self._pieces = [each.data_ptr() for each in self._whole]
+        self._sizes = [each.nbytes for each in self._whole]
+
+    def __call__(self, root: int) -> None:
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                copy.copy_(tensor)
+            self._core.broadcast_all(self._pieces, self._sizes, root)
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
+
+
 class GroupLink:
     """A `Link` through a process group of torch.
 
@@ -192,7 +208,10 @@ class GroupLink:
         self._broadcast, self.sum, self.sum_in_order = calls.broadcast, calls.sum, calls.sum_in_order
 
     def broadcast(self, tensors: Tensors, root: int = 0) -> None:
-        broadcast_tensors(tensors, self.rank, functools.partial(self._broadcast, root=root), root=root)
+        self.prepare_broadcast(tensors)(root)
+
+    def prepare_broadcast(self, tensors: Tensors) -> Callable[[int], None]:
+        return PreparedBroadcast(tensors, self.rank, self._broadcast)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return gather_bytes(self._calls.gather, payload)
@@ -242,6 +261,7 @@ class HostsLink:
         self.tell = tell_on_host_too(hosts.group, link.witness)
         self.witness = link.witness
         self.broadcast, self.all_gather = link.broadcast, link.all_gather
+        self.prepare_broadcast = link.prepare_broadcast
         self.sum = link.sum if between_hosts.deterministic is None else link.sum_in_order
         self._link, self._peers, self._between_hosts = link, peers, between_hosts
 
@@ -301,6 +321,7 @@ class DevicesLink:
         self.tell: Tell | None = witness.tell
         self.witness = link.witness
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
+        self.prepare_broadcast = link.prepare_broadcast
         self._link, self._peers, self._between_hosts = link, peers, between_hosts
         self._partners, self._group, self._of_host = partners, group, witness
         self._memory = memory
@@ -378,6 +399,7 @@ class HookLink:
         self.rank, self.world_size, self.witness = link.rank, link.world_size, link.witness
         self.tell: Tell | None = None if link.witness is None else link.witness.tell
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
+        self.prepare_broadcast = link.prepare_broadcast
         self.with_hook = link.with_hook
         self._reports = getattr(link, "reports", None)
         self._peers = peers

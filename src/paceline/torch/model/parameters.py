@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline import _core
 from paceline.errors import ConfigError
@@ -38,6 +40,9 @@ DTYPES = {
     "complex128": torch.complex128,
 }
 """Gradients that both kinds of reducer average."""
+
+_HAS_BYTES = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+"""Whether the core can look at tensors: torch 2.10 and newer."""
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -92,6 +97,9 @@ class ManagedTensors:
         # Kept, so that no other object gets one's identity.
         self._ignored_tensors = {id(tensor): tensor for name, tensor in held if name in ignored}
         self._index_of = {id(p): index for index, p in enumerate(self.trainable)}
+        self._current: _CurrentBuffers | None = None
+        # What was last synchronised, how, and where it lies.
+        self._places: tuple[Mapping[str, torch.Tensor], bool, Mapping[str, torch.Tensor]] | None = None
         self._take_structure()
 
     @property
@@ -171,9 +179,12 @@ class ManagedTensors:
         )
 
     def current_buffers(self) -> dict[str, torch.Tensor]:
-        """The buffers that the module has now: modules may replace theirs."""
-        held = ((name, slots.get(key)) for name, slots, key in self._buffer_slots)
-        return {name: buffer for name, buffer in held if buffer is not None}
+        """See `paceline.reducer.buffers.BufferedModel`."""
+        if self._current is None or not self._current.is_current():
+            held = ((name, slots.get(key)) for name, slots, key in self._buffer_slots)
+            buffers = {name: buffer for name, buffer in held if buffer is not None}
+            self._current = _CurrentBuffers(buffers, None if self._is_scripted else self._slots)
+        return self._current.buffers
 
     def buffer_slots(self) -> list[tuple[str, dict[str, Any]]]:
         """See `paceline.reducer.buffers.BufferedModel`."""
@@ -181,8 +192,8 @@ class ManagedTensors:
 
     def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot:
         """See `paceline.reducer.buffers.BufferedModel`."""
-        has_bytes = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and newer
-        return _core.BufferSnapshot(slots, "_version", self.trainable[0] if has_bytes else None)
+        example = self.trainable[0] if _HAS_BYTES else None
+        return _core.BufferSnapshot(slots, self._statistics_by_slot, "_version", example)
 
     def find_new_buffers(self) -> None:
         """See `paceline.reducer.buffers.BufferedModel`."""
@@ -193,13 +204,22 @@ class ManagedTensors:
         owner = self._statistics.get(name)
         return owner is not None and owner.training
 
+    def is_estimate(self, name: str) -> bool:
+        """See `paceline.reducer.buffers.BufferedModel`."""
+        owner = self._estimates.get(name)
+        return owner is not None and owner.training
+
     def written_buffers(
         self, buffers: Mapping[str, torch.Tensor], changing: Iterable[str], *, through_pointers: bool
     ) -> WrittenBuffers | None:
         """See `paceline.reducer.buffers.NoticingModel`."""
         if through_pointers and not self._saved:  # most models: batch norms, or no buffers at all
             return None
-        return WrittenBuffers(buffers, changing, self._saved, through_pointers=through_pointers)
+        known = self._places
+        if known is None or known[0] is not buffers or known[1] != through_pointers:
+            places = _places_of(buffers, self._saved if through_pointers else buffers.keys())
+            known = self._places = buffers, through_pointers, places
+        return WrittenBuffers(buffers, known[2], [name for name in changing if name in self._saved])
 
     def check_trainable(self) -> None:
         """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""
@@ -297,11 +317,17 @@ class ManagedTensors:
             for name, owner, key in _owned_buffers(self._module)
             if not self._is_ignored(name, owner._buffers[key])
         ]
-        all_owned = _owned_buffers(self._module)
+        all_owned = list(_owned_buffers(self._module))
         self._statistics = {name: owner for name, owner, key in all_owned if is_running_statistic(owner, key)}
-        self._slots = [
-            (f"{name}." if name else "", _dict_of(each)) for name, each in self._module.named_modules()
+        self._estimates = {name: owner for name, owner, key in all_owned if _is_power_iteration(owner, key)}
+        named = list(self._module.named_modules())
+        self._slots = [(f"{name}." if name else "", _dict_of(each)) for name, each in named]
+        self._statistics_by_slot = [
+            {key: each for key in held if is_running_statistic(each, key)}
+            for (_, each), (_, held) in zip(named, self._slots, strict=True)
         ]
+        self._is_scripted = not all(isinstance(each._buffers, dict) for _, each in named)
+        self._current = self._places = None
         held_now = ((name, slots[key]) for name, slots, key in owned)
         self.buffers = {name: buffer for name, buffer in held_now if buffer is not None}
         self._buffer_slots = [(name, slots, key) for name, slots, key in owned if name in self.buffers]
@@ -443,6 +469,40 @@ def is_running_statistic(owner: nn.Module, key: str) -> bool:
     return isinstance(owner, _NormBase)
 
 
+def _is_power_iteration(owner: nn.Module, key: str) -> bool:
+    """Whether a buffer is one of a spectral norm's, which estimates the largest singular value of a weight.
+
+    In training mode the norm writes it whenever the weight is computed.
+    """
+    if isinstance(owner, _SpectralNorm):
+        return key in ("_u", "_v")
+    hooks = [each for each in owner._forward_pre_hooks.values() if isinstance(each, SpectralNorm)]
+    return any(key in (f"{each.name}_u", f"{each.name}_v") for each in hooks)
+
+
+class _CurrentBuffers:
+    """The buffers that the modules had when they were last asked for, and whether these are still the same.
+
+    Args:
+        buffers: By name.
+        slots: Name and dictionary of buffers for each module; None: not all have one.
+    """
+
+    def __init__(self, buffers: dict[str, torch.Tensor], slots: list[tuple[str, Any]] | None) -> None:
+        self.buffers = buffers
+        self._tensors = list(buffers.values())
+        # A tensor that consists of others may get other ones.
+        is_plain = _HAS_BYTES and plain_tensors(self._tensors) is self._tensors
+        self._layouts = _core.hash_layouts(self._tensors) if is_plain and slots is not None else 0
+        dicts = [held for _, held in slots] if slots is not None and self._layouts else []
+        self._snapshot = _core.ModuleSnapshot(dicts, "requires_grad", [], [])
+
+    def is_current(self) -> bool:
+        """Whether they are the same tensors in the same memory, as far as that can be known."""
+        is_known = self._layouts and self._snapshot.is_unchanged()
+        return bool(is_known) and _core.hash_layouts(self._tensors) == self._layouts
+
+
 class WrittenBuffers:
     """Buffers that are about to be written to, some of which autograd may have saved for a later backward.
 
@@ -452,28 +512,18 @@ class WrittenBuffers:
 
     Args:
         buffers: By name.
-        changing: Names of those whose values may become others on this rank.
-        saved: Names of those that a backward may still read.
-        through_pointers: Whether they are written to by address, of which torch knows nothing.
+        places: See `_places_of`.
+        watched: Names of those whose values may become others on this rank while a backward may read them.
 
     Attributes:
-        places: What to write to, by name: the same memory, with a version of its own where torch copies.
+        places: What to write to, by name.
     """
 
     def __init__(
-        self,
-        buffers: Mapping[str, torch.Tensor],
-        changing: Iterable[str],
-        saved: frozenset[str],
-        *,
-        through_pointers: bool,
+        self, buffers: Mapping[str, torch.Tensor], places: Mapping[str, torch.Tensor], watched: Iterable[str]
     ) -> None:
-        self.places = {
-            # What consists of other tensors counts no writes to these.
-            name: buffer if is_wrapper(buffer) or (through_pointers and name not in saved) else buffer.data
-            for name, buffer in buffers.items()
-        }
-        watched = {name: buffers[name] for name in changing if name in saved and name in buffers}
+        self.places = places
+        watched = {name: buffers[name] for name in watched if name in buffers}
         on_host = {name: buffer for name, buffer in watched.items() if buffer.is_cpu}
         self._watched_names, self._watched = list(on_host), list(on_host.values())
         self._others = [buffer for buffer in watched.values() if not buffer.is_cpu]
@@ -486,6 +536,20 @@ class WrittenBuffers:
         if changed or self._others:
             torch.autograd.graph.increment_version([*changed, *self._others])
         return {n: h for n, b, h in zip(self._watched_names, self._watched, after) if not is_wrapper(b)}
+
+
+def _places_of(buffers: Mapping[str, torch.Tensor], counting: Collection[str]) -> dict[str, torch.Tensor]:
+    """The same memory as the buffers, written to without a new version of a buffer.
+
+    Args:
+        buffers: By name.
+        counting: Names of those whose version writes would count up otherwise.
+    """
+    # What consists of other tensors counts no writes to these.
+    return {
+        name: buffer.data if name in counting and not is_wrapper(buffer) else buffer
+        for name, buffer in buffers.items()
+    }
 
 
 def _hashes(buffers: Sequence[torch.Tensor]) -> list[int]:

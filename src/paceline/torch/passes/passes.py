@@ -196,11 +196,11 @@ class TorchAutograd:
         if not self._state.is_armed and (moved := self._not_last()):
             self._put_last(moved)
         if self._buffers.hook is not None:
-            self._buffers.hook.before_forward(self._tensors.current_buffers())
+            self._buffers.hook.before_forward(dict(self._tensors.current_buffers()))
 
     def watch(self, output: object) -> None:
         if self._buffers.hook is not None and self._state.is_forward_averaged:
-            self._buffers.hook.after_forward(self._tensors.current_buffers())
+            self._buffers.hook.after_forward(dict(self._tensors.current_buffers()))
         state = self._state
         graph = state.graphs.add(
             self._on_output_gradient,
