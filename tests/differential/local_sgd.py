@@ -89,11 +89,20 @@ def _with_copies(seed: int, ops: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     random_ = random.Random(f"copies {seed}")
     found = []
-    for op in ops:
+    for number, op in enumerate(ops):
         if random_.random() < 0.12:
-            found.append({"op": "copy", "how": random_.choice(["deepcopy", "pickle"])})
+            how = random_.choice(["deepcopy", "pickle"])
+            # What the forward that connects a copy has trained counts as trained until a backward.
+            follow = (each["op"] for each in ops[number:] if _trains_all(each) or each["op"] == "freeze")
+            if next(follow, "") != "freeze":
+                found.append({"op": "copy", "how": how})
         found.append(op)
     return found
+
+
+def _trains_all(op: dict[str, Any]) -> bool:
+    """Whether every rank makes a backward in it."""
+    return op["op"] == "step" or (op["op"] == "epoch" and min(op["counts"]) > 0)
 
 
 def _weights(random_: random.Random, micros: int) -> list[float]:

@@ -374,6 +374,7 @@ def run_alone(rank: int, program: Program) -> list[Outcome]:
     net, ranks = make_net(program), program["ranks"]
     kind = "adam" if program["optimizer"].startswith("adam") else program["optimizer"]
     optimizer = make_optimizer(kind)(_trained(net))
+    leaves_zeros = "reduce" not in program["options"]  # of gradients in parts nothing is left
     outcomes = []
     for number, step in enumerate(program["steps"]):
         for micro in range(len(step["sizes"])):
@@ -393,7 +394,7 @@ def run_alone(rank: int, program: Program) -> list[Outcome]:
             else:
                 (loss_of(net, whole, opens, step["loss"]) / ranks).backward()
         optimizer.step()
-        optimizer.clear_grad(set_to_zero=False)
+        optimizer.clear_grad(set_to_zero=leaves_zeros)
         outcomes.append(_outcome(net))
         if step["evaluates"] is not None:
             outcomes[-1]["loss"] = _evaluation(net, program, number)
