@@ -111,6 +111,9 @@ class GradientHook {
       if (!borrow_usual(gradient, tensor)) return call_python(parameter);
       if (!gradient_in_arena_) {
         pointer = tensor.begin();
+      } else if (is_copied_) {
+        if (!leave_waiting(gradient)) return nullptr;
+        if (!grad_.set(parameter, left_.ptr())) return nullptr;
       } else {
         // The framework copies with all its threads, and without Python's lock.
         if (nbytes_ > kUnlockBytes) return call_python(parameter);
@@ -118,7 +121,9 @@ class GradientHook {
         if (!grad_.set(parameter, left_.ptr())) return nullptr;
       }
     }
-    if (is_copied_) return leave_to_copy(gradient, pointer);
+    if (is_copied_ && !gradient_in_arena_)
+      return leave_to_copy(gradient, pointer);
+    if (!note_stream()) return nullptr;
     handed_->put(parameter_, gradient_in_arena_ ? left_ : std::move(gradient));
     taker_->mark_ready(parameter_, reinterpret_cast<Pointer>(pointer));
     Py_RETURN_NONE;
@@ -149,18 +154,21 @@ class GradientHook {
             &left_,      &staged_, &waiting_,       &note_stream_};
   }
 
-  /// The framework copies the gradient once its bucket is complete, which may
-  /// be now, and its mean back.
+  /// The framework copies the gradient to its place once its bucket is
+  /// complete. False: an exception is set.
+  bool leave_waiting(const nb::object& gradient) {
+    return PyDict_SetItem(waiting_.ptr(), index_.ptr(), gradient.ptr()) == 0;
+  }
+  bool note_stream() {
+    return !is_noted_ ||
+           nb::steal(PyObject_CallNoArgs(note_stream_.ptr())).is_valid();
+  }
+  /// The framework copies it there, which may be now, and its mean back.
   PyObject* leave_to_copy(const nb::object& gradient, void* pointer) {
-    if (PyDict_SetItem(waiting_.ptr(), index_.ptr(), gradient.ptr()) != 0)
-      return nullptr;
+    if (!leave_waiting(gradient)) return nullptr;
     handed_->put(parameter_, gradient);
     if (PyList_Append(staged_.ptr(), index_.ptr()) != 0) return nullptr;
-    if (is_noted_) {
-      const nb::object noted =
-          nb::steal(PyObject_CallNoArgs(note_stream_.ptr()));
-      if (!noted.is_valid()) return nullptr;
-    }
+    if (!note_stream()) return nullptr;
     taker_->mark_copied(parameter_, reinterpret_cast<Pointer>(pointer), nbytes_,
                         false);
     Py_RETURN_NONE;

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import DeadlineError, GraphChangedError, SkippedPassError, UnusedParameterError
 from paceline.torch import DataParallel, DistributedDataParallel, ShardedOptimizer, SyncBatchNorm
+from paceline.torch.passes.gradient_hooks import HAS_EXCHANGE_API
 from tests import accelerator
 from tests.accelerator import GLOO, KIND, NCCL, busy, no_waiting
 from tests.harness import ranks, run_ranks
@@ -83,6 +84,32 @@ def test_two_ranks_train_as_one_process(group: str, options: dict[str, Any]) -> 
 def _train_as_one(rank: int, options: dict[str, Any]) -> None:
     model = network().to(KIND)
     train(DistributedDataParallel(model, **options), rank, 2)
+    assert_trained(model, 2)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2, group=NCCL)
+def test_gradients_are_copied_a_bucket_at_a_time(
+    rank: int, view: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if view and not HAS_EXCHANGE_API:
+        pytest.skip("this torch has no DLPack exchange API")
+    sizes: list[int] = []
+    copy_all = torch._foreach_copy_
+
+    def note(places: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+        sizes.append(len(places))
+        copy_all(places, gradients)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", note)
+    model = network().to(KIND)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+    for step in range(STEPS):
+        ddp.zero_grad()
+        ddp(batch(step, 2)[rank::2].to(KIND)).square().mean().backward()
+    # To the bucket, and back from there.
+    assert sizes == ([6] if view else [6, 6]) * STEPS
+    train(ddp, rank, 2)
     assert_trained(model, 2)
 
 

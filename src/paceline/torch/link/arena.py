@@ -35,6 +35,8 @@ class Arena:
         self.waiting: dict[int, torch.Tensor] = {}
         # .data: a count of changes of its own for each place, where views share that of their base.
         self.views = [self._view(index, parameter).data for index, parameter in enumerate(parameters)]
+        # To copy to without counting it as a change of a gradient that lives in its place.
+        self._targets = [view.data for view in self.views]
 
     @classmethod
     def on_memory(cls, plan: Plan, parameters: Sequence[torch.Tensor], pointer: int, owner: object) -> Arena:
@@ -91,7 +93,7 @@ class Arena:
         for index in self.plan.buckets[bucket].parameters:
             gradient = take(index, None)
             if gradient is not None:
-                places.append(self.views[index])
+                places.append(self._targets[index])
                 gradients.append(gradient)
         return gradients, places
 

@@ -117,6 +117,7 @@ class ProcessGroupTransport:
             scale_alike(section, factor)
 
     def clear(self, param: int) -> None:
+        self._arena.waiting.pop(param, None)  # of a backward that an exception has ended
         self._arena.views[param].zero_()
 
     def take_nonfinite(self) -> list[int]:

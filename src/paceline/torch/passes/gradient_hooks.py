@@ -175,9 +175,19 @@ def taking_hook(
 
 
 def view_hook(
-    state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
+    state: PassState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    waiting: dict[int, torch.Tensor] | None = None,
 ) -> Hook:
-    """For gradients that live in the arena: autograd's own tensor moves in when it made a new one."""
+    """For gradients that live in the arena: autograd's own tensor moves in when it made a new one.
+
+    Args:
+        waiting: As for `copy_hook`; used where they are on a device, for what the core hands over.
+    """
     mark_ready, handed, copy, shape = reducer.mark_ready, state.handed, view.copy_, view.shape
     # A communication hook may move the memory, by making it longer for a while: the view moves along.
     pointer, arena_pointer = view.data_ptr, view.untyped_storage().data_ptr
@@ -202,6 +212,8 @@ def view_hook(
                 return
             copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
             parameter.grad = view
+        if waiting:
+            waiting.pop(index, None)  # of a backward that an exception has ended
         if not state.is_syncing:
             state.accumulated.add(index)
             return
@@ -211,7 +223,9 @@ def view_hook(
         handed[index] = view
         mark_ready(index, 0)
 
-    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=True)
+    if view.is_cpu:
+        waiting = None  # while it is in the processor's caches, the core copies it faster
+    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=True, waiting=waiting)
 
 
 def sparse_hook(
@@ -275,7 +289,14 @@ def in_core(
         note_stream = getattr(reducer, "note_stream", None)
         try:
             return _core.GradientHook(
-                hook, state, index, taker, view, False, waiting=waiting, note_stream=note_stream
+                hook,
+                state,
+                index,
+                taker,
+                view,
+                gradient_in_arena,
+                waiting=waiting,
+                note_stream=note_stream,
             )
         except (BufferError, RuntimeError):  # a device that DLPack has no number for
             return hook

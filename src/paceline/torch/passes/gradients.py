@@ -60,6 +60,7 @@ class Gradients:
         self._config = config
         self._rank = rank
         self._shared: set[int] = set()
+        self._kinds: list[set[int]] = []  # parameters whose places are of one device and dtype
         self._shapes = [parameter.shape for parameter in tensors.trainable]
 
     @property
@@ -79,6 +80,10 @@ class Gradients:
         self.reduction = reduction
         for index in moved:
             self._move_home(index, self._parameters[index].grad)
+        kinds: dict[object, set[int]] = {}
+        for index, place in enumerate(reduction.places):
+            kinds.setdefault((place.device, place.dtype), set()).add(index)
+        self._kinds = list(kinds.values())
         self._scatter(reduction)
         self._make_hooks()
 
@@ -114,7 +119,7 @@ class Gradients:
         if view.dtype is not parameter.dtype:
             return copied
         if self._config.gradients_in_arena:
-            return view_hook
+            return functools.partial(view_hook, waiting=self.reduction.waiting)
         if self.scattered is not None:
             return functools.partial(taking_hook, stand_in=self.scattered.stand_in(index))
         if view.nbytes <= self.reduction.most_pointer_bytes:
@@ -185,8 +190,12 @@ class Gradients:
         handed, places, unlike = self._state.handed, self.reduction.places, []
         plain = [index for index in indices if type(handed[index]) is torch.Tensor]
         try:
-            if plain:
-                torch._foreach_copy_([handed[index] for index in plain], [places[index] for index in plain])
+            # One kernel copies what is of one device and dtype.
+            for kind in self._kinds:
+                of_kind = plain if len(self._kinds) == 1 else [index for index in plain if index in kind]
+                gradients = [handed[index] for index in of_kind]
+                if gradients:
+                    torch._foreach_copy_(gradients, [places[index] for index in of_kind])
             if len(plain) < len(indices):
                 unlike = [index for index in indices if type(handed[index]) is not torch.Tensor]
         except RuntimeError:  # torch's zero tensors take no values
