@@ -13,12 +13,12 @@ from tests.differential.programs import Op, Program
 VALUES = (0.5, 1.0, 1.5, 2.0)
 
 
-def write_buffers(program: Program, rng: random.Random) -> None:
+def write_buffers(program: Program, rng: random.Random, *, may_differ: bool = True) -> None:
     """Write a buffer between steps: the same on all ranks; or on some only, or other values on each."""
     layers = program["models"][0]["layers"]
     layers.insert(rng.randint(0, len(layers)), {"kind": "factor"})
     ranks = program["ranks"]
-    is_apart = rng.random() < 0.5
+    is_apart = rng.random() < 0.5 and may_differ
     if is_apart and rng.random() < 0.5:
         program.setdefault("options", {})["forward_sync_buffers"] = True
     kind = rng.choice(["alone", "alone", "each"])
@@ -34,6 +34,12 @@ def write_buffers(program: Program, rng: random.Random) -> None:
             ops.append({"op": "write", "values": values, "how": rng.choice(["put", "anew", "data"])})
         ops.append(op)
     program["ops"] = ops
+
+
+def are_apart(op: Op) -> bool:
+    """Whether ranks may have other values than others after this op."""
+    values = op.get("values")
+    return op["op"] == "write" and isinstance(values, list) and len(set(values)) > 1
 
 
 def set_flags(ops: list[Op], rng: random.Random) -> None:

@@ -35,6 +35,7 @@ KNOWN: list[tuple[str, str]] = [
     ),
     ("layer borrow", "a layer of two models is averaged by both"),
     ("layer buffer", "buffers are broadcast once, when the model is wrapped"),
+    ("a write of other values", "each rank goes on with its own buffers"),
     ("layer norm", "running statistics are broadcast once, when the model is wrapped"),
 ]
 

@@ -15,9 +15,10 @@ import numpy as np
 import paddle
 from paddle import nn
 
+from tests.differential.between import are_apart
 from tests.differential.paddle_models import WIDTH, Batch, Factor, Net, Table, make_layer, parameter_of
 from tests.differential.programs import Op, Program
-from tests.differential.records import Value
+from tests.differential.records import Event, Value
 from tests.differential.walk import Meeting, Parting, Run, Walker, of_rank
 
 OPTIMIZERS = {
@@ -70,6 +71,7 @@ class Machine(Walker):
         self.losses: dict[str, Loss] = {}
         self.numbers: dict[int, int] = {}
         self.handles: list[Any] = []
+        self._written_apart: set[int] = set()  # models with buffers of which ranks may have other values
         self.dtype = "float64" if subject.simulates else program.get("dtype", "float32")
         paddle.set_default_dtype(self.dtype)
         for spec in program["models"] or [{}]:
@@ -245,6 +247,7 @@ class Machine(Walker):
                 put(p, p.grad.clone())
         if synced:
             yield Meeting("synchronised", synced)
+            self._written_apart.difference_update(synced)
             for model in synced:
                 self.weight_so_far.pop(model, None)
         for model in self.wrappers:
@@ -257,9 +260,14 @@ class Machine(Walker):
                 self.wrappers[model].grad_need_sync = is_syncing
 
     def _op_write(self, op: Op, label: str) -> None:
-        """Write to the buffers that no forward writes. Each rank uses its own, as with Paddle's class."""
-        is_synced = self.subject.simulates and self.options.get("forward_sync_buffers")
-        value = of_rank(op.get("values", 1.0), 0 if is_synced else self.rank)
+        """Write to the buffers that no forward writes. Right is what rank 0 writes, on all ranks.
+
+        Or a warning on all ranks, which is an error in these runs. A forward in no_sync() may still use this
+        rank's own value.
+        """
+        if are_apart(op) and not self.options.get("forward_sync_buffers"):
+            self._written_apart.add(op.get("model", 0) % len(self.nets))
+        value = of_rank(op.get("values", 1.0), 0 if self.subject.simulates else self.rank)
         if value is None:  # this rank writes nothing
             return
         for layer in self.nets[op.get("model", 0) % len(self.nets)].sublayers():
@@ -351,7 +359,11 @@ class Machine(Walker):
     def _note_gradients(self, model: int, *, is_shared: bool) -> None:
         net = self.nets[model]
         values = {f"{model}:{name}": _value(p.grad) for name, p in net.named_parameters()}
-        self._note(model, "gradients", values, is_shared)
+        if self._written_apart and not is_shared:  # the next mean tells whether it is right
+            at = f"{self.at} model {model}"
+            self.record.events.append(Event(at, "gradients", {}, model, tainted=True))
+        else:
+            self._note(model, "gradients", values, is_shared)
         buffers = {f"{model}:{name}": _value(b) for name, b in buffers_of(net).items()}
         if is_shared and buffers:
             self._note(model, "buffers", buffers, True)

@@ -14,6 +14,7 @@ import paddle
 from paceline.paddle.ddp import parallel
 from paceline.paddle.link.transport import PaddleTransport
 from paceline.paddle.passes.gradients import Gradients
+from paceline.reducer.buffers import BufferSync
 from paceline.reducer.passes.passes import Passes
 
 _is_in = False
@@ -78,6 +79,11 @@ def _join_counts_who_has_data(rank: int) -> None:
     parallel.joining = joining
 
 
+def _reports_no_writes(rank: int) -> None:
+    """No rank reports that its program has written to a buffer between two steps."""
+    BufferSync.has_writes = False  # type: ignore[method-assign, assignment]
+
+
 def _after_pass(change: Callable[[Any], Any]) -> None:
     real = Passes._write_back_means
 
@@ -97,4 +103,5 @@ MUTATIONS = {
     "wrong sum over a group": _wrong_sum_over_a_group,
     "wrong cast": _wrong_cast,
     "join counts who has data": _join_counts_who_has_data,
+    "reports no writes": _reports_no_writes,
 }

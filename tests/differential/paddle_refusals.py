@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.differential.between import are_apart
 from tests.differential.programs import Program, numbered
 
 EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
@@ -34,6 +35,7 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
         "of which ranks use other parameters, over a group; Paddle's own wrapper trains some of these",
     ),
     ("nonfinite", ("NonFiniteGradientError",), 'nonfinite="raise"'),
+    ("a write of other values", ("RuntimeWarning",), "buffers that some ranks alone have written"),
 ]
 
 
@@ -52,6 +54,8 @@ def features_of(program: Program) -> set[str]:
     for _, op in numbered(program["ops"]):
         found.add("op " + " ".join(str(op[key]) for key in ("op", "how") if key in op))
         found.add(f"op {op['op']}")
+        if are_apart(op):
+            found.add("a write of other values")
         if op["op"] in ("raise", "trap"):
             found.add("an error of the program's own")
         if len(op.get("of", ())) > 1:

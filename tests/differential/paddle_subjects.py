@@ -177,6 +177,7 @@ class Paddles(Ours):
 def make_rank(rank: int, world_size: int, job: str, folder: Path) -> Run:
     """Prepare this process to run programs."""
     warnings.simplefilter("ignore")
+    warnings.filterwarnings("error", message="(?s)Buffer .* was written between two steps")
     os.environ.update(TMPDIR=str(folder))
     groups = Groups(rank, world_size, job, folder)
 

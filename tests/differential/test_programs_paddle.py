@@ -114,6 +114,17 @@ def test_finds_a_wrong_mean_of_a_parameter_behind_complex_numbers(write):
     assert status == 1 and "0:layers.4.pairs: element 0" in output, output
 
 
+@pytest.mark.parametrize("values", [[2.0, None], [None, 2.0], [2.0, 3.0]])
+def test_finds_buffers_that_ranks_have_written_apart(write, values):
+    modes = ["default", "group"]
+    ops = [*_PLAIN["ops"], {"op": "write", "values": values}, *_STEP]
+    file = write({**_PLAIN, "modes": modes, "models": [{"layers": [{"kind": "factor"}]}], "ops": ops})
+    status, output = _fuzz("--program", file)
+    assert status == 0 and _outcomes(output) == dict.fromkeys(modes, "refused RuntimeWarning"), output
+    status, output = _fuzz("--program", file, "--mutation", "reports no writes")
+    assert status == 1 and _outcomes(output) == dict.fromkeys(modes, "wrong mean"), output
+
+
 def test_a_promise_of_a_static_graph_is_held_to(write):
     layers = [{"kind": "gate", "after": 1, "layers": [{"kind": "scale"}]}]
     modes = ["static", "group static", "hosts static"]
