@@ -497,8 +497,8 @@ def _introduce(
         tls = _encrypt(link, fingerprint, deadline) if fingerprint else None
     except OSError as error:  # not to be tried again: the other end takes this rank for one that has come
         raise RendezvousError(
-            f"Rank {facts.rank} of {facts.world_size} on host {facts.host} could not encrypt its connection to "
-            f"rank {parent}.",
+            f"Rank {facts.rank} of {facts.world_size} on host {facts.host} could not encrypt its connection "
+            f"to rank {parent}.",
             where=f"the start of the control channel ({place})",
             seen=str(error) or type(error).__name__,
             likely="the connection was cut, or something between the hosts answers in the place of that rank",

@@ -24,8 +24,8 @@ _FUTEX = {"x86_64": "202", "aarch64": "98"}.get(platform.machine())
 def wait_at_exit() -> None:
     """Have the end of this process wait for them; where there are none it waits for nothing.
 
-    At most 1 s, not counting the time for which they are ready to run and the machine gives them no core; 30 s
-    with that. To be called early: handlers that are registered later run before, and may still use Gloo.
+    At most 1 s, not counting the time for which they are ready to run and the machine gives them no core;
+    30 s with that. To be called early: handlers that are registered later run before, and may still use Gloo.
     """
     atexit.register(_wait_until_idle)
 
