@@ -215,6 +215,78 @@ def test_a_rank_that_raises_in_its_step_tells_the_others_at_once(
     until_told("seen", [0, 1, 2])
 
 
+class Refusing(optim.SGD):
+    """Raises before it writes anything, or after it has written some of its tensors; None: does not raise."""
+
+    refuses: str | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.refuses == "after":
+            for group in self.param_groups:
+                group["params"][0].add_(1.0)
+        if self.refuses is not None:
+            raise ValueError("no such step")
+        super().step()
+
+
+@PATHS
+@pytest.mark.parametrize("kind", ["own", "shared", "a rank without a part"])
+@ranks(3, group="gloo")
+def test_a_step_that_all_ranks_refuse_is_an_error_of_the_call(rank: int, path: str, kind: str) -> None:
+    """Nothing was written: the model goes on, and so do the optimizer and the group."""
+    model = nn.Linear(30, 30) if kind != "a rank without a part" else nn.Linear(1, 1)
+    reference = copy.deepcopy(model)
+    ddp = DistributedDataParallel(model, share_parameters=kind == "shared", timeout_s=LONG_S)
+    optimizer = ShardedOptimizer(ddp.parameters(), Refusing, lr=0.1, reduce_through=path, timeout_s=LONG_S)
+    has_part = bool(optimizer._shards.own)
+    assert has_part or kind == "a rank without a part"
+    for number in range(3):
+        optimizer.optim.refuses = "before" if number == 1 and has_part else None
+        x = torch.full((1, model.in_features), 1.0 + number)
+        for each in (ddp, reference):
+            each.zero_grad()
+            each(x).sum().backward()
+        if number == 1:
+            with pytest.raises(ValueError if has_part else ConfigError, match="no such step"):
+                optimizer.step()
+        else:
+            optimizer.step()
+            optim.SGD(reference.parameters(), lr=0.1).step()
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            assert same_bits(ours, theirs)
+    optimizer.consolidate_state_dict()
+
+
+@PATHS
+@pytest.mark.parametrize("is_shared", [False, True])
+@ranks(2, group="gloo")
+def test_a_step_in_which_all_ranks_raise_when_they_have_written_is_half_made(
+    rank: int, path: str, is_shared: bool
+) -> None:
+    model = nn.Linear(30, 30)
+    ddp = DistributedDataParallel(model, share_parameters=is_shared, timeout_s=LONG_S)
+    optimizer = ShardedOptimizer(ddp.parameters(), Refusing, lr=0.1, reduce_through=path, timeout_s=LONG_S)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.optim.refuses = "after"
+    with pytest.raises(ValueError, match="no such step"):
+        optimizer.step()
+    with pytest.raises(TornStepError):
+        ddp(torch.ones(1, 30))
+
+
+@ranks(1, group="gloo")
+def test_a_step_that_is_refused_in_a_single_process(rank: int) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = ShardedOptimizer(model.parameters(), Refusing, lr=0.1)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.optim.refuses = "before"
+    with pytest.raises(ValueError, match="no such step"):
+        optimizer.step()
+    optimizer.optim.refuses = None
+    optimizer.step()
+
+
 @ranks(2, group="gloo")
 def test_half_of_a_step_stays_so_until_parameters_are_loaded(rank: int) -> None:
     """The optimizer's state alone mends nothing: neither with this optimizer nor with another."""

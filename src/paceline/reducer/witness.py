@@ -138,7 +138,8 @@ def report_no_witness(error: RegionError, rank: int) -> None:
     if rank == 0:
         _log.warning(
             "paceline: gradients are averaged over the process group, and without shared memory nobody can "
-            "name a rank that is lost or late: errors say what the group itself says, at its own time-out.\n%s",
+            "name a rank that is lost or late: errors say what the group itself says, at its own time-out."
+            "\n%s",
             error,
         )
 
@@ -160,12 +161,15 @@ class MemoryWitness:
     """A `Witness` for ranks of one host.
 
     Args:
-        core: A group of all ranks that train the model, in the same order. Nothing is sent over it.
+        core: A group of all ranks that train the model, in the same order. No gradient is sent over it.
         ranks: The numbers of its ranks, where others know them by others; None: they are those of the group.
+
+    Attributes:
+        core: The same.
     """
 
     def __init__(self, core: _core.HostGroup, ranks: Sequence[int] | None = None) -> None:
-        self._core = core
+        self.core = self._core = core
         self._ranks = range(core.world_size) if ranks is None else ranks
         self._has_given_up = False
 

@@ -1,7 +1,7 @@
 """What the ranks of a sharded optimizer do together, in the order of a step, and what refuses to be sharded.
 
 A step: the ranks meet and compare (`meet`), each updates its part, and what it has written reaches the others
-(`spread`), within `updating`, so that a step that was begun and not completed is remembered, and nobody takes
+(`make`), within `updating`, so that a step that was begun and not completed is remembered, and nobody takes
 its half for a whole (`ledgers`, `reducer.torn`). A front end adds what its tensors and optimizers are.
 """
 
@@ -24,6 +24,9 @@ from paceline.sharding.meeting import Call, Facts, Meetings, hash_options
 from paceline.sharding.travel import Travel
 
 OWNER = "ShardedOptimizer"
+# How a rank has fared with its part of a step.
+_WRITTEN, _IDLE, _REFUSED, _RAISED = range(4)
+"""It is written; there was none; it raised before anything was written; it raised later."""
 State = TypeVar("State")
 
 
@@ -37,6 +40,14 @@ class Pieces(Protocol):
 
     def version(self, parameter: Any) -> int:
         """Counts the writes to a parameter."""
+        ...
+
+    def own_versions(self) -> list[int]:
+        """Counts the writes to each piece of this rank."""
+        ...
+
+    def has_part(self, has_gradient: Sequence[int]) -> bool:
+        """Whether this rank writes anything in a step with gradients of these parameters."""
         ...
 
     def written(self, has_gradient: Sequence[int]) -> Any:
@@ -73,6 +84,7 @@ class SharedStep(Generic[State]):
         self._seen: tuple[object, int] = (None, 0)
         self._route: tuple[object, Any] = (None, None)
         self._failure: BaseException | None = None
+        self._refusal: BaseException | None = None
         self._state: State | None = None
 
     # --- a step ---
@@ -160,6 +172,9 @@ class SharedStep(Generic[State]):
 
     def _end(self, complete: Complete | None, error: BaseException) -> None:
         """The step has raised: look what was made of it, and tell."""
+        if error is self._refusal:
+            self._refusal = None
+            return
         if not is_loss(error):
             self._tell_failure(error)
         is_complete = bool(self._pieces.homes) and self._ledgers.settle(error, complete)
@@ -182,21 +197,96 @@ class SharedStep(Generic[State]):
         """Those that no other rank shares."""
         return [parameter for parameter in self._pieces.parameters if home_of(parameter) is None]
 
-    def spread(self, has_gradient: bytes) -> None:
-        """Bring what each rank has written to the others. Collective.
+    def make(self, part: Callable[[], None], has_gradient: bytes, *, is_journaled: bool = False) -> None:
+        """Make this rank's part, and bring what each rank has written to the others. Collective.
+
+        Within `updating`.
 
         Args:
+            part: Makes it. Nothing in it is collective.
             has_gradient: For each parameter whether it had a gradient, on some rank.
+            is_journaled: Whether a journal tells the others what was written before `part` raises.
+
+        Raises:
+            Exception: What `part` raises. If no rank has written anything then, the step was not made, and
+                the next one can be: `updating` lets it pass.
+            ConfigError: The same, on a rank without a part of this step; quotes the others.
+            CollectiveError: Another rank has raised, or is lost.
         """
+        before = self._pieces.own_versions()
+        try:
+            part()
+        except Exception as error:
+            outcome = _RAISED if is_journaled or self._pieces.own_versions() != before else _REFUSED
+            if self._is_refused_by_all(error, outcome, has_gradient):
+                self._refusal = error
+            raise
         if self._travel is None:
             return
+        written, is_idle = self._find_route(has_gradient)
+        own = _IDLE if is_idle else _WRITTEN
+        outcomes = self._travel.spread(written, own)
+        if self._pieces.homes:
+            self._ledgers.end_part()
+        outcomes = self._compare_outcomes(outcomes, own)
+        if _REFUSED in outcomes or _RAISED in outcomes:
+            self._follow(outcomes)
+
+    def _find_route(self, has_gradient: bytes) -> tuple[Any, bool]:
+        """What is spread after a step with these gradients, and whether this rank has no part of it."""
+        assert self._travel is not None
         key = (self._pieces.generation, has_gradient)
         if self._route[0] != key:
-            self._route = key, self._travel.prepare(self._pieces.written(has_gradient))
-        self._travel.spread(self._route[1])
-        if self._pieces.homes:  # nobody reads what another rank has not written yet
-            self._ledgers.end_part()
+            written = self._travel.prepare(self._pieces.written(has_gradient))
+            self._route = key, (written, not self._pieces.has_part(has_gradient))
+        found: tuple[Any, bool] = self._route[1]
+        return found
+
+    def _compare_outcomes(self, known: bytes | None, own: int) -> bytes:
+        """How each rank has fared; empty where that is not known. Collective.
+
+        Afterwards nobody reads what another rank has not written yet.
+        """
+        assert self._travel is not None
+        if self._travel.compares_outcomes and (known is None or self._pieces.homes):
+            return self._travel.outcomes(own)
+        if self._pieces.homes:
             self._travel.meet()
+        return known or b""
+
+    def _is_refused_by_all(self, error: Exception, outcome: int, has_gradient: bytes) -> bool:
+        """Whether no rank has written anything: each has raised too, or has no part. Collective."""
+        if self._travel is None:
+            return outcome == _REFUSED
+        if not self._travel.compares_outcomes:
+            return False
+        try:
+            # As those do that have not raised.
+            known = self._travel.spread(self._find_route(has_gradient)[0], outcome)
+            outcomes = self._compare_outcomes(known, outcome)
+            if not _is_refusal(outcomes):
+                return False
+            if self._pieces.homes:
+                self._ledgers.end_part()  # there is nothing to write
+            if _IDLE in outcomes:
+                self.refuse(ConfigError(f"{type(error).__name__}: {error}"))
+            elif self._pieces.homes:
+                self._travel.meet()  # nobody looks into the ledger before all have written there
+        except PacelineError:
+            return False  # this rank's own error says more
+        return True
+
+    def _follow(self, outcomes: bytes) -> None:
+        """Raise because others have. Collective."""
+        assert self._travel is not None and self._meetings is not None
+        if not _is_refusal(outcomes):
+            self._travel.meet()  # raises what the others tell
+            raise CollectiveError(f"{OWNER}.step: another rank has raised in its part.")
+        try:
+            self._meetings.meet(Call.STEP, 0, 0, lambda: Facts(Call.STEP))
+        except ConfigError as error:
+            self._refusal = error
+            raise
 
     def check_unbroken(self) -> None:
         """Raise if a step was begun and not completed.
@@ -287,6 +377,11 @@ class SharedStep(Generic[State]):
 def _telling(*, has_begun: bool) -> telling:
     """Says what an error before this rank's part means, by whether another rank has begun to write."""
     return telling(OWNER, HALF if has_begun else NOTHING_WRITTEN, step_is_complete=not has_begun)
+
+
+def _is_refusal(outcomes: bytes) -> bool:
+    """Whether no rank has written anything."""
+    return _REFUSED in outcomes and {*outcomes} <= {_REFUSED, _IDLE}
 
 
 class _Updating:

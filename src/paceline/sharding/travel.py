@@ -1,13 +1,14 @@
 """How the ranks meet, and how what each has written reaches the others: through memory, or a process group.
 
-The one idea: both ways do three things, and the optimizer sees no difference: `gather` a few numbers, `meet`,
-and `spread` what each rank has written.
+The one idea: both ways do the same things, and the optimizer sees no difference: `gather` a few numbers,
+`meet`, and `spread` what each rank has written, with how each has fared.
 
 Imports reducer and the core.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from paceline import _core
 from paceline.reducer.link import Link
+from paceline.reducer.witness import MemoryWitness
 from paceline.sharding.meeting import NUMBERS_BYTES
 
 Tensor = TypeVar("Tensor")
@@ -40,13 +42,29 @@ class Travel(Protocol[Spread]):
         """
         ...
 
-    def spread(self, prepared: Any) -> None:
+    def spread(self, prepared: Any, outcome: int) -> bytes | None:
         """Replace the tensors of each rank by those that it has.
+
+        Args:
+            prepared: By `prepare`.
+            outcome: How this rank has fared, in one byte.
+
+        Returns:
+            How each rank has, where that travels along; None: ask `outcomes`.
 
         Example:
             Rank 0 owns `a` and rank 1 owns `b`. Rank 0 holds [1] and [0], rank 1 holds [0] and [2] in them;
             afterwards both hold [1] and [2].
         """
+        ...
+
+    @property
+    def compares_outcomes(self) -> bool:
+        """Whether `outcomes` is possible: it is where it costs next to nothing."""
+        ...
+
+    def outcomes(self, own: int) -> bytes:
+        """How each rank has fared, one byte for each rank. Afterwards what all wrote before is there."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -86,6 +104,7 @@ class MemoryTravel(Generic[Tensor]):
         # Addresses of numpy arrays take longer to find than the ranks to meet.
         self._own_at, self._all_at = self._own.ctypes.data, self._all.ctypes.data
         self._own_bytes = self._own.data
+        self._outcomes = (ctypes.c_ubyte * core.world_size)()
 
     def gather(self, numbers: bytes) -> bytes:
         self._own_bytes[:] = numbers
@@ -96,27 +115,39 @@ class MemoryTravel(Generic[Tensor]):
         self._core.barrier()
 
     def prepare(self, by_rank: Sequence[Sequence[Tensor]]) -> Any:
+        if not any(by_rank):
+            return None
         pieces, sizes, copies = [], [], []
-        for tensor in (tensor for each in by_rank for tensor in each):
-            place = self._arrays.place_of(tensor)
-            if place is None:
-                room = self._arrays.room_for(tensor)
-                copies.append((tensor, room))
-                place = self._arrays.place_of(room)
-                assert place is not None
-            pieces.append(place[0])
-            sizes.append(place[1])
-        return pieces, sizes, [len(each) for each in by_rank], copies
+        for rank, tensors in enumerate(by_rank):
+            for tensor in tensors:
+                place = self._arrays.place_of(tensor)
+                if place is None:
+                    room = self._arrays.room_for(tensor)
+                    copies.append((tensor, room))
+                    place = self._arrays.place_of(room)
+                    assert place is not None
+                pieces.append(place[0])
+                sizes.append(place[1])
+            pieces.append(ctypes.addressof(self._outcomes) + rank)
+            sizes.append(1)
+        return pieces, sizes, [len(each) + 1 for each in by_rank], copies
 
-    def spread(self, prepared: Any) -> None:
+    def spread(self, prepared: Any, outcome: int) -> bytes | None:
+        if prepared is None:
+            return None
         pieces, sizes, counts, copies = prepared
-        if not pieces:
-            return
         for tensor, room in copies:
             self._arrays.copy(tensor, room)
+        self._outcomes[self._core.rank] = outcome
         self._core.all_gather_pieces(pieces, sizes, counts)
         for tensor, room in copies:
             self._arrays.copy(room, tensor)
+        return bytes(self._outcomes)
+
+    compares_outcomes = True
+
+    def outcomes(self, own: int) -> bytes:
+        return _outcomes(self._core, own)
 
     def fail(self, error: BaseException) -> None:
         self._core.abort(f"{type(error).__name__}: {error}")
@@ -141,11 +172,26 @@ class GroupTravel(Generic[Tensor]):
     def prepare(self, by_rank: Sequence[Sequence[Tensor]]) -> Any:
         return by_rank
 
-    def spread(self, prepared: Any) -> None:
+    def spread(self, prepared: Any, outcome: int) -> bytes | None:
         for rank, tensors in enumerate(prepared):
             if tensors:
                 self._link.broadcast(tensors, root=rank)
+        return None
+
+    @property
+    def compares_outcomes(self) -> bool:
+        return isinstance(self._link.witness, MemoryWitness)
+
+    def outcomes(self, own: int) -> bytes:
+        assert isinstance(self._link.witness, MemoryWitness)
+        return _outcomes(self._link.witness.core, own)
 
     def fail(self, error: BaseException) -> None:
         if self._link.witness is not None:
             self._link.witness.fail(error)
+
+
+def _outcomes(core: _core.HostGroup, own: int) -> bytes:
+    mine, everybodys = ctypes.c_ubyte(own), (ctypes.c_ubyte * core.world_size)()
+    core.all_gather(ctypes.addressof(mine), ctypes.addressof(everybodys), 1)
+    return bytes(everybodys)

@@ -178,9 +178,10 @@ class PaddlePeers:
             report_no_witness(error, self.rank)
             return
         core = memory.of_all_ranks()
-        self._calls.witness = (
-            ChannelWitness(control_of(self.group, self, memory.hosts)) if core is None else MemoryWitness(core)
-        )
+        if core is None:
+            self._calls.witness = ChannelWitness(control_of(self.group, self, memory.hosts))
+        else:
+            self._calls.witness = MemoryWitness(core)
 
 
 def _why_alone(on_host: bool, reduce_through: str) -> str:

@@ -219,6 +219,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             UnusedParameterError: A parameter has a gradient on some ranks only. Nothing was written.
             MismatchError: The ranks have different hyperparameters, or call different methods. Nothing was
                 written.
+            Exception: What the optimizer raises. If it does so on all ranks before it writes, nothing was
+                written, and the next step can be made; not with a journal, nor on several hosts.
             PeerLostError, DeadlineError: A rank died or is late. In the middle of a step, parameters may be
                 updated in part then, and no further step is made before a state is loaded.
         """
@@ -247,15 +249,14 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
 
         try:
             with steps.updating(complete, lambda: self._begin_journal(to_make)):
-                gradients = self._clipped(gradients) if self._clips else gradients
-                shards.lend_gradients(gradients)
-                self._step_own()
-                steps.spread(has_gradient)
+                is_journaled = self._journal is not None  # it may just have been made
+                steps.make(lambda: self._step_own(gradients), has_gradient, is_journaled=is_journaled)
         finally:
             shards.end_loans()
 
-    def _step_own(self) -> None:
+    def _step_own(self, gradients: list[Gradient]) -> None:
         """The step of this rank's part, with the options of groups that users see and change."""
+        self._shards.lend_gradients(self._clipped(gradients) if self._clips else gradients)
         for own in self.optims:
             copy_options(self._whole, own)
         if self._journal is None:

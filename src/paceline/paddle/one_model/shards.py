@@ -94,6 +94,14 @@ class Shards:
         """Counts the writes to a parameter."""
         return int(parameter.inplace_version)
 
+    def own_versions(self) -> list[int]:
+        """Counts the writes to each piece of this rank."""
+        return [int(self.tensors[index].inplace_version) for index in self.own]
+
+    def has_part(self, has_gradient: Sequence[int]) -> bool:
+        """Whether this rank writes anything in a step with gradients of these parameters."""
+        return any(has_gradient[self.pieces[index].parameter] for index in self.own)
+
     def follow(self) -> None:
         """Look how the parameters are now: somebody may have moved, frozen or marked one since the last step.
 

@@ -213,6 +213,8 @@ class ShardedOptimizer(Optimizer, Joinable):
             ConfigError: On some rank a gradient is sparse, or a parameter has been replaced; or the model was
                 wrapped with `local_sgd`, and these ranks are of several hosts that train on their own.
                 Nothing was written.
+            Exception: What the optimizer raises. If it does so on all ranks before it writes, nothing was
+                written, and the next step can be made; not with a journal, nor on several hosts.
             PeerLostError, DeadlineError: A rank died or is late. `step_is_complete` says whether all of the
                 step was made, or none of it. If not, parameters are updated in part, and whatever would use
                 them raises TornStepError until others are loaded.
@@ -257,16 +259,16 @@ class ShardedOptimizer(Optimizer, Joinable):
             with steps.updating(complete, lambda: self._begin_journal(to_make)):
                 if joined:
                     has_gradient = self._lend(joined, gradients, has_gradient)
-                if gradients is not None:
-                    shards.set_gradients(gradients)
-                self._step_own(kwargs)
-                steps.spread(has_gradient)
+                is_journaled = self._journal is not None  # it may just have been made
+                steps.make(lambda: self._step_own(gradients, kwargs), has_gradient, is_journaled=is_journaled)
         finally:
             shards.clear_gradients()
         shards.count_writes(has_gradient)
 
-    def _step_own(self, kwargs: Mapping[str, Any]) -> None:
+    def _step_own(self, gradients: Sequence[torch.Tensor | None] | None, kwargs: Mapping[str, Any]) -> None:
         """The step of this rank's part, with the hyperparameters that users see and change."""
+        if gradients is not None:
+            self._shards.set_gradients(gradients)
         own = self.optim
         copy_options(self.param_groups, own.param_groups)
         lent = self._lend_scale(own)

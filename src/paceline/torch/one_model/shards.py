@@ -136,6 +136,14 @@ class Shards:
         """Counts the writes to a parameter."""
         return parameter._version
 
+    def own_versions(self) -> list[int]:
+        """Counts the writes to each piece of this rank."""
+        return [self.tensors[index]._version for index in self.own]
+
+    def has_part(self, has_gradient: Sequence[int]) -> bool:
+        """Whether this rank writes anything in a step with gradients of these parameters."""
+        return any(has_gradient[self.pieces[index].parameter] for index in self.own)
+
     def follow(self) -> None:
         """Look where the parameters lie now: somebody may have given one other memory since the last step.
 
