@@ -8,7 +8,9 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import random
+import select
 import shutil
 import socket
 import struct
@@ -908,6 +910,29 @@ def test_ranks_of_a_host_whose_connections_are_all_reset_are_not_said_to_have_di
     assert error.lost == (2, 3) and "killed" not in str(error)
     assert error.summary == "The connection to ranks 2-3 of 4 on host node1 was reset."
     assert "the network between node0 and node1" in error.likely
+
+
+def test_ranks_of_a_host_are_asked_at_once_where_one_is_reset(channels, monkeypatch):
+    """A firewall that has forgotten the connections of a host resets each one when it next sees a segment."""
+    monkeypatch.setattr(control, "_RESET_GRACE_S", 3.0)  # the machine may be busy
+    with channels[0]._lock:
+        channels[0]._beats_at_s = math.inf  # none is due soon
+    ((_, connection),) = channels[2]._connections.items()
+    held = connection.socket.dup()  # is open when the thread of this rank has gone
+    channels[2]._is_closed = True
+    channels[2]._thread.join(30.0)
+
+    def reset_when_something_comes():
+        select.select([held], [], [], 30.0)
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        held.close()
+
+    firewall = threading.Thread(target=reset_when_something_comes)
+    firewall.start()
+    reset(channels, 3)
+    error = channels[1].wait(30.0)
+    firewall.join()
+    assert error.lost == (2, 3) and "was reset" in error.summary
 
 
 def test_an_end_that_gives_up_says_why(channels):

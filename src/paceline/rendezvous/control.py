@@ -553,6 +553,9 @@ class ControlChannel:
                 self._lose(rank, How.ENDED)
             elif self._drop(rank):
                 self._reset[rank] = time.monotonic() + _RESET_GRACE_S
+                for other in self._ranks_beside(rank):
+                    if other in self._connections:  # what resets a connection does so when it sees a segment
+                        self._send(other, Frame.BEAT, b"")
 
     def _give_up(self, rank: int) -> None:
         """Nothing comes any more; tell the other end why the connection ends, which may still hear it."""
