@@ -75,7 +75,7 @@ def generate(seed: int, framework: str = "paddle") -> Program:
     program["steps"] = [_step(rng, program, has) for _ in range(rng.randint(2, 4))]
     # By another generator, so that a seed makes the steps that it made before there were these.
     rng = random.Random(f"raising {seed}")
-    if is_sharded and rng.random() < 0.2:
+    if is_sharded and not program["full_graph"] and rng.random() < 0.2:
         program["raises_at"] = rng.randrange(len(program["steps"]))
     rng = random.Random(f"weights {seed}")
     for step in program["steps"] if not program["full_graph"] and rng.random() < 0.4 else ():
@@ -433,10 +433,10 @@ def _differ(some: list[np.ndarray[Any, Any]], others: list[np.ndarray[Any, Any]]
 
 
 def _difference(ours: Outcome, wanted: Outcome) -> str:
-    # Paddle's own norm holds the momentum of its statistics in float32.
-    for what, tolerance in (("parameters", 1e-8), ("statistics", 1e-6)):
+    # Paddle's own norm holds the momentum of its statistics in float32, and a static graph its constants.
+    for what in ("parameters", "statistics"):
         for index, (value, right) in enumerate(zip(ours[what], wanted[what], strict=True)):
-            if not np.allclose(value, right, rtol=tolerance, atol=tolerance):
+            if not np.allclose(value, right, rtol=1e-6, atol=1e-6):
                 return f"{what} {index} differ by {np.abs(value - right).max():.3g}"
     if "loss" in ours and not np.allclose(ours["loss"], wanted["loss"], rtol=1e-6, atol=1e-6):
         return f"the evaluation gave {ours['loss']}, not {wanted['loss']}"
