@@ -6,7 +6,8 @@ The fuzzer of one pass (the rest of this folder) runs its reference one rank aft
 of it may need other ranks. Here every model has norms over all ranks, or a loss that gathers their outputs.
 Ranks have batches of different sizes, some empty; steps have micro-batches, and weights that are given in
 several ways; norms are recomputed, lie outside of the wrapper or in the second of two; inputs need a gradient
-on some ranks only. In float64, after each step, gradients must be those of one process, or every rank has
+on some ranks only; a layer exchanges without weights in some steps, and nothing in others, in a graph of as
+many nodes. In float64, after each step, gradients must be those of one process, or every rank has
 refused what the documentation says is refused.
 """
 
@@ -53,6 +54,8 @@ def generate(seed: int, framework: str) -> Program:
     gathers = rng.random() < 0.2
     if not gathers and not any(layer["kind"] == "norm" for layer in layers):
         layers.append({"kind": "norm", "affine": True, "recomputed": None})
+    if layers[0]["kind"] == "linear" and rng.random() < 0.25:  # in front of it nothing needs a gradient
+        layers.insert(rng.randint(1, len(layers)), {"kind": "mix"})
     layers.append({"kind": "linear"})
     outside = []
     if rng.random() < 0.25:  # nobody averages it, so it has no parameters
@@ -71,11 +74,20 @@ def _has_parameters(layers: list[dict[str, Any]]) -> bool:
     return any(layer["kind"] == "linear" or layer.get("affine") for layer in layers)
 
 
+def _is_recomputed(layers: list[dict[str, Any]]) -> bool:
+    return any(layer.get("recomputed") is not None for layer in layers)
+
+
+def _mixes(layers: list[dict[str, Any]]) -> bool:
+    return any(layer["kind"] == "mix" for layer in layers)
+
+
 def _step(rng: random.Random, program: Program, framework: str, gathers: bool) -> dict[str, Any]:
     ranks = program["ranks"]
-    has_recomputed = any(layer.get("recomputed") is not None for layer in program["layers"])
+    layers = program["layers"]
+    has_second_order = not _is_recomputed(layers) and not _mixes(layers)
     loss = "gather" if gathers and rng.random() < 0.7 else "plain"
-    if framework == "torch" and loss == "plain" and not has_recomputed and rng.random() < 0.2:
+    if framework == "torch" and loss == "plain" and has_second_order and rng.random() < 0.2:
         loss = "penalty"
     is_weighted = program["by_function"] or rng.random() < 0.7
     micros = []
@@ -87,7 +99,9 @@ def _step(rng: random.Random, program: Program, framework: str, gathers: bool) -
         weights = None
         if is_weighted:
             weights = [float(size) for size in sizes]
-            if rng.random() < 0.5:
+            if rng.random() < 0.2:
+                weights = [rng.choice([0.3, 7.0])] * ranks
+            elif rng.random() < 0.6:
                 weights = [rng.choice([0.25, 1.0, 1.0, 3.0]) if size else 0.0 for size in sizes]
             if rng.random() < 0.1:
                 weights[rng.randrange(ranks)] = 0.0
@@ -97,14 +111,15 @@ def _step(rng: random.Random, program: Program, framework: str, gathers: bool) -
         needs = [True] * ranks  # reentrant recomputation asks for it
     if framework == "paddle" and any(0 in micro["sizes"] for micro in micros):
         needs = [True] * ranks  # Paddle's own Linear fails where an empty input needs none
-    return {"loss": loss, "given": rng.choice(HOWS), "needs": needs, "micros": micros}
+    mixes = _mixes(layers) and rng.random() < 0.5
+    return {"loss": loss, "mixes": mixes, "given": rng.choice(HOWS), "needs": needs, "micros": micros}
 
 
 def expected_refusal(program: Program, step: dict[str, Any]) -> list[str]:
     """Words of the errors of which every rank must raise one in this step; empty: none."""
     expected = []
     given = [micro["weights"] for micro in step["micros"] if micro["weights"] is not None]
-    if step["loss"] == "gather" and any(weight != 1.0 for weights in given for weight in weights):
+    if (step["loss"] == "gather" or step["mixes"]) and any(len(set(weights)) > 1 for weights in given):
         expected.append("exchanges gradients between ranks")
     layers = [*program["layers"], *program["outside"]]
     exchanging = [
@@ -113,7 +128,9 @@ def expected_refusal(program: Program, step: dict[str, Any]) -> list[str]:
     for micro in step["micros"] if exchanging else []:
         for rank, size in enumerate(micro["sizes"]):
             weights = micro["weights"]
-            if weights is not None and size and weights[rank] == 0.0 and sum(weights) > 0:
+            if weights is None or not size or weights[rank] != 0.0:
+                continue
+            if any(weight and rows for weight, rows in zip(weights, micro["sizes"])):
                 expected.append("gradients weigh 0")
     return expected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,33 @@ class Net(nn.Layer):
         return x
 
 
+class Mix(nn.Layer):
+    """Adds something of all ranks' rows.
+
+    Attributes:
+        sum: A function of the sum of the rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum: Any = None
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x + 0.3 * paddle.tanh(self.sum(x.sum(0)))
+
+
+def _mix_by(nets: Iterable[nn.Layer], function: Any) -> None:
+    for net in nets:
+        for layer in net.sublayers():
+            if isinstance(layer, Mix):
+                layer.sum = function
+
+
 def _layer(spec: dict[str, Any]) -> nn.Layer:
     if spec["kind"] == "linear":
         return nn.Linear(WIDTH, WIDTH)
+    if spec["kind"] == "mix":
+        return Mix()
     if spec["kind"] == "norm":
         attributes = None if spec["affine"] else False
         return nn.BatchNorm1D(WIDTH, weight_attr=attributes, bias_attr=attributes)
@@ -101,7 +126,7 @@ class Rank:
     def __init__(self, rank: int, world_size: int, job: str, folder: Path) -> None:
         self.rank = rank
         self.group = paceline.init(rank=rank, world_size=world_size, job_id=job, timeout_s=TIMEOUT_S)
-        self.gather = _gather_over(self.group)
+        self.gather, self.sum = _gather_over(self.group), _sum_over(self.group)
 
     def run(self, program: Program) -> list[Outcome]:
         self.given = 1.0
@@ -115,6 +140,7 @@ class Rank:
         outcomes: list[Outcome] = []
         for number, step in enumerate(program["steps"]):
             _clear(parameters)
+            _mix_by(self.wrappers, self.sum.apply if step["mixes"] else _Nothing.apply)
             try:
                 for micro in range(len(step["micros"])):
                     self._micro_batch(program, number, micro)
@@ -153,6 +179,35 @@ class Rank:
             loss.backward()
 
 
+def _sum_over(group: Any) -> Any:
+    class Sum(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+            return _summed(group, x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+            return _summed(group, gradient)
+
+    return Sum
+
+
+def _summed(group: Any, x: paddle.Tensor) -> paddle.Tensor:
+    total = np.array(x.numpy())
+    group.all_reduce(total)
+    return paddle.to_tensor(total)
+
+
+class _Nothing(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+        return paddle.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        return paddle.zeros_like(gradient)
+
+
 def _gather_over(group: Any) -> Any:
     class Gather(paddle.autograd.PyLayer):
         @staticmethod
@@ -175,6 +230,7 @@ def reference(program: Program) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for number, step in enumerate(program["steps"]):
         _clear(parameters)
+        _mix_by(nets, paddle.assign if step["mixes"] else paddle.zeros_like)
         for micro, row in enumerate(coefficients(step, program["ranks"])):
             parts = batch(program, number, micro)
             whole = paddle.to_tensor(np.concatenate(parts), stop_gradient=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,8 @@ class Net(nn.Module):
 def _layer(spec: dict[str, Any]) -> nn.Module:
     if spec["kind"] == "linear":
         return nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    if spec["kind"] == "mix":
+        return Mix()
     if spec["kind"] == "norm":
         return nn.BatchNorm1d(WIDTH, affine=spec["affine"], dtype=torch.float64)
     return nn.Tanh()
@@ -63,6 +66,52 @@ def _nets(program: Program) -> tuple[list[Net], Net]:
         for parameter, value in zip(parameters, values(program), strict=True):
             parameter.copy_(torch.from_numpy(value))
     return nets, Net(program["outside"])
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total)
+        return total
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(gradient)
+
+
+class Mix(nn.Module):
+    """Adds something of all ranks' rows.
+
+    Attributes:
+        sum: A function of the sum of the rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.3 * torch.tanh(self.sum(x.sum(0)))
+
+
+def _mix_by(nets: Iterable[nn.Module], function: Any) -> None:
+    for net in nets:
+        for module in net.modules():
+            if isinstance(module, Mix):
+                module.sum = function
 
 
 class _Gather(torch.autograd.Function):
@@ -125,6 +174,7 @@ class Rank:
         for number, step in enumerate(program["steps"]):
             for parameter in parameters:
                 parameter.grad = None
+            _mix_by(self.wrappers, _SumOverRanks.apply if step["mixes"] else _Nothing.apply)
             try:
                 for micro in range(len(step["micros"])):
                     self._micro_batch(program, number, micro)
@@ -177,6 +227,7 @@ def reference(program: Program) -> list[Outcome]:
     for number, step in enumerate(program["steps"]):
         for parameter in parameters:
             parameter.grad = None
+        _mix_by(nets, torch.clone if step["mixes"] else torch.zeros_like)
         for micro, row in enumerate(coefficients(step, program["ranks"])):
             parts = batch(program, number, micro)
             x = torch.cat([torch.from_numpy(part) for part in parts]).requires_grad_()

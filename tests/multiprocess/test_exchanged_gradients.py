@@ -301,7 +301,7 @@ def test_exchanges_of_others_are_refused_with_weights_and_right_without(rank: in
     (contrast(ddp(parts[rank])) * (1.5 - rank)).backward()
     assert_gradients(ddp, expected)
     with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*all 2 ranks"):
-        with ddp.no_sync(), ddp.weight(2):
+        with ddp.no_sync(), ddp.weight(2 + rank):
             contrast(ddp(parts[rank])).backward()
         with ddp.weight(2):
             plain_loss(ddp(parts[rank])).backward()
@@ -309,6 +309,157 @@ def test_exchanges_of_others_are_refused_with_weights_and_right_without(rank: in
     with ddp.weight(2 + rank):  # the next step is another one
         plain_loss(ddp(parts[rank])).backward()
     assert_gradients(ddp, expect(model, [(parts, [2.0, 3.0])]))
+
+
+class Deep(nn.Module):
+    """Many layers, with a place near the input where something may exchange gradients.
+
+    Attributes:
+        inner: What is called there, with what is on the way.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(8)]).double()
+        self.inner: Callable[[torch.Tensor], torch.Tensor] = Shortened.apply
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            if number == 1:
+                x = self.inner(x)
+        return x
+
+
+class SummedGradient(torch.autograd.Function):
+    """Exchanges in backward only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return summed(gradient.clone())
+
+
+def exchanging_in_a_closure(exchange: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    class Exchanging(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return exchange(gradient.clone())
+
+    return Exchanging.apply
+
+
+@torch.library.custom_op("paceline_tests::summed_gradient", mutates_args=())
+def summed_gradient(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("paceline_tests::sum_over_ranks", mutates_args=())
+def sum_over_ranks(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
+
+
+summed_gradient.register_fake(torch.empty_like)
+sum_over_ranks.register_fake(torch.empty_like)
+summed_gradient.register_autograd(lambda ctx, gradient: torch.ops.paceline_tests.sum_over_ranks(gradient))
+EXCHANGING = {
+    "in a function": SummedGradient.apply,
+    "in a closure": exchanging_in_a_closure(summed),
+    "in an operator": summed_gradient,
+}
+
+
+@pytest.mark.parametrize("how", list(EXCHANGING))
+@ranks(2, group="gloo")
+def test_an_exchange_that_is_switched_on_later_is_refused(rank: int, how: str) -> None:
+    model, parts = Deep(), rows([3, 3])
+    ddp = DistributedDataParallel(model, weight=2 + 2 * rank)
+    for _ in range(2):
+        plain_loss(ddp(parts[rank])).backward()
+        ddp.zero_grad()
+        model.inner = EXCHANGING[how]  # a graph of as many nodes
+        with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*all 2 ranks"):
+            plain_loss(ddp(parts[rank])).backward()
+        ddp.zero_grad()
+        model.inner = Shortened.apply
+
+
+@ranks(2, group="gloo")
+def test_an_exchange_that_is_switched_on_later_in_a_block_that_is_recomputed(rank: int) -> None:
+    model, parts = Deep(), rows([3, 3])
+    inner = model.layers[1]
+    model.layers[1] = nn.Identity()
+
+    def recomputed(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: exchange(inner(x)), x, use_reentrant=True)
+
+    exchange: Callable[[torch.Tensor], torch.Tensor] = Shortened.apply
+    model.inner, model.other = recomputed, inner
+    ddp = DistributedDataParallel(model, weight=2 + 2 * rank)
+    plain_loss(ddp(parts[rank])).backward()
+    ddp.zero_grad()
+    exchange = SummedGradient.apply
+    with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*all 2 ranks"):
+        plain_loss(ddp(parts[rank])).backward()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # within torch.compile
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@ranks(2, group="gloo")
+def test_exchanges_in_compiled_code_are_refused_and_others_are_not(rank: int, backend: str) -> None:
+    model, parts = Deep(), rows([3, 3])
+    expected = expect(model, [(parts, [2.0, 4.0])])
+    for how in (None, "in a function", "in an operator"):
+        module = copy.deepcopy(model)
+        if how is not None:
+            module.inner = EXCHANGING[how]
+        ddp = DistributedDataParallel(torch.compile(module, backend=backend), weight=2 + 2 * rank)
+        if how is None:
+            plain_loss(ddp(parts[rank])).backward()
+            assert_gradients(ddp, expected)
+            continue
+        with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*all 2 ranks"):
+            plain_loss(ddp(parts[rank])).backward()
+
+
+@ranks(2, group="gloo")
+def test_exchanges_are_right_where_the_weights_of_a_micro_batch_are_equal(rank: int) -> None:
+    model, parts = normed()[:1], rows([3, 3])
+
+    def contrast(output: torch.Tensor, everything: torch.Tensor) -> torch.Tensor:
+        return (output @ everything.T).square().mean()
+
+    several = [(True, [0.1, 0.1]), (False, [2.0, 5.0]), (True, [7.0, 7.0])]
+    for micro_batches in ([(True, [3.0, 3.0])], several):
+        alone = copy.deepcopy(model)
+        total = sum(sum(weights) for _, weights in micro_batches)
+        ddp = wrap(model)
+        for number, (is_gathered, weights) in enumerate(micro_batches):
+            whole = alone(torch.cat(parts))
+            losses = [contrast(part, whole if is_gathered else part) for part in whole.split(3)]
+            sum(weight / total * loss for weight, loss in zip(weights, losses)).backward()
+            is_last = number == len(micro_batches) - 1
+            with contextlib.nullcontext() if is_last else ddp.no_sync(), ddp.weight(weights[rank]):
+                output = ddp(parts[rank])
+                contrast(output, GatherLayer.apply(output) if is_gathered else output).backward()
+        assert_gradients(ddp, [parameter.grad for parameter in alone.parameters()])
+    # As much in all, but not in each micro-batch.
+    ddp.zero_grad()
+    with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*all 2 ranks"):
+        for weight, is_last in ((2 + rank, False), (3 - rank, True)):
+            with contextlib.nullcontext() if is_last else ddp.no_sync(), ddp.weight(weight):
+                output = ddp(parts[rank])
+                contrast(output, GatherLayer.apply(output)).backward()
 
 
 @ranks(2, group="gloo")

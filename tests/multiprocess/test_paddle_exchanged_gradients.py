@@ -210,6 +210,105 @@ def test_exchanges_of_others_are_refused_with_weights_and_right_without(group: A
     assert_gradients(model, expect(normed()[:1], [(parts, [2.0, 3.0])]))
 
 
+class Deep(nn.Layer):
+    """Many layers, with a place near the input where something may exchange gradients.
+
+    Attributes:
+        inner: What is called there, with what is on the way.
+        order: The layers that forward calls.
+    """
+
+    def __init__(self) -> None:
+        paddle.set_default_dtype("float64")
+        paddle.seed(3)
+        super().__init__()
+        self.layers = nn.LayerList([nn.Linear(3, 3) for _ in range(8)])
+        self.order = list(self.layers)
+        self.inner: Any = paddle.assign
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        for number, layer in enumerate(self.order):
+            x = paddle.tanh(layer(x))
+            if number == 1:
+                x = self.inner(x)
+        return x
+
+
+def summing_gradients(exchange: Any) -> Any:
+    """Exchanges in backward only."""
+
+    class SummedGradient(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+            return paddle.assign(x)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+            return exchange(gradient)
+
+    return SummedGradient.apply
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@ranks(2)
+def test_an_exchange_that_is_switched_on_later_is_refused(group: Any, is_recomputed: bool) -> None:
+    def summed(gradient: paddle.Tensor) -> paddle.Tensor:
+        array = np.ascontiguousarray(gradient.numpy())
+        group.all_reduce(array)
+        return paddle.to_tensor(array)
+
+    parts, rank = rows([3, 3]), group.rank
+    own = paddle.to_tensor(parts[rank])
+    deep = Deep()
+    model = DataParallel(deep, group=group, weight=2 + 2 * rank)
+    exchange = summing_gradients(summed)
+    for _ in range(2):
+        plain_loss(model(own)).backward()
+        model.clear_gradients()
+        deep.inner = exchange
+        if is_recomputed:
+            deep.inner = lambda x: recompute(lambda x: deep.layers[2](exchange(x)), x)
+            deep.order[2] = paddle.assign
+        with pytest.raises(ConfigError, match=r"exchanges gradients between ranks.*\n.*all 2 ranks"):
+            plain_loss(model(own)).backward()
+        model.clear_gradients()
+        deep.inner, deep.order[2] = paddle.assign, deep.layers[2]
+
+
+@ranks(2)
+def test_exchanges_are_right_where_the_weights_of_a_micro_batch_are_equal(group: Any) -> None:
+    class GatherLayer(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+            return paddle.to_tensor(np.concatenate(group.all_gather(x.numpy())))
+
+        @staticmethod
+        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+            summed = np.ascontiguousarray(gradient.numpy())
+            group.all_reduce(summed)
+            return paddle.to_tensor(summed[3 * group.rank :][:3])
+
+    def contrast(output: paddle.Tensor, everything: paddle.Tensor) -> paddle.Tensor:
+        return (output.matmul(everything.t()) ** 2).mean()
+
+    parts, rank = rows([3, 3]), group.rank
+    own, together = paddle.to_tensor(parts[rank]), paddle.to_tensor(np.concatenate(parts))
+    several = [(True, [0.1, 0.1]), (False, [2.0, 5.0]), (True, [7.0, 7.0])]
+    for micro_batches in ([(True, [3.0, 3.0])], several):
+        alone = normed()[:1]
+        total = sum(sum(weights) for _, weights in micro_batches)
+        model = wrap(group, normed()[:1])
+        for number, (is_gathered, weights) in enumerate(micro_batches):
+            whole = alone(together)
+            losses = [contrast(each, whole if is_gathered else each) for each in (whole[:3], whole[3:])]
+            (losses[0] * (weights[0] / total) + losses[1] * (weights[1] / total)).backward()
+            is_last = number == len(micro_batches) - 1
+            with contextlib.nullcontext() if is_last else model.no_sync(), model.weight(weights[rank]):
+                output = model(own)
+                contrast(output, GatherLayer.apply(output) if is_gathered else output).backward()
+        assert_gradients(model, [parameter.grad.numpy() for parameter in alone.parameters()])
+
+
 @pytest.mark.parametrize("needs", [[True, False], [False, True], [False, False]])
 @ranks(2)
 def test_inputs_that_need_a_gradient_on_some_ranks_only(group: Any, needs: list[bool]) -> None:

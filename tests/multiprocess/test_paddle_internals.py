@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
@@ -37,6 +38,25 @@ def test_a_hook_fires_once_after_accumulation(rank: int) -> None:
     assert len(seen) == 1 and seen[0] == layer.weight.grad.sum().item()
     paddle.grad(layer(paddle.ones([1, 2])).sum(), [layer.weight])
     assert len(seen) == 1
+
+
+@ranks(1, group=None)
+def test_a_function_that_was_never_applied_is_in_no_graph(rank: int) -> None:
+    class Doubled(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+            return gradient * 2
+
+    assert not internals.may_be_in_a_graph(Doubled)
+    x = paddle.ones([2])
+    x.stop_gradient = False
+    output = Doubled.apply(x)
+    assert internals.may_be_in_a_graph(Doubled)
+    output.sum().backward()
 
 
 @ranks(1, group=None)

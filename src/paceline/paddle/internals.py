@@ -7,6 +7,7 @@ it stands on. Nothing else in `paceline.paddle` touches a name of Paddle's that 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar, cast
@@ -51,6 +52,19 @@ def untranslated(function: _Function) -> _Function:
 
 
 _set_frame_callback = core.set_eval_frame
+
+
+class _NeverApplied(paddle.autograd.PyLayer):
+    """A function of which there is no node."""
+
+
+def may_be_in_a_graph(function: type[paddle.autograd.PyLayer]) -> bool:
+    """Whether a function may have a node in some graph; if not, there is none. Costs next to nothing.
+
+    Each node holds an object of a class that Paddle makes for its function, and each object counts as one
+    more reference to its class.
+    """
+    return sys.getrefcount(function._backward_function) > sys.getrefcount(_NeverApplied._backward_function)
 
 
 def on_gradient(parameter: Tensor, hook: Callable[[], None]) -> None:

@@ -15,6 +15,7 @@ import json
 import warnings
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from paceline.errors import (
     ConfigError,
@@ -30,6 +31,20 @@ from paceline.reducer.protocol import Outcome, PassStatus, Reducer
 
 _SHOWN_NAMES = 6
 _SHOWN_GROUPS = 8
+
+
+class Unweighed(NamedTuple):
+    """Why the gradients of a rank are not those of the weighted mean.
+
+    Attributes:
+        error: The reason.
+        exchanges: The micro-batches, by number, in whose backward gradients crossed ranks without weights,
+            and the weight of each. Where every rank has the same ones, gradients are right all the same: the
+            weight is a factor of the whole sum. Empty: they are wrong.
+    """
+
+    error: ConfigError
+    exchanges: list[tuple[int, float]]
 
 
 class Judge:
@@ -63,13 +78,20 @@ class Judge:
         self._has_warned = False
         self._has_warned_of_nobodys = False
 
-    def judge(self, outcome: Outcome, reducer: Reducer, refusal: ConfigError | None = None) -> None:
+    def judge(
+        self,
+        outcome: Outcome,
+        reducer: Reducer,
+        refusal: ConfigError | None = None,
+        unweighed: Unweighed | None = None,
+    ) -> None:
         """Look at what `reducer.finish` returned; the same on every rank.
 
         Args:
             outcome: That.
             reducer: Knows more.
-            refusal: Why a gradient of this rank cannot be averaged, or cannot be weighed.
+            refusal: Why a gradient of this rank cannot be averaged.
+            unweighed: Why its gradients are not weighed.
 
         Raises:
             ConfigError: Some rank refused a gradient or its weight; the pass is void.
@@ -79,7 +101,7 @@ class Judge:
         """
         statuses = reducer.statuses()
         if not any(status.interrupted for status in statuses):
-            check_weighed(statuses, len(self._names), refusal, self._all_gather)
+            check_weighed(statuses, len(self._names), unweighed, self._all_gather)
             if refusal is not None:
                 raise refusal
             check_refused(statuses, self._names)
@@ -236,7 +258,8 @@ def check_refused(statuses: Sequence[PassStatus], names: Sequence[str]) -> None:
         On rank 0, if rank 1 of 2 got a gradient of another dtype: "The gradient of 'fc.weight' cannot be
         averaged on rank 1 of 2."
     """
-    ranks_of, who = _told([status.refused for status in statuses])
+    refused_by_rank = [status.refused for status in statuses]
+    ranks_of, who = _told([None if index == len(names) else index for index in refused_by_rank])
     if not ranks_of:
         return
     refused = tuple(names[index] for index in sorted(ranks_of))
@@ -252,10 +275,10 @@ def check_refused(statuses: Sequence[PassStatus], names: Sequence[str]) -> None:
 def check_weighed(
     statuses: Sequence[PassStatus],
     num_parameters: int,
-    refusal: ConfigError | None,
+    unweighed: Unweighed | None,
     all_gather: Callable[[bytes], list[bytes]],
 ) -> None:
-    """Raise if on some rank gradients cannot be weighed, which `refused` tells by a number past the last one.
+    """Raise if on some rank gradients are not weighed, which `refused` tells by a number past the last one.
 
     The same on all ranks, and collective if so: only the rank itself knows why.
 
@@ -266,8 +289,13 @@ def check_weighed(
     if not ranks:
         return
     rows = ("summary", "seen", "expected", "likely", "hint")
-    own = {} if refusal is None else {row: getattr(refusal, row) for row in rows}
-    found = json.loads(all_gather(json.dumps(own).encode())[ranks[0]])
+    own = {} if unweighed is None else {row: getattr(unweighed.error, row) for row in rows}
+    exchanges = [] if unweighed is None else unweighed.exchanges
+    told = [json.loads(each) for each in all_gather(json.dumps([exchanges, own]).encode())]
+    if exchanges and all(each == told[0][0] for each, _ in told):
+        return
+    ranks = [rank for rank in ranks if not told[rank][0]] or ranks
+    found = told[ranks[0]][1]
     raise ConfigError(
         found.pop("summary"),
         where=f"{_of_world(ranks, len(statuses))}, at the end of backward; "

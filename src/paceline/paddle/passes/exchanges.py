@@ -5,16 +5,19 @@ Imports paddle and `reducer`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import paddle
 
-from paceline.reducer.passes.exchanges import names_a_collective, nodes_from, runs_a_backward
+from paceline.paddle import internals
+from paceline.reducer.passes.exchanges import names_a_collective, names_one, nodes_from
 from paceline.reducer.passes.micro_batches import MicroBatchWeights
 
 _OF_PYTHON = "GradNodePyLayer_"
-_OF_PADDLE = ("SyncBatchNorm",)
+_OF_PADDLE = "SyncBatchNorm"
+_known: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 class _Forwards:
@@ -36,27 +39,39 @@ def address_of(node: Any) -> int:
     return address
 
 
-def find_exchanges(roots: Sequence[Any], found: list[str]) -> bool:
-    """See `MicroBatchWeights._find_exchanges`. Recompute runs backwards within others."""
-    has_inner_backwards = False
-    functions = _functions_by_node()
-    for node in nodes_from(roots, address_of):
-        name = node.name()
-        is_exchange = any(part in name for part in _OF_PADDLE)
-        for function in functions.get(name, ()):  # a node tells no more than the name
-            has_inner_backwards |= runs_a_backward(function.backward)
-            if not function.__module__.startswith("paceline.") and names_a_collective(function.backward):
-                is_exchange, name = True, f"{function.__module__}.{function.__qualname__}"
-        if is_exchange and name not in found:
-            found.append(name)
-    return has_inner_backwards
+def find_exchanges(roots: Sequence[paddle.Tensor]) -> list[str]:
+    """See `MicroBatchWeights._find_exchanges`.
+
+    A node costs Python 2 us. So the graph is searched only if it may hold what is looked for: on the CPU that
+    is a function written in Python, because Paddle's own operators exchange on devices only.
+    """
+    names = {
+        _OF_PYTHON + function.__name__: f"{function.__module__}.{function.__qualname__}"
+        for function in _functions()
+        if _exchanges(function) and internals.may_be_in_a_graph(function)
+    }
+    if not names and all(tensor.place.is_cpu_place() for tensor in roots):
+        return []
+    found: dict[str, None] = {}
+    for node in nodes_from((tensor.grad_fn for tensor in roots), address_of):
+        name = node.name()  # a node tells no more
+        if name in names:
+            found[names[name]] = None
+        elif not name.startswith(_OF_PYTHON) and (_OF_PADDLE in name or names_one(name)):
+            found[name] = None
+    return list(found)
 
 
-def _functions_by_node() -> dict[str, list[type[paddle.autograd.PyLayer]]]:
-    """All that are written in Python, by the name of their node."""
-    found: dict[str, list[type[paddle.autograd.PyLayer]]] = {}
+def _functions() -> Iterator[type[paddle.autograd.PyLayer]]:
     pending: list[type[paddle.autograd.PyLayer]] = [paddle.autograd.PyLayer]
     for function in pending:  # which grows
         pending += function.__subclasses__()
-        found.setdefault(_OF_PYTHON + function.__name__, []).append(function)
-    return found
+        yield function
+
+
+def _exchanges(function: type[paddle.autograd.PyLayer]) -> bool:
+    known = _known.get(function)
+    if known is None:
+        is_ours = function.__module__.startswith("paceline.")
+        known = _known[function] = not is_ours and names_a_collective(getattr(function, "backward", None))
+    return known

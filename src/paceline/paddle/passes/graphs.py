@@ -124,11 +124,13 @@ class _Calls(threading.local):
     Attributes:
         depth: How many backwards it is in: 0 outside, 2 in that of a recomputed block.
         roots: The tensors at which the innermost one begins.
+        number: Which one that is, of all that have begun in this thread.
         ends: What to do at the end of the outermost one.
     """
 
     depth = 0
     roots: Sequence[paddle.Tensor] = ()
+    number = begun = 0
 
     def __init__(self) -> None:
         self.ends: list[_End] = []
@@ -181,16 +183,18 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     @internals.untranslated
     @functools.wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        depth, outer, has_grad = calls.depth, calls.roots, paddle.is_grad_enabled()
+        depth, outer, number = calls.depth, calls.roots, calls.number
+        has_grad = paddle.is_grad_enabled()
         try:
-            calls.depth, calls.roots = depth + 1, args[0]
+            calls.begun += 1
+            calls.depth, calls.roots, calls.number = depth + 1, args[0], calls.begun
             result = run_backward(*args, **kwargs)
-            calls.depth, calls.roots = depth, outer
+            calls.depth, calls.roots, calls.number = depth, outer, number
             if calls.ends and depth == 0:
                 _call_ends()
             return result
         except BaseException:  # also of a signal handler that raises just before the ends are called
-            calls.depth, calls.roots = depth, outer
+            calls.depth, calls.roots, calls.number = depth, outer, number
             if depth == 0:
                 calls.ends.clear()
             # One that raises as a `with paddle.no_grad()` ends keeps it from ending, and nothing would train.

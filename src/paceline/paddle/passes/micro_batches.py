@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import paddle
 
@@ -15,8 +13,6 @@ from paceline.paddle.passes.exchanges import address_of, find_exchanges
 from paceline.reducer.passes.exchanges import nodes_from
 from paceline.reducer.passes.micro_batches import MicroBatchWeights
 from paceline.reducer.passes.state import PassState
-
-_NODES_OF_A_GRAPH = 8  # near its roots, where graphs differ with the loss
 
 
 class PaddleWeights(MicroBatchWeights):
@@ -55,14 +51,11 @@ class PaddleWeights(MicroBatchWeights):
         own = {address_of(leaf) for leaf in leaves if leaf is not None}
         return any(address_of(each) in own for each in nodes_from([node], address_of))
 
-    def _roots(self) -> list[Any]:
-        return [tensor.grad_fn for tensor in graphs.calls.roots if tensor.grad_fn is not None]
+    def _backward(self) -> int:
+        return graphs.calls.number
 
-    def _graph(self, roots: list[Any]) -> Hashable:
-        return tuple(node.name() for node in islice(nodes_from(roots, address_of), _NODES_OF_A_GRAPH))
-
-    def _find_exchanges(self, roots: list[Any], found: list[str]) -> bool:
-        return find_exchanges(roots, found)
+    def _find_exchanges(self) -> list[str]:
+        return find_exchanges(graphs.calls.roots)
 
     def _install(self) -> None:
         for number, parameter in enumerate(self._parameters):

@@ -6,33 +6,33 @@ rank whose loss it comes from. So during a backward the gradients on rank r are 
 leaves the rank is multiplied by w_r, and what arrives is divided by it. Then w_r * g_r is exactly rank r's
 part of the gradient of the weighted sum of all losses. Where every weight is 1 nothing is computed.
 
-Layers that are not ours exchange without weights, and are refused. They are found in the graph of a backward:
-a function that somebody has written in Python is one of them if the code of its backward, or what that calls
-nearby, names a collective.
+Layers that are not ours exchange without weights, which is right only where all ranks have the same weight.
+They are found in the graph of a weighted backward, by the kinds of its nodes: a function that somebody has
+written in Python is one of them if the code of its backward, or what that calls nearby, names a collective.
 
 Imports its neighbours, `errors` and the standard library.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, final
 
 from paceline.errors import ConfigError
 from paceline.reducer.passes.micro_batches import SCALE_THE_LOSS, MicroBatchWeights, living
 
-_COLLECTIVES = frozenset(
-    (
-        *("all_gather", "all_gather_into_tensor", "all_gather_tensor", "all_reduce", "all_reduce_coalesced"),
-        *("all_to_all", "all_to_all_single", "alltoall", "batch_isend_irecv", "reduce_scatter"),
-        *("reduce_scatter_tensor", "_all_gather_base", "_reduce_scatter_base"),
-    )
-)
+# Names of collectives begin so, whoever spells them: all_gather_into_tensor, Allreduce, _reduce_scatter_base.
+_COLLECTIVES = ("allgather", "allreduce", "alltoall", "reducescatter", "batchisendirecv")
 # Other things have these names, too.
 _COLLECTIVES_OF_A_MODULE = frozenset(("broadcast", "reduce", "scatter", "gather", "send", "recv", "isend"))
 _MODULES = frozenset(("dist", "distributed", "c10d"))
-_DEPTH = 3
+# Nothing in these exchanges by itself, but for what is named `distributed`.
+_HARMLESS = ("torch", "paddle", "numpy")
+_PLAIN = ("builtins", "numpy")
+_DEPTH = 3  # how many calls are followed
 
 
 @final
@@ -127,28 +127,87 @@ def nodes_from(roots: Iterable[Any], key: Callable[[Any], Hashable] = _as_it_is)
                 pending.append(following)
 
 
-def names_a_collective(function: object, depth: int = _DEPTH) -> bool:
-    """Whether the code of a function names one, or that of functions and classes of its module that it names.
+def names_one(name: str) -> bool:
+    """Whether a name is that of a collective."""
+    return name.replace("_", "").lower().startswith(_COLLECTIVES)
+
+
+def _nothing_else(names: set[str]) -> Iterable[object]:
+    return ()
+
+
+def names_a_collective(
+    function: object, called: Callable[[set[str]], Iterable[object]] = _nothing_else
+) -> bool:
+    """Whether the code of a function names one, or that of functions and classes that it calls.
+
+    Those are found by its names, in its module, in what it encloses, and within these.
 
     Args:
-        depth: How many calls are followed.
+        called: What else is called by the names in a function, in ways that only a framework knows.
     """
-    function = getattr(function, "__func__", function)
-    function = getattr(function, "__wrapped__", function)
-    if not isinstance(function, FunctionType):
-        return False
-    names = _names_in(function.__code__)
-    if names & _COLLECTIVES or (names & _COLLECTIVES_OF_A_MODULE and names & _MODULES):
-        return True
-    values = [function.__globals__.get(name) for name in names] if depth else []
-    # Of a class it is apply() that is called, of a function of autograd's.
-    called = [getattr(each, "forward", None) if isinstance(each, type) else each for each in values]
-    return any(names_a_collective(each, depth - 1) for each in called)
+    level, seen = [_unwrapped(function)], set()
+    for _ in range(_DEPTH + 1):
+        following: list[object] = []
+        for each in level:
+            if not isinstance(each, FunctionType) or each in seen:
+                continue
+            seen.add(each)
+            names = _names_in(each.__code__)
+            values = [*map(each.__globals__.get, names), *enclosed_by(each)]
+            if any(map(names_one, names)) or (
+                names & _COLLECTIVES_OF_A_MODULE and _names_c10d(names, values)
+            ):
+                return True
+            inner = [value for value in values if _is_entered(value)]
+            following += values
+            following += [inspect.getattr_static(value, name, None) for value in inner for name in names]
+            following += called(names)
+        level = [each for each in map(_unwrapped, following) if _is_followed(each)]
+    return False
 
 
-def runs_a_backward(function: object) -> bool:
-    """Whether the code of a function names one: a graph that it makes itself runs there."""
-    return isinstance(function, FunctionType) and "backward" in _names_in(function.__code__)
+def _names_c10d(names: set[str], values: Iterable[object]) -> bool:
+    modules = {value.__name__.rpartition(".")[2] for value in values if isinstance(value, ModuleType)}
+    return not _MODULES.isdisjoint(names | modules)
+
+
+def _unwrapped(value: object) -> object:
+    if isinstance(value, type):  # of a class it is apply() that is called, of a function of autograd's
+        value = inspect.getattr_static(value, "forward", None)
+    while isinstance(value, (staticmethod, classmethod, MethodType)):
+        value = value.__func__
+    if isinstance(value, functools.partial):
+        value = value.func
+    return inspect.unwrap(value) if isinstance(value, FunctionType) else value
+
+
+def _is_followed(value: object) -> bool:
+    return isinstance(value, FunctionType) and not _is_harmless(value.__module__)
+
+
+def _is_entered(value: object) -> bool:
+    """Whether a function that has this calls functions of it."""
+    if isinstance(value, ModuleType):
+        return not _is_harmless(value.__name__)
+    return not isinstance(value, (type, FunctionType)) and type(value).__module__ not in _PLAIN
+
+
+def _is_harmless(module: str | None) -> bool:
+    module = module or ""
+    return module.partition(".")[0] in _HARMLESS and "distributed" not in module
+
+
+def enclosed_by(function: FunctionType) -> list[object]:
+    """What the cells of a function hold."""
+    return [_content(cell) for cell in function.__closure__ or ()]
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
 
 
 def _names_in(code: CodeType) -> set[str]:

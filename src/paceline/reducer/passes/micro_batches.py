@@ -16,17 +16,17 @@ import contextlib
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
+from paceline.reducer.pass_errors import Unweighed
 from paceline.reducer.passes.graphs import EndOfBackward
 
 SCALE_THE_LOSS = (
     "give no weight on any rank, and multiply the loss by weight * world size / total weight of the step"
 )
-_MOST_GRAPHS = 1000
 _LEAST, _MOST = 1e-20, 1e20  # weights multiply gradients in float32, and are added up
 
 
@@ -74,16 +74,14 @@ class MicroBatchWeights(ABC):
     Attributes:
         is_used: Whether any weight was ever given.
         is_open: Whether a backward has begun to weigh, and it was neither ended nor given up since.
-        refusal: Why the gradients of the backwards since the last synchronised one cannot be weighed.
+        unweighed: Why the gradients of the backwards since the last synchronised one are not weighed.
     """
 
     def __init__(self, state: Accumulating) -> None:
         self.is_used = False
-        self.refusal: ConfigError | None = None
+        self.unweighed: Unweighed | None = None
         living.add(self)
-        self._searched: dict[Hashable, list[str]] = {}  # by graph, the exchanges that were found in it
-        self._inner: list[str] | None = None  # the same of a graph that is new, and may hide others
-        self._inner_roots: list[list[Any]] = []
+        self._searched: set[int] = set()  # backwards whose graph was searched for exchanges
         self._state = state
         self._scopes: list[float] = []
         self._once: float | None = None
@@ -117,23 +115,13 @@ class MicroBatchWeights(ABC):
         """Whether a backward from this node of the graph (None: there is none) comes to the model."""
 
     @abstractmethod
-    def _roots(self) -> list[Any]:
-        """The nodes of the framework's graph at which the backward begins that runs, the innermost one."""
+    def _backward(self) -> int:
+        """What tells the backward that runs from others, the innermost one. Cheap."""
 
     @abstractmethod
-    def _graph(self, roots: list[Any]) -> Hashable:
-        """What stands for the graph of a backward: cheap, and another one for another graph."""
-
-    @abstractmethod
-    def _find_exchanges(self, roots: list[Any], found: list[str]) -> bool:
-        """Search the graph of a backward for functions, not of ours, that exchange gradients between ranks.
-
-        Args:
-            roots: At which it begins.
-            found: Gets their names.
-
-        Returns:
-            Whether backwards of other graphs run within.
+    def _find_exchanges(self) -> list[str]:
+        """Names of functions, not of ours, that exchange gradients between ranks in the backward that runs,
+        the innermost one. Looks at each node of its graph.
         """
 
     @property
@@ -151,7 +139,8 @@ class MicroBatchWeights(ABC):
 
     def refuse(self, error: ConfigError) -> None:
         """Let the end of this step's synchronised backward raise, on every rank."""
-        self.refusal = self.refusal or error
+        if self.unweighed is None or self.unweighed.exchanges:
+            self.unweighed = Unweighed(error, [])
 
     @property
     def awaits_end(self) -> bool:
@@ -168,7 +157,7 @@ class MicroBatchWeights(ABC):
         self._once = before._once
         self._of_forwards, self._before_forward = before._of_forwards, before._before_forward
         self._total, self._count = before._total, before._count
-        self.refusal = before.refusal
+        self.unweighed = before.unweighed
         if before.is_used:
             self.use()
 
@@ -239,32 +228,26 @@ class MicroBatchWeights(ABC):
         return total
 
     def _look_for_exchanges(self) -> None:
-        """Search the graph of the backward under way for exchanges that do not bear weights, if it is new."""
-        roots = self._roots()
-        graph = self._graph(roots)
-        found = self._searched.get(graph)
-        if found is None:
-            if len(self._searched) == _MOST_GRAPHS:
-                self._searched.clear()
-            found = self._searched[graph] = []
-            if self._find_exchanges(roots, found):
-                self._inner, self._inner_roots = found, [roots]
-        if found:
-            self.refuse(_foreign_exchange_error(found))
+        """Search the graph of the backward that runs for exchanges that do not bear weights, once.
 
-    def _look_within(self, found: list[str]) -> None:
-        """The same for a backward within this one, as that of a block that is recomputed."""
-        roots = self._roots()
-        if roots not in self._inner_roots:
-            self._inner_roots.append(roots)
-            self._find_exchanges(roots, found)
-            if found:
-                self.refuse(_foreign_exchange_error(found))
+        One within another, as that of a block that is recomputed, has a graph of its own.
+        """
+        backward = self._backward()
+        if backward in self._searched:
+            return
+        self._searched.add(backward)
+        if not (found := self._find_exchanges()):
+            return
+        if self.unweighed is None:
+            self.unweighed = Unweighed(_foreign_exchange_error(found), [])
+        elif not self.unweighed.exchanges:
+            return
+        self.unweighed.exchanges.append((self._count, self._weight))
 
     def end(self) -> None:
         """A synchronised pass is over, or given up."""
         self._close_backward()
-        self.refusal = None
+        self.unweighed = None
         self._total, self._count = 0.0, 0
 
     def give_up_interrupted(self) -> None:
@@ -286,8 +269,8 @@ class MicroBatchWeights(ABC):
         """What a gradient is multiplied by before it is accumulated. 0 takes it out, whatever it holds."""
         if not self.is_open:
             self.begin()
-        elif self._inner is not None:
-            self._look_within(self._inner)
+        elif self._weight != 1.0:
+            self._look_for_exchanges()
         return self._share if self.is_open else 1.0
 
     def _given(self) -> float | None:
@@ -303,8 +286,7 @@ class MicroBatchWeights(ABC):
 
     def _close_backward(self) -> None:
         self.is_open = False
-        self._inner = None
-        self._inner_roots.clear()
+        self._searched.clear()
         self._of_forwards = self._before_forward = None
 
 

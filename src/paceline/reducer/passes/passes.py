@@ -591,8 +591,8 @@ class Passes(Generic[AnyAutograd]):
                 self._left_over.hand_over(reducer)
             status = state.status
             status.reached = self.graphs.reached
-            if self.micro_batches.is_used and self.micro_batches.refusal is not None:
-                state.refuse(len(self._tensors.all_names), self.micro_batches.refusal)
+            if self.micro_batches.is_used and self.micro_batches.unweighed is not None:
+                state.tell_unweighed(len(self._tensors.all_names))
             if self.buffers.has_writes:
                 status.wrote_buffers = True
             told = self.notes.take(self._begun_forwards, bool(state.accumulated))
@@ -639,7 +639,7 @@ class Passes(Generic[AnyAutograd]):
             if outcome:
                 self._log.note_nonfinite(number, reducer.nonfinite)
                 self._note_active(Outcome(outcome))
-                self._judge.judge(Outcome(outcome), reducer, state.refusal)
+                self._judge.judge(Outcome(outcome), reducer, state.refusal, self.micro_batches.unweighed)
                 if outcome & _TOLD and any(each.wrote_buffers for each in reducer.statuses()):
                     ending.stage = Ending.IN_WRITES
                     where = f"the end of backward {number - self._log.before_first}"

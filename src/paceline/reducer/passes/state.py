@@ -170,6 +170,11 @@ class PassState:
         if self.refusal is None:
             self.status.refused, self.refusal = index, error
 
+    def tell_unweighed(self, num_parameters: int) -> None:
+        """The gradients of this rank are not weighed, which a number past the last parameter reports."""
+        if self.refusal is None:
+            self.status.refused = num_parameters
+
     def check_process(self) -> None:
         """Raise ForkedError in a forked child, which has the model but not the memory."""
         if os.getpid() != self.pid:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd import Variable
@@ -29,7 +28,6 @@ class TorchWeights(MicroBatchWeights):
         super().__init__(state)
         self._parameters = parameters
         self._handles: list[RemovableHandle] = []
-        self._first_node = 0
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -49,18 +47,11 @@ class TorchWeights(MicroBatchWeights):
         own = {id(parameter) for parameter in self._parameters}
         return any(id(getattr(each, "variable", None)) in own for each in nodes_from([node]))
 
-    def note_forward(self) -> None:
-        """A forward begins. Its nodes are numbered from here, so a graph of another size is another one."""
-        self._first_node = torch._C._autograd._get_sequence_nr()
+    def _backward(self) -> int:
+        return torch._C._current_graph_task_id()
 
-    def _roots(self) -> list[Any]:
-        return roots_of_backward()
-
-    def _graph(self, roots: list[Any]) -> Hashable:
-        return tuple((root.name(), root._sequence_nr() - self._first_node) for root in roots)
-
-    def _find_exchanges(self, roots: list[Any], found: list[str]) -> bool:
-        return find_exchanges(roots, found)
+    def _find_exchanges(self) -> list[str]:
+        return find_exchanges(roots_of_backward())
 
     def _install(self) -> None:
         for parameter in self._parameters:

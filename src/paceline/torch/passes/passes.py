@@ -178,8 +178,6 @@ class TorchAutograd:
         if not self._has_begun:
             self._has_begun = True
             self._in_backward = take_over_optimizers(self._tensors.trainable)
-        if self._weights.is_used:
-            self._weights.note_forward()
         if self._direct.returned is not None:
             if self._state.accumulated:  # by a backward in no_sync()
                 self._direct.forget()
