@@ -19,7 +19,8 @@ class Held:
     def __init__(self) -> None:
         self.first: dict[str, Any] = {"a": torch.zeros(3), "b": torch.zeros(1000), "none": None}
         self.second: dict[str, Any] = {"a": torch.zeros((), dtype=torch.int64)}
-        self.snapshot = _core.BufferSnapshot([self.first, {}, self.second], "_version", torch.zeros(1))
+        dicts: list[dict[str, Any]] = [self.first, {}, self.second]
+        self.snapshot = _core.BufferSnapshot(dicts, [{}, {}, {}], "_version", torch.zeros(1))
 
 
 WRITES: dict[str, tuple[Callable[[Held], Any], list[tuple[int, str]]]] = {
@@ -48,16 +49,30 @@ def test_what_is_written_is_noticed_until_it_is_noted(write: str) -> None:
 
 def test_without_bytes_versions_tell() -> None:
     dicts = [{"a": torch.zeros(3)}]
-    snapshot = _core.BufferSnapshot(dicts, "_version", None)
+    snapshot = _core.BufferSnapshot(dicts, [{}], "_version", None)
     dicts[0]["a"].add_(1)
     assert snapshot.changed() == [(0, "a")]
+
+
+def test_running_statistics_in_training_are_looked_at_without_their_bytes() -> None:
+    norm = torch.nn.BatchNorm1d(3)
+    dicts = [norm._buffers]
+    snapshot = _core.BufferSnapshot(dicts, [{"running_mean": norm}], "_version", torch.zeros(1))
+    mean = norm.running_mean
+    assert mean is not None
+    mean.data.fill_(1)
+    assert snapshot.changed() == []
+    norm.eval()
+    snapshot.note()
+    mean.data.fill_(2)
+    assert snapshot.changed() == [(0, "running_mean")]
 
 
 def test_tensors_of_other_kinds_are_looked_at_as_far_as_possible() -> None:
     held = {"sparse": torch.eye(3).to_sparse(), "meta": torch.empty(3, device="meta"), "no tensor": 3}
     with torch.inference_mode():
         held["without a version"] = torch.zeros(2)
-    snapshot = _core.BufferSnapshot([held], "_version", torch.zeros(1))
+    snapshot = _core.BufferSnapshot([held], [{}], "_version", torch.zeros(1))
     assert snapshot.changed() == []
 
 
@@ -67,7 +82,7 @@ def test_a_cycle_through_a_snapshot_is_collected() -> None:
         snapshot: Any
 
     buffer = Buffer()
-    buffer.snapshot = _core.BufferSnapshot([{"a": buffer}], "_version", None)
+    buffer.snapshot = _core.BufferSnapshot([{"a": buffer}], [{}], "_version", None)
     alive = weakref.ref(buffer)
     del buffer
     gc.collect()

@@ -91,7 +91,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
                       (name.overload_name.empty() ? "" : ".") +
                       name.overload_name;
     m.impl(full.c_str(),
-           torch::CppFunction::makeFromBoxedFunction<&run_later>());
+           torch::CppFunction::makeFromBoxedFunction<&run_many_later>());
   }
 }
 

@@ -277,6 +277,23 @@ inline void run_later(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (auto& each : results.values) stack->push_back(std::move(each));
 }
 
+// Operators of many tensors count the writes themselves, as CUDA's kernels do: they return nothing by which torch
+// could.
+inline void run_many_later(const c10::OperatorHandle& op,
+                           torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const auto count = schema.arguments().size();
+  const Values arguments = torch::jit::last(stack, count);
+  for (std::size_t at = 0; at < count; ++at) {
+    const auto* alias = schema.arguments()[at].alias_info();
+    if (!alias || !alias->isWrite()) continue;
+    for_each_tensor(arguments[at], [](const at::Tensor& tensor) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    });
+  }
+  run_later(op, stack);
+}
+
 // A convolution has other names where a device brings its own.
 inline void convolution(const c10::OperatorHandle&, torch::jit::Stack* stack) {
   static const auto op =
