@@ -17,7 +17,10 @@ ALONE, INCUMBENT = "alone", "torch"
 def all_the_way(module: nn.Module, **options: Any) -> DistributedDataParallel:
     """Paceline's wrapper; a single rank does all that several do, instead of leaving the averaging out."""
     wrapped = DistributedDataParallel(module, **options)
-    wrapped._passes_to_weigh()
+    buffers = wrapped._passes_to_weigh().buffers
+    if buffers.is_alone:
+        buffers.is_alone = False
+        buffers.watch()
     return wrapped
 
 

@@ -337,6 +337,7 @@ class BufferSync:
     Attributes:
         hook: Does it instead, where a user has registered one.
         writes: What the user's program has written; None: nobody asks.
+        is_alone: There is no other rank, so nothing is synchronised. Benchmarks of one rank set it to False.
     """
 
     def __init__(
@@ -358,7 +359,8 @@ class BufferSync:
         self._broadcasts = options.broadcast_buffers
         self._average = average
         self._hash_model = hash_model
-        self._in_forward = options.syncs_forward and link.world_size > 1
+        self.is_alone = link.world_size == 1
+        self._in_forward = options.syncs_forward and not self.is_alone
         self._refuses_writes = refuses_writes
         self._syncs_next = self._has_warned = self._is_forward_synced = False
         self._synced_writes: list[str] = []  # written to before the forward that has synchronised them
@@ -371,7 +373,7 @@ class BufferSync:
     def watch(self) -> None:
         """Notice from now on what the user's program writes to buffers that are broadcast after each pass."""
         broadcasts = self._broadcasts or "broadcast" in self._patterns.values()
-        if not broadcasts or self._link.world_size == 1:
+        if not broadcasts or self.is_alone:
             return
         self.writes = BufferWrites(
             self._tensors,
@@ -458,7 +460,7 @@ class BufferSync:
         self._is_forward_synced = False
         if self.hook is not None:
             self.hook.end_pass()
-        elif self.is_needed and self._link.world_size > 1:
+        elif self.is_needed and not self.is_alone:
             self.sync(active, on_demand=False)
 
     def check_writes(self, active: Sequence[int], where: str) -> None:
@@ -526,7 +528,7 @@ class BufferSync:
                 to leave alone.
             averages: Whether buffers that are averaged are, too.
         """
-        if self._link.world_size == 1:
+        if self.is_alone:
             return
         if self.writes is not None:
             self.writes.begin_sync()
