@@ -24,11 +24,13 @@ def write_buffers(program: Program, rng: random.Random, *, may_differ: bool = Tr
     kind = rng.choice(["alone", "alone", "each"])
     writer = rng.choice([0, 0, ranks - 1])
     ops: list[Op] = []
-    for op in program["ops"]:
+    for place, op in enumerate(program["ops"]):
         is_between = not ops or ops[-1]["op"] in ("step", "wrap", "optimizer")
         if is_between and op["op"] not in ("step", "wrap", "optimizer") and rng.random() < 0.6:
             values: list[float | None] | float = rng.choice(VALUES)
-            if is_apart:
+            # A rank that has no batch uses nothing of what it has written.
+            user = next((each for each in program["ops"][place:] if each["op"] in ("forward", "iterate")), op)
+            if is_apart and 0 not in user.get("counts", ()):
                 drawn = [rng.choice(VALUES) for _ in range(ranks)]
                 values = [v if kind == "each" or rank == writer else None for rank, v in enumerate(drawn)]
             ops.append({"op": "write", "values": values, "how": rng.choice(["put", "anew", "data"])})

@@ -126,7 +126,8 @@ class Wrapped(nn.Module):
         _spoil(self.wrapped.detach(), by)
 
     def make_plain(self) -> None:
-        self.wrapped = nn.Parameter(self.wrapped.detach().inner.clone())
+        if isinstance(self.wrapped, Forwarding):  # else another model has this layer, too
+            self.wrapped = nn.Parameter(self.wrapped.detach().inner.clone())
 
     def forward(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
         factor = self.wrapped
