@@ -489,6 +489,29 @@ def test_uneven_data_at_the_end_of_the_warm_up(rank, warmup_steps, counts, num_h
         assert_same_everywhere(ddp)
 
 
+def loaded_anew(ddp: DistributedDataParallel) -> DistributedDataParallel:
+    again = DistributedDataParallel(copy.deepcopy(ddp.module), timeout_s=20, local_sgd=ddp._config.local_sgd)
+    again.load_local_sgd_state_dict(ddp.local_sgd_state_dict())
+    return again
+
+
+@pytest.mark.parametrize("go_on", [loaded_anew, copy.deepcopy])
+@ranks(2, group="gloo")
+def test_the_end_of_an_epoch_is_no_step_of_the_warm_up(rank, go_on):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), timeout_s=20, local_sgd=LocalSGD(1, warmup_steps=4))
+    reference = Simulation([[0, 1]], (1.0, 0.0, False))
+    for epoch in range(2):
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+        for step in ddp.iterate(range(2 * epoch, 2 * epoch + 2), optimizer.step):
+            train(ddp, optimizer, [step], rank, 2)
+            reference.step(step)
+        assert ddp.local_sgd_state_dict()["steps"] == 2 * epoch + 2
+        ddp = go_on(ddp)
+    for value, expected in zip(values_of(ddp), values_of(reference.replicas[0]), strict=True):
+        assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+
+
 @ranks(2, group="gloo")
 def test_a_copy_does_not_warm_up_again(rank):
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, warmup_steps=2))

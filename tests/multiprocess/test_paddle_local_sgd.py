@@ -112,6 +112,24 @@ def test_hosts_meet(rank):
     check_training(rank, "hosts")
 
 
+@ranks(2)
+def test_the_end_of_an_epoch_is_no_step_of_the_warm_up(group):
+    options, reference = LocalSGD(1, between="ranks", warmup_steps=4), Simulation()
+    model = Scaled()
+    wrapped = DataParallel(model, local_sgd=options)
+    for epoch in range(2):
+        for step in wrapped.iterate(range(2 * epoch, 2 * epoch + 2)):
+            train(wrapped, [step], group.rank)
+            reference.step(step, together=True)
+        state, weights = wrapped.local_sgd_state_dict(), model.matrix.numpy().copy()
+        assert state["steps"] == 2 * epoch + 2
+        model = Scaled()
+        wrapped = DataParallel(model, local_sgd=options)
+        model.matrix.set_value(weights)
+        wrapped.load_local_sgd_state_dict(state)
+    assert_allclose(model.matrix.numpy(), reference.replicas[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
 @ranks(2)
 def test_dtypes(group, dtype):

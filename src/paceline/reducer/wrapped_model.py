@@ -664,8 +664,8 @@ class WrappedModel:
         """How many synchronised backwards have replaced the gradients by their mean so far; 0 for one rank.
 
         A backward counts when everything that belongs to it is done and it is about to return. Backwards in
-        `no_sync()` and backwards that raised do not count. In `finish()` and `join()`, each pass in which
-        this rank took part without data counts, and so does the last one, in which no rank has any left.
+        `no_sync()` and backwards that raised do not count. In `finish()` and `join()`, each backward of the
+        others counts in which this rank took part without data. The number is the same on all ranks then.
 
         Example:
             Two ranks have made three steps of two micro-batches, the first of each in `no_sync()`: 3 on both.

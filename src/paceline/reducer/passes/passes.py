@@ -124,7 +124,8 @@ class Passes(Generic[AnyAutograd]):
         shares_parameters: Whether the ranks of each host have one copy of the parameters.
         drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
         active: Ranks that had data in the last pass. Others shadow it; see `uneven`.
-        good_passes: How many passes have made the gradients means, and all else that a pass does.
+        good_passes: How many passes have made the gradients means, and all else that a pass does. A pass for
+            which no rank had data averages nothing, and is none of them.
         among: Who these ranks are, in words, where they have other numbers elsewhere; empty: they have not.
         member: See `sharing.Holder`.
         after_good: Called with the weight of this rank after each of those for which some rank had data.
@@ -686,7 +687,7 @@ class Passes(Generic[AnyAutograd]):
                 note(_SYNCED_BUFFERS, number, 0)
             ending.stage = Ending.GOOD
         if ending.stage == Ending.GOOD:
-            self.good_passes = ending.good_passes + 1
+            self.good_passes = ending.good_passes + bool(self.active)
             if self.after_good is not None and self.active:
                 ending.stage = Ending.IN_AFTER_GOOD
                 self.after_good(state.rank_weight)
