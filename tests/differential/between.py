@@ -56,6 +56,26 @@ def set_flags(ops: list[Op], rng: random.Random) -> None:
             before["flag"], op["flag"] = rng.random() < 0.3, True
 
 
+def freeze_around(ops: list[Op], rng: random.Random) -> None:
+    """Freeze a parameter on all ranks next to a forward or a backward, and train it again next to one.
+
+    Before it there may be a forward with gradients whose backward never comes: in evaluation, on all ranks or
+    on one, or in training.
+    """
+    places = [place for place, op in enumerate(ops) if op["op"] in ("forward", "backward")]
+    first = rng.choice(places)
+    param = rng.randint(0, 6)
+    last = rng.choice([place for place in (*places, len(ops)) if place >= first])
+    ops.insert(last, {"op": "freeze", "param": param, "on": True})
+    ops.insert(first, {"op": "freeze", "param": param})
+    alone = rng.choice(["evaluated", "evaluated", "trained", ""])
+    if alone == "evaluated":
+        where = {"ranks": [0]} if rng.random() < 0.3 else {}
+        ops.insert(first, {"op": "evaluate", "how": "grad", **where})
+    elif alone == "trained":
+        ops.insert(first, {"op": "forward", "to": "lost", "batch": 2, "data": 800 + len(ops)})
+
+
 def step_directly(ops: list[Op], rng: random.Random) -> None:
     """Step with what a call of the framework returns, instead of a backward.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.device import paddle as device
-from tests.differential.between import set_flags, write_buffers
+from tests.differential.between import freeze_around, set_flags, write_buffers
 from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program, numbered
 
@@ -75,6 +75,10 @@ def generate(seed: int) -> Program:
         write_buffers(program, rng, may_differ=not catches and not device.IS_THERE)
     if rng.random() < 1 / 8:
         set_flags(program["ops"], rng)
+    if rng.random() < 1 / 10:
+        # Of a model that is frozen whole Paddle runs no backward, and says nothing.
+        program["models"][0]["layers"].append({"kind": "linear"})
+        freeze_around(program["ops"], rng)
     if device.IS_THERE:
         _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
     return program

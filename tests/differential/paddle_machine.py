@@ -192,7 +192,7 @@ class Machine(Walker):
             return
         if op.get("how") != "train":
             wrapper.eval()
-        with paddle.no_grad():
+        with paddle.set_grad_enabled(op.get("how") == "grad"):
             wrapper(paddle.ones([2, WIDTH]), Batch(self.rank, 0, paddle.zeros([2], "int64")))
         wrapper.train()
 

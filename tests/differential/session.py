@@ -184,7 +184,8 @@ class Session:
             return verdict
         if not self._frontend.incumbent_can_run(program):
             return replace(verdict, kind="refused, and no row of the table says why")
-        if self._compare(program, self._frontend.INCUMBENT)[0].kind == EQUAL:
+        incumbent = next(iter(self._frontend.incumbents_of(program)), self._frontend.INCUMBENT)
+        if self._compare(program, incumbent)[0].kind == EQUAL:
             return replace(verdict, kind=UNEXPECTED)
         return verdict
 

@@ -45,7 +45,8 @@ def incumbents_of(program: Program) -> list[str]:
             return []
         if op["op"] == "forward" and "ranks" in op and "layer buffer" in features:
             return []  # each forward of torch's broadcasts buffers, and waits for the other ranks
-    return ["torch unused" if "layer gate" in features else "torch"]
+    # What is frozen after wrapping is unused to torch.
+    return ["torch unused" if features & {"layer gate", "op freeze"} else "torch"]
 
 
 def known_difference(program: Program, at: str) -> str | None:

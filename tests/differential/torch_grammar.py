@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests import accelerator
-from tests.differential.between import set_flags, step_directly, write_buffers
+from tests.differential.between import freeze_around, set_flags, step_directly, write_buffers
 from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program, numbered
 from tests.differential.torch_tensors import add_tensors
@@ -112,7 +112,7 @@ def _clearing(ops: list[Op]) -> Iterator[Op]:
 
 
 def _add_between(program: Program, rng: random.Random) -> None:
-    """Let some programs write buffers, set the flag after forward, or step after autograd.grad()."""
+    """Let some programs write buffers, set flags or freeze around forwards, or step after autograd.grad()."""
     if rng.random() < 1 / 8:
         write_buffers(program, rng)
     if rng.random() < 1 / 8:
@@ -120,6 +120,8 @@ def _add_between(program: Program, rng: random.Random) -> None:
     is_scattering = any(mode.startswith("scatter") for mode in program["modes"])
     if rng.random() < 1 / 25 and not is_scattering:  # a sharded optimizer takes no gradients of one's own
         step_directly(program["ops"], rng)
+    if rng.random() < 1 / 10:
+        freeze_around(program["ops"], rng)
 
 
 def _put_on_device(program: Program, rng: random.Random, *, needs_unused: bool) -> None:

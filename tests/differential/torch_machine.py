@@ -276,7 +276,7 @@ class Machine(Walker):
             return
         if op.get("how") != "train":
             wrapper.eval()
-        with torch.no_grad():
+        with torch.set_grad_enabled(op.get("how") == "grad"):
             x = torch.ones(2, WIDTH, dtype=self._dtype(), device=self.device)
             wrapper(x, Batch(self.rank, 0, torch.zeros(2, dtype=torch.int64, device=self.device)))
         wrapper.train()

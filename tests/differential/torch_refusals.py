@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.differential.between import are_apart
 from tests.differential.programs import Program, numbered
 
 EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
@@ -18,7 +19,7 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
     ("op swap dtype", ("ConfigError", "RuntimeError"), "conversions after wrapping"),
     ("op convert", ("ConfigError",), "conversions after wrapping"),
     ("a layer of a converted model in another one", ("RuntimeError",), "torch multiplies no two dtypes"),
-    ("op freeze", ("ConfigError", "UnusedParameterError"), "unfrozen after wrapping; frozen on some ranks"),
+    ("op freeze", ("ConfigError",), "unfrozen after wrapping"),
     ("op replace", ("ConfigError", "UnusedParameterError"), "parameters must not be replaced afterwards"),
     ("layer gate", ("UnusedParameterError", "GraphChangedError"), "unused parameters without the option"),
     ("mode static", ("GraphChangedError", "UnusedParameterError"), "a promise that the program breaks"),
@@ -28,7 +29,7 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
     ("nonfinite", ("NonFiniteGradientError",), 'nonfinite="raise"'),
     ("nest", ("ConfigError", "RuntimeError"), "wrappers within wrappers"),
     ("mode scatter", ("ConfigError", "MismatchError"), "docs/sharded-optimizer.md: what reads a part raises"),
-    ("op write", ("ReplicasDifferError",), "buffers that some ranks alone have written"),
+    ("a write of other values", ("ReplicasDifferError",), "buffers that some ranks alone have written"),
     ("op direct", ("RuntimeWarning",), "a step with gradients that nobody has averaged"),
     ("op iterate join", ("ConfigError",), "join() needs a process group of torch"),
 ]
@@ -50,6 +51,8 @@ def features_of(program: Program, mode: str) -> set[str]:
     for _, op in numbered(program["ops"]):
         found.add("op " + " ".join(str(op[key]) for key in ("op", "how") if key in op))
         found.add(f"op {op['op']}")
+        if are_apart(op):
+            found.add("a write of other values")
         if op["op"] in ("raise", "trap"):
             found.add("an error of the program's own")
         if op["op"] == "forward":

@@ -96,6 +96,71 @@ def test_layers_frozen_in_some_steps_train_as_with_torch(rank: int, path: str, f
         assert_same_on_all_ranks(ours)
 
 
+def _freeze_around_forwards(model: nn.Module, x: torch.Tensor) -> list[list[torch.Tensor | None]]:
+    """Gradients after each of some backwards; `model` is on one rank, or has all of the batch.
+
+    A forward whose backward never comes builds a graph with everything, or without the frozen layer.
+    """
+    layer = (model.module if isinstance(model, DistributedDataParallel) else model)[0]
+    found = []
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+        found.append([None if p.grad is None else p.grad.clone() for p in model.parameters()])
+        model.zero_grad()
+
+    def forward() -> torch.Tensor:
+        return model(x).square().mean()
+
+    for is_training in (True, False):
+        model.train(is_training)
+        unused = forward()  # evaluated with gradients, say
+        model.train()
+        layer.requires_grad_(False)
+        backward(forward())
+        unused = forward()
+        layer.requires_grad_(True)
+        backward(forward())
+        del unused
+    trained = forward()
+    layer.requires_grad_(False)
+    backward(trained)
+    frozen = forward()
+    layer.requires_grad_(True)
+    backward(frozen)
+    trained = forward()
+    layer.requires_grad_(False)
+    frozen = forward()
+    layer.requires_grad_(True)
+    backward(trained + frozen)
+    backward(forward())
+    return found
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_layers_frozen_between_a_forward_and_a_backward(
+    rank: int, path: str, view: bool, find_unused: bool
+) -> None:
+    x = numbers(4, 4, seed=3)
+    ddp = DistributedDataParallel(
+        two_layers().double(),
+        reduce_through=path,
+        find_unused_parameters=find_unused,
+        gradient_as_bucket_view=view,
+    )
+    ours = _freeze_around_forwards(ddp, share(x, rank, WORLD))
+    theirs = _freeze_around_forwards(two_layers().double(), x)
+    assert len(ours) == len(theirs) == 8
+    for number, (found, expected) in enumerate(zip(ours, theirs)):
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None), number
+            if one is not None:
+                assert_close(one, other)
+
+
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)

@@ -43,7 +43,7 @@ class Model:
                 leave_arena=lambda indices: self.events.append(("leave the arena", sorted(indices))),
                 check=lambda: self.events.append(("check", None)),
             ),
-            autograd=SimpleNamespace(frozen=frozenset(frozen), complete=None, find_swapped=list),
+            autograd=SimpleNamespace(frozen_among=set(frozen).intersection, complete=None, find_swapped=list),
             micro_batches=SimpleNamespace(is_used=False),
         )
         self.reducer = SimpleNamespace(mark_ready=lambda index, _: self.events.append(("zeros", index)))

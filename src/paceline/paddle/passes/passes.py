@@ -11,7 +11,7 @@ parameter with hooks of the user's that Paddle calls after ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 import paddle
@@ -49,12 +49,10 @@ class PaddleAutograd:
         gradients: Handed over by its hooks.
 
     Attributes:
-        frozen: None: with frozen parameters Paddle's models are wrapped anew.
         has_ended: Whether init_reducer() has put other passes in place of these.
         weights: The weights of this rank's micro-batches.
     """
 
-    frozen: frozenset[int] = frozenset()
     weights: PaddleWeights
 
     def __init__(self, tensors: ManagedTensors, state: PassState, gradients: Gradients) -> None:
@@ -239,6 +237,10 @@ class PaddleAutograd:
 
     def await_drop(self, is_dropped: Callable[[], bool]) -> None:
         """The thread that has the exception has dropped it."""
+
+    def frozen_among(self, indices: Iterable[int]) -> set[int]:
+        """None: a model of Paddle's is wrapped anew when parameters are frozen for good."""
+        return set()
 
     def find_swapped(self) -> list[int]:
         """A parameter of Paddle's is the same tensor always."""

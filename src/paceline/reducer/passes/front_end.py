@@ -6,7 +6,7 @@ neighbours, errors and the core.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -194,13 +194,14 @@ class Sparse(Protocol):
 
 
 class Autograd(Protocol):
-    """When a framework's backwards begin and end.
+    """When a framework's backwards begin and end."""
 
-    Attributes:
-        frozen: Parameters that were frozen in the forwards before the pass, and may be unused.
-    """
+    def frozen_among(self, indices: Iterable[int]) -> set[int]:
+        """Of parameters that the pass under way has left without a gradient, those that may be, as frozen.
 
-    frozen: frozenset[int]
+        Frozen where forward built the graphs that the pass runs through, or since then.
+        """
+        ...
 
     def install(self) -> None:
         """Hook the parameters, as `Gradients` hands them over now."""

@@ -25,16 +25,23 @@ class Graph:
         on_gradient: Called with this graph when an output has got its gradient.
         is_averaged: Whether a backward through it is; not, if its forward ran in no_sync().
         counted_in: The pass in whose number of forwards it is, as `Graphs` counts passes; None: in none.
+        frozen: The parameters that were frozen when it was built.
     """
 
-    __slots__ = ("__weakref__", "_on_gradient", "counted_in", "is_averaged")
+    __slots__ = ("__weakref__", "_on_gradient", "counted_in", "frozen", "is_averaged")
 
     def __init__(
-        self, on_gradient: Callable[[Graph], None], *, is_averaged: bool, counted_in: int | None
+        self,
+        on_gradient: Callable[[Graph], None],
+        *,
+        is_averaged: bool,
+        counted_in: int | None,
+        frozen: frozenset[int],
     ) -> None:
         self._on_gradient = on_gradient
         self.is_averaged = is_averaged
         self.counted_in = counted_in
+        self.frozen = frozen
 
     def hook(self, _: object) -> None:
         """The hook of each output."""
@@ -54,7 +61,7 @@ class Graphs:
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
         self._open: set[weakref.ref[Graph]] = set()
-        self._begun: set[weakref.ref[Graph]] = set()
+        self._begun: dict[weakref.ref[Graph], frozenset[int]] = {}  # and its `frozen`
         self._passes = self.reached = 0
         self._has_wrapper = True
         self._is_closed = False
@@ -64,10 +71,24 @@ class Graphs:
         """Whether a backward has reached a forward's outputs, and its pass is not over."""
         return bool(self._begun)
 
-    def add(self, on_gradient: Callable[[Graph], None], *, is_averaged: bool, is_counted: bool) -> Graph:
+    def frozen(self) -> frozenset[int] | None:
+        """The parameters that were frozen in every graph that the pass under way runs through.
+
+        None: it has come to no graph, because the outputs of its forwards could not be watched.
+        """
+        return frozenset.intersection(*self._begun.values()) if self._begun else None
+
+    def add(
+        self,
+        on_gradient: Callable[[Graph], None],
+        *,
+        is_averaged: bool,
+        is_counted: bool,
+        frozen: frozenset[int] = frozenset(),
+    ) -> Graph:
         """The graph of a new forward, open until a pass runs through it, or it is dropped."""
         counted_in = self._passes if is_counted else None
-        graph = Graph(on_gradient, is_averaged=is_averaged, counted_in=counted_in)
+        graph = Graph(on_gradient, is_averaged=is_averaged, counted_in=counted_in, frozen=frozen)
         if is_averaged:  # a local backward needs no hooks
             self._open.add(weakref.ref(graph, self._forget))
         return graph
@@ -88,7 +109,7 @@ class Graphs:
     def begin(self, graph: Graph) -> None:
         """The pass under way runs through this graph."""
         self.check_open()
-        self._begun.add(weakref.ref(graph))
+        self._begun[weakref.ref(graph)] = graph.frozen
         if graph.counted_in == self._passes:
             graph.counted_in = None
             self.reached += 1
@@ -97,8 +118,8 @@ class Graphs:
         """The pass is over, and the graphs that it ran through with it."""
         self._passes += 1
         self.reached = 0
-        begun, self._begun = self._begun, set()
-        self._open -= begun
+        self._open.difference_update(self._begun)
+        self._begun = {}
         self._close_if_last()
 
     def drop_wrapper(self) -> None:

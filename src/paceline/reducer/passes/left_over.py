@@ -65,9 +65,11 @@ class LeftOver:
         elif len(state.handed) < count:
             self._variety.note(self._used)
         if len(state.handed) < count:
-            self._hand_over_accumulated()
-        if len(state.handed) < count:
-            self._leave_out([index for index in range(count) if index not in state.handed], reducer)
+            missing = [index for index in range(count) if index not in state.handed]
+            frozen = self._autograd.frozen_among(missing)
+            self._hand_over_accumulated(missing, frozen)
+            if len(state.handed) < count:
+                self._leave_out([index for index in missing if index not in state.handed], frozen, reducer)
         self._gradients.check()
 
     def hand_over_nothing(self, reducer: Reducer) -> None:
@@ -92,20 +94,20 @@ class LeftOver:
             elif self._gradients.exists(index):
                 self._gradients.hand_over_rest(index)
 
-    def _hand_over_accumulated(self) -> None:
+    def _hand_over_accumulated(self, missing: Sequence[int], frozen: set[int]) -> None:
         """Hand over gradients that this backward did not touch but that count all the same.
 
         Those of no_sync() passes; and, where unused parameters are allowed, any gradient that is left
         from before: the others add to theirs, so it must take part in the mean. Not that of a frozen
         parameter, which stays as it is: a rank without data would take its share of the mean away.
         """
-        state, frozen = self._state, self._autograd.frozen
-        for index in range(len(self._names)):
-            counts = index in state.accumulated or (self._allow_unused and index not in frozen)
-            if index not in state.handed and counts and self._gradients.exists(index):
+        accumulated = self._state.accumulated
+        for index in missing:
+            counts = index in accumulated or (self._allow_unused and index not in frozen)
+            if counts and self._gradients.exists(index):
                 self._gradients.hand_over_rest(index)
 
-    def _leave_out(self, missing: Sequence[int], reducer: Reducer) -> None:
+    def _leave_out(self, missing: Sequence[int], frozen: set[int], reducer: Reducer) -> None:
         """These have no gradient; delayed ones have one of zeros, as in torch."""
         delayed = [index for index in missing if index in self._tensors.delayed]
         if delayed:
@@ -114,7 +116,7 @@ class LeftOver:
             self._mark_zeros(index, reducer)
         unused = [index for index in missing if index not in self._tensors.delayed]
         self._gradients.leave_out(unused)
-        idle = self._autograd.frozen.intersection(unused)
+        idle = frozen.intersection(unused)
         if idle:
             if not self._allow_unused:
                 self._state.status.frozen = digest_of(sorted(idle))

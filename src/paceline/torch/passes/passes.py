@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -83,7 +83,6 @@ class TorchAutograd:
         is_alone: Whether there is no other rank.
 
     Attributes:
-        frozen: Parameters that were frozen in the forwards before the pass, or those of the last one.
         times: The times of passes.
         errors: Where it notes what a pass raised.
     """
@@ -100,7 +99,6 @@ class TorchAutograd:
         is_static: bool,
         is_alone: bool,
     ) -> None:
-        self.frozen: frozenset[int] = frozenset()
         self.times = PassTimes(is_timing=tensors.device_kinds == {"cpu"})
         self.errors = ErrorNote()
         self._tensors = tensors
@@ -112,7 +110,7 @@ class TorchAutograd:
         self._has_passes = False
         self._shared: set[int] = set()
         self._shared_gradients = SharedGradients(state)
-        self._is_frozen_noted = self._has_begun = False
+        self._has_begun = False
         self._in_backward: Steppers = []
         # Graphs that a backward of some tensors alone has come to; perhaps no parameter is among them.
         self._met: list[tuple[int, weakref.ref[Graph]]] = []
@@ -188,9 +186,6 @@ class TorchAutograd:
         self._has_passes = good_passes > 0
         if good_passes >= self.times.next_pass:
             self.times.begin_forward(good_passes)
-        frozen = self._tensors.frozen_now  # what one of several forwards trains is not
-        self.frozen = self.frozen & frozen if self._is_frozen_noted else frozen
-        self._is_frozen_noted = True
         if not self._state.is_armed and (moved := self._not_last()):
             self._put_last(moved)
         if self._buffers.hook is not None:
@@ -204,6 +199,7 @@ class TorchAutograd:
             self._on_output_gradient,
             is_averaged=state.is_forward_averaged,
             is_counted=state.is_forward_counted,
+            frozen=self._tensors.frozen_now,
         )
         is_watched = False
         for tensor in tensors_in(output):
@@ -287,6 +283,13 @@ class TorchAutograd:
         if self._shared:
             self._shared_gradients.begin_pass()
 
+    def frozen_among(self, indices: Iterable[int]) -> set[int]:
+        frozen, trainable = self._state.graphs.frozen(), self._tensors.trainable
+        if frozen is None:
+            frozen = self._tensors.frozen_now  # of the last forward
+        # What was frozen after its forward gets no gradient from torch, either.
+        return {index for index in indices if index in frozen or not trainable[index].requires_grad}
+
     def find_swapped(self) -> list[int]:
         return [] if self._last_hooks is None else self._last_hooks.find_swapped()
 
@@ -310,7 +313,6 @@ class TorchAutograd:
         if self._late is not None:
             self._late.forget()
         self._met.clear()
-        self._is_frozen_noted = False
 
 
 GradientPasses: TypeAlias = Passes[TorchAutograd]
