@@ -296,8 +296,14 @@ class Machine(Walker):
             past = self.weight_so_far.get(model, 0.0)
             whole = self.weight_so_far[model] = past + weight
             shares = (1.0, 1.0) if is_first or not whole else (past / whole, weight / whole)
-            for p, earlier in zip(self.trainable[model], before[model]):
-                given = [(g, share) for g, share in zip((earlier, p.grad), shares) if g is not None]
+            if is_first:
+                self.weighed_so_far[model] = set()
+            with_weights = self.weighed_so_far[model]
+            for number, (p, earlier) in enumerate(zip(self.trainable[model], before[model])):
+                kept = shares[0] if number in with_weights else 1.0
+                given = [(g, share) for g, share in ((earlier, kept), (p.grad, shares[1])) if g is not None]
+                if p.grad is not None:
+                    with_weights.add(number)
                 if given:
                     put(p, sum((g * share for g, share in given if share), paddle.zeros_like(p)))
 
@@ -310,7 +316,8 @@ class Machine(Walker):
                 self.optimizers[model].clear_grad(set_to_zero=zero)
             elif how == "tensor":
                 for p in net.parameters():
-                    p.clear_gradient(set_to_zero=zero)
+                    if not p.stop_gradient:  # what ranks do with those that are frozen is not averaged
+                        p.clear_gradient(set_to_zero=zero)
             else:
                 layer = self.wrappers.get(model, net) if how == "wrapper" else net
                 layer.clear_gradients(set_to_zero=zero)

@@ -393,8 +393,14 @@ class Machine(Walker):
             past = self.weight_so_far.get(model, 0.0)
             whole = self.weight_so_far[model] = past + weight
             shares = (1.0, 1.0) if is_first or not whole else (past / whole, weight / whole)
-            for p in self.trainable[model]:
-                given = [(g, share) for g, share in zip((before[p], p.grad), shares) if g is not None]
+            if is_first:
+                self.weighed_so_far[model] = set()
+            with_weights = self.weighed_so_far[model]
+            for number, p in enumerate(self.trainable[model]):
+                kept = shares[0] if number in with_weights else 1.0
+                given = [(g, share) for g, share in ((before[p], kept), (p.grad, shares[1])) if g is not None]
+                if p.grad is not None:
+                    with_weights.add(number)
                 if given:
                     p.grad = sum((g * share for g, share in given if share), torch.zeros_like(p))
                     if all(g.is_sparse for g, _ in given):  # momentum of rows takes nothing else

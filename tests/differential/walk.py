@@ -110,6 +110,7 @@ class Walker:
         self.trainable: dict[int, list[Any]] = {}
         self.weights: dict[int, float] = {}
         self.weight_so_far: dict[int, float] = {}
+        self.weighed_so_far: dict[int, set[int]] = {}  # parameters to whose gradients it applies
         self.has_finished = False  # some data have ended
         self.at = ""
         self._visits: dict[str, int] = {}

@@ -154,6 +154,31 @@ def test_weights_give_the_mean_over_all_samples(group: object, framework: str) -
 
 
 @both
+@views
+@on_two_ranks
+def test_weights_leave_gradients_alone_that_no_micro_batch_touches(
+    group: object, framework: str, view: bool
+) -> None:
+    do, x = adapter(framework), batch(2)
+    for how, branch in (("frozen", "both"), ("unused", "right")):
+        model = do.Branches()
+        wrapped = do.wrap(model, group, find_unused_parameters=how == "unused", gradient_as_bucket_view=view)
+        do.backward(do.loss(wrapped, x, "both"))
+        before = do.as_float64(model.left.weight.grad).copy()
+        if how == "frozen":
+            do.freeze(model.left.weight)
+            do.freeze(model.left.bias)
+        for is_last in (False, True):
+            wrapped.require_backward_grad_sync = wrapped.grad_need_sync = is_last
+            with wrapped.weight(1 + group.rank * is_last), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # for Paddle these parameters got no gradient
+                do.backward(do.loss(wrapped, x, branch))
+        after = do.as_float64(model.left.weight.grad)
+        close([after], [before])
+        same_on_all_ranks([after], group)
+
+
+@both
 @on_two_ranks
 def test_a_rank_that_has_finished_takes_part_until_all_have(group: object, framework: str) -> None:
     do, x = adapter(framework), batch()

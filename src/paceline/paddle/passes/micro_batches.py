@@ -66,8 +66,8 @@ class PaddleWeights(MicroBatchWeights):
 
     def _shrink(self, factor: float) -> None:
         with paddle.no_grad():
-            for parameter in self._parameters:
-                gradient = internals.gradient_of(parameter)
+            for index in self._state.accumulated:
+                gradient = internals.gradient_of(self._parameters[index])
                 if gradient is not None and internals.is_sparse(gradient):
                     internals.scale_rows(gradient, factor)
                 elif gradient is not None:

@@ -100,7 +100,7 @@ class MicroBatchWeights(ABC):
 
     @abstractmethod
     def _shrink(self, factor: float) -> None:
-        """Multiply what has accumulated."""
+        """Multiply what the micro-batches have left; not a gradient from before to which none has added."""
 
     @abstractmethod
     def _call_at_end(self, end: Callable[[], None]) -> None:

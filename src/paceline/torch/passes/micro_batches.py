@@ -59,7 +59,8 @@ class TorchWeights(MicroBatchWeights):
                 self._handles.append(parameter.register_hook(self._scale))  # type: ignore[no-untyped-call]
 
     def _shrink(self, factor: float) -> None:
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        accumulated = (self._parameters[index].grad for index in sorted(self._state.accumulated))
+        gradients = [gradient for gradient in accumulated if gradient is not None]
         with torch.no_grad():
             torch._foreach_mul_(gradients, factor)
 
