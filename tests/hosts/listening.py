@@ -2,7 +2,8 @@
 
 The ranks meet in FOLDER, which all hosts share here. Each prints lines of an event and the time, of a clock
 that all hosts share too, and the error behind the last one. Rank GUILTY does WHAT half a second after all
-have come: kill, raise, leave, or nothing.
+have come: kill, raise, leave, or nothing. With "ask", each rank asks what the others do, once there is a
+file of that name in FOLDER, and ends when there is one named "end".
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from paceline.rendezvous.handshake import Facts
 from paceline.rendezvous.secret import find_secret
 
 GUILTY = 3
-LISTENS_S = 30.0
+LISTENS_S = 60.0
 
 
 class FolderExchange:
@@ -75,12 +76,24 @@ def form(folder: Path, layout: tuple[int, ...]) -> ControlChannel:
     return form_channel(exchange, facts, hosts, secret.key, 60.0)
 
 
+def until_there(path: Path) -> None:
+    until_s = time.monotonic() + LISTENS_S
+    while not path.exists():
+        assert time.monotonic() < until_s, path
+        time.sleep(0.01)
+
+
 def main() -> None:
     folder, what = Path(sys.argv[1]), sys.argv[2]
     layout = tuple(int(host) for host in os.environ["LAYOUT"].split(","))
     channel = form(folder, layout)
     is_encrypted = all(each.is_encrypted for each in channel._connections.values())
     say("came", "encrypted\n" if is_encrypted else "in clear\n")
+    if what == "ask":
+        until_there(folder / "ask")
+        say("asked", f"{channel.late()}\n")
+        until_there(folder / "end")
+        return
     if what != "nothing" and int(os.environ["RANK"]) == GUILTY:
         time.sleep(0.5)
         say("guilty")

@@ -5,16 +5,18 @@ The ranks import no framework; with one, the same is in `tests/multiprocess/test
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from paceline.rendezvous.control import SILENCE_VARIABLE
 from tests.hosts.listening import GUILTY
 from tests.hosts.namespaces import Hosts, why_not
 from tests.hosts.test_launchers import OPTIONS
@@ -24,10 +26,6 @@ pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 LAYOUT = (0, 0, 1, 1)
 WITHIN_S = 120
-SOON_S = 3.0
-"""A machine that does nothing else needs some milliseconds."""
-CUT_S = 12.0
-"""The same needs 3.3 s."""
 Ranks = list["subprocess.Popen[str]"]
 
 
@@ -37,10 +35,17 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-def start(hosts: Hosts, folder: Path, what: str = "nothing", *, has_secret: bool = True) -> Ranks:
+def start(
+    hosts: Hosts,
+    folder: Path,
+    what: str = "nothing",
+    *,
+    has_secret: bool = True,
+    environment: Mapping[str, str] | None = None,
+) -> Ranks:
     """Ranks that have come, all of them. With a secret, what they say is encrypted."""
     command = [sys.executable, "-m", "tests.hosts.listening", str(folder), what]
-    variables = {"LAYOUT": ",".join(map(str, LAYOUT))}
+    variables = {"LAYOUT": ",".join(map(str, LAYOUT)), **(environment or {})}
     if has_secret:
         secret = folder / "secret"
         secret.write_text("0123456789abcdef")
@@ -73,23 +78,31 @@ def kill(rank: subprocess.Popen[str]) -> None:
     rank.communicate(timeout=WITHIN_S)
 
 
+def is_of_a_death(error: str) -> bool:
+    """Whether it names a rank of the second host, all of which have ended.
+
+    A process that had not read all that came resets its connection at its end. Where no rank of its host is
+    left, that may have been the network as well, and the error says so.
+    """
+    died, reset = "Rank [23] of 4 on host node1 died", "ranks? [23](-3)? of 4 on host node1 was reset"
+    return re.search(f"{died}|{reset}", error) is not None
+
+
 @pytest.mark.parametrize("has_secret", [True, False], ids=["encrypted", "in clear"])
 def test_a_killed_rank(hosts: Hosts, tmp_path: Path, has_secret: bool) -> None:
     ranks = start(hosts, tmp_path, "kill", has_secret=has_secret)
-    at = guilty_at(ranks[GUILTY])
+    guilty_at(ranks[GUILTY])
     for rank in ranks[:GUILTY]:
-        when, error = noticed(rank)
-        assert when - at < SOON_S
+        error = noticed(rank)[1]
         assert f"Rank {GUILTY} of 4 on host node1 died." in error
         assert f"pid {ranks[GUILTY].pid}" in error
 
 
 def test_an_exception(hosts: Hosts, tmp_path: Path) -> None:
     ranks = start(hosts, tmp_path, "raise")
-    at = guilty_at(ranks[GUILTY])
+    guilty_at(ranks[GUILTY])
     for rank in ranks[:GUILTY]:
-        when, error = noticed(rank)
-        assert when - at < SOON_S
+        error = noticed(rank)[1]
         assert "ValueError: the cause" in error
         assert f"told by rank {GUILTY} on host node1 (pid {ranks[GUILTY].pid})" in error
 
@@ -100,19 +113,15 @@ def test_the_end_of_a_program_is_no_failure(hosts: Hosts, tmp_path: Path) -> Non
     assert ranks[GUILTY].returncode == 0
     kill(ranks[2])  # which is one
     for rank in ranks[:2]:
-        _, error = noticed(rank)
-        assert "Rank 2 of 4 on host node1 died." in error
+        assert is_of_a_death(noticed(rank)[1])
 
 
 def test_a_killed_host(hosts: Hosts, tmp_path: Path) -> None:
     ranks = start(hosts, tmp_path)
-    at = time.monotonic()
     for rank in ranks[2:]:
         kill(rank)
     for rank in ranks[:2]:
-        when, error = noticed(rank)
-        assert when - at < SOON_S
-        assert "of 4 on host node1 died." in error
+        assert is_of_a_death(noticed(rank)[1])
 
 
 def test_a_cut_link(hosts: Hosts, tmp_path: Path) -> None:
@@ -126,8 +135,41 @@ def test_a_cut_link(hosts: Hosts, tmp_path: Path) -> None:
     ):
         for rank in own:
             when, error = noticed(rank)
-            assert 2.0 < when - at < CUT_S  # and not at a hiccup
+            assert when - at > 1.5  # and not at a hiccup
             assert summary in error
+
+
+@pytest.mark.parametrize("fault", ["the hub is stopped", "cut from 0", "cut from 1", "cut"])
+def test_a_question_that_does_not_arrive_blames_no_process(hosts: Hosts, tmp_path: Path, fault: str) -> None:
+    """Asked before the silence that is allowed has passed: nobody knows yet whether the host is lost."""
+    ranks = start(hosts, tmp_path, "ask", environment={SILENCE_VARIABLE: "600"})
+    if fault == "cut":
+        hosts.cut(1)
+    elif fault == "the hub is stopped":
+        ranks[0].send_signal(signal.SIGSTOP)
+    else:
+        source = int(fault[-1])
+        hosts.cut_one_way(source, 1 - source)
+    (tmp_path / "ask").touch()
+    told = []
+    for rank in ranks[fault == "the hub is stopped" :]:
+        line = rank.stdout.readline()
+        assert line.startswith("asked "), line + rank.stdout.read()
+        told.append(rank.stdout.readline())
+    ranks[0].send_signal(signal.SIGCONT)
+    (tmp_path / "end").touch()
+    for rank in ranks:
+        output, _ = rank.communicate(timeout=WITHIN_S)
+        assert rank.returncode == 0, output
+    if fault == "the hub is stopped":
+        assert all("rank 0 on host node0" in each and "is stopped" in each for each in told), told
+        assert not any("was cut" in each for each in told), told
+        return
+    for each, host in zip(told, LAYOUT, strict=True):
+        others = [rank for rank in range(4) if LAYOUT[rank] != host]
+        assert f"ranks=({', '.join(map(str, others))})" in each or (host and "ranks=(0,)" in each), told
+        assert "its host acknowledges nothing" in each and f"the network to node{1 - host} was cut" in each
+        assert "SIGSTOP" not in each and "kill -CONT" not in each, told
 
 
 def test_a_pause_is_no_failure(hosts: Hosts, tmp_path: Path) -> None:

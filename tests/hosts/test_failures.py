@@ -13,6 +13,7 @@ process. Where a whole host is killed they are not: those who are left end as a 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -48,10 +49,8 @@ EACH = (
 )
 LAYOUTS = pytest.mark.parametrize("framework, path, layout", EACH)
 FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "paddle"])
-SOON_S = 3.0
-"""A machine that does nothing else needs 0.3 s (see docs/design/hosts.md); the deadline is 60 s."""
-CUT_S = 12.0
-"""The same needs 4 s; on a busy machine the threads that measure it get their turns late."""
+AT_ONCE_S = 30.0
+"""The deadline is 60 s. How soon it really is, `delays` measures on a machine that does nothing else."""
 
 
 @pytest.fixture
@@ -116,13 +115,29 @@ def guilty_at(rank: Rank) -> float:
     return float(rank.output().partition("guilty ")[2].split()[0])
 
 
+def assert_of_the_link(error: str, host: int) -> None:
+    """It names a host and the link to it, and blames no process there.
+
+    A rank may see for itself that nothing comes, or that its connection is reset by the other end, which has
+    seen the same. Where another rank of its own host was quicker to give up and closes its connections, it
+    asks who answers, and learns that its questions do not arrive. Each of these is true.
+    """
+    words = (
+        f"on host node{host} cannot be reached any more",
+        rf"he connection to ranks? \S+ of 4 on host node{host} was reset",
+        rf"on host node{host} \(pid \d+\) does not answer, and its host acknowledges nothing",
+    )
+    assert any(re.search(each, error) for each in words), error
+    assert "killed" not in error and "SIGSTOP" not in error, error
+
+
 @LAYOUTS
 def test_a_killed_rank(hosts: Hosts, framework: str, path: str, layout: Layout) -> None:
     ranks = start(hosts, "kill", path, layout, framework)
     at = guilty_at(ranks[GUILTY])
     for rank in ranks[:GUILTY]:
         when, error = noticed(rank)
-        assert when - at < SOON_S, error
+        assert when - at < AT_ONCE_S, error
         assert f"Rank {GUILTY} of 4" in error and "died" in error, error
         # In its own host the host's memory tells it, and nobody else has seen it.
         assert f"pid {ranks[GUILTY].pid}" in error and "on host node1" in error, error
@@ -134,7 +149,7 @@ def test_an_exception(hosts: Hosts, framework: str, path: str, layout: Layout) -
     at = guilty_at(ranks[GUILTY])
     for rank, host in zip(ranks[:GUILTY], layout):
         when, error = noticed(rank)
-        assert when - at < SOON_S, error
+        assert when - at < AT_ONCE_S, error
         assert "ValueError: the cause" in error and f"ank {GUILTY} " in error, error
         if host != layout[GUILTY]:
             assert f"rank {GUILTY} on host node1 (pid {ranks[GUILTY].pid})" in error, error
@@ -148,7 +163,7 @@ def test_a_killed_host(hosts: Hosts, framework: str, path: str) -> None:
         rank.send_signal(signal.SIGKILL)
     for rank in ranks[:2]:
         when, error = noticed(rank)
-        assert when - at < SOON_S, error
+        assert when - at < AT_ONCE_S, error
         assert "host node1" in error, error
     for rank in ranks[2:]:
         rank.output()
@@ -161,8 +176,8 @@ def test_a_cut_link(hosts: Hosts, framework: str, path: str) -> None:
     hosts.cut(1)
     for rank, host in zip(ranks, TWO_AND_TWO):
         when, error = noticed(rank)
-        assert when - at < CUT_S, error
-        assert f"on host node{1 - host} cannot be reached any more" in error, error
+        assert when - at < AT_ONCE_S, error
+        assert_of_the_link(error, 1 - host)
 
 
 ONE_WAY = pytest.mark.parametrize("source", [0, 1])
@@ -178,16 +193,14 @@ def test_a_link_that_is_cut_in_one_direction(hosts: Hosts, source: int, path: st
     hosts.cut_one_way(source, 1 - source)
     for rank, host in zip(ranks, layout):
         when, error = noticed(rank)
-        assert when - at < CUT_S, error
-        # Who still hears the other host only sees that it gives up.
-        words = "was reset" if host == source and "was reset" in error else "cannot be reached any more"
-        assert f"on host node{1 - host} {words}" in error and "killed" not in error, error
+        assert when - at < AT_ONCE_S, error
+        assert_of_the_link(error, 1 - host)
 
 
 @pytest.mark.parametrize("path", ["auto", "group"])
 def test_a_short_cut_is_survived(hosts: Hosts, path: str) -> None:
-    """Of 7 s where 10 are allowed: TCP by itself sends again after 6.2 s and after 12.6 s."""
-    ranks = start(hosts, "pause", path, environment={SILENCE_VARIABLE: "10"})
+    """Of 7 s where 12 are allowed: TCP by itself sends again after 6.2 s and after 12.6 s."""
+    ranks = start(hosts, "pause", path, environment={SILENCE_VARIABLE: "12"})
     hosts.cut(1)
     time.sleep(7.0)
     hosts.mend(1)

@@ -12,9 +12,10 @@ import pytest
 from paceline.errors import DeadlineError, PeerLostError
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.witness import ChannelWitness
-from paceline.rendezvous import answers, channel_tree
+from paceline.rendezvous import answers, channel_tree, control
 from paceline.rendezvous.answers import Answer, Seen
 from paceline.rendezvous.frames import Frame
+from paceline.rendezvous.handshake import Member
 from paceline.rendezvous.messages import MessageError
 from tests.unit.test_control import HOSTS, end, form
 
@@ -27,6 +28,7 @@ def patience(monkeypatch):
     monkeypatch.setattr(channel_tree, "MOST_IN_A_STAR", 4)
     monkeypatch.setattr(answers, "ASK_WITHIN_S", 3.0)
     monkeypatch.setattr(answers, "_ANSWER_WITHIN_S", 2.0)
+    monkeypatch.setattr(control, "ASK_AGAIN_WITHIN_S", 0.0)
 
 
 @pytest.fixture(params=[HOSTS, TREE], ids=["star", "tree"])
@@ -144,6 +146,48 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others(channels, silent):
         assert "does not answer" in late.seen and "stopped" in late.likely
 
 
+def acknowledges_nothing(monkeypatch, channels, silent):
+    """Let no kernel acknowledge what was sent to a rank, as where the link to its host is cut."""
+    ways = [link.socket for each in channels for other, link in each._connections.items() if other == silent]
+    real = control.unconfirmed_bytes
+    monkeypatch.setattr(control, "unconfirmed_bytes", lambda link: 1000 if link in ways else real(link))
+
+
+@pytest.mark.parametrize("silent", [0, 2])
+def test_a_rank_that_no_question_reaches_is_not_said_to_be_stopped(channels, silent, monkeypatch):
+    wait_all(channels, but=[silent])
+    acknowledges_nothing(monkeypatch, channels, silent)
+    with stopped(channels[silent]):
+        found = all_late(channels, but=silent)
+    for rank, late in found.items():
+        assert late is not None and late.ranks == (silent,), (rank, late)
+        assert f"(pid {100 + silent}) does not answer, and its host acknowledges nothing" in late.seen
+        assert f"the network to node{silent // 2} was cut" in late.likely and "SIGSTOP" not in late.likely
+        assert "kill -CONT" not in late.hint
+
+
+def test_a_question_that_does_not_arrive_is_asked_again_until_there_is_a_failure(channels, monkeypatch):
+    """It takes longer to know that a host is lost than to ask."""
+    monkeypatch.setattr(control, "ASK_AGAIN_WITHIN_S", 600.0)
+    wait_all(channels, but=[0])
+    acknowledges_nothing(monkeypatch, channels, 0)
+    found = []
+    with stopped(channels[0]):
+        asking = threading.Thread(target=lambda: found.append(channels[1].late()))
+        asking.start()
+        with channels[1]._lock:
+            channels[1]._lose(0, control.How.SILENT)
+        asking.join(60)
+    assert found == [None] and channels[1].failure.lost == (0, 1)
+
+
+def test_where_some_are_stopped_and_some_are_not_reached_both_causes_are_given():
+    members = [Member(rank, f"node{rank // 2}", 100 + rank) for rank in range(4)]
+    late = answers.late_ranks(Seen((1,), {}, (3,)), members, (0, 1))
+    assert late.ranks == (1, 3)
+    assert "the process of rank 1 is stopped" in late.likely and "the network to node1 was cut" in late.likely
+
+
 def test_who_does_not_answer_is_named_and_not_who_computes(channels):
     wait_all(channels, but=[1, 3])
     with stopped(channels[3]):
@@ -205,6 +249,18 @@ def test_who_has_left_owes_no_answer_and_is_named_as_one_that_has_left(channels)
         waits.poll(lambda: False, "a sum of values")
 
 
+def test_where_the_hub_has_left_nobody_is_said_to_be_stopped(channels):
+    wait_all(channels)
+    channels[0].close()
+    neighbours = [each for each in channels[1:] if 0 in each._num_said]
+    while not all(0 in {each.rank for each in channel.left} for channel in neighbours):
+        time.sleep(0.01)
+    for channel in neighbours:
+        assert channel.late() is None
+    with pytest.raises(PeerLostError, match=r"Rank 0 of \d has left"):
+        waits_of(channels[1]).poll(lambda: False, "a sum of values")
+
+
 def waits_of(channel):
     count = len(channel.members)
     return EngineWaits(
@@ -261,7 +317,15 @@ def test_only_the_hub_tells_what_was_seen():
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{}", b'{"silent": [true], "answers": []}', b'{"silent": [], "answers": [1]}']
+    "raw",
+    [
+        b"",
+        b"{}",
+        b'{"silent": [true], "answers": [], "unreached": []}',
+        b'{"silent": [], "answers": [1], "unreached": []}',
+        b'{"silent": [], "answers": [], "unreached": ["1"]}',
+        b'{"silent": [], "answers": []}',
+    ],
 )
 def test_bytes_that_are_nothing_seen(raw):
     with pytest.raises(MessageError):

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.rendezvous import arrivals
-from paceline.rendezvous.arrivals import Arrivals, quiet_s
+from paceline.rendezvous.arrivals import Arrivals, quiet_s, unconfirmed_bytes
 
 SILENCE_S = 3.0
+HOSTS = ((0, 1), (2, 3))
 
 
 @contextlib.contextmanager
@@ -48,7 +49,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, socket
 def seen(connection: socket.socket, seconds: float) -> list[list[int]]:
     """Who is silent, at looks in the given time, by a clock that does not wait."""
     now = time.monotonic()
-    watched = Arrivals({3: connection}, now)
+    watched = Arrivals({3: connection}, HOSTS, now)
     found = [watched.silent(SILENCE_S, now + step / 4) for step in range(1, round(4 * seconds))]
     watched.forget(3)
     return found
@@ -74,7 +75,7 @@ def test_nothing_comes(ends: tuple[socket.socket, socket.socket], monkeypatch: p
 @pytest.mark.usefixtures("is_cut")
 def test_what_comes_over_the_connection_counts(ends: tuple[socket.socket, socket.socket]) -> None:
     now = time.monotonic()
-    watched = Arrivals({3: ends[0]}, now)
+    watched = Arrivals({3: ends[0]}, HOSTS, now)
     for second in range(1, 20):
         ends[1].send(b"x")
         ends[0].recv(1)
@@ -84,7 +85,7 @@ def test_what_comes_over_the_connection_counts(ends: tuple[socket.socket, socket
 @pytest.mark.usefixtures("is_cut")
 def test_what_comes_over_another_connection_counts(ends: tuple[socket.socket, socket.socket]) -> None:
     now = time.monotonic()
-    watched = Arrivals({3: ends[0]}, now)
+    watched = Arrivals({3: ends[0]}, HOSTS, now)
     address = ends[0].getpeername()[0]
     plain = address.removeprefix("::ffff:")
     family = socket.AF_INET6 if ":" in plain else socket.AF_INET
@@ -97,19 +98,55 @@ def test_what_comes_over_another_connection_counts(ends: tuple[socket.socket, so
 
 
 @pytest.mark.usefixtures("is_cut")
+def test_what_comes_from_one_rank_is_a_sign_of_life_of_its_host(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks of a host are lost together, or none is."""
+    monkeypatch.setattr(arrivals, "_segments_from", lambda _: {})
+    now = time.monotonic()
+    with connected(socket.AF_INET, "127.0.0.1", "127.0.0.1") as (beside, _):
+        watched = Arrivals({2: beside, 3: ends[0]}, HOSTS, now)
+        for second in range(1, 9):
+            ends[1].send(b"x")
+            ends[0].recv(1)
+            assert not watched.silent(SILENCE_S, now + second)
+        found = [watched.silent(SILENCE_S, now + 8 + step / 4) for step in range(1, 16)]
+        assert [2, 3] in found and all(each in ([], [2, 3]) for each in found)
+        for rank in (2, 3):
+            watched.forget(rank)
+
+
+@pytest.mark.usefixtures("is_cut")
+def test_a_silence_begins_when_the_last_data_came(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the kernel's clock, and not at the look that has seen them."""
+    monkeypatch.setattr(arrivals, "_segments_from", lambda _: {})
+    now = time.monotonic()
+    watched = Arrivals({3: ends[0]}, HOSTS, now)
+    ends[1].send(b"x")
+    ends[0].recv(1)
+    monkeypatch.setattr(arrivals, "quiet_s", lambda _: 0.2)
+    assert not watched.silent(SILENCE_S, now + 1.0)
+    assert watched.judged_at_s(SILENCE_S) == pytest.approx(now + 0.8 + SILENCE_S)
+    watched.forget(3)
+    assert watched.judged_at_s(SILENCE_S) == float("inf")
+
+
+@pytest.mark.usefixtures("is_cut")
 def test_a_process_that_could_not_look_for_long_looks_first(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(arrivals, "_segments_from", lambda _: {})
     now = time.monotonic()
-    watched = Arrivals({3: ends[0]}, now)
+    watched = Arrivals({3: ends[0]}, HOSTS, now)
     assert not watched.silent(SILENCE_S, now + 60.0)
     watched.forget(3)
 
 
 def test_a_connection_that_is_forgotten_is_not_looked_at(ends: tuple[socket.socket, socket.socket]) -> None:
     now = time.monotonic()
-    watched = Arrivals({3: ends[0]}, now)
+    watched = Arrivals({3: ends[0]}, HOSTS, now)
     watched.forget(3)
     assert not watched.silent(SILENCE_S, now + 60.0)
 
@@ -120,3 +157,16 @@ def test_for_how_long_nothing_has_come(ends: tuple[socket.socket, socket.socket]
     assert quiet_s(ends[0]) < 60.0
     ends[0].close()
     assert quiet_s(ends[0]) == 0.0
+
+
+def test_what_the_other_kernel_has_acknowledged(ends: tuple[socket.socket, socket.socket]) -> None:
+    """Also for a process that reads nothing, as far as there is room for it."""
+    ends[0].send(b"x" * 100)
+    until_s = time.monotonic() + 60
+    while unconfirmed_bytes(ends[0]):
+        assert time.monotonic() < until_s
+    ends[0].setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            ends[0].send(b"x" * (1 << 20))
+    assert unconfirmed_bytes(ends[0]) > 0

@@ -26,7 +26,7 @@ from paceline.errors import ConfigError, PeerLostError, RendezvousError
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.witness import ChannelWitness
 from paceline.rendezvous import channel_tree, control, reception, tls
-from paceline.rendezvous.control import allowed_silence_s, form_channel
+from paceline.rendezvous.control import How, allowed_silence_s, form_channel
 from paceline.rendezvous.frames import Frame, FrameStream, frame
 from paceline.rendezvous.handshake import Facts, Seal, misfit
 from paceline.rendezvous.messages import join_payloads, split_payloads
@@ -935,12 +935,41 @@ def test_ranks_of_a_host_are_asked_at_once_where_one_is_reset(channels, monkeypa
     assert error.lost == (2, 3) and "was reset" in error.summary
 
 
+def test_a_rank_whose_connection_is_reset_while_its_host_acknowledges_nothing_is_not_said_to_have_died(
+    channels, monkeypatch
+):
+    """The other end of a link that is cut in one direction resets what it gives up."""
+    monkeypatch.setattr(control, "unconfirmed_bytes", lambda _: 1000)
+    for each in channels:
+        each._silence_s = 1.0
+    reset(channels, 3)
+    for rank in (0, 1, 2):
+        error = channels[rank].wait(30.0)
+        assert error.lost == (3,) and "killed" not in str(error)
+        assert error.summary == "The connection to rank 3 of 4 on host node1 was reset."
+
+
+def test_all_connections_with_a_silent_host_end_together(channels, monkeypatch):
+    """One that were left over would hear the other kernel send again, long after the rank there has ended."""
+    with channels[0]._lock:
+        monkeypatch.setattr(channels[0]._arrivals, "silent", lambda *_: [2])
+        channels[0]._looks_at_s = 0.0
+    for rank in (2, 3):
+        error = channels[rank].wait(30.0)
+        assert error.lost == (0, 1)
+        assert error.summary == "Ranks 0-1 of 4 on host node0 cannot be reached any more."
+    for rank in (0, 1):
+        error = channels[rank].wait(30.0)
+        assert error.lost == (2, 3)
+        assert error.summary == "Ranks 2-3 of 4 on host node1 cannot be reached any more."
+
+
 def test_an_end_that_gives_up_says_why(channels):
     with channels[3]._lock:
-        channels[3]._give_up(0)
+        channels[3]._lose(0, How.SILENT)
     error = channels[1].wait(30.0)
     assert (
         error.lost == (2, 3) and error.summary == "Ranks 2-3 of 4 on host node1 cannot be reached any more."
     )
-    assert "nothing has come to it from here, and it gave up" in error.seen
+    assert "it gave up, because one of the two hosts hears nothing from the other" in error.seen
     assert channels[3].wait(30.0).lost == (0, 1)

@@ -167,7 +167,7 @@ class EngineWaits:
         if is_lost and (late := self._late_by_name(what, text, is_silent=True)) is not None:
             return late
         if is_lost:
-            kind, likely = PeerLostError, "another rank died or raised"
+            kind, likely = PeerLostError, "another rank died or raised, or the connection to it broke"
         elif is_late:
             if (late := self._late_by_name(what, text)) is not None:
                 return late

@@ -1,15 +1,18 @@
 """Which ranks of a control channel answer, and what those that do are in: asked when a call of all is late.
 
-The one idea: the thread of the channel answers for its rank, whatever the rank's program does. So a rank that
-computes is told from one that does not answer, because its process is stopped or holds Python's lock. The hub
-asks for everybody: one round serves all who ask meanwhile. Nothing is sent unless somebody asks.
+The thread of the channel answers for its rank, whatever the rank's program does. So a rank that computes is
+told from one that does not answer, because its process is stopped or holds Python's lock. The kernel of such
+a process acknowledges the question. Where none does, the question has not arrived: the link is cut or slow,
+or the host is gone. The hub asks for all ranks, in one round for all that ask meanwhile. Nothing is sent
+unless a rank asks.
 
-    who asks      ASK to its parent, which says at once that it is there itself (ANSWER), and asks its own
-    the hub       ASK to all, with the number of the round
-    every rank    ANSWER to the hub: what it is in
-    the hub       SEEN to all: who has not answered in time, and who is not waiting
+    a rank that asks            ASK to its parent; in a tree that goes on to the hub
+    the hub                     ASK to all, with the number of the round
+    every rank                  ANSWER to the hub: what it is in
+    the hub                     SEEN to all: who has not answered in time, and who is not waiting
+    in a tree, a rank between   SEEN to its own, that the hub does not answer, where it hears nothing
 
-So a rank without SEEN knows that the hub does not answer, or in a tree its parent.
+So a rank without SEEN knows that its parent does not answer.
 
 A rank whose deadline has passed gives up, and may be ending its process while others still wait. It does not
 answer then, and is not to blame. So for a while its last answer stands for the one that is missing; where it
@@ -39,10 +42,25 @@ from paceline.stacks import STOPPED, process_state
 ASK_WITHIN_S = 0.5
 """Most seconds that a rank waits for what the hub has seen. Other ranks of its host must not give up
 meanwhile, so they wait longer (`between_hosts.partner_waits`)."""
-_ANSWER_WITHIN_S = 0.35  # of which the hub waits so long
+ASK_AGAIN_WITHIN_S = 1.5
+"""Most seconds after which it asks again where the question has not arrived. As a rule it is known by then
+whether that host is lost."""
+_ANSWER_WITHIN_S = 0.35  # of ASK_WITHIN_S, the hub waits so long
 _COUNTS_FOR_S = 30.0  # so long the last answer of a rank that has given up stands for a missing one
 _MOST_RANKS = 32
 _LONGEST_WORDS = 160
+
+
+class Progress(NamedTuple):
+    """How far what was said to a neighbour has come.
+
+    Attributes:
+        said: Bytes so far.
+        confirmed: Of which the kernel of its host has acknowledged so many.
+    """
+
+    said: int
+    confirmed: int
 
 
 class Activity(NamedTuple):
@@ -100,28 +118,39 @@ class Seen:
     """What a round has shown.
 
     Attributes:
-        silent: The ranks that have not answered.
+        silent: The ranks that have not answered, although their kernels have acknowledged the question.
         answers: What the others have said.
+        unreached: The ranks that have not answered, and whose kernels have not acknowledged the question.
     """
 
     silent: tuple[int, ...] = ()
     answers: Mapping[int, Answer] = field(default_factory=dict)
+    unreached: tuple[int, ...] = ()
+
+    def without_answers(self) -> Seen:
+        """Only the ranks that have not answered."""
+        return Seen(self.silent, unreached=self.unreached)
 
     def pack(self) -> bytes:
         by_interest = sorted(self.answers.values(), key=lambda answer: (answer.is_waiting, answer.rank))
-        answers = [vars(each) for each in by_interest[:_MOST_RANKS]]
-        return write_object({"silent": list(self.silent[:_MOST_RANKS]), "answers": answers})
+        return write_object(
+            {
+                "silent": list(self.silent[:_MOST_RANKS]),
+                "answers": [vars(each) for each in by_interest[:_MOST_RANKS]],
+                "unreached": list(self.unreached[:_MOST_RANKS]),
+            }
+        )
 
     @classmethod
     def unpack(cls, raw: bytes) -> Seen:
         """Raises MessageError: it is none."""
-        told = read_object(raw, {"silent": list, "answers": list})
-        if not all(type(rank) is int for rank in told["silent"]):
-            raise MessageError("silent holds something else than ranks")
+        told = read_object(raw, {"silent": list, "answers": list, "unreached": list})
+        if not all(type(rank) is int for rank in [*told["silent"], *told["unreached"]]):
+            raise MessageError("silent or unreached holds something else than ranks")
         if not all(type(each) is dict for each in told["answers"]):
             raise MessageError("answers holds something else than answers")
         answers = [Answer.unpack(write_object(each)) for each in told["answers"]]
-        return cls(tuple(told["silent"]), {each.rank: each for each in answers})
+        return cls(tuple(told["silent"]), {each.rank: each for each in answers}, tuple(told["unreached"]))
 
 
 @dataclass(frozen=True)
@@ -147,10 +176,13 @@ class Answers:
         neighbours: Its neighbours in the channel.
         ranks: All ranks.
         send: Sends a frame to a neighbour, if there still is a connection; does not block.
+        progress_to: How far what was said to a neighbour has come; None: the connection has ended, and it is
+            known why.
         lock: The channel's.
 
     Attributes:
         activity: What this rank is in, for others.
+        ends_at_s: When `end_round` has something to do.
     """
 
     def __init__(
@@ -159,15 +191,17 @@ class Answers:
         neighbours: Neighbours,
         ranks: Sequence[int],
         send: Callable[[int, Frame, bytes], None],
+        progress_to: Callable[[int], Progress | None],
         lock: threading.RLock,
     ) -> None:
         self.activity = Activity()
-        self.ends_at_s = math.inf  # of the hub's round
+        self.ends_at_s = math.inf
         self._rank, self._parent, self._below = rank, neighbours.parent, neighbours.below
-        self._ranks, self._send = ranks, send
+        self._ranks, self._send, self._progress_to = ranks, send, progress_to
+        self._asked: dict[int, int] = {}  # what had been said to a neighbour with the last question to it
         self._news = threading.Condition(lock)
         self._seen, self._num_seen, self._seen_at_s = Seen(), 0, -math.inf
-        self._is_parent_there = False
+        self._num_stopped = 0
         self._round = 0
         self._answers: dict[int, Answer] = {}
         self._heard: dict[int, tuple[float, Answer]] = {}  # at the hub: what each rank said last, and when
@@ -180,23 +214,26 @@ class Answers:
             gone: The ranks that have left, and owe no answer.
         """
         with self._news:
-            before = self._num_seen
-            self._is_parent_there = False
+            before, stopped = self._num_seen, self._num_stopped
             if self._parent is None:
                 self.begin_round(gone())
+            elif self._parent in gone():
+                return Seen()
             else:
-                self._send(self._parent, Frame.ASK, b"")
-            self._news.wait_for(lambda: self._num_seen != before, ASK_WITHIN_S)
+                self._ask(self._parent, b"")
+            self._news.wait_for(
+                lambda: self._num_seen != before or self._num_stopped != stopped, ASK_WITHIN_S
+            )
             if self._num_seen != before:
                 return self._without_own(self._seen)
             if self._parent is None:  # the thread of the channel has not come to it
                 return self._without_own(self._close())
-            hub = self._seen.answers.get(HUB)
-            if hub is not None and hub.has_given_up and _is_recent(self._seen_at_s):
-                return self._without_own(self._seen)
-            if not self._is_parent_there:
-                return Seen((self._parent,))
-            return Seen() if self._parent == HUB else Seen((HUB,))
+            return self._without_own(self._seen_of_parent())
+
+    def stop_asking(self) -> None:
+        """There is a failure, which says more: end the wait of `ask`."""
+        self._num_stopped += 1
+        self._news.notify_all()
 
     def hear(self, rank: int, kind: Frame, text: bytes, gone: Callable[[], frozenset[int]]) -> None:
         """Take what a neighbour has said, of which the channel knows that it may.
@@ -209,15 +246,13 @@ class Answers:
             self._answer(int.from_bytes(text, "little"))
             for child in self._below:
                 self._send(child, kind, text)
-        elif kind is Frame.ASK:
-            self._send(rank, Frame.ANSWER, self._own(0).pack())
-            if self._parent is None:
-                self.begin_round(gone())
-            else:
-                self._send(self._parent, kind, b"")
-        elif kind is Frame.ANSWER and is_from_parent:
-            self._is_parent_there = True
-        elif kind is Frame.ANSWER:
+        elif kind is Frame.ASK and self._parent is None:
+            self.begin_round(gone())
+        elif kind is Frame.ASK and self._parent is not None:
+            self._ask(self._parent, b"")
+            # Later than the hub ends its round, and before those that ask give up.
+            self.ends_at_s = min(self.ends_at_s, time.monotonic() + (_ANSWER_WITHIN_S + ASK_WITHIN_S) / 2)
+        elif kind is Frame.ANSWER and not is_from_parent:
             self._take(rank, text)
         elif kind is Frame.SEEN and is_from_parent:
             self._tell(Seen.unpack(text), text)
@@ -232,13 +267,43 @@ class Answers:
         self._round = (self._round + 1) % (1 << 31)
         self._answers, self._gone = {}, gone
         for child in self._below:
-            self._send(child, Frame.ASK, self._round.to_bytes(4, "little"))
+            self._ask(child, self._round.to_bytes(4, "little"))
         self._end_if_all_are_there()
 
     def end_round(self, now: float) -> None:
-        """At the hub: tell what was seen, if it is time."""
-        if now >= self.ends_at_s:
+        """Tell what was seen, if it is time: at the hub, and in a tree between it and those that ask."""
+        if now < self.ends_at_s:
+            return
+        if self._parent is None:
             self._close()
+        else:
+            seen = self._seen_of_parent()
+            self._tell(seen, seen.pack())
+
+    def _seen_of_parent(self) -> Seen:
+        """What is known where it does not answer."""
+        assert self._parent is not None
+        hub = self._seen.answers.get(HUB)
+        if hub is not None and hub.has_given_up and _is_recent(self._seen_at_s):
+            return self._seen
+        return self._seen_silent({self._parent: self._parent})
+
+    def _seen_silent(self, ways: Mapping[int, int], answers: Mapping[int, Answer] | None = None) -> Seen:
+        """What is known of ranks that do not answer, by the neighbour through which they are asked."""
+        is_reached = {way: self._is_reached(way) for way in set(ways.values())}
+        silent = tuple(rank for rank, way in ways.items() if is_reached[way] is True)
+        unreached = tuple(rank for rank, way in ways.items() if is_reached[way] is False)
+        return Seen(silent, answers or {}, unreached)
+
+    def _ask(self, neighbour: int, number: bytes) -> None:
+        self._send(neighbour, Frame.ASK, number)
+        progress = self._progress_to(neighbour)
+        self._asked[neighbour] = 0 if progress is None else progress.said
+
+    def _is_reached(self, neighbour: int) -> bool | None:
+        """Whether the kernel of its host has acknowledged the last question to it; None: it has ended."""
+        progress = self._progress_to(neighbour)
+        return None if progress is None else progress.confirmed >= self._asked[neighbour]
 
     # --- the hub ---
 
@@ -270,8 +335,9 @@ class Answers:
             at_s, answer = self._heard.get(rank, (-math.inf, None))
             if answer is not None and answer.has_given_up and _is_recent(at_s):
                 self._answers[rank] = answer
-        silent = tuple(rank for rank in missing if rank not in hidden and rank not in self._answers)
-        seen = Seen(silent, dict(self._answers))
+        mute = [rank for rank in missing if rank not in hidden and rank not in self._answers]
+        way_to = {rank: child for child, ranks in self._below.items() for rank in ranks}
+        seen = self._seen_silent({rank: way_to[rank] for rank in mute}, dict(self._answers))
         self._tell(seen, seen.pack())
         return seen
 
@@ -282,7 +348,7 @@ class Answers:
         self._send(self._parent, Frame.ANSWER, self._own(number).pack())
 
     def _tell(self, seen: Seen, text: bytes) -> None:
-        self._seen, self._seen_at_s = seen, time.monotonic()
+        self._seen, self._seen_at_s, self.ends_at_s = seen, time.monotonic(), math.inf
         self._num_seen += 1
         self._news.notify_all()
         for child in self._below:
@@ -297,7 +363,9 @@ class Answers:
     def _without_own(self, seen: Seen) -> Seen:
         """A rank that asks is there, and does not wait for itself."""
         silent = tuple(rank for rank in seen.silent if rank != self._rank)
-        return Seen(silent, {rank: each for rank, each in seen.answers.items() if rank != self._rank})
+        unreached = tuple(rank for rank in seen.unreached if rank != self._rank)
+        answers = {rank: each for rank, each in seen.answers.items() if rank != self._rank}
+        return Seen(silent, answers, unreached)
 
 
 def _is_recent(at_s: float) -> bool:
@@ -323,24 +391,20 @@ def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) ->
         on_host: The ranks of this host, whose processes this one can see.
     """
     silent = [members[rank] for rank in seen.silent if 0 <= rank < len(members)]
+    unreached = [members[rank] for rank in seen.unreached if 0 <= rank < len(members)]
     there = [(members[rank], answer) for rank, answer in seen.answers.items() if 0 <= rank < len(members)]
     busy = [(member, answer) for member, answer in there if not answer.is_waiting]
-    if not silent and not there:
-        return None
     rows = [_silent_row(each, is_near=each.rank in on_host) for each in silent]
+    rows += [f"{each.describe()} does not answer, and its host acknowledges nothing" for each in unreached]
     rows += [f"{member.describe()} {_words(answer)}" for member, answer in busy]
-    if HUB in seen.silent:
+    if HUB in (*seen.silent, *seen.unreached):
         rows.append("all ranks are asked through rank 0, so what the others do is not known")
-    if silent:
-        ranks = tuple(each.rank for each in silent)
-        return LateRanks(
-            ranks,
-            "\n".join(rows),
-            f"the process of {format_ranks(ranks)} is stopped (SIGSTOP, a debugger), or holds Python's lock "
-            "in a long call",
-            f"look at pid {', '.join(str(each.pid) for each in silent)} on host "
-            f"{', '.join(sorted({each.host for each in silent}))}; `kill -CONT PID` lets a stopped one go on",
-        )
+    if silent or unreached:
+        likely, hint = zip(*filter(None, [_stopped(silent), _cut_off(unreached)]), strict=True)
+        ranks = tuple(each.rank for each in (*silent, *unreached))
+        return LateRanks(ranks, "\n".join(rows), "; ".join(likely), "; ".join(hint))
+    if not there:
+        return None
     if not busy:
         return LateRanks(
             (),
@@ -361,6 +425,34 @@ def _silent_row(member: Member, *, is_near: bool) -> str:
     if is_near and process_state(member.pid) in STOPPED:
         return f"{member.describe()} is stopped"
     return f"{member.describe()} does not answer on the control channel (asked for {ASK_WITHIN_S:g} s)"
+
+
+def _stopped(silent: Sequence[Member]) -> tuple[str, str] | None:
+    """Likely cause and hint for ranks whose kernels have acknowledged the question."""
+    if not silent:
+        return None
+    return (
+        f"the process of {format_ranks([each.rank for each in silent])} is stopped (SIGSTOP, a debugger), or "
+        "holds Python's lock in a long call",
+        f"look at pid {', '.join(str(each.pid) for each in silent)} on host {_hosts_of(silent)}; "
+        "`kill -CONT PID` lets a stopped one go on",
+    )
+
+
+def _cut_off(unreached: Sequence[Member]) -> tuple[str, str] | None:
+    """The same for ranks whose kernels have not."""
+    if not unreached:
+        return None
+    hosts = _hosts_of(unreached)
+    return (
+        f"the network to {hosts} was cut, perhaps in one direction only, or is slow and has much to carry; "
+        f"or {hosts} was switched off or stopped",
+        f"look at the network and at {hosts}; the processes there may be well",
+    )
+
+
+def _hosts_of(members: Sequence[Member]) -> str:
+    return ", ".join(sorted({each.host for each in members}))
 
 
 def _words(answer: Answer) -> str:

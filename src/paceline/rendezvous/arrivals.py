@@ -13,12 +13,15 @@ life; as a rule it is that no program listens there.
 from __future__ import annotations
 
 import errno
+import fcntl
+import math
 import os
 import select
 import socket
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+import termios
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 _SUSPICIOUS_S = 1.0  # after which the other connections are looked at, and a new one is tried
@@ -29,6 +32,7 @@ _INFO_BYTES = 144  # of struct tcp_info in linux/tcp.h, up to the number of segm
 _LAST_RECEIVED = struct.Struct("=2I")  # milliseconds since the last data and the last acknowledgement
 _LAST_RECEIVED_AT = 52
 _SEGMENTS = struct.Struct("=I")
+_BYTES = struct.Struct("=i")
 _SEGMENTS_AT = 140
 _REQUEST = struct.Struct("=IHHIIBBBxI48x")  # a netlink header, and struct inet_diag_req_v2
 _HEADER = struct.Struct("=IHHII")
@@ -46,13 +50,29 @@ class _Neighbour:
     connection: socket.socket
     address: tuple[Any, ...]
     segments: int
-    since_s: float  # when something came last
-    elsewhere: dict[tuple[int, int], int] | None = None  # segments over all connections, by their ports
+
+
+@dataclass
+class _Host:
+    """The ranks of a host with which there are connections.
+
+    Attributes:
+        neighbours: By rank.
+        since_s: When something came last.
+        looked_at_s: When that was looked for last.
+        elsewhere: Segments that have come over all connections with the host, by their ports.
+        trial: A new connection that is tried.
+    """
+
+    neighbours: dict[int, _Neighbour]
+    since_s: float
+    looked_at_s: float
+    elsewhere: dict[tuple[int, int], int] = field(default_factory=dict)
     trial: _Trial | None = None
 
-    def note(self, now: float) -> None:
+    def note(self, at_s: float) -> None:
         """Something has come."""
-        self.since_s, self.elsewhere = now, None
+        self.since_s, self.elsewhere = at_s, {}
         self.try_again(None)
 
     def try_again(self, trial: _Trial | None) -> None:
@@ -95,54 +115,71 @@ class Arrivals:
 
     Args:
         connections: By the rank at the other end.
+        hosts: The ranks of each host.
         now: By time.monotonic().
     """
 
-    def __init__(self, connections: Mapping[int, socket.socket], now: float) -> None:
-        self._neighbours = {
-            rank: _Neighbour(each, each.getpeername(), _segments_of(each), now)
+    def __init__(
+        self, connections: Mapping[int, socket.socket], hosts: Sequence[Sequence[int]], now: float
+    ) -> None:
+        neighbours = {
+            rank: _Neighbour(each, each.getpeername(), _segments_of(each))
             for rank, each in connections.items()
         }
+        grouped = [{rank: neighbours[rank] for rank in ranks if rank in neighbours} for ranks in hosts]
+        self._hosts = [_Host(each, now, now) for each in grouped if each]
 
     def forget(self, rank: int) -> None:
         """The connection has ended."""
-        gone = self._neighbours.pop(rank, None)
-        if gone is not None:
-            gone.try_again(None)
-
-    def longest_silence_s(self, now: float) -> float:
-        """For how long nothing has come from the neighbour that is silent for longest, at the last look."""
-        return now - min((each.since_s for each in self._neighbours.values()), default=now)
+        for host in self._hosts:
+            if host.neighbours.pop(rank, None) is not None and not host.neighbours:
+                host.try_again(None)
+        self._hosts = [host for host in self._hosts if host.neighbours]
 
     def silent(self, silence_s: float, now: float) -> list[int]:
-        """Look at all connections; the ranks of which, and of whose hosts, nothing has come for so long."""
-        seen: dict[str, dict[tuple[int, int], int] | None] = {}
+        """Look at all connections; the ranks of the hosts of which nothing has come for so long."""
         suspicious_s = min(_SUSPICIOUS_S, silence_s / 2)
-        for each in self._neighbours.values():
-            segments = _segments_of(each.connection)
-            if segments != each.segments:
-                each.segments = segments
-                each.note(now)
-            elif now - each.since_s >= suspicious_s:
-                host = each.address[0]
-                if host not in seen:
-                    seen[host] = _segments_from(host)
-                self._suspect(each, seen[host], now, suspicious_s)
-        return [rank for rank, each in self._neighbours.items() if now - each.since_s >= silence_s]
+        for host in self._hosts:
+            if (came_s := _last_arrival_s(host, now)) is not None:
+                host.note(came_s)
+            elif now - host.since_s >= suspicious_s:
+                _suspect(host, now, suspicious_s)
+            host.looked_at_s = now
+        return [rank for host in self._hosts if now - host.since_s >= silence_s for rank in host.neighbours]
 
-    @staticmethod
-    def _suspect(
-        each: _Neighbour, elsewhere: dict[tuple[int, int], int] | None, now: float, suspicious_s: float
-    ) -> None:
-        if each.trial is None:
-            # Where this process could not look for long: what came elsewhere meanwhile is not known.
-            each.since_s = max(each.since_s, now - suspicious_s - _LATE_S)
-        elif each.trial.is_answered() or _has_grown(each.elsewhere or {}, elsewhere or {}):
-            each.note(now)
-            return
-        each.elsewhere = elsewhere
-        if each.trial is None or now - each.trial.began_s >= _TRIED_FOR_S:
-            each.try_again(_Trial(each.connection.family, each.address, now))
+    def judged_at_s(self, silence_s: float) -> float:
+        """When the next host counts as lost, if nothing comes from it until then."""
+        return min((host.since_s + silence_s for host in self._hosts), default=math.inf)
+
+
+def _last_arrival_s(host: _Host, now: float) -> float | None:
+    """When something came over the connections with a host since the last look; None: nothing has."""
+    found: float | None = None
+    for each in host.neighbours.values():
+        segments = _segments_of(each.connection)
+        if segments != each.segments:
+            each.segments = segments
+            # The kernel dates data and acknowledgements, but not what it drops, such as data sent again.
+            came_s = now - quiet_s(each.connection)
+            found = max(came_s if came_s > host.looked_at_s else now, found or 0.0)
+    return found
+
+
+def _suspect(host: _Host, now: float, suspicious_s: float) -> None:
+    """Look for a sign of life of a host from which nothing comes over the connections of the channel."""
+    elsewhere: dict[tuple[int, int], int] = {}
+    for address in {each.address[0] for each in host.neighbours.values()}:
+        elsewhere |= _segments_from(address)
+    if host.trial is None:
+        # Where this process could not look for long: what came elsewhere meanwhile is not known.
+        host.since_s = max(host.since_s, now - suspicious_s - _LATE_S)
+    elif host.trial.is_answered() or _has_grown(host.elsewhere, elsewhere):
+        host.note(now)
+        return
+    host.elsewhere = elsewhere
+    if host.trial is None or now - host.trial.began_s >= _TRIED_FOR_S:
+        each = next(iter(host.neighbours.values()))
+        host.try_again(_Trial(each.connection.family, each.address, now))
 
 
 def _has_grown(before: Mapping[tuple[int, int], int], now: Mapping[tuple[int, int], int]) -> bool:
@@ -159,6 +196,12 @@ def quiet_s(connection: socket.socket) -> float:
         return 0.0
 
 
+def unconfirmed_bytes(connection: socket.socket) -> int:
+    """How much of what was sent the kernel at the other end has not acknowledged yet."""
+    (count,) = _BYTES.unpack(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(_BYTES.size)))
+    return int(count)
+
+
 def _segments_of(connection: socket.socket) -> int:
     """How many segments have come; 0: the kernel does not say (Linux before 4.2), or it has ended."""
     try:
@@ -168,8 +211,8 @@ def _segments_of(connection: socket.socket) -> int:
         return 0
 
 
-def _segments_from(address: str) -> dict[tuple[int, int], int] | None:
-    """How many segments have come from an address, by the ports; None: the kernel does not say."""
+def _segments_from(address: str) -> dict[tuple[int, int], int]:
+    """How many segments have come from an address, by the ports; empty: the kernel does not say."""
     plain = address.removeprefix("::ffff:").partition("%")[0]
     try:
         if ":" in plain:
@@ -177,7 +220,7 @@ def _segments_from(address: str) -> dict[tuple[int, int], int] | None:
         # A program may use an address of version 4 as it is, or as one of version 6.
         return _dump(socket.AF_INET, plain) | _dump(socket.AF_INET6, f"::ffff:{plain}")
     except (OSError, struct.error):
-        return None
+        return {}
 
 
 def _dump(family: int, address: str) -> dict[tuple[int, int], int]:

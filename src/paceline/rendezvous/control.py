@@ -52,8 +52,8 @@ from paceline.errors import (
     format_ranks,
 )
 from paceline.rendezvous import lifetime
-from paceline.rendezvous.answers import Activity, Answers, LateRanks, Seen, late_ranks
-from paceline.rendezvous.arrivals import Arrivals, quiet_s
+from paceline.rendezvous.answers import ASK_AGAIN_WITHIN_S, Activity, Answers, LateRanks, Progress, late_ranks
+from paceline.rendezvous.arrivals import Arrivals, quiet_s, unconfirmed_bytes
 from paceline.rendezvous.channel_tree import HUB, neighbours_of
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame
@@ -73,6 +73,7 @@ _LEAVE_WITHIN_S = 2.0  # of ranks that have just come, until they can hear a goo
 _LOOK_S = 0.005
 _GRACE_S = 0.1  # for what a dead rank had sent before
 _RESET_GRACE_S = 0.2  # until the other connections of that host are reset as well, if the network does it
+_CONFIRM_EVERY_S = 0.05
 # Nothing came for so long before a connection ended: the link was interrupted, since beats and the kernel's
 # probes are answered more often.
 _QUIET_S = 1.6
@@ -170,6 +171,19 @@ class Loss:
         return loss
 
 
+@dataclass(frozen=True)
+class _Reset:
+    """A connection that was reset.
+
+    Attributes:
+        at_s: When.
+        said: For each other neighbour on that host, bytes up to the end of a beat that was sent to it then.
+    """
+
+    at_s: float
+    said: Mapping[int, int]
+
+
 class RanksWatcher(Protocol):
     """Who is told at the hub what the ranks do, by their numbers in the channel."""
 
@@ -216,11 +230,13 @@ class ControlChannel:
         self._pid = os.getpid()
         self._connections = dict(connections)
         self._unsent = dict.fromkeys(connections, b"")
+        self._num_said = dict.fromkeys(connections, 0)  # bytes so far, with those that are unsent
         self._to_say: deque[tuple[int, Frame, bytes]] = deque()
         self._is_sending = False
         now = time.monotonic()
         self._heard = dict.fromkeys(connections, now)
-        self._reset: dict[int, float] = {}  # ranks whose connections were reset; when that is judged
+        self._reset: dict[int, _Reset] = {}  # of ranks whose connections were reset
+        self._judges_at_s = math.inf
         self._reset_while_sending: set[int] = set()  # the kernel tells it once, and recv() an end afterwards
         self._left: set[int] = set()
         self._has_told = self._is_leaving = self._is_closed = False
@@ -238,12 +254,17 @@ class ControlChannel:
             if (method := send()) is not None:
                 method(to, kind, text)
 
-        self._answers = Answers(rank, neighbours, everybody, send_answers, self._lock)
+        progress = weakref.WeakMethod(self._progress_to)
+
+        def progress_to(other: int) -> Progress | None:
+            return None if (method := progress()) is None else method(other)
+
+        self._answers = Answers(rank, neighbours, everybody, send_answers, progress_to, self._lock)
         self._selector = selectors.DefaultSelector()
         for other, connection in self._connections.items():
             _prepare(connection.socket)
             self._selector.register(connection.socket, selectors.EVENT_READ, other)
-        self._arrivals = Arrivals({rank: each.socket for rank, each in connections.items()}, now)
+        self._arrivals = Arrivals({rank: each.socket for rank, each in connections.items()}, hosts, now)
         lifetime.at_failure(self.tell)
         lifetime.before_leaving(self.close)
         _forget_in_children(self)
@@ -329,8 +350,9 @@ class ControlChannel:
     def late(self, *, is_silent: bool = False) -> LateRanks | None:
         """Ranks for which the others wait: those that do not answer, else those that wait for nobody.
 
-        For a rank whose deadline has passed. Not collective; blocks at most half a second, or in a silence
-        until that is over or a failure. None also if there is a `failure` meanwhile, which says more.
+        For a rank whose deadline has passed. Not collective; blocks at most half a second, or, where the
+        question does not reach a host, until it does or that host is known to be lost, at most 2 s. None also
+        if there is a `failure` meanwhile, which says more.
 
         Args:
             is_silent: Only ranks that do not answer.
@@ -338,23 +360,17 @@ class ControlChannel:
         if os.getpid() != self._pid or self._is_closed:
             return None
         before = self.failure
-        if before is None:
-            self._wait_out_silence()
-        seen = self._answers.ask(lambda: frozenset(self._left))
-        if self.failure is not before:
-            return None
-        own = next(ranks for ranks in self._hosts if self._rank in ranks)
+        until_s = time.monotonic() + ASK_AGAIN_WITHIN_S
+        while True:
+            seen = self._answers.ask(lambda: frozenset(self._left))
+            if self.failure is not before:
+                return None
+            if not seen.unreached or before is not None or time.monotonic() >= until_s:
+                break
         if is_silent:
-            return late_ranks(Seen(seen.silent), self.members, own) if seen.silent else None
+            seen = seen.without_answers()
+        own = next(ranks for ranks in self._hosts if self._rank in ranks)
         return late_ranks(seen, self.members, own)
-
-    def _wait_out_silence(self) -> None:
-        """A neighbour that is cut off does not answer; wait until that is known."""
-        until_s = time.monotonic() + self._silence_s + _LEAVE_WITHIN_S
-        while not self._has_failed.wait(_LOOK_S) and (now := time.monotonic()) < until_s:
-            with self._lock:
-                if not self._reset and self._arrivals.longest_silence_s(now) < _QUIET_S:
-                    return
 
     def close(self) -> None:
         """Leave in good order: the others are told, and go on. Not collective.
@@ -422,7 +438,8 @@ class ControlChannel:
 
     def _nap_s(self) -> float:
         calls_at_s = math.inf if self._calls_at_s is None else self._calls_at_s
-        until_s = min(self._beats_at_s, self._looks_at_s, calls_at_s, self._answers.ends_at_s)
+        ends_at_s = self._answers.ends_at_s
+        until_s = min(self._beats_at_s, self._looks_at_s, self._judges_at_s, calls_at_s, ends_at_s)
         return max(0.0, until_s - time.monotonic())
 
     def _release(self) -> None:
@@ -443,15 +460,16 @@ class ControlChannel:
 
     def _look(self, now: float) -> None:
         """See who is silent, and what became of connections that were reset."""
-        due = [rank for rank, due_s in self._reset.items() if now >= due_s]
-        while due:
-            if (rank := due.pop()) in self._reset:  # else it was judged with another rank of its host
-                self._judge_reset(rank)
+        if now >= self._judges_at_s:
+            self._judges_at_s = math.inf
+            for rank in list(self._reset):
+                if rank in self._reset:  # else it was judged with another rank of its host
+                    self._judge_reset(rank, now)
         if now < self._looks_at_s:
             return
-        self._looks_at_s = now + BEAT_S
         for rank in self._arrivals.silent(self._silence_s, now):
-            self._give_up(rank)
+            self._lose(rank, How.SILENT)
+        self._looks_at_s = min(now + BEAT_S, self._arrivals.judged_at_s(self._silence_s))
 
     def _due_calls(self, now: float) -> list[weakref.WeakMethod[Callable[[BaseException], object]]]:
         if self._calls_at_s is None or now < self._calls_at_s:
@@ -473,8 +491,7 @@ class ControlChannel:
             with self._lock:  # other threads say something meanwhile
                 plain, answer = connection.decrypt(piece)
                 if answer:
-                    self._unsent[rank] += answer
-                    self._flush(rank)
+                    self._put(rank, answer)
             for kind, text in connection.hear(plain):
                 self._heard[rank] = time.monotonic()
                 self._understand(rank, kind, text)
@@ -492,7 +509,9 @@ class ControlChannel:
             if kind in (Frame.ASK, Frame.ANSWER, Frame.SEEN):
                 self._answers.hear(rank, kind, text, lambda: frozenset(self._left))
             if kind is Frame.GAVE_UP:
-                self._lose(rank, How.SILENT, "nothing has come to it from here, and it gave up")
+                self._lose(
+                    rank, How.SILENT, "it gave up, because one of the two hosts hears nothing from the other"
+                )
             if kind is Frame.DIED:
                 loss = Loss.unpack(text)
                 self._check_speaker(rank, loss.ranks)
@@ -552,37 +571,67 @@ class ControlChannel:
             elif error.errno not in _RESET:
                 self._lose(rank, How.ENDED)
             elif self._drop(rank):
-                self._reset[rank] = time.monotonic() + _RESET_GRACE_S
-                for other in self._ranks_beside(rank):
-                    if other in self._connections:  # what resets a connection does so when it sees a segment
-                        self._send(other, Frame.BEAT, b"")
+                beside = [other for other in self._ranks_beside(rank) if other in self._connections]
+                for other in beside:  # what resets a connection does so when it sees a segment
+                    self._send(other, Frame.BEAT, b"")
+                said = {other: self._num_said[other] for other in beside}
+                self._reset[rank] = _Reset(time.monotonic(), said)
+                self._judges_at_s = min(self._judges_at_s, self._reset[rank].at_s + _RESET_GRACE_S)
 
-    def _give_up(self, rank: int) -> None:
-        """Nothing comes any more; tell the other end why the connection ends, which may still hear it."""
-        self._send(rank, Frame.GAVE_UP, b"")
-        with contextlib.suppress(OSError):
-            reset = struct.pack("ii", 1, 0)  # at once, instead of trying to send the rest for minutes
-            self._connections[rank].socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
-        self._lose(rank, How.SILENT)
+    def _judge_reset(self, rank: int, now: float) -> None:
+        """A process that dies with data unread resets its connection; a firewall those of all its host.
 
-    def _judge_reset(self, rank: int) -> None:
-        """A process that dies with data unread resets its connection; a firewall those of all its host."""
-        self._reset.pop(rank)
-        ranks = self._ranks_beside(rank)
-        others = [each for each in ranks if each != rank]
-        if any(each in self._connections for each in others):
+        So does the other end of a link that is cut in one direction, when it gives up. It is a death where
+        the kernel of that host acknowledges what is sent to the other ranks there.
+        """
+        reset = self._reset[rank]
+        others = [
+            (progress, said)
+            for other, said in reset.said.items()
+            if other in self._connections and (progress := self._progress_to(other)) is not None
+        ]
+        is_there = bool(others) and all(progress.confirmed >= said for progress, said in others)
+        if now < reset.at_s + (_RESET_GRACE_S if is_there or not others else self._silence_s):
+            self._judges_at_s = min(
+                self._judges_at_s, max(now + _CONFIRM_EVERY_S, reset.at_s + _RESET_GRACE_S)
+            )
+            return
+        del self._reset[rank]
+        if is_there:
             self._report_loss(Loss([rank], How.ENDED.value, self._rank))
             return
-        lost = [rank, *(each for each in others if self._reset.pop(each, None) is not None)]
+        beside = [other for other in self._ranks_beside(rank) if other != rank]
+        lost = [rank, *(each for each in beside if self._reset.pop(each, None) is not None)]
         self._report_loss(Loss(sorted(lost), How.RESET.value, self._rank))
 
     def _lose(self, rank: int, how: How, said: str = "") -> None:
         """A connection is of no use any more."""
         with self._lock:
-            if self._drop(rank):
+            if how is How.SILENT:
+                self._give_up(rank)
+            if not self._drop(rank):
+                return
+            lost = [rank]
+            if how is How.SILENT:
                 # What does not answer is a host's kernel, and so all of its ranks.
-                lost = self._ranks_beside(rank) if how is How.SILENT else [rank]
-                self._report_loss(Loss(lost, how.value, self._rank, said))
+                lost = [each for each in self._ranks_beside(rank) if each not in self._left]
+                for other in lost:
+                    self._give_up(other)
+                    self._drop(other)
+            self._report_loss(Loss(lost, how.value, self._rank, said))
+
+    def _give_up(self, rank: int) -> None:
+        """Tell the other end why its connection ends, which may still hear it if this end hears nothing.
+
+        All connections with a host end so, and together: an end that is left over would hear its kernel send
+        again what cannot be confirmed, and take a rank for alive that has given up.
+        """
+        if rank not in self._connections:
+            return
+        self._send(rank, Frame.GAVE_UP, b"")
+        with contextlib.suppress(OSError):
+            reset = struct.pack("ii", 1, 0)  # at once, instead of trying to send the rest for minutes
+            self._connections[rank].socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
 
     def _drop(self, rank: int) -> bool:
         """Close a connection; whether it is missed."""
@@ -609,6 +658,7 @@ class ControlChannel:
             self._lose_sight(_lost_by(error))
             self._calls_at_s = time.monotonic() + within_s
             self._has_failed.set()
+            self._answers.stop_asking()
 
     def _told(self, rank: int, text: str) -> CollectiveError:
         """What another rank has said of its failure, with the hosts of those to blame."""
@@ -663,6 +713,17 @@ class ControlChannel:
 
     # --- sending; under the lock ---
 
+    def _progress_to(self, rank: int) -> Progress | None:
+        """How far what was said to a neighbour has come; see `Answers`."""
+        said = self._num_said[rank]
+        if rank in self._reset:
+            return Progress(said, 0)
+        if rank not in self._connections:
+            return None
+        return Progress(
+            said, said - len(self._unsent[rank]) - unconfirmed_bytes(self._connections[rank].socket)
+        )
+
     def _send_all(self, kind: Frame, text: bytes, but: int = -1) -> None:
         """To all neighbours, but for the one that it came from: so it reaches everybody in a tree."""
         for rank in list(self._connections):
@@ -689,7 +750,11 @@ class ControlChannel:
         connection = self._connections.get(rank)
         if connection is None or len(self._unsent[rank]) > _MOST_UNSENT_BYTES:
             return
-        self._unsent[rank] += connection.say(kind, text)
+        self._put(rank, connection.say(kind, text))
+
+    def _put(self, rank: int, data: bytes) -> None:
+        self._unsent[rank] += data
+        self._num_said[rank] += len(data)
         self._flush(rank)
 
     def _flush(self, rank: int) -> None:

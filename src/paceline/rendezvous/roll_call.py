@@ -152,7 +152,8 @@ class Roll:
             f"Rank {self.rank} of {self.world_size} gave up forming a group after {timeout_s:.1f} s.",
             where=where,
             seen=_told(missing) or "the call did not complete; nobody tells which rank is missing",
-            likely="a rank died or was stopped before this point, or took another branch and forms no group",
+            likely="a rank died or was stopped before this point, or took another branch and forms no group, "
+            "or the network to its host was cut",
             hint="every rank of the process group must make this call; look at the other ranks' output",
             missing=tuple(each.rank for each in missing),
         )
@@ -162,7 +163,7 @@ class Roll:
             f"Rank {self.rank} of {self.world_size} could not form a group.",
             where=where,
             seen="\n".join(filter(None, (_told(missing), reason))),
-            likely="another rank died or raised",
+            likely="another rank died or raised, or the connection to it broke",
             hint="look at the output of the rank that is named"
             if missing
             else "look at the other ranks' output; the first to fail tells the reason",
@@ -225,7 +226,9 @@ class RollCall:
         try:
             call_within(_ANSWER_WITHIN_S + _LINGER_S + 1.0, lambda: found.extend(self._collect(board)))
         except TimeoutError:
-            return found or self._holder("does not answer: it is stopped, or its host is")
+            return found or self._holder(
+                "does not answer: it or its host is stopped, or the network to it was cut"
+            )
         except RuntimeError:
             return found or self._holder("is gone, and the store with it")
         return found
@@ -266,7 +269,7 @@ class RollCall:
         """What this rank can see of another, and whether that is why it does not answer."""
         place = board.read(self._roll.place_of(rank))
         if place is None:
-            return "has not come so far, or died before", False
+            return "has not come so far, died before, or cannot be reached", False
         host, _, pid = place.rpartition("/")
         if not (pid.isascii() and pid.isdecimal()):  # a stranger wrote there
             return "does not answer", False
@@ -277,7 +280,7 @@ class RollCall:
             return f"(pid {pid}) has died", True
         if state in STOPPED:
             return f"(pid {pid}) is stopped: `kill -CONT {pid}` lets it go on", True
-        return f"(pid {pid}) is alive, and has not made this call", False
+        return f"(pid {pid}) is alive, and has not answered in this call", False
 
     def _holder(self, state: str) -> list[Missing]:
         """The rank whose process serves the board, which is gone or silent; empty if that is no rank."""

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable
 from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
 from paceline.reducer.between_hosts.wire import Header, HostsTransport, Message
 from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer, late_error
-from paceline.rendezvous.answers import ASK_WITHIN_S
+from paceline.rendezvous.answers import ASK_AGAIN_WITHIN_S, ASK_WITHIN_S
 from paceline.rendezvous.control import ControlChannel
 
 _SHOWN = 300  # characters of a transport's own words
 _TOLD_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows why
 # A rank whose deadline has passed asks all others what they are in before it gives up and tells its host. The
 # rest is for a busy machine.
-_ASKS_WITHIN_S = 4 * ASK_WITHIN_S
+_ASKS_WITHIN_S = ASK_AGAIN_WITHIN_S + 2 * ASK_WITHIN_S
 
 
 def patience_s(timeout_s: float) -> float:
