@@ -11,6 +11,7 @@ from tests.hosts.test_failures import GUILTY, guilty_at, noticed, start
 
 PATHS = ("auto", "group", "torch")
 ROUNDS = 3
+CUTS = {"cut": None, "cut from host 0 to host 1": 0, "cut from host 1 to host 0": 1}
 
 
 def struck(what: str, path: str) -> float:
@@ -21,12 +22,20 @@ def struck(what: str, path: str) -> float:
         return max(noticed(rank)[0] for rank in ranks[:GUILTY]) - at
 
 
-def cut(path: str) -> float:
-    """Seconds from the cut of the link to the error of the last rank."""
+def cut(path: str, source: int | None = None) -> float:
+    """Seconds from the cut of the link to the error of the last rank.
+
+    Args:
+        path: What `reduce_through` takes.
+        source: The host whose packets do not arrive; None: those of both.
+    """
     with Hosts(2, "1gbit") as hosts:
         ranks = start(hosts, "cut", path, python=sys.executable)
         at = time.monotonic()
-        hosts.cut(1)
+        if source is None:
+            hosts.cut(1)
+        else:
+            hosts.cut_one_way(source, 1 - source)
         return max(noticed(rank)[0] for rank in ranks) - at
 
 
@@ -37,7 +46,8 @@ def main() -> None:
             for path in PATHS:
                 found.setdefault((what, path), []).append(struck(what, path))
     for path in PATHS[:2] * 2:  # torch's own waits for its time-out, of 90 s here
-        found.setdefault(("cut", path), []).append(cut(path))
+        for name, source in CUTS.items():
+            found.setdefault((name, path), []).append(cut(path, source))
     print("| fault | way | runs | median | smallest | largest |\n|---|---|--:|--:|--:|--:|")
     for (what, path), seconds in found.items():
         times = [f"{1000 * each:.0f} ms" for each in (statistics.median(seconds), min(seconds), max(seconds))]
