@@ -1,4 +1,4 @@
-"""Reports of a pass over Gloo beside the process group, as where that is NCCL alone and serves no CPU."""
+"""Reports of a backward over a process group: in the memory of a host, over the group, or over Gloo."""
 
 from __future__ import annotations
 
@@ -13,19 +13,30 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from paceline.errors import MismatchError, PeerLostError, UnusedParameterError
+from paceline.reducer.host_reports import HostReports
 from paceline.torch import DistributedDataParallel
-from paceline.torch.link import link, reports
+from paceline.torch.link import reports
+from paceline.torch.link.peers import ProcessGroupPeers
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import Branches, share, train, two_layers
 
-
-def reporting_beside() -> None:
-    """As where the group serves no CPU. In each rank, which is a process of this test alone."""
-    link._find_reports = reports.group_for_reports
+WAYS = ("in memory", "over the group", "beside it")
+every_way = pytest.mark.parametrize("way", WAYS)
 
 
-def refuse(*arguments: object, **options: object) -> None:
-    raise AssertionError("a report goes through the process group of the user")
+def report(way: str) -> None:
+    """As where ranks share a host; or share none, and their group serves the CPU, or does not."""
+    group = dist.group.WORLD
+    peers = ProcessGroupPeers(group, None, None)
+    if way != "in memory":
+        beside = reports._beside(peers) if way == "beside it" else None
+        reports._reports[group] = beside or reports.GroupReports(group, torch.device("cpu"))
+
+
+def made() -> Any:
+    """How ranks report, of all models of this process."""
+    (found,) = reports._reports.values()
+    return found
 
 
 def _made_briefly(make: Any, *arguments: Any, timeout: timedelta) -> Any:
@@ -36,17 +47,34 @@ def wrapped(model: torch.nn.Module, **options: object) -> DistributedDataParalle
     return DistributedDataParallel(model, reduce_through="group", **options)
 
 
+def collectives_of(step: Any) -> list[str]:
+    """What a step asks Gloo to do."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step()
+    return sorted({event.name for event in profile.events() if event.name.startswith("gloo:")})
+
+
+@ranks("world_size", group="gloo")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_ranks_of_one_host_make_no_collective_for_reports(rank: int, world_size: int) -> None:
+    """A single rank has nobody to ask."""
+    ddp = wrapped(two_layers())
+    ddp._passes_to_weigh()  # so that a single rank averages, too
+    train(ddp, torch.ones(4, 4), steps=2)  # then the order of gradients is agreed on, over the group
+    assert collectives_of(lambda: train(ddp, torch.ones(4, 4))) == ["gloo:all_reduce"]
+
+
 @ranks(2, group="gloo")
-def test_no_report_goes_through_the_users_group(rank: int) -> None:
-    reporting_beside()
+@every_way
+def test_gradients_are_the_mean_and_infinities_are_named(rank: int, way: str) -> None:
+    report(way)
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(7))
     alone = two_layers().double()
     for count in (1, 2):
         train(alone, x.double(), steps=count)
     model = two_layers()
     ddp = wrapped(model, bucket_cap_mb=0.0001)
-    train(ddp, share(x, rank, 2), steps=1)  # then the order of gradients is agreed on, over the user's group
-    dist.all_gather = refuse
+    train(ddp, share(x, rank, 2), steps=1)
     train(ddp, share(x, rank, 2), steps=2)
     for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
         assert_close(ours.double(), expected, rtol=1e-5, atol=1e-6)
@@ -57,8 +85,9 @@ def test_no_report_goes_through_the_users_group(rank: int) -> None:
 
 
 @ranks(2, group="gloo")
-def test_errors_name_ranks_and_parameters(rank: int) -> None:
-    reporting_beside()
+@every_way
+def test_errors_name_ranks_and_parameters(rank: int, way: str) -> None:
+    report(way)
     model = Branches()
     del model.never
     ddp = wrapped(model)
@@ -68,11 +97,11 @@ def test_errors_name_ranks_and_parameters(rank: int) -> None:
 
 
 @ranks(2, group="gloo")
-def test_models_over_one_group_have_one_for_reports_which_tells_of_another_order(rank: int) -> None:
-    reporting_beside()
+@every_way
+def test_reports_of_several_models_tell_of_another_order(rank: int, way: str) -> None:
+    report(way)
     models = [wrapped(two_layers()) for _ in range(2)]
-    (made,) = reports._groups.values()
-    assert made is not None and made.size() == 2 and made.rank() == rank
+    assert isinstance(made(), HostReports if way == "in memory" else reports.GroupReports)
     own = models if rank else models[::-1]
     with pytest.raises(MismatchError, match="averaged gradients of another model"):
         own[0](torch.ones(1, 4)).sum().backward()
@@ -80,7 +109,6 @@ def test_models_over_one_group_have_one_for_reports_which_tells_of_another_order
 
 @ranks(2, group="gloo")
 def test_where_a_rank_cannot_connect_all_report_through_the_users_group(rank: int) -> None:
-    reporting_beside()
     if rank:
 
         def cannot(*arguments: object, **options: object) -> None:
@@ -88,18 +116,18 @@ def test_where_a_rank_cannot_connect_all_report_through_the_users_group(rank: in
 
         dist.ProcessGroupGloo = cannot
     else:  # and does not wait for it for long
-        made = dist.ProcessGroupGloo
-        dist.ProcessGroupGloo = functools.partial(_made_briefly, made)
-    model = two_layers()
-    ddp = wrapped(model)
-    assert list(reports._groups.values()) == [None]
+        dist.ProcessGroupGloo = functools.partial(_made_briefly, dist.ProcessGroupGloo)
+    report("beside it")
+    assert made().group is dist.group.WORLD
+    ddp = wrapped(two_layers())
     train(ddp, torch.ones(4, 4))
     assert ddp.gradient_path == "group"
 
 
 @ranks(2, group="gloo", dies={1: 7})
-def test_a_rank_that_dies_is_named(rank: int) -> None:
-    reporting_beside()
+@every_way
+def test_a_rank_that_dies_is_named(rank: int, way: str) -> None:
+    report(way)
     ddp = wrapped(two_layers())
     train(ddp, torch.ones(4, 4), steps=2)
     if rank:

@@ -428,24 +428,33 @@ def calls_of_a_pass(transport: ArrayTransport, reducer: EngineReducer) -> list[s
 def test_the_status_is_on_its_way_with_the_last_buckets() -> None:
     """So a pass costs no further round; but hooks make calls of their own, and the status must come after."""
     for is_serial in (False, True):
-        plan = make_plan(2**20)
-        transport = ArrayTransport(plan, Switchboard(1), 0)
-        transport.is_serial = is_serial
-        told = calls_of_a_pass(transport, EngineReducer(plan, transport))
-        buckets = len(plan.buckets)
-        waits = ["wait for bucket"] * buckets
-        expected = [*waits, "begin status"] if is_serial else ["begin status", *waits]
-        assert told == ["begin bucket"] * buckets + expected + ["wait for status"]
+
+        def body(own: Rank, is_serial: bool = is_serial) -> None:
+            own.transport.is_serial = is_serial
+            told = calls_of_a_pass(own.transport, own.reducer)
+            buckets = len(own.transport.plan.buckets)
+            waits = ["wait for bucket"] * buckets
+            expected = [*waits, "begin status"] if is_serial else ["begin status", *waits]
+            assert told == ["begin bucket"] * buckets + expected + ["wait for status"]
+
+        on_ranks(2, body, cap=2**20)
+
+
+def test_a_single_rank_asks_nobody_for_reports() -> None:
+    plan = make_plan(2**20)
+    transport = ArrayTransport(plan, Switchboard(1), 0)
+    told = calls_of_a_pass(transport, EngineReducer(plan, transport))
+    assert told == [*["begin bucket"] * len(plan.buckets), *["wait for bucket"] * len(plan.buckets)]
 
 
 def test_a_pass_that_fails_below_is_the_last_one() -> None:
     """The ranks' calls do not pair any more, so later passes must say so instead of averaging wrongly."""
     rank = Rank(make_plan(), Switchboard(1), 0)
 
-    def fail(payload: bytes) -> Callable[[], list[bytes]]:
+    def fail() -> list[int]:
         raise CollectiveError("Rank 0 of 1 lost the others.")
 
-    rank.transport.begin_all_gather = fail  # type: ignore[method-assign]
+    rank.transport.take_nonfinite = fail  # type: ignore[method-assign]
     rank.mark(0, 1.0)
     with pytest.raises(CollectiveError, match="lost the others"):
         rank.reducer.finish(PassStatus(1), True)

@@ -6,8 +6,8 @@ the host does, raises. Streams, and calls of the process group, are stand-ins th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -72,17 +72,14 @@ class OnHost:
 
 
 class Reports:
-    """Gloo beside NCCL: each rank reports what this one does."""
+    """Each rank reports what this one does."""
 
     def __init__(self) -> None:
         self.calls = 0
 
-    def allgather(self, outputs: Any, inputs: Any, options: Any) -> OnHost:
+    def begin(self, payload: bytes) -> tuple[OnHost, Callable[[], list[bytes]]]:
         self.calls += 1
-        assert inputs[0].is_cpu
-        for row in outputs[0]:
-            row.copy_(inputs[0])
-        return OnHost()
+        return OnHost(), lambda: [payload, payload]
 
 
 @pytest.fixture
@@ -114,7 +111,8 @@ def make(monkeypatch):
         parameters = [torch.empty(2, 3, device=DEVICE) for _ in specs]
         arena, reports = Arena.allocate(plan, parameters), Reports()
         options = {"checks_finite": True, "waits_for_finite": False, **options}
-        made = ProcessGroupTransport(arena, peers, reports=reports, **options)
+        monkeypatch.setattr(transport_module, "reports_of", lambda peers: reports)
+        made = ProcessGroupTransport(arena, peers, **options)
         return SimpleNamespace(
             reducer=EngineReducer(plan, made), arena=arena, device=device, transport=made, reports=reports
         )

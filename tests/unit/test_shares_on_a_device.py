@@ -119,6 +119,7 @@ def world(monkeypatch):
     device = Device()
     monkeypatch.setattr(Streams, "of", classmethod(lambda cls, kind: device.streams))
     monkeypatch.setattr(transport_module.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(transport_module, "reports_of", lambda peers: Reports())
     backend = SimpleNamespace(name=lambda: "nccl")
     members = {"_device_types": [DEVICE], "_get_backend": lambda self, device: backend}
     peers: Any = SimpleNamespace(
@@ -142,7 +143,6 @@ def world(monkeypatch):
         copies,
         checks_finite=True,
         waits_for_finite=False,
-        reports=Reports(),
         witness=None,
     )
     transport._on_device.take = list  # which asks the device, in the first pass

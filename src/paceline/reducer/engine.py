@@ -173,7 +173,7 @@ class EngineReducer(ReportingReducer):
         self._note_stream = transport.note_stream
         self._expected_weight = float(transport.world_size)
         # Which no two reducers have in common, and all ranks of this one.
-        self._identity = zlib.crc32(b"".join(transport.begin_all_gather(os.urandom(8))()))
+        self._identity = zlib.crc32(b"".join(self._begin_all_gather(os.urandom(8))()))
         self._called = 0  # what this rank has told of its calls at the end of the last pass
         self._num_launched = len(plan.buckets)
         self._beside = beside
@@ -266,7 +266,7 @@ class EngineReducer(ReportingReducer):
         self._called = self._transport.order.take(self._identity)
         counts = {"nonfinite": len(nonfinite), "overflowed": len(overflowed)}
         own = self._report(status, unused, allow_unused, identity=self._called, **counts)
-        wait_for_reports = self._transport.begin_all_gather(own.pack())
+        wait_for_reports = self._begin_all_gather(own.pack())
         if not is_serial:
             self._wait_for_buckets()
         self._reports = [RankReport.unpack(row) for row in wait_for_reports()]
@@ -275,6 +275,10 @@ class EngineReducer(ReportingReducer):
         self._gather_details(unused, nonfinite, overflowed)
         if self._skip_unused:
             self._launch_idle()
+
+    def _begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
+        """See `Transport`; a single rank asks nobody."""
+        return (lambda: [payload]) if self._world_size == 1 else self._transport.begin_all_gather(payload)
 
     def _wait_for_buckets(self) -> None:
         for pending in self._pending[-1:] if self._transport.is_in_order else self._pending:
@@ -355,7 +359,7 @@ class EngineReducer(ReportingReducer):
     def _gather_bits(self, *found: Sequence[int]) -> list[list[list[int]]]:
         """For each list of parameters, those of all ranks, by rank."""
         count = len(self._plan.parameters)
-        rows = self._transport.begin_all_gather(b"".join(pack_bits(indices, count) for indices in found))()
+        rows = self._begin_all_gather(b"".join(pack_bits(indices, count) for indices in found))()
         size = len(pack_bits((), count))
         return [
             [unpack_bits(row[place * size : (place + 1) * size]) for row in rows]

@@ -11,7 +11,8 @@ import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +30,18 @@ from paceline.torch.link.peers import ProcessGroupPeers
 from paceline.torch.model.parameters import dtype_name
 
 _Options = TypeVar("_Options")
+_Begun = TypeVar("_Begun")
+_BRIEFLY = timedelta(milliseconds=20)
+
+
+class Call(Protocol):
+    """A call on its way; torch's own are `torch.distributed.Work`."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> Any:
+        """Raise what the call raised; on a device let what is computed from now on wait for its result."""
+        ...
 
 
 class GroupCalls:
@@ -61,6 +74,8 @@ class GroupCalls:
             f"torch's {dist.get_backend(peers.process_group)} process group",
         )
         self.serves_cpu = "cpu" in {device.type for device in self.group._device_types}
+        engines = {engine_of(self.group, torch.device(each.type)) for each in self.group._device_types}
+        self._wakes = "gloo" in engines and engines <= {"gloo", "nccl"}  # none of NCCL's is waited for so
         self.waits = EngineWaits(
             peers.rank,
             peers.world_size,
@@ -73,19 +88,13 @@ class GroupCalls:
 
     def is_nccl(self, device: torch.device) -> bool:
         """Whether NCCL makes the calls for tensors of this device: one after the other, on one stream."""
-        return str(self.group._get_backend(device).name()).lower() == "nccl"
+        return engine_of(self.group, device) == "nccl"
 
     def runs_on_streams(self, device: torch.device) -> bool:
         """Whether calls for tensors of this device run on a stream of it, for which others can wait."""
-        if device.type == "cpu":
-            return False
-        try:
-            backend = self.group._get_backend(device)
-        except RuntimeError:  # a group written in Python says nothing
-            return False
-        return str(backend.name()).lower() not in ("gloo", "mpi", "ucc")
+        return device.type != "cpu" and engine_of(self.group, device) not in ("", "gloo", "mpi", "ucc")
 
-    def begin(self, start: Callable[[], dist.Work], what: int | str) -> dist.Work:
+    def begin(self, start: Callable[[], _Begun], what: int | str) -> _Begun:
         """Begin a call.
 
         Args:
@@ -101,7 +110,7 @@ class GroupCalls:
         except RuntimeError as error:
             raise self.waits.failed(error, what) from error
 
-    def wait(self, work: dist.Work, what: int | str, *, on_host: bool) -> None:
+    def wait(self, work: Call, what: int | str, *, on_host: bool) -> None:
         """Block until a call is over, at most until the deadline.
 
         Args:
@@ -115,7 +124,7 @@ class GroupCalls:
             CollectiveError: It failed otherwise.
         """
         try:
-            if on_host:
+            if on_host and not (self._wakes and _is_over_soon(work)):
                 # Polled, because Work.wait(timeout) is ignored by some backends and ends the group in others.
                 self.waits.poll(work.is_completed, what)
             try:
@@ -226,6 +235,27 @@ def _naming(waits: EngineWaits, what: str) -> Iterator[None]:
         if is_of_a_lost_peer(text) or is_of_a_late_peer(text):
             raise waits.failed(error, what) from error
         raise
+
+
+def engine_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that a process group has for a device, as "nccl"; empty: none that is known."""
+    try:
+        return str(group._get_backend(device).name()).lower()
+    except (RuntimeError, AttributeError):  # not for such a device; one that is written in Python
+        return ""
+
+
+def _is_over_soon(work: Call) -> bool:
+    """Wait briefly for a call of Gloo, whose end wakes this thread sooner than it would wake by the clock.
+
+    Gloo raises when the time is over, and the call goes on.
+    """
+    if not isinstance(work, dist.Work):
+        return False
+    try:
+        return bool(work.wait(_BRIEFLY))
+    except RuntimeError:
+        return False  # or the call has failed, which whoever polls finds out
 
 
 def abort_on_devices(group: dist.ProcessGroup) -> None:

@@ -62,7 +62,7 @@ class HookTransport(ProcessGroupTransport):
         peers: The process group that the hook, too, will use.
         parameters: Those that the plan lists.
         hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
-        checks_finite, reports, witness: As `ProcessGroupTransport`'s.
+        checks_finite, witness: As `ProcessGroupTransport`'s.
     """
 
     def __init__(
@@ -73,10 +73,9 @@ class HookTransport(ProcessGroupTransport):
         hook: CommHook,
         *,
         checks_finite: bool,
-        reports: Any = None,
         witness: Witness | None = None,
     ) -> None:
-        super().__init__(arena, peers, checks_finite=checks_finite, reports=reports, witness=witness)
+        super().__init__(arena, peers, checks_finite=checks_finite, witness=witness)
         self.is_serial, self.is_in_order = True, False
         self._hook = hook
         self._parameters = list(parameters)

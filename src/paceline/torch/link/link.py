@@ -51,7 +51,6 @@ from paceline.torch.link.device_copies import DeviceCopies
 from paceline.torch.link.hosts import join_hosts, join_partners
 from paceline.torch.link.local_group import LocalCalls, LocalGroup, check_devices, local_group_of
 from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
-from paceline.torch.link.reports import group_for_reports
 from paceline.torch.link.share_transport import ShareTransport
 from paceline.torch.link.transport import ProcessGroupTransport
 from paceline.torch.model.inner_tensors import plain_tensors
@@ -99,7 +98,7 @@ def connect(
         between_hosts.refuse(seen if on_host else "parameters on a GPU")
     assert isinstance(peers, ProcessGroupPeers)
     if memory is None:
-        return GroupLink(peers, _find_witness(peers), reports=_find_reports(peers))
+        return GroupLink(peers, _find_witness(peers))
     return GroupLink(peers, ChannelWitness(control_of(peers, memory.hosts)))
 
 
@@ -191,19 +190,17 @@ class GroupLink:
     Args:
         peers: The ranks of the group.
         witness: Names ranks that are lost or late; None: nobody does.
-        reports: The group for reports, where the process group serves no CPU; see `reports`.
     """
 
     path, bits = "group", "engine"
     wants_whole_buckets = False
     most_bucket_bytes: int | None = None
 
-    def __init__(self, peers: ProcessGroupPeers, witness: Witness | None, reports: Any = None) -> None:
+    def __init__(self, peers: ProcessGroupPeers, witness: Witness | None) -> None:
         self.rank, self.world_size = peers.rank, peers.world_size
         self.tell: Tell | None = None if witness is None else witness.tell
         self.witness = witness
         self._peers = peers
-        self.reports = reports
         self._calls = calls = GroupCalls(peers, witness)
         self._broadcast, self.sum, self.sum_in_order = calls.broadcast, calls.sum, calls.sum_in_order
 
@@ -230,7 +227,6 @@ class GroupLink:
             self._peers,
             checks_finite=options.checks_finite,
             waits_for_finite=options.waits_for_finite,
-            reports=self.reports,
             witness=self.witness,
         )
         return _over(arena, EngineReducer(plan, transport, skip_unused=options.skip_unused))
@@ -371,7 +367,6 @@ class DevicesLink:
             DeviceCopies(device),
             checks_finite=options.checks_finite,
             waits_for_finite=options.waits_for_finite,
-            reports=self._link.reports,
             witness=self.witness,
         )
         adopt = None if reducer.codes is None else functools.partial(shares.adopt_errors, plan, place)
@@ -401,7 +396,6 @@ class HookLink:
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self.prepare_broadcast = link.prepare_broadcast
         self.with_hook = link.with_hook
-        self._reports = getattr(link, "reports", None)
         self._peers = peers
         self._hook = hook
 
@@ -423,7 +417,6 @@ class HookLink:
             parameters,
             self._hook,
             checks_finite=finite,
-            reports=self._reports,
             witness=self.witness,
         )
         return _over(arena, EngineReducer(plan, transport), transport.shown.end)
@@ -457,10 +450,10 @@ def _connect_devices(
         owner, between_hosts.deterministic, "parameters on a GPU, which its process group adds up"
     )
     if peers.world_size == 1:
-        return GroupLink(peers, _find_witness(peers), reports=_find_reports(peers))
+        return GroupLink(peers, _find_witness(peers))
     memory = peers.share_hosts()
     if len(memory.hosts) == 1:
-        return GroupLink(peers, MemoryWitness(memory.host_group), reports=_find_reports(peers))
+        return GroupLink(peers, MemoryWitness(memory.host_group))
     check_devices(peers, memory.hosts, devices, owner)
     control = control_of(peers, memory.hosts)
     (device,) = devices
@@ -468,7 +461,7 @@ def _connect_devices(
     of_host = HostWitness(of_all, memory.host_group, memory.hosts[place_of(memory.hosts, peers.rank)[0]])
     group = local_group_of(peers, memory.hosts, device, of_host)
     partners = join_partners(peers, memory.hosts, control)
-    link = GroupLink(peers, of_all, reports=_find_reports(peers))
+    link = GroupLink(peers, of_all)
     return DevicesLink(link, peers, partners, group, memory.host_group, of_host, between_hosts)
 
 
@@ -481,11 +474,6 @@ def _find_witness(peers: ProcessGroupPeers) -> Witness | None:
         return None
     core = memory.of_all_ranks()
     return ChannelWitness(control_of(peers, memory.hosts)) if core is None else MemoryWitness(core)
-
-
-def _find_reports(peers: ProcessGroupPeers) -> Any:
-    """See `group_for_reports`; a single rank needs no other's report, but waits for its own, too."""
-    return None if GroupCalls(peers, None).serves_cpu else group_for_reports(peers)
 
 
 def _check_group(peers: Peers, on_host: bool, reduce_through: str, owner: str) -> None:

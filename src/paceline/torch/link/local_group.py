@@ -30,7 +30,7 @@ from paceline.reducer.between_hosts.routes import place_of
 from paceline.reducer.plan import Plan
 from paceline.reducer.witness import Witness
 from paceline.rendezvous import lifetime
-from paceline.torch.link.calls import GroupCalls, abort_on_devices
+from paceline.torch.link.calls import GroupCalls, abort_on_devices, engine_of
 from paceline.torch.link.peers import ProcessGroupPeers
 from paceline.torch.link.stores import store_of
 
@@ -76,14 +76,6 @@ class LocalGroup:
 def _try(end: Callable[[], object]) -> None:
     with contextlib.suppress(Exception):  # it has ended before
         end()
-
-
-def engine_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that a process group has for a device, as "nccl"; empty: none that is known."""
-    try:
-        return str(group._get_backend(device).name()).lower()
-    except (RuntimeError, AttributeError):  # not for such a device; one that is written in Python
-        return ""
 
 
 def check_devices(

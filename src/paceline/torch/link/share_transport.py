@@ -11,7 +11,6 @@ all_gathers by whoever ends the pass, in the same order. NCCL pairs calls by it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,13 +31,13 @@ class ShareTransport(ProcessGroupTransport):
 
     Args:
         arena: The arena of this rank, on one device.
-        peers: All ranks; reports go over their process group.
+        peers: All ranks.
         calls: Over the process group of this host.
         shares: Exchanges shares with the partners.
         places: Where the share of each bucket lies in memory, for `shares`.
         num_hosts: How many hosts there are.
         copies: Between the device and memory.
-        checks_finite, waits_for_finite, reports, witness: See `ProcessGroupTransport`.
+        checks_finite, waits_for_finite, witness: See `ProcessGroupTransport`.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class ShareTransport(ProcessGroupTransport):
         *,
         checks_finite: bool,
         waits_for_finite: bool,
-        reports: Any,
         witness: Witness | None,
     ) -> None:
         super().__init__(
@@ -61,7 +59,6 @@ class ShareTransport(ProcessGroupTransport):
             peers,
             checks_finite=checks_finite,
             waits_for_finite=waits_for_finite,
-            reports=reports,
             witness=witness,
         )
         self.is_in_order = False

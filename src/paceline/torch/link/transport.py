@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions
 
 from paceline import _core
 from paceline.reducer.call_order import call_order_of
@@ -22,10 +20,10 @@ from paceline.reducer.engine_waits import STATUS
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
-from paceline.torch.link.calls import GroupCalls, asynchronous
+from paceline.torch.link.calls import Call, GroupCalls, asynchronous
 from paceline.torch.link.finite import FiniteChecks
-from paceline.torch.link.kept import keep
 from paceline.torch.link.peers import ProcessGroupPeers
+from paceline.torch.link.reports import reports_of
 from paceline.torch.link.streams import Streams
 from paceline.torch.model.parameters import DTYPES
 
@@ -40,7 +38,6 @@ class ProcessGroupTransport:
         peers: The process group.
         checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
         waits_for_finite: Tell of those on a device in the same pass, too, which waits for the device.
-        reports: The group of Gloo for reports, where `peers` have no backend for the CPU; see `reports`.
         witness: Names ranks that are lost or late.
 
     Attributes:
@@ -54,7 +51,6 @@ class ProcessGroupTransport:
         *,
         checks_finite: bool,
         waits_for_finite: bool = True,
-        reports: Any = None,
         witness: Witness | None = None,
     ) -> None:
         self.rank = peers.rank
@@ -68,13 +64,11 @@ class ProcessGroupTransport:
         numbers = range(len(arena.plan.buckets))
         self._buckets = [arena.bucket(number) for number in numbers]
         self._sent = [[as_real(flat)] for flat in self._buckets]
-        self._sums, self._gathers = asynchronous(dist.AllreduceOptions()), asynchronous(AllgatherOptions())
+        self._sums = asynchronous(dist.AllreduceOptions())
         self._pieces = [pieces_in(arena.plan, arena.sections, number) for number in numbers]
         self._nonfinite: set[int] = set()
-        self._reports = reports
-        on_host = self._calls.serves_cpu or reports is not None
+        self._reports = reports_of(peers)
         devices = {section.device for section in arena.sections}
-        self._status_device = torch.device("cpu") if on_host else arena.sections[0].device
         # A stream waits for these buckets, and the host need not.
         self._are_on_streams = bool(devices) and all(map(self._calls.runs_on_streams, devices))
         self.is_in_order = self._are_on_streams and len(devices) == 1 and self._calls.is_nccl(*devices)
@@ -143,19 +137,15 @@ class ProcessGroupTransport:
         return sum(float(section.double().square().sum()) for section in sections)
 
     def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
-        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._status_device)
-        rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        keep(own, *rows)
-        group = self._group if self._reports is None else self._reports
-        work = self._calls.begin(lambda: group.allgather([rows], [own], self._gathers), STATUS)
+        call, rows = self._calls.begin(lambda: self._reports.begin(payload), STATUS)
 
         def finish() -> list[bytes]:
-            self.wait(work, STATUS)
-            return [row.cpu().numpy().tobytes() for row in rows]
+            self.wait(call, STATUS)
+            return rows()
 
         return finish
 
-    def wait(self, work: dist.Work, what: int | str) -> None:
+    def wait(self, work: Call, what: int | str) -> None:
         """Block until the work on a bucket (its number), or other work, is done, at most until the deadline.
 
         Raises:

@@ -1,0 +1,62 @@
+"""Reports of ranks in the memory of a host, against plain lists of bytes."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from paceline.errors import CollectiveError, PeerLostError
+from paceline.reducer.engine_waits import STATUS, EngineWaits
+from paceline.reducer.host_reports import HostReports
+from paceline.reducer.witness import MemoryWitness
+from tests.harness import ranks
+from tests.multiprocess.meeting import tell, until_told
+
+
+def gather(reports: HostReports, payload: bytes, rank: int, world_size: int) -> list[bytes]:
+    gathering, rows = reports.begin(payload)
+    waits = EngineWaits(rank, world_size, engine="memory", timeout_s=60.0, warn_after_s=60.0)
+    waits.poll(gathering.is_completed, STATUS)
+    gathering.wait()
+    return rows()
+
+
+@ranks("world_size")
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_rank_gets_all_reports_by_rank(group, world_size: int) -> None:
+    reports = HostReports(group._core)
+    for number in range(50):  # of changing lengths, also empty ones
+        of_rank = [bytes([rank, number]) * (number % 7) for rank in range(world_size)]
+        assert gather(reports, of_rank[group.rank], group.rank, world_size) == of_rank
+
+
+@ranks(2)
+def test_reports_that_are_given_up_do_not_disturb_later_ones(group) -> None:
+    reports = HostReports(group._core)
+    reports.begin(b"given up")
+    assert gather(reports, b"wanted %d" % group.rank, group.rank, 2) == [b"wanted 0", b"wanted 1"]
+
+
+@ranks(2)
+def test_reports_of_other_lengths_raise(group) -> None:
+    with pytest.raises(CollectiveError, match="bytes"):
+        gather(HostReports(group._core), b"." * (1 + group.rank), group.rank, 2)
+
+
+@ranks(2, dies={1: 7})
+def test_a_report_counts_although_its_rank_has_died_since(group) -> None:
+    """Else ranks would not agree whether the backward was good."""
+    reports = HostReports(group._core)
+    if group.rank:
+        until_told("started", [0])
+        reports.begin(b"last words")
+        os._exit(7)
+    gathering, rows = reports.begin(b"first ones")
+    tell("started", 0)
+    assert isinstance(MemoryWitness(group._core).find_lost(within_s=60.0), PeerLostError)
+    assert gathering.is_completed()
+    gathering.wait()
+    assert rows() == [b"first ones", b"last words"]
+    with pytest.raises(PeerLostError, match="ank 1"):
+        reports.begin(b"to nobody")
