@@ -49,7 +49,7 @@ test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket
 	@$(PYTEST) $(ARGS)
 
 # Each has a target of its own that runs all of it: model, pairs, fuzz, chaos, incumbents.
-test-long: $(VENV)/.core $(VENV)/.paddle ## Run a fixed part of the long tests: benches, tutorials, faults, generated programs, the model, torch's own tests
+test-long: $(VENV)/.core $(VENV)/.paddle ## Run a fixed part of the long tests: benchmarks, tutorials, faults, generated programs, the model, torch's own tests
 	@$(PYTEST) tests/bench tests/pages tests/model tests/fault tests/differential tests/chaos tests/incumbents $(ARGS)
 
 test-device: $(VENV)/.core $(VENV)/.paddle ## Run the tests of GPUs on devices that need none: their streams are threads; three minutes
@@ -124,9 +124,9 @@ docs: $(VENV)/.core $(VENV)/.paddle $(VENV)/.docs ## Build the documentation int
 wheels: $(VENV)/.tools $(VENV)/.release ## Make and check all files of a release in dist/; PYTHONS='python3.11 python3.12'
 	@scripts/wheels $(BIN) $(PYTHONS)
 
-bench: $(VENV)/.core ## Measure against Gloo, Open MPI and torch's DDP
-	@$(BIN)/paceline bench all_reduce $(ARGS)
-	@$(BIN)/paceline bench step $(ARGS)
+bench: $(VENV)/.core ## Measure all_reduce and a training step beside Gloo, Open MPI and torch's DDP; python -m benchmarks --help
+	@$(BIN)/python -m benchmarks all_reduce $(ARGS)
+	@$(BIN)/python -m benchmarks step $(ARGS)
 
 clean: ## Remove everything that make made
 	@rm -rf $(VENV) build docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis

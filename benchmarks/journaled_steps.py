@@ -1,6 +1,6 @@
 """What a journal adds to a step of a sharded optimizer, and what the meetings of a step cost.
 
-    paceline run -n 2 benchmarks/journaled_steps.py [--millions 8] [--rounds 15] [--meetings-only]
+    paceline run -n 2 -m benchmarks.journaled_steps [--millions 8] [--rounds 15] [--meetings-only]
 
 Ways are measured in turns. Each figure is a median over rounds: of the slower rank's time, and of the
 processor's time on rank 0, which other programs on the machine disturb less.

@@ -39,7 +39,7 @@ collect_ignore_glob = [] if _has_paddle else ["*/test_paddle_*.py"]
 # The files that take longest, by the seconds that they take on an idle machine. Three processes share the
 # files in this order, so that none has a long one left when the others have none.
 LONGEST_FILES = (
-    "bench/test_benches.py",
+    "bench/test_benchmarks.py",
     "chaos/test_chaos.py",
     "fault/test_pairs.py",
     "differential/test_programs_torch.py",

@@ -34,15 +34,6 @@ def _run(arguments: Sequence[str]) -> int:
     return cli.main(parser.parse_args(options), command)
 
 
-def _bench(arguments: Sequence[str]) -> int:
-    from paceline.bench import cli
-
-    parser = argparse.ArgumentParser(prog="paceline", allow_abbrev=False)
-    cli.register(parser.add_subparsers())
-    parsed = parser.parse_args(["bench", *arguments])
-    return int(parsed.func(parsed))
-
-
 def _stacks(arguments: Sequence[str]) -> int:
     from paceline import stacks
 
@@ -72,10 +63,10 @@ def _trace(arguments: Sequence[str]) -> int:
     return cli.main(arguments)
 
 
-def _plan(arguments: Sequence[str]) -> int:
-    from paceline.torch.one_model import plan_cli
+def _predict(arguments: Sequence[str]) -> int:
+    from paceline import predict
 
-    return plan_cli.main(arguments)
+    return predict.main(arguments)
 
 
 def _top(arguments: Sequence[str]) -> int:
@@ -86,8 +77,7 @@ def _top(arguments: Sequence[str]) -> int:
 
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
-    "bench": _bench,
-    "plan": _plan,
+    "predict": _predict,
     "stacks": _stacks,
     "doctor": _doctor,
     "top": _top,
@@ -102,11 +92,14 @@ def _no_command(arguments: Sequence[str]) -> int:
     parser.add_argument("--version", action="store_true", help="show the version")
     commands = parser.add_subparsers(title="commands", metavar="command")
     commands.add_parser("run", help="start a script on several ranks: paceline run -n 4 train.py")
-    commands.add_parser("bench", help="measure against the incumbents: paceline bench all_reduce")
     commands.add_parser(
         "tune", help="with how many ranks and threads is a script fastest here? paceline tune train.py"
     )
-    commands.add_parser("plan", help="how much memory will N ranks take? paceline plan model.py -n 64")
+    commands.add_parser(
+        "predict",
+        help="how much memory will N ranks need, and how long will averaging over hosts take? "
+        "paceline predict model.py -n 64",
+    )
     commands.add_parser("doctor", help="is this machine fit for training on several ranks?")
     commands.add_parser("top", help="show what the ranks of a job do now: paceline top")
     commands.add_parser(

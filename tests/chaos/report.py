@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.bench.machine import Machine
-from paceline.bench.report import Report
+from benchmarks.report import Machine, Report
 from tests.chaos.judge import Verdict, is_silent, judge
 from tests.chaos.plans import Expected
 from tests.chaos.trial import Result

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.bench.machine import Machine
+from benchmarks.report import Machine
 from tests.differential.jobs import Tally
 from tests.differential.judge import ENGINE_CRASH, EQUAL, INVALID, KNOWN, REFUSED, USER_ERROR
 

@@ -8,8 +8,7 @@ from dataclasses import asdict, replace
 from functools import reduce
 from pathlib import Path
 
-from paceline.bench.machine import Machine
-from paceline.bench.report import Report
+from benchmarks.report import Machine, Report
 from tests.fault.pair_driver import Findings
 from tests.fault.pair_parts import Part, all_parts
 

@@ -125,7 +125,7 @@ def main() -> int:
     # A core dump of torch takes longer to write than a part may run.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     # These import Paceline, which may be absent where only a sentence is wanted.
-    from paceline.bench.machine import Machine
+    from benchmarks.report import Machine
     from tests.gpu.report import make_report
 
     gpu, machine = Accelerator.here(given.device), Machine.here()

@@ -23,10 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.machine import Machine
-from paceline.bench.report import Report
-from paceline.bench.rounds import Samples, overhead, slowest_by_round, slowest_median
-from paceline.bench.units import format_time
+from benchmarks.report import Machine, Report
+from benchmarks.samples import Samples, overhead, slowest_by_round, slowest_median
+from paceline.units import format_time
 from tests.gpu.parts import Ended, Part, run_parts
 from tests.gpu.report import differing, quoted
 from tests.gpu.ways import ALONE, BATCHED, INCUMBENT, LABELS

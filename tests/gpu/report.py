@@ -1,6 +1,6 @@
 """What a check found, as a table for people and for benchmarks/results.
 
-A pure function of what the parts left behind; see `paceline.bench.report` for the forms of a report.
+A pure function of what the parts left behind; see `benchmarks.report` for the forms of a report.
 """
 
 from __future__ import annotations
@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.bench.machine import Machine
-from paceline.bench.report import Report
-from paceline.bench.rounds import overhead, slowest_median
-from paceline.bench.step import overhead_cells
-from paceline.bench.units import format_time
+from benchmarks.report import Machine, Report
+from benchmarks.samples import overhead, overhead_cells, slowest_median
+from paceline.units import format_time
 from tests.gpu.machine import Accelerator
 from tests.gpu.parts import Ended
 from tests.gpu.ways import ALONE, INCUMBENT, LABELS

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.bench.rounds import iterations_for
+from benchmarks.samples import iterations_for
 from tests.gpu import device as devices
 from tests.gpu.models import FORMS, TASKS, Task
 from tests.gpu.ways import ALONE, INCUMBENT, WAYS, here

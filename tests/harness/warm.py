@@ -1,6 +1,6 @@
 """A Python that starts in milliseconds with a framework imported, for programs that start other programs.
 
-`python -m paceline bench` starts many processes, each of which imports torch: some seconds of a core every
+`python -m benchmarks` starts many processes, each of which imports torch: some seconds of a core every
 time, most of what such a test costs. `warm_python("torch")` is the path of a program that takes the command
 line of a Python and does what that one would, in a fork of a process that has imported the framework. It
 names itself as `sys.executable`, so what the program starts is warm as well.

@@ -37,9 +37,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingA
 from transformers import Trainer as HubTrainer
 
 import paceline.torch
+from benchmarks.report import Machine, Report
 from examples.trainers.transformers_gpt import Counting
-from paceline.bench.machine import Machine
-from paceline.bench.report import Report
 from paceline.replacing import Pair, Replacement
 
 # Steps at the beginning of each turn that don't count: buckets are rebuilt, memory is touched first.

@@ -19,14 +19,11 @@ LAYERS = (
     ("paceline.integrations",),  # imported by its users only
     ("paceline.__main__",),
     ("paceline.cli",),
+    ("paceline.predict",),
     ("paceline",),
     ("paceline.torch", "paceline.paddle"),
     ("paceline.tune",),
-    (
-        "paceline.bench",
-        "paceline.doctor",
-        "paceline.ray",
-    ),  # it measures all that is below; a front end adds its own contests to it
+    ("paceline.doctor", "paceline.ray"),
     ("paceline.launch",),
     ("paceline.data",),
     ("paceline.sharding",),
@@ -40,6 +37,7 @@ LAYERS = (
         "paceline.env",
         "paceline.launchers",
         "paceline.stacks",
+        "paceline.units",
         "paceline.replacing",
         "paceline.versions",
         "paceline._core",
@@ -50,14 +48,14 @@ BOTTOM = len(LAYERS) - 1
 # it and from itself. So the longest chain of imports has as many rooms as there are rows.
 ROOMS = {
     "torch": (
-        ("__init__", "bench"),
+        ("__init__",),
         ("ddp",),
         ("passes", "one_model", "backend", "compression", "sync_batch_norm"),
         ("link", "data_parallel", "tensorboard"),
         ("model", "versions"),
     ),
     "paddle": (
-        ("__init__", "bench"),
+        ("__init__",),
         ("ddp", "sync_batch_norm"),
         ("passes", "one_model", "compression"),
         ("link",),
@@ -125,6 +123,8 @@ def test_imports_point_down_only():
     for path in python_files():
         row, entry = layer_of(module_of(path))
         for line, imported in imports_of(path):
+            if imported.split(".")[0] in ("benchmarks", "tests"):
+                wrong.append(spell(path, line, f"the wheel imports {imported}, which is not in it"))
             if imported.split(".")[0] != "paceline":
                 continue
             below, other = layer_of(imported)

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from paceline.bench.machine import Machine  # noqa: E402
+from benchmarks.report import Machine  # noqa: E402
 from tests.gpu import host, machine, report  # noqa: E402
 from tests.gpu.__main__ import LIMIT_S, plan  # noqa: E402
 from tests.gpu.machine import Accelerator  # noqa: E402

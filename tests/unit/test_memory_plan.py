@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from paceline.cli import main
+from benchmarks.workers.torch_models import wide
 from paceline.errors import ConfigError
 from paceline.torch import plan_memory
-from paceline.torch.bench.memory import wide
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
@@ -88,25 +85,3 @@ def test_what_cannot_be_planned():
         plan_memory(nn.Identity, 3, 2)
     with pytest.raises(ConfigError, match=r"a torch.nn.Module"):
         plan_memory(lambda: "model", 2)
-
-
-def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(sys, "modules", dict(sys.modules))
-    file = tmp_path / "a_model_of_a_test.py"
-    file.write_text("import torch\ndef build():\n    return torch.nn.Linear(1024, 1024)\n")
-    assert main(["plan", f"{file}:build", "-n", "64", "--hosts", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "64 ranks on 2 hosts; one copy of the parameters takes 4.00 MiB" in shown
-    assert re.search(r"one model, ShardedOptimizer, bucket view .* 0\.3\d", shown)
-    command = ["plan", f"{file}:build", "-n", "2", "--json", "--optimizer", "SGD", "--option", "momentum=0.9"]
-    assert main(command) == 0
-    ways = json.loads(capsys.readouterr().out)["ways"]
-    assert ways["torch_view"]["state"] == 2 * 4 * (1024 * 1024 + 1024)
-    for arguments, complaint in (
-        ([str(file), "-n", "2"], "functions without arguments: build"),
-        (["/no/such.py", "-n", "2"], "There is no file"),
-        ([f"{file}:build", "-n", "2", "--optimizer", "Eve"], "no optimizer Eve"),
-    ):
-        assert main(["plan", *arguments]) == 2
-        assert complaint in capsys.readouterr().err

@@ -1,12 +1,15 @@
-"""The model of the cost beside what was measured, and docs/scaling.md beside both."""
+"""`paceline predict`: the model of the cost beside what was measured and docs/scaling.md; the command."""
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 
 import pytest
 
-from paceline.bench.predict import Machines, efficiency, predict, predict_torch, run
+from paceline.cli import main
+from paceline.predict import Machines, efficiency, predict_paceline, predict_times, predict_torch
 from paceline.reducer.between_hosts.sum_formats import ENCODINGS
 from tests.harness.command import ROOT
 
@@ -30,7 +33,7 @@ def compared():
         seconds = float(theirs) / 1e3
         found[layout, link, float(megabytes)] = (
             seconds / ring.seconds,
-            seconds * float(ratio) / predict(*sizes, machines).seconds,
+            seconds * float(ratio) / predict_paceline(*sizes, machines).seconds,
         )
     return found
 
@@ -68,22 +71,8 @@ def test_paddle_goes_over_its_group_alone_with_more_hosts_than_it_has_connection
     hosts = (ROOT / "src/paceline/paddle/link/hosts.py").read_text()
     (most,) = re.findall(r"^MOST_HOSTS = (\d+)$", hosts, flags=re.MULTILINE)
     words = f"Paddle on more than {most} hosts"
-    assert any(words in note for note in run(1 << 20, [2, int(most) + 1], 8, [1.0], "").notes)
-    assert not any(words in note for note in run(1 << 20, [2, int(most)], 8, [1.0], "").notes)
-
-
-def test_the_panels_of_the_picture_have_one_scale_with_more_than_one_mark(monkeypatch, tmp_path):
-    pytest.importorskip("matplotlib")
-    from paceline.bench import plot
-
-    drawn = []
-    monkeypatch.setattr(plot, "_save", lambda figure, *_, **__: drawn.append(figure))
-    for nbytes, rates in ((100 << 20, [1.0, 10.0, 100.0]), (4 << 20, [1.0])):
-        plot.draw_predict(run(nbytes, [2, 8], 8, rates, ""), tmp_path / "x.png")
-        panels = drawn[-1].axes
-        assert len({panel.get_ylim() for panel in panels}) == 1
-        marks = [text.get_text() for text in panels[0].get_yticklabels()]
-        assert len(marks) >= 2 and all(mark.endswith("s") for mark in marks), marks
+    assert any(words in note for note in predict_times(1 << 20, [2, int(most) + 1], 8, [1.0]).notes)
+    assert not any(words in note for note in predict_times(1 << 20, [2, int(most)], 8, [1.0]).notes)
 
 
 def test_the_page_has_the_comparison():
@@ -96,17 +85,18 @@ def test_the_page_has_the_comparison():
 
 
 def test_the_page_has_the_prediction():
-    report = run(100 << 20, (2, 8, 64, 1024), 8, (1.0, 10.0, 100.0, 400.0), "")
-    table = "".join(line + "\n" for line in report.as_markdown().splitlines() if line.startswith("|"))
+    times = predict_times(100 << 20, (2, 8, 64, 1024), 8, (1.0, 10.0, 100.0, 400.0))
+    rows = [times.columns, ["---", *["--:"] * (len(times.columns) - 1)], *times.rows]
+    table = "".join(f"|{'|'.join(row)}|\n" if row[0] == "---" else f"| {' | '.join(row)} |\n" for row in rows)
     assert table in tables(PAGE), "docs/scaling.md should have:\n" + table
 
 
 def test_bytes_are_those_that_a_host_has_to_send():
     """2 (H - 1) / H of the gradients; in one round between two hosts the same."""
     for hosts, floor in ((2, 1.0), (4, 1.5), (8, 1.75)):
-        sent = predict(64 << 20, hosts, 4, Machines(1e10)).sent_bytes
+        sent = predict_paceline(64 << 20, hosts, 4, Machines(1e10)).sent_bytes
         assert sent == pytest.approx(floor * (64 << 20), rel=0.01)
-    assert predict(64 << 20, 4, 4, Machines(1e10), "int8").sent_bytes == pytest.approx(
+    assert predict_paceline(64 << 20, 4, 4, Machines(1e10), "int8").sent_bytes == pytest.approx(
         0.381 * (64 << 20), rel=0.01
     )
     in_blocks, in_turn = (
@@ -126,21 +116,93 @@ def test_bytes_are_those_that_a_host_has_to_send():
     ],
 )
 def test_what_decides_is_told(nbytes, hosts, machines, limit):
-    assert predict(nbytes, hosts, 8, machines).limit == limit
+    assert predict_paceline(nbytes, hosts, 8, machines).limit == limit
 
 
 def test_averaging_that_hides_costs_nothing():
     assert efficiency(0.3, 0.15) == 1.0
     assert efficiency(0.3, 0.5) == pytest.approx(0.5)
-    report = run(4 << 20, (2,), 2, (1.0,), "", step_s=0.3)
-    assert [row[-1] for row in report.rows] == ["100%"]
+    times = predict_times(4 << 20, (2,), 2, (1.0,), step_s=0.3)
+    assert [row[-1] for row in times.rows] == ["100%"]
 
 
 def test_every_compression_sends_less():
     """As the core counts their bytes."""
     plain, *coded = (
-        predict(64 << 20, 4, 4, Machines(1e10), name).sent_bytes
+        predict_paceline(64 << 20, 4, 4, Machines(1e10), name).sent_bytes
         for name in ("", "bf16", "fp16", "int8", "topk")
     )
     assert {"bf16", "fp16", "int8", "topk"} == {*ENCODINGS}
     assert [each / plain for each in coded] == pytest.approx([1 / 2, 1 / 2, 0.254, 1 / 43], rel=0.02)
+
+
+@pytest.fixture
+def model(tmp_path, monkeypatch):
+    """A file with a function that makes a model of 4 MiB."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "a_model_of_a_test.py"
+    monkeypatch.setitem(sys.modules, file.stem, None)  # the command imports it, and the end removes it
+    file.write_text("import torch\ndef build():\n    return torch.nn.Linear(1024, 1024)\n")
+    return file
+
+
+def test_the_command_predicts_the_memory_of_a_model(model, tmp_path, capsys):
+    assert main(["predict", f"{model}:build", "-n", "64"]) == 0
+    shown = capsys.readouterr().out
+    assert "64 ranks on 1 host; one copy of the parameters takes 4.00 MiB" in shown
+    assert re.search(r"one model, ShardedOptimizer, bucket view .* 0\.3\d", shown)
+    assert "Time of averaging" not in shown
+    command = ["predict", f"{model}:build", "-n", "2", "--json", str(tmp_path / "found.json")]
+    assert main([*command, "--optimizer", "SGD", "--option", "momentum=0.9"]) == 0
+    (memory,) = json.loads((tmp_path / "found.json").read_text())["memory"]
+    assert memory["variants"]["torch_view"]["state"] == 2 * 4 * (1024 * 1024 + 1024)
+
+
+def test_the_command_predicts_the_time_of_averaging_over_hosts(model, tmp_path, capsys):
+    found = tmp_path / "found.json"
+    assert main(["predict", f"{model}:build", "-n", "2", "--hosts", "1,2", "--json", str(found)]) == 0
+    shown = capsys.readouterr().out
+    assert "2 ranks on 1 host" in shown and "4 ranks on 2 hosts" in shown and "2 x 2" in shown
+    values = json.loads(found.read_text())
+    nbytes = 4 * (1024 * 1024 + 1024)
+    assert (values["gradient_bytes"], len(values["memory"])) == (nbytes, 2)
+    assert [each["seconds"]["paceline"] for each in values["times"]] == [
+        predict_paceline(nbytes, 2, 2, Machines(rate)).seconds for rate in (1e9, 1e10, 1e11)
+    ]
+    assert main(["predict", "--gradients", "100MiB", "-n", "8", "--rates", "400", "--step-ms", "300"]) == 0
+    assert "1024 x 8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["-n", "2"], "either a model or --gradients"),
+        (["model.py", "--gradients", "1MiB", "-n", "2"], "either a model or --gradients"),
+        (["--gradients", "1MiB", "-n", "2", "--hosts", "1"], "no network"),
+        (["/no/such.py", "-n", "2"], "There is no file"),
+        (["{model}", "-n", "2"], "functions without arguments: build"),
+        (["{model}:build", "-n", "2", "--optimizer", "Eve"], "no optimizer Eve"),
+        (["--gradients", "1MiB", "-n", "2", "--json", "/no/such/folder/x.json"], "can't be written"),
+    ],
+)
+def test_what_cannot_be_predicted_is_told(model, capsys, arguments, complaint):
+    assert main(["predict", *(each.replace("{model}", str(model)) for each in arguments)]) == 2
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--gradients", "16K"], "'16K' is no size"),
+        (["--gradients", "1MiB", "--hosts", "2,0"], "'0' is not a whole number of at least 1"),
+        (["--gradients", "1MiB", "--hosts", "100000"], "more than 65536"),
+        (["--gradients", "1MiB", "--rates", "1,-1"], "'-1' is not a number of Gbit/s"),
+        (["--gradients", "1MiB", "--step-ms", "inf"], "'inf' is not a number of milliseconds"),
+        (["model.py", "--option", "momentum=zero"], "write NAME=VALUE"),
+    ],
+)
+def test_wrong_options_are_named(capsys, arguments, complaint):
+    with pytest.raises(SystemExit):
+        main(["predict", "-n", "2", *arguments])
+    assert complaint in capsys.readouterr().err

@@ -20,8 +20,8 @@ from paceline.launch.tuned import Layout, Place, Tuned
 from paceline.tracing.batches import shape_of_batch
 from paceline.tracing.records import Event, Record
 from paceline.tracing.ring_file import RankHeader, RankRecording
-from paceline.tune import answer, contest
-from paceline.tune.contest import Standing, judge
+from paceline.tune import answer, compare
+from paceline.tune.compare import Standing, judge
 from paceline.tune.layouts import MOST_LAYOUTS, in_order_of_start, layouts_of
 from paceline.tune.rates import Turn, counts_elements, steps_so_far, turn_of
 
@@ -182,7 +182,7 @@ def test_few_rounds_claim_nothing() -> None:
     assert verdict is not None
     assert not any(each.is_slower for each in verdict.results)
     assert "Too few measurements to be sure of: 1 rank x 4 threads (2 rounds)" in told(standings)
-    assert not contest.is_decided(standings)
+    assert not compare.is_decided(standings)
 
 
 def test_a_script_with_a_fixed_batch_per_rank_is_told_what_that_means() -> None:
@@ -277,45 +277,45 @@ def test_every_other_round_goes_the_other_way() -> None:
     standings = [Standing(layout, is_running=True) for layout in (ONE, FOUR, TWO)]
     order = []
     for _ in range(6):
-        due = contest.next_turn(standings)
+        due = compare.next_turn(standings)
         assert due is not None
         due.turns.append(None)
         order.append(due.layout)
     assert order == [ONE, FOUR, TWO, TWO, FOUR, ONE]
     standings[0].is_running = False
-    due = contest.next_turn(standings)
+    due = compare.next_turn(standings)
     assert due is not None and due.layout == FOUR
 
 
 def test_turns_are_as_long_as_steps_and_time_ask_for() -> None:
     fast, slow = Standing(ONE, step_s=0.001), Standing(ONE, step_s=1.0)
-    assert contest.turn_seconds(fast, 2, 60.0) == pytest.approx(2.0)
-    assert contest.turn_seconds(fast, 4, 12.0) == pytest.approx(0.4)
-    assert contest.turn_seconds(slow, 2, 600.0) == pytest.approx(10.0)
-    assert contest.turn_seconds(slow, 2, 50.0) == pytest.approx(4.0)  # ten steps would be one round
-    assert contest.turn_seconds(slow, 2, 3.0) is None
+    assert compare.turn_seconds(fast, 2, 60.0) == pytest.approx(2.0)
+    assert compare.turn_seconds(fast, 4, 12.0) == pytest.approx(0.4)
+    assert compare.turn_seconds(slow, 2, 600.0) == pytest.approx(10.0)
+    assert compare.turn_seconds(slow, 2, 50.0) == pytest.approx(4.0)  # ten steps would be one round
+    assert compare.turn_seconds(slow, 2, 3.0) is None
 
 
 def test_no_layout_is_started_that_leaves_no_time_to_measure() -> None:
     running = [Standing(ONE, is_running=True, step_s=0.01)]
     both = [*running, Standing(FOUR, is_running=True, step_s=0.1)]
-    assert contest.has_time_for_another([], 0.0, 1.0)
-    assert contest.has_time_for_another(running, 10.0, 1.0)  # one alone is no answer
-    assert contest.has_time_for_another(both, 10.0, 20.0)
-    assert not contest.has_time_for_another(both, 10.0, 16.0)
-    assert contest.start_seconds(running, 20.0, is_last=False) == 10.0
-    assert contest.start_seconds(running, 20.0, is_last=True) == pytest.approx(17.6)
+    assert compare.has_time_for_another([], 0.0, 1.0)
+    assert compare.has_time_for_another(running, 10.0, 1.0)  # one alone is no answer
+    assert compare.has_time_for_another(both, 10.0, 20.0)
+    assert not compare.has_time_for_another(both, 10.0, 16.0)
+    assert compare.start_seconds(running, 20.0, is_last=False) == 10.0
+    assert compare.start_seconds(running, 20.0, is_last=True) == pytest.approx(17.6)
 
 
 def test_a_layout_that_is_far_behind_is_out_and_a_sure_contest_is_over() -> None:
     standings = [standing(ONE, *[100] * 7), standing(TWO, *[140] * 7), standing(FOUR, *[125] * 7)]
-    assert [contest.is_out(each, standings) for each in standings] == [True, False, False]
-    assert contest.is_decided(standings)
+    assert [compare.is_out(each, standings) for each in standings] == [True, False, False]
+    assert compare.is_decided(standings)
     unsure = [standing(TWO, *[140] * 7), standing(FOUR, *[130, 150] * 3, 140)]
-    assert not contest.is_decided(unsure)
+    assert not compare.is_decided(unsure)
     same = [standing(TWO, *[140] * 7), standing(FOUR, *[139, 141] * 3, 140)]
-    assert contest.is_decided(same)
-    assert contest.is_decided([replace(each, is_running=False) for each in unsure])
+    assert compare.is_decided(same)
+    assert compare.is_decided([replace(each, is_running=False) for each in unsure])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -325,17 +325,17 @@ def test_the_recommended_layout_is_within_5_percent_of_the_best_one(seed: int) -
     speeds = {layout: 100 * dice.uniform(0.6, 1.6) for layout in (ONE, TWO, FOUR)}
     standings = [Standing(layout, is_running=True, step_s=0.01) for layout in (ONE, FOUR, TWO)]
     machine, left_s = 1.0, 60.0
-    while not contest.is_decided(standings):
-        due = contest.next_turn(standings)
+    while not compare.is_decided(standings):
+        due = compare.next_turn(standings)
         assert due is not None
         running = sum(each.is_running for each in standings)
-        seconds = contest.turn_seconds(due, running, left_s)
+        seconds = compare.turn_seconds(due, running, left_s)
         if seconds is None:
             break
         left_s -= seconds
         machine = min(1.0, max(0.4, machine * dice.uniform(0.95, 1.05)))
         due.turns += turns(speeds[due.layout] * machine * dice.gauss(1, 0.03))
-        due.is_running = not contest.is_out(due, standings)
+        due.is_running = not compare.is_out(due, standings)
     verdict = judge(standings)
     assert verdict is not None
     assert speeds[verdict.recommended] >= 0.95 * max(speeds.values())

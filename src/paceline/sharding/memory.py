@@ -67,7 +67,7 @@ class MemoryPlan:
         ranks: Number of ranks, of all hosts.
         hosts: Number of hosts, with equally many ranks each.
         sizes: What one copy of the model takes.
-        ways: By the names that `paceline bench memory --of training` has for them: `torch_view`, `zero`,
+        ways: By the keys of the cases of `python -m benchmarks memory --of training`: `torch_view`, `zero`,
             `zero_view`, `paceline`, `paceline_view`, `paceline_sharded`, `paceline_shared`,
             `paceline_shared_view` and `paceline_scatter`.
         is_allocated: Whether the model had to be made in memory to find this out.

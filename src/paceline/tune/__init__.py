@@ -8,11 +8,10 @@ on, which ranks record under `paceline tune` (`tracing`).
     cli.py       the arguments, and what is said at the end
     layouts.py   which layouts there are (pure)
     rates.py     from the recordings of one turn to samples per second (pure)
-    contest.py   whose turn it is, when to stop, who is fastest and how sure that is (pure)
+    compare.py   which layout is measured next, when to stop, which is fastest and how sure that is (pure)
     job.py       one layout as a job: started, stopped for a while, ended
-    measure.py   the loop that does what contest.py decides
-    answer.py    the sentences, the table, and the bars
-    plot.py      the picture
+    measure.py   the loop that does what compare.py decides
+    answer.py    the sentences, the table, and the picture
 
-May import bench (its arithmetic and its machine), launch, tracing and errors. Not public.
+Not public.
 """

@@ -1,7 +1,6 @@
-"""What is said at the end: the table with its bars, and the sentences. Pure, but for `show`.
+"""The answer: the table with its bars, the sentences, and the picture. Pure, but for `show` and `draw`.
 
-The one idea: a sentence claims no more than the intervals do. Imports bench (its units), launch (layouts),
-and its neighbours; rich, when it is installed, draws the table.
+A sentence claims no more than the intervals do. rich, when it is installed, draws the table.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from paceline.bench.rounds import Interval
 from paceline.launch.tuned import Layout, counted
-from paceline.tune.contest import LEAST_ROUNDS, Result, Standing, Verdict
+from paceline.tune.compare import LEAST_ROUNDS, Interval, Result, Standing, Verdict
 
 HEADINGS = ("ranks", "threads", "{unit}/s", "of one rank", "from - to", "per step", "rounds", "")
 _SPARED = (5, 6, 4, 7)  # columns that are left out, in this order, where there is no room for all of them
@@ -244,3 +243,42 @@ def _show_rich(console: Any, title: str, headings: Sequence[str], table: Sequenc
             )
         )
     console.print(drawn)
+
+
+def draw(verdict: Verdict, title: str, machine: str, path: Path) -> None:
+    """Write a picture: a bar for each layout with its interval.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        OSError: The file can't be written.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.0, 1.6 + 0.45 * len(verdict.results)))
+    for at, result in enumerate(verdict.results):
+        rate = result.rate
+        color = "#0b5394" if result.layout == verdict.recommended else "#9fc5e8"
+        axes.barh(at, rate.median, color=color)
+        axes.errorbar(
+            rate.median,
+            at,
+            xerr=[[rate.median - rate.low], [rate.high - rate.median]],
+            color="black",
+            capsize=4,
+        )
+        text = number(rate.median)
+        if result.of_one is not None and result.layout.ranks > 1:
+            text += f"  ({result.of_one.median:.2f}x)"
+        axes.annotate(text, (rate.high, at), xytext=(6, 0), textcoords="offset points", va="center")
+    axes.set_yticks(range(len(verdict.results)), [str(result.layout) for result in verdict.results])
+    axes.invert_yaxis()
+    axes.set(xlabel=f"{verdict.unit} per second, median and its 95 % interval", title=title)
+    axes.margins(x=0.25)
+    axes.set_xlim(left=0)
+    figure.text(0.01, 0.01, machine, fontsize=6, color="gray", va="bottom")
+    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

@@ -1,7 +1,4 @@
-"""`paceline tune`: its arguments, what is checked before anything starts, and the answer.
-
-Imports bench (the machine), launch, errors, arguments, tracing (its limits) and its neighbours.
-"""
+"""`paceline tune`: its arguments, what is checked before anything starts, and the answer."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.arguments import Arguments
-from paceline.bench.machine import Machine
 from paceline.errors import ConfigError
 from paceline.launch import cli as run_cli
 from paceline.launch import tuned
@@ -27,7 +23,7 @@ from paceline.launch.plan import MAX_NPROCS
 from paceline.launch.topology import read_machine, read_processor
 from paceline.launch.tuned import Layout, Place, Tuned
 from paceline.tune import answer, layouts
-from paceline.tune.contest import Verdict, judge
+from paceline.tune.compare import Verdict, judge
 from paceline.tune.measure import Measured, Task, measure
 
 _USAGE = """paceline tune [options] script.py [arguments ...]
@@ -229,14 +225,9 @@ def _answer(
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(_as_json(verdict, found, kept), indent=1) + "\n")
     if parsed.output is not None:
-        from paceline.tune.plot import draw
-
-        draw(
-            verdict,
-            f"{Path(command[0]).name} on {tuned.counted(num_cores, 'core')}",
-            Machine.here(),
-            parsed.output,
-        )
+        cores = tuned.counted(num_cores, "core")
+        machine = f"{read_processor()}, {cores} usable; {time.strftime('%Y-%m-%d')}"
+        answer.draw(verdict, f"{Path(command[0]).name} on {cores}", machine, parsed.output)
 
 
 def _keep(answer: Tuned) -> str:

@@ -1,7 +1,6 @@
-"""Starts the layouts, gives them their turns, and ends them: does what contest.py decides.
+"""Starts the layouts, gives them their turns, and ends them, as compare.py decides.
 
-The one idea: whatever happens, within the time that it was given all jobs are over. Imports launch (the
-machine's memory), and its neighbours.
+Whatever happens, all jobs are over within the time that was given.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from pathlib import Path
 
 from paceline.launch.topology import read_memory_limit
 from paceline.launch.tuned import Layout, fill_in
-from paceline.tune import contest
-from paceline.tune.contest import Standing
+from paceline.tune import compare
+from paceline.tune.compare import Standing
 from paceline.tune.job import Job
 from paceline.tune.rates import LEAST_STEPS, steps_so_far, turn_of
 
@@ -101,7 +100,7 @@ class _Measurement:
     def _start(self, standing: Standing) -> None:
         """Start a job, and stop it for the time being when it is warm."""
         layout, before = standing.layout, [each for each in self._found.standings if each.is_running]
-        if not contest.has_time_for_another(before, self._longest_start_s, self._left_s()):
+        if not compare.has_time_for_another(before, self._longest_start_s, self._left_s()):
             standing.out = "not tried: no time left (--seconds)"
             return
         if not self._has_room_for(layout):
@@ -124,7 +123,7 @@ class _Measurement:
         """Wait until a job has made its first steps; it is stopped then, or has ended."""
         began_s, first_s = time.monotonic(), 0.0
         is_last = standing is self._found.standings[-1]
-        may_take_s = contest.start_seconds(self._found.standings, self._left_s(), is_last=is_last)
+        may_take_s = compare.start_seconds(self._found.standings, self._left_s(), is_last=is_last)
         while not job.has_ended_within(_LOOK_EVERY_S):
             now_s = time.monotonic()
             recordings = job.recordings()
@@ -147,17 +146,17 @@ class _Measurement:
 
     def _take_turns(self) -> None:
         standings = self._found.standings
-        while not contest.is_decided(standings):
-            standing = contest.next_turn(standings)
+        while not compare.is_decided(standings):
+            standing = compare.next_turn(standings)
             running = sum(each.is_running for each in standings)
             if standing is None:
                 return
-            seconds = contest.turn_seconds(standing, running, self._left_s())
+            seconds = compare.turn_seconds(standing, running, self._left_s())
             if seconds is None:
                 return
             self._say(f"round {len(standing.turns) + 1}: {standing.layout}; {self._left_s():.0f} s left")
             self._take_turn(standing, seconds)
-            if standing.is_running and contest.is_out(standing, standings):
+            if standing.is_running and compare.is_out(standing, standings):
                 self._leave(standing, self._jobs[standing.layout], "")
 
     def _take_turn(self, standing: Standing, seconds: float) -> None:

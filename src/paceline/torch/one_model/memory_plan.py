@@ -1,11 +1,12 @@
-"""`plan_memory`: how much memory a training of a model will take, found out without making the model.
+"""`plan_memory`: how much memory a training of a model will take, computed without allocating the model.
 
-The one idea: a model on torch's device "meta" has shapes and no elements, and an optimizer makes a step there
-and shows its state. Only what refuses this is made in memory.
+A model on torch's device "meta" has shapes and no elements, and an optimizer makes a step there and shows its
+state. Models and optimizers that refuse this are made in memory.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -61,6 +62,14 @@ def plan_memory(
         state=_state_bytes(parameters, optimizer_class, options),
     )
     return plan_ways(sizes, ranks, hosts, is_allocated=is_allocated)
+
+
+def optimizer_named(name: str) -> type[Optimizer]:
+    """A class of torch.optim, by its name."""
+    found = getattr(torch.optim, name, None)
+    if not inspect.isclass(found) or not issubclass(found, Optimizer):
+        raise ConfigError(f"torch.optim has no optimizer {name}.", hint="Adam, AdamW, SGD, ...")
+    return found
 
 
 def _bytes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
