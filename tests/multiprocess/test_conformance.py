@@ -154,6 +154,26 @@ def test_weights_give_the_mean_over_all_samples(group: object, framework: str) -
 
 
 @both
+@on_two_ranks
+def test_hooks_of_users_see_gradients_without_weights(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch(4)
+    parts, weights = np.split(x, 4), (1.0, 3.0, 2.0, 5.0)
+    gradients = [reference.gradients(reference.initial(), part) for part in parts]
+    clipped = [[g.clip(-0.1, 0.1) for g in each] for each in gradients]
+    expected = [np.average(column, axis=0, weights=weights) for column in zip(*clipped)]
+    model = do.network()
+    wrapped = do.wrap(model, group)
+    wrapped.weight(1.0)  # before there are hooks of the user
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clip(-0.1, 0.1))
+    for which, is_last in enumerate((False, True), 2 * group.rank):
+        wrapped.require_backward_grad_sync = wrapped.grad_need_sync = is_last
+        with wrapped.weight(weights[which]):
+            do.backward(do.loss(wrapped, parts[which]))
+    close(do.gradients(model), expected)
+
+
+@both
 @views
 @on_two_ranks
 def test_weights_leave_gradients_alone_that_no_micro_batch_touches(

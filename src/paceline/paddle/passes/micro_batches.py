@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import paddle
 
@@ -37,6 +38,7 @@ class PaddleWeights(MicroBatchWeights):
         self._parameters = parameters
         self._keep_error = keep_error
         self._is_foreign = is_foreign
+        self._handles: list[Any] = []
 
     def watch_local(self) -> None:
         """An output of a forward in no_sync() has got its gradient: its backward begins."""
@@ -58,11 +60,22 @@ class PaddleWeights(MicroBatchWeights):
         return find_exchanges(graphs.calls.roots)
 
     def _install(self) -> None:
-        for number, parameter in enumerate(self._parameters):
-            # Paddle lets no hook be registered while a parameter is frozen; those that it has it keeps.
-            is_frozen, parameter.stop_gradient = parameter.stop_gradient, False
-            parameter.register_hook(_weak_hook(self, number))
+        self._handles = [self._register(number) for number in range(len(self._parameters))]
+
+    def _register(self, number: int) -> Any:
+        # Paddle lets no hook be registered while a parameter is frozen; those that it has it keeps.
+        parameter = self._parameters[number]
+        is_frozen, parameter.stop_gradient = parameter.stop_gradient, False
+        try:
+            return parameter.register_hook(_weak_hook(self, number))
+        finally:
             parameter.stop_gradient = is_frozen
+
+    def _put_last(self) -> None:
+        # Paddle does not tell which hooks there are.
+        for number, handle in enumerate(self._handles):
+            handle.remove()
+            self._handles[number] = self._register(number)
 
     def _shrink(self, factor: float) -> None:
         with paddle.no_grad():

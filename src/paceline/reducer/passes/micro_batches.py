@@ -99,6 +99,10 @@ class MicroBatchWeights(ABC):
         """Have `_share_of_incoming` multiply each gradient before the framework accumulates it."""
 
     @abstractmethod
+    def _put_last(self) -> None:
+        """Have hooks of the user, registered since, see each gradient before `_share_of_incoming` does."""
+
+    @abstractmethod
     def _shrink(self, factor: float) -> None:
         """Multiply what the micro-batches have left; not a gradient from before to which none has added."""
 
@@ -192,8 +196,11 @@ class MicroBatchWeights(ABC):
         finally:
             self._scopes.pop()
 
-    def begin(self) -> float:
+    def begin(self, *, by_parameter: bool = False) -> float:
         """A backward begins (again to say so does nothing). Returns W of this rank, this backward counted.
+
+        Args:
+            by_parameter: The hook of a parameter says so, and not that of an output before it.
 
         Raises:
             ConfigError: Some micro-batches since the last synchronised pass have a weight and others none.
@@ -219,6 +226,8 @@ class MicroBatchWeights(ABC):
             self._share = 1.0 if given or self._state.is_syncing else 0.0
         else:
             self._share = given / total if total else 0.0
+        if self._share != 1.0 and not by_parameter:
+            self._put_last()
         if 0 < self._total < total:
             self._shrink(self._total / total)
         if not self._state.is_syncing:
@@ -268,7 +277,7 @@ class MicroBatchWeights(ABC):
     def _share_of_incoming(self) -> float:
         """What a gradient is multiplied by before it is accumulated. 0 takes it out, whatever it holds."""
         if not self.is_open:
-            self.begin()
+            self.begin(by_parameter=True)
         elif self._weight != 1.0:
             self._look_for_exchanges()
         return self._share if self.is_open else 1.0

@@ -8,6 +8,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from paceline import _core
 from paceline.reducer.passes.exchanges import nodes_from
 from paceline.reducer.passes.micro_batches import MicroBatchWeights
 from paceline.reducer.passes.state import PassState
@@ -28,6 +29,8 @@ class TorchWeights(MicroBatchWeights):
         super().__init__(state)
         self._parameters = parameters
         self._handles: list[RemovableHandle] = []
+        self._hook = self._scale  # one object, by which it is found again
+        self._not_last: Callable[[], list[int]]
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -54,9 +57,18 @@ class TorchWeights(MicroBatchWeights):
         return find_exchanges(roots_of_backward())
 
     def _install(self) -> None:
-        for parameter in self._parameters:
-            with taking_hooks(parameter):
-                self._handles.append(parameter.register_hook(self._scale))  # type: ignore[no-untyped-call]
+        self._handles = [self._register(parameter) for parameter in self._parameters]
+        hooks = [self._hook] * len(self._handles)
+        self._not_last = _core.HookOrder(list(self._parameters), hooks, "_backward_hooks").not_last
+
+    def _register(self, parameter: torch.Tensor) -> RemovableHandle:
+        with taking_hooks(parameter):
+            return parameter.register_hook(self._hook)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _put_last(self) -> None:
+        for index in self._not_last():
+            self._handles[index].remove()
+            self._handles[index] = self._register(self._parameters[index])
 
     def _shrink(self, factor: float) -> None:
         accumulated = (self._parameters[index].grad for index in sorted(self._state.accumulated))
