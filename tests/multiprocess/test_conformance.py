@@ -220,20 +220,6 @@ def test_a_rank_that_has_finished_takes_part_until_all_have(group: object, frame
 
 @both
 @on_two_ranks
-def test_the_earlier_names_work_and_warn(group: object, framework: str) -> None:
-    do, x = adapter(framework), batch()
-    wrapped = do.wrap(do.network(), group)
-    do.backward(do.loss(wrapped, np.split(x, 2)[group.rank]))
-    with pytest.warns(DeprecationWarning, match="called .*gradient_path now"):
-        assert wrapped.reduces_through == wrapped.gradient_path
-    if group.rank == 1:
-        do.backward(do.loss(wrapped, x))
-    with pytest.warns(DeprecationWarning, match=r"called .*finish\(\) now"):
-        wrapped.finished()
-
-
-@both
-@on_two_ranks
 def test_finished_twice_without_a_pass_between(group: object, framework: str) -> None:
     do, x = adapter(framework), batch()
     model = do.network()

@@ -237,11 +237,6 @@ class WrappedModel:
         take_part_until_all_finished(self._passes, step_and_meet)
         meetings.finish()
 
-    def finished(self, after_pass: Callable[[], object] | None = None) -> None:
-        """The earlier name of `finish`. Deprecated."""
-        _warn_of_name(self, "finished()", "finish()")
-        self.finish(after_pass)
-
     def iterate(
         self, batches: Iterable[_Batch], after_pass: Callable[[], object] | None = None
     ) -> Iterator[_Batch]:
@@ -718,12 +713,6 @@ class WrappedModel:
             return self._meetings.bits
         return "world" if self._passes is None else self._passes.bits
 
-    @property
-    def reduces_through(self) -> str:
-        """The earlier name of `gradient_path`. Deprecated."""
-        _warn_of_name(self, "reduces_through", "gradient_path")
-        return self.gradient_path
-
 
 class _Hidden:
     """A member of a framework's class that ours does not have."""
@@ -744,12 +733,6 @@ def hide_inherited(cls: type, framework: type, kept: Container[str] = ()) -> Non
         is_own = getattr(cls, name, None) is not getattr(framework, name)
         if not is_own and name not in kept and not name.startswith("__"):
             setattr(cls, name, _Hidden(name))
-
-
-def _warn_of_name(model: object, name: str, instead: str) -> None:
-    owner = type(model).__name__
-    text = f"{owner}.{name} is called {owner}.{instead} now; the earlier name will go."
-    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def _check_after_pass(owner: str, after_pass: Callable[[], object] | None) -> None:

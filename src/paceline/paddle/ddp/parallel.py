@@ -69,7 +69,7 @@ class DataParallel(WrappedModel, PaddleNames):
     several, the sums of hosts go over Gloo; on GPUs through paddle.distributed.
 
     Attributes and methods of the model are reached through the wrapper, except names that the wrapper has
-    itself: `model.module.finished` is the model's own. If the model has a tensor `weight`, `model.weight` is
+    itself: `model.module.finish` is the model's own. If the model has a tensor `weight`, `model.weight` is
     that tensor; use the argument `weight` to weigh the mean. Parameters and buffers with `no_sync = True`,
     and buffers that are sparse tensors, are each rank's own.
 
