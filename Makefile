@@ -30,9 +30,8 @@ endif
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# What the core is built from, or is copied when it is installed; a change rebuilds it. New packages too: an
-# editable install keeps a list of files.
-CORE := pyproject.toml CMakeLists.txt src/_paceline_import_hook.py src/paceline.pth $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
+# What the core is built from; a change rebuilds it. New packages too: an editable install keeps a list of files.
+CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
 CPP_FILES = $(shell find cpp tests/cpp tests/device -name '*.cc' -o -name '*.h')
 
 .PHONY: demo demo-paddle test test-long test-device gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels aarch64 aarch64-python numa clean help

@@ -66,13 +66,6 @@ def _case(key: str, label: str, launcher: str, program: str, **environment: str)
 CASES = (
     _case("paceline", "paceline run, Paceline DDP", "paceline", "paceline"),
     _case(
-        "paceline_thawed",
-        "the same with PACELINE_FREEZE_IMPORTS=0",
-        "paceline",
-        "paceline",
-        PACELINE_FREEZE_IMPORTS="0",
-    ),
-    _case(
         "paceline_alone",
         "the same with PACELINE_FORK_RANKS=0",
         "paceline",

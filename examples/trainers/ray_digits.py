@@ -1,7 +1,7 @@
 """Trains a small network on handwritten digits with Ray Train.
 
     python examples/trainers/ray_digits.py
-    python examples/trainers/ray_digits.py --ddp replaced   # the same, by a variable in the workers alone
+    python examples/trainers/ray_digits.py --ddp replaced   # the same, with torch's class replaced
     python examples/trainers/ray_digits.py --ddp torch      # with torch's DDP, to compare
 
 Connects to the Ray cluster that it finds, else starts one on this machine. What is Paceline's is marked with
@@ -25,10 +25,13 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import paceline.torch
 from paceline.integrations.ray_train import PacelineConfig
 
 
 def train(config: dict[str, Any]) -> None:
+    if config["replaces"]:
+        paceline.torch.replace_ddp()
     torch.manual_seed(0)
     images, labels = load_digits(return_X_y=True)
     data = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
@@ -64,15 +67,15 @@ def main() -> None:
     parser.add_argument("--report", type=Path, help="folder for the losses of each rank")
     args = parser.parse_args()
 
-    config = {"epochs": args.epochs, "report": args.report and str(args.report.resolve())}
-    variables = {"PACELINE_REPLACE_DDP": "1"} if args.ddp == "replaced" else {}
+    report = args.report and str(args.report.resolve())
+    config = {"epochs": args.epochs, "report": report, "replaces": args.ddp == "replaced"}
     with tempfile.TemporaryDirectory() as storage:
         TorchTrainer(
             train,
             train_loop_config=config,
             torch_config=PacelineConfig() if args.ddp == "paceline" else TorchConfig(),  # (1)
             scaling_config=ScalingConfig(num_workers=args.workers),
-            run_config=RunConfig(storage_path=storage, worker_runtime_env={"env_vars": variables}),
+            run_config=RunConfig(storage_path=storage),
         ).fit()
 
 

@@ -1,11 +1,11 @@
 """Put our class in the place of another one, in every module that has bound it or imports it later.
 
-The one idea: a library that says `from torch.nn.parallel import DistributedDataParallel` holds the class
+A library that says `from torch.nn.parallel import DistributedDataParallel` holds the class
 under a name of its own, where an assignment to `torch.nn.parallel` changes nothing, and says nothing. So all
 modules are looked through, and an import hook looks through those that come later. The module that defines
 the other class stays as it is: our class has it as a base.
 
-Imports `errors`, `env`, the import hook and the standard library.
+Imports `errors`, `env`, `import_hook` and the standard library.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from _paceline_import_hook import VARIABLE as VARIABLE
-from _paceline_import_hook import unwatch_imports, watch_imports
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
+from paceline.import_hook import unwatch_imports, watch_imports
 
+VARIABLE = "PACELINE_REPLACE_DDP"
+"""What `paceline run --replace-ddp` sets for the ranks: 1, or SAMPLER."""
 SAMPLER = "sampler"
 
 
@@ -100,7 +101,7 @@ class Replacement:
         """Say on rank 0 what was replaced, and at the end of the process if it was for nothing.
 
         Where no launcher has given ranks and the variable asked, it is said when the first model is wrapped:
-        the process may be a launcher itself (torchrun's own, say), which imports torch and wraps nothing.
+        the process may be torch's elastic agent (`paceline run --nnodes`), which wraps nothing.
         """
         rank = _rank()
         if rank is None and not asked_by_environment()[0]:

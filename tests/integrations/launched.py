@@ -26,6 +26,13 @@ def paceline_run() -> list[str]:
     return [sys.executable, "-m", "paceline", "run", "-n", "2"]
 
 
+def accelerate_launch() -> list[str]:
+    """The same with Accelerate's launcher: as for several GPUs, because with --cpu it starts one process."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    options = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    return [*launcher, *options, "--main_process_port", "0"]
+
+
 def ended(
     command: Sequence[str], within_s: float = WITHIN_S, **variables: str
 ) -> subprocess.CompletedProcess[str]:

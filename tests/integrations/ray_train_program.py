@@ -3,7 +3,7 @@
     python -m tests.integrations.ray_train_program FOLDER
 
 Writes FOLDER/config-RANK.json with `torch_config=PacelineConfig()`, FOLDER/RANK.json of the example with
-PACELINE_REPLACE_DDP=1 in the workers, and FOLDER/refused.txt.
+torch's class replaced in the workers, and FOLDER/refused.txt.
 """
 
 from __future__ import annotations

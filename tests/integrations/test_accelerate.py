@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
-from tests.integrations.launched import OURS, ROOT, TORCHS, assert_same_curve, paceline_run, reports
+from tests.integrations.launched import (
+    OURS,
+    ROOT,
+    TORCHS,
+    accelerate_launch,
+    assert_same_curve,
+    paceline_run,
+    reports,
+)
 
 PROGRAM = "tests.integrations.accelerate_program"
 EXAMPLE = "examples/trainers/accelerate_digits.py"
@@ -46,10 +52,7 @@ def test_accelerate_is_told_what_is_wrong_on_every_rank(trained):
 
 
 def test_accelerate_launch_starts_the_ranks(tmp_path):
-    """As for several GPUs: with --cpu it starts one process, or several through mpirun."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    options = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command = [*launcher, *options, "--main_process_port", "0", str(ROOT / EXAMPLE)]
+    command = [*accelerate_launch(), str(ROOT / EXAMPLE)]
     for report in reports(tmp_path, [*command, "--epochs", "1", "--report", str(tmp_path)]):
         assert report["wrapper"] == OURS
         assert report["losses"][-1] < 0.5 * report["losses"][0]

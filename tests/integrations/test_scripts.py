@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 
@@ -10,6 +11,7 @@ from tests.integrations.launched import (
     OURS,
     ROOT,
     TORCHS,
+    accelerate_launch,
     assert_same_curve,
     ended,
     paceline_run,
@@ -56,6 +58,24 @@ def test_a_script_runs_unchanged_with_replace_ddp(tmp_path, name, options):
     for theirs, ours in zip(*found):
         assert (ours["wrapper"], theirs["wrapper"]) == (OURS, TORCHS)
         assert_same_curve(ours["losses"], theirs["losses"])
+
+
+@pytest.mark.parametrize("name", ["accelerate_digits.py", "lightning_digits.py"])
+def test_a_script_that_replaces_the_class_under_its_own_launcher(tmp_path, name):
+    """`accelerate launch`, and Lightning's launcher, which starts the script once more by itself."""
+    first = "from __future__ import annotations\n"
+    script = tmp_path / "script.py"
+    script.write_text(
+        without_paceline(name).replace(
+            first, first + "import paceline.torch\npaceline.torch.replace_ddp()\n", 1
+        )
+    )
+    command = [*accelerate_launch(), str(script)]
+    if name.startswith("lightning"):
+        command = [sys.executable, str(script), "--strategy", "ddp"]
+    for report in reports(tmp_path, [*command, "--epochs", "1", "--report", str(tmp_path)]):
+        assert report["wrapper"] == OURS
+        assert report["losses"][-1] < 0.5 * report["losses"][0]
 
 
 def test_a_part_for_a_library_under_replace_ddp(tmp_path):

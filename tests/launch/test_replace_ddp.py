@@ -34,9 +34,28 @@ LIBRARY = """
     import torch
     from torch.nn.parallel.distributed import DistributedDataParallel as Wrapper
 """
-NEVER = """
+BY_ITSELF = """
+    import paceline.torch
     import torch
-    print("trained")
+    paceline.torch.replace_ddp()
+    print(torch.nn.parallel.DistributedDataParallel.__module__)
+"""
+CHILDREN = """
+    import multiprocessing, subprocess
+
+    def child(number, way):
+        import torch.nn.parallel
+        print(way, torch.nn.parallel.DistributedDataParallel.__module__, flush=True)
+
+    if __name__ == "__main__":
+        for way in ("fork", "spawn", "forkserver"):
+            process = multiprocessing.get_context(way).Process(target=child, args=(0, way))
+            process.start()
+            process.join()
+        import torch.multiprocessing
+        torch.multiprocessing.spawn(child, ("torch",))
+        code = "import torch.nn.parallel as p; print('subprocess', p.DistributedDataParallel.__module__)"
+        subprocess.run([sys.executable, "-c", code], check=True)
 """
 PADDLE = """
     import paddle
@@ -65,20 +84,83 @@ def test_a_torch_script_and_a_library_wrap_in_ours(launcher, option, sampler):
         assert re.search(re.sub(r"\d+", r"\\d+", re.escape(shown)), done.stderr)
 
 
-def test_torchrun_and_a_script_that_never_wraps(launcher):
-    """torchrun's own process imports torch as well, and says nothing."""
-    script = launcher.write(NEVER, "script.py")
+@pytest.mark.parametrize("command", [["script.py"], ["-m", "script"]])
+def test_processes_that_a_script_starts_get_ours(launcher, command):
+    """Forks, children of multiprocessing and of torch.multiprocessing, and any other Python."""
+    done = launcher.run("-n", "1", "--replace-ddp", *command, script=CHILDREN)
+    assert done.returncode == 0, done.stderr
+    ways = ("fork", "spawn", "forkserver", "torch", "subprocess")
+    assert done.stdout.splitlines() == [f"{way} paceline.torch.ddp.distributed" for way in ways]
+
+
+def test_torchrun_and_a_script_that_replaces_the_class_by_itself(launcher):
+    """And wraps no model then, which is told once."""
+    script = launcher.write(BY_ITSELF, "script.py")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", str(script)],
-        env=os.environ | {"PACELINE_REPLACE_DDP": "1"},
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("trained") == 2
+    assert done.stdout.count("paceline.torch.ddp.distributed") == 2
     assert done.stderr.count("paceline: replaced") == 1
     assert done.stderr.count("paceline: warning: no model was wrapped") == 1
+
+
+def test_another_sitecustomize_is_run_and_the_path_is_as_without(launcher):
+    """Python imports one module of this name only, and ours stands in front of the environment's."""
+    folder = launcher.folder / "own"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text("marker = 'own'\n")
+    script = "import sitecustomize; print(sitecustomize.marker, sys.path)"
+    printed = []
+    for option in ([], ["--replace-ddp"]):
+        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        done = launcher.run("-n", "1", *option, "script.py", script=script, env=environment)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        printed.append(done.stdout)
+    assert printed[0] == printed[1]
+    assert printed[0].startswith("own [")
+
+
+def test_another_python_without_paceline_is_left_alone(launcher):
+    """With -S it finds no package that is installed."""
+    script = """
+        import subprocess
+        code = "import sitecustomize; print('started')"
+        subprocess.run([sys.executable, "-S", "-c", code], check=True)
+    """
+    done = launcher.run("-n", "1", "--replace-ddp", "script.py", script=script)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "started\n", "")
+
+
+def test_a_python_that_reads_no_variables_is_refused(launcher):
+    launcher.write("print('started')")
+    done = subprocess.run(
+        [sys.executable, "-E", "-m", "paceline", "run", "-n", "2", "--replace-ddp", "script.py"],
+        cwd=launcher.folder,
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+    )
+    assert done.returncode == 2 and not done.stdout
+    assert "Python reads no PYTHONPATH" in done.stderr and "replace_ddp()" in done.stderr
+
+
+def test_nothing_of_ours_is_read_when_another_python_starts(tmp_path):
+    """Neither in the environment in which Paceline is installed nor in a rank that asked for nothing."""
+    code = "import sys; print([name for name in sys.modules if name.startswith(('paceline', '_paceline'))])"
+    (tmp_path / "script.py").write_text(code)
+    for command in ([], ["-m", "paceline", "run", "-n", "1"]):
+        done = subprocess.run(
+            [sys.executable, *command, str(tmp_path / "script.py")],
+            env=os.environ | {"PACELINE_REPLACE_DDP": "1"},
+            capture_output=True,
+            text=True,
+            timeout=WITHIN_S,
+        )
+        assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 @needs_paddle

@@ -39,6 +39,7 @@ LAYERS = (
         "paceline.stacks",
         "paceline.units",
         "paceline.replacing",
+        "paceline.import_hook",
         "paceline.versions",
         "paceline._core",
     ),

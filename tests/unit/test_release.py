@@ -32,8 +32,6 @@ Provides-Extra: live
 Words.
 """
 CONTENT = {
-    "paceline.pth": "import os",
-    "_paceline_import_hook.py": "",
     "paceline/__init__.py": "",
     "paceline/py.typed": "",
     "paceline/_core.pyi": "",
@@ -68,7 +66,8 @@ def test_a_wheel_as_it_should_be_passes(tmp_path):
         ({"paceline/__pycache__/env.pyc": ""}, "do not belong"),
         ({"paceline.libs/libtorch-1.so": ""}, "must be one library"),
         ({LIBRARY: None}, "must be one library"),
-        ({"paceline.pth": None}, "missing: ['paceline.pth']"),
+        ({"paceline.pth": "import os"}, "do not belong"),  # nothing of ours runs when Python starts
+        ({"paceline/py.typed": None}, "missing: ['paceline/py.typed']"),
         ({"paceline-0.1.0.dist-info/METADATA": None}, "METADATA is missing"),
         (
             {"paceline-0.1.0.dist-info/METADATA": METADATA.replace(">=1.24", ">=1.24\nRequires-Dist: torch")},

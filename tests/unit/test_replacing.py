@@ -11,9 +11,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from _paceline_import_hook import unwatch_imports, watch_imports
 from paceline import replacing
 from paceline.errors import ConfigError
+from paceline.import_hook import unwatch_imports, watch_imports
 from paceline.replacing import Pair, replace
 
 

@@ -71,7 +71,7 @@ class PacelineConfig(TorchConfig):
             raise ConfigError(
                 "PacelineConfig needs the second version of Ray Train's API, and the first is switched on.",
                 got=f"RAY_TRAIN_V2_ENABLED={os.environ.get('RAY_TRAIN_V2_ENABLED', '')}",
-                hint="leave the variable away; or TorchConfig, and PACELINE_REPLACE_DDP=1 in the workers",
+                hint="unset the variable; or TorchConfig, and paceline.torch.replace_ddp() in the workers",
             )
 
     @property

@@ -8,7 +8,7 @@ import importlib.machinery
 import itertools
 import os
 import re
-import site
+import shlex
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +28,8 @@ from paceline.rendezvous.secret import users_secret
 from paceline.replacing import VARIABLE, check_value
 
 _AUTO = "auto"
+_STARTUP = Path(__file__).with_name("startup")
+"""Holds the module that Python imports when it starts a rank of `--replace-ddp`."""
 _NPROCS = ("-n", "--nprocs", "-np", "--nproc-per-node", "--nproc_per_node")  # mpirun's and torchrun's, too
 _USAGE = """paceline run [options] script.py [arguments ...]
        paceline run [options] -m module [arguments ...]"""
@@ -398,16 +400,31 @@ def environment_of_ranks(replace_ddp: str | None) -> Mapping[str, str]:
     if replace_ddp is None:
         return os.environ
     check_value("--replace-ddp", replace_ddp)
-    folders = [*site.getsitepackages(), site.getusersitepackages()]
-    if not any(Path(folder, "paceline.pth").exists() for folder in folders):
+    if sys.flags.ignore_environment or sys.flags.no_site:
         raise ConfigError(
-            "--replace-ddp does nothing here: the ranks would not look for it when they start.",
-            expected="the file paceline.pth in a folder of site-packages",
-            seen=f"none in {', '.join(folders)}",
-            likely="paceline is imported from its source, and is not installed",
+            "--replace-ddp does nothing here: Python reads no PYTHONPATH when it starts a rank.",
+            likely=f"this Python was started with -E, -I or -S: {shlex.join(interpreter())}",
+            hint="leave these options out, or call paceline.torch.replace_ddp() in the script",
+        )
+    if not _is_installed():
+        raise ConfigError(
+            "--replace-ddp does nothing here: the ranks would not find paceline when they start.",
+            expected=f"paceline installed for {sys.executable}",
+            likely=f"it is imported from its source, {Path(__file__).parents[1]}",
             hint="install it (`pip install .`), or call paceline.torch.replace_ddp() in the script",
         )
-    return {**os.environ, VARIABLE: replace_ddp}
+    paths = filter(None, (str(_STARTUP), os.environ.get("PYTHONPATH")))
+    return {**os.environ, VARIABLE: replace_ddp, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _is_installed() -> bool:
+    from importlib import metadata  # imports much, and only --replace-ddp asks
+
+    try:
+        metadata.distribution("paceline")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _parse_nprocs(text: str | None) -> int | None:

@@ -85,7 +85,6 @@ def rank_environment(
     if is_threads_given or not environment.get("OMP_NUM_THREADS"):
         environment["OMP_NUM_THREADS"] = str(num_threads)
     environment.setdefault("PYTHONFAULTHANDLER", "1")  # a segmentation fault leaves a traceback
-    environment.setdefault("PACELINE_FREEZE_IMPORTS", "1")  # a rank starts and ends sooner: paceline.pth
     if not has_gpu:
         environment.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
     return environment

@@ -29,8 +29,9 @@ def replace_ddp(*, samplers: bool = False) -> Replacement:
 
     Every module that has bound the class gets ours, and so does every module that is imported later; hapi's
     `paddle.Model` and `fleet.distributed_model` wrap the model in ours. `paceline run --replace-ddp train.py`
-    and PACELINE_REPLACE_DDP=1 call this when the script imports paddle. Not collective, does not block. On
-    rank 0 it prints what it has replaced, and a warning at the end of the process if no model was wrapped.
+    calls this when the script imports paddle; with another launcher, the script calls it.
+    Not collective, does not block. On rank 0 it prints what it has replaced, and a warning at the end of the
+    process if no model was wrapped.
 
     Args:
         samplers: Whether `paddle.io.DistributedBatchSampler` becomes

@@ -26,9 +26,9 @@ def replace_ddp(*, samplers: bool = False) -> Replacement:
 
     Every module that has bound one of these classes gets ours, and so does every module that is imported
     later. So a trainer that wraps the model by itself (Lightning, Accelerate, Transformers) wraps it in
-    ours. `paceline run --replace-ddp train.py` and PACELINE_REPLACE_DDP=1 call this when the script imports
-    torch. Not collective, does not block. On rank 0 it prints what it has replaced, and a warning at the end
-    of the process if no model was wrapped.
+    ours. `paceline run --replace-ddp train.py` calls this when the script imports torch; with another
+    launcher, the script calls it. Not collective, does not block. On rank 0 it prints what it has replaced,
+    and a warning at the end of the process if no model was wrapped.
 
     What it cannot reach: a subclass of torch's class that was made before (rank 0 prints its name), and a
     class that is held in a list, a default argument or an attribute of an object.
