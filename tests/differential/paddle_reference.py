@@ -31,6 +31,8 @@ class Ranks(Lockstep):
         whole = float(len(rows)) if any(meeting.joins for meeting in waiting) else sum(weights.values())
         kept = {rank: [held(p) for p in rows[rank]] for rank in range(len(rows)) if rank not in active}
         for column in zip(*rows):
+            if kept and all(p.stop_gradient for p in column):
+                continue  # frozen: what is left from before stays as it is
             mean = _mean([(column[rank].grad, weights[rank]) for rank in active], whole)
             for rank, p in enumerate(column):
                 if mean is not None:
