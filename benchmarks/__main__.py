@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import shlex
 import shutil
 import sys
@@ -87,10 +86,8 @@ def _add_arguments(parser: argparse.ArgumentParser, benchmark: Benchmark) -> Non
             help="start all processes anew N times, and divide the rounds among the starts (default 1)",
         )
     add("--output", type=Path, metavar="FOLDER", help="write the table, and JSON with every sample")
-    if benchmark.draw is not None:
-        add("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
     benchmark.add_arguments(parser)
-    parser.set_defaults(ranks=2 if benchmark.has_ranks else 1, starts=1, plot=None)
+    parser.set_defaults(ranks=2 if benchmark.has_ranks else 1, starts=1)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -107,8 +104,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.show()
     if given.output:
         print(f"written: {report.write_markdown(given.output)}")
-    if given.plot and benchmark.draw and report.data["rows"]:
-        benchmark.draw(report, given.plot)
     return 0 if report.is_complete else 1
 
 
@@ -116,10 +111,6 @@ def _settings(given: argparse.Namespace, benchmark: Benchmark) -> Settings:
     """Check all arguments before minutes of measurement."""
     if given.output and not given.output.is_dir():
         raise ConfigError(f"--output {given.output}: there is no such folder.")
-    if given.plot and not given.plot.parent.is_dir():
-        raise ConfigError(f"--plot {given.plot}: there is no folder {given.plot.parent}.")
-    if given.plot and not importlib.util.find_spec("matplotlib"):
-        raise ConfigError("--plot needs matplotlib.", hint="pip install matplotlib")
     if given.before and shutil.which(given.before) is None:
         raise ConfigError(
             f"--before {given.before}: there is no such program.",

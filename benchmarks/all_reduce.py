@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.job import Launch
-from benchmarks.plot import draw_all_reduce
 from benchmarks.report import Report
 from benchmarks.runner import Benchmark, Case, Runner, Settings, Timing, bound, no_torch
 from benchmarks.samples import slowest_median
@@ -121,6 +120,4 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-BENCHMARK = Benchmark(
-    "time of one all_reduce, by size", 30, run, lambda given: CASES, _add_arguments, draw=draw_all_reduce
-)
+BENCHMARK = Benchmark("time of one all_reduce, by size", 30, run, lambda given: CASES, _add_arguments)

@@ -100,7 +100,6 @@ class Benchmark:
         cases: Returns the cases, given the parsed arguments; raises ConfigError where these are wrong.
         add_arguments: Declares its own arguments.
         environment: Returns the environment of all cases, given the parsed arguments.
-        draw: Writes a picture of the report, for `--plot`.
         has_ranks: Whether there is an option `--ranks`.
         has_starts: Whether there is an option `--starts`.
     """
@@ -111,7 +110,6 @@ class Benchmark:
     cases: Callable[[argparse.Namespace], Sequence[Case]]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     environment: Callable[[argparse.Namespace], Mapping[str, str]] = lambda given: {}
-    draw: Callable[[Report, Any], None] | None = None
     has_ranks: bool = True
     has_starts: bool = True
 

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from benchmarks.plot import draw_step
 from benchmarks.report import Report
 from benchmarks.runner import (
     BEFORE,
@@ -227,7 +226,6 @@ BENCHMARK = Benchmark(
     _cases,
     _add_arguments,
     lambda given: {} if given.system_malloc else STEADY_MALLOC,
-    draw_step,
 )
 OPTIONS = Benchmark(
     "what find_unused_parameters and static_graph add to a step",

@@ -44,15 +44,10 @@ def test_all_reduce_without_torch(tmp_path):
 
 @needs_torch
 def test_step_against_torch(tmp_path):
-    plot = tmp_path / "step.png"
-    drawing = ["--plot", str(plot)] if importlib.util.find_spec("matplotlib") else []
     only = "alone,torch,paceline_view"
-    content = measure(
-        tmp_path, "step", "--models", "toy", "--only", only, *drawing, python=warm_python("torch")
-    )
+    content = measure(tmp_path, "step", "--models", "toy", "--only", only, python=warm_python("torch"))
     cases = {row["case"] for row in content["rows"]}
     assert cases == set(only.split(","))
-    assert not drawing or plot.stat().st_size > 10_000
 
 
 @pytest.mark.skipif(importlib.util.find_spec("paddle") is None, reason="needs PaddlePaddle")

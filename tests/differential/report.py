@@ -77,7 +77,7 @@ def write(text: str, path: Path, framework: str) -> Path:
     """Write a table to a file; into a folder: to a file that names itself, as those of benchmarks/results."""
     if path.is_dir():
         machine = Machine.here()
-        path = path / f"differential-{framework}_{machine.slug}_{machine.date[:10]}.md"
+        path = path / f"differential-{framework}_{machine.slug}.md"
     path.write_text(text)
     return path
 

@@ -115,7 +115,7 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="small forms of the models, and few rounds")
     parser.add_argument("--no-tests", action="store_true", help="only the bench")
     parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="most seconds of all parts together")
-    parser.add_argument("--json", type=Path, help="a file for all samples")
+    parser.add_argument("--json", type=Path, help="the file for all samples (default: beside the table)")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="a folder")
     given = parser.parse_args()
     why = missing(given.device)
@@ -144,10 +144,9 @@ def main() -> int:
         ]
     report = make_report(gpu, machine, ended, found, "make gpu-check")
     given.output.mkdir(parents=True, exist_ok=True)
-    name = f"gpu_{gpu.slug}_{machine.date[:10]}"
+    name = f"gpu_{gpu.slug}"
     report.write_markdown(given.output / f"{name}.md")
-    if given.json is not None:
-        report.write_json(given.json)
+    report.write_json(given.json or given.output / f"{name}.json")
     # What failed parts wrote has been shown.
     dataclasses.replace(report, notes=[note.partition("\n")[0] for note in report.notes]).show()
     print(f"written: {given.output / name}.md")

@@ -52,18 +52,11 @@ def test_wrong_arguments_are_named(capsys, arguments, complaint):
         (("memory", "--of", "training", "--only", "torch"), "unknown torch"),
         (("step", "--before", "/no/such/python"), "no such program"),
         (("step", "--output", "/no/such/folder"), "no such folder"),
-        (("step", "--plot", "/no/such/folder/x.png"), "no folder"),
     ],
 )
 def test_what_only_shows_at_run_time_is_told_before_anything_starts(capsys, arguments, complaint):
     assert main(arguments) == 2
     assert complaint in capsys.readouterr().err
-
-
-def test_a_missing_matplotlib_is_told_before_anything_starts(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(["all_reduce", "--plot", str(tmp_path / "x.png")]) == 2
-    assert "matplotlib" in capsys.readouterr().err
 
 
 LISTS = (

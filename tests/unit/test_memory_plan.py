@@ -18,7 +18,7 @@ RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 
 def measured(ranks: int) -> dict[str, float]:
     """What each way takes, as a multiple of the parameters, by its label in the table."""
-    table = (RESULTS / f"memory-of-training-{ranks}-ranks_epyc-2c_2026-11-23.md").read_text()
+    table = (RESULTS / f"memory-of-training-{ranks}-ranks_epyc-2c.md").read_text()
     return {
         label: float(times) for label, times in re.findall(r"^\| (.+?) \| .+? \| ([\d.]+) \|", table, re.M)
     }

@@ -14,7 +14,7 @@ from paceline.reducer.between_hosts.sum_formats import ENCODINGS
 from tests.harness.command import ROOT
 
 PAGE = (ROOT / "docs" / "scaling.md").read_text()
-MEASURED = ROOT / "benchmarks" / "results" / "one-direction_epyc-2c_2026-11-25.md"
+MEASURED = ROOT / "benchmarks" / "results" / "one-direction_epyc-2c.md"
 # Two cores, of which a copy of memory in one process takes a part.
 MEMORY_BYTES_PER_S = 20e9
 ROW = re.compile(

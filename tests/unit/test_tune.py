@@ -273,6 +273,14 @@ def test_forty_columns_are_enough_for_the_table(
 # --- whose turn it is, and when to stop ---
 
 
+def test_the_answer_is_drawn_with_a_bar_for_each_layout(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    verdict = judge([standing(ONE, *[100.0] * 7), standing(TWO, *[150.0] * 7)])
+    assert verdict is not None
+    answer.draw(verdict, "train.py on 4 cores", "a processor", tmp_path / "answer.png")
+    assert (tmp_path / "answer.png").stat().st_size > 10_000
+
+
 def test_every_other_round_goes_the_other_way() -> None:
     standings = [Standing(layout, is_running=True) for layout in (ONE, FOUR, TWO)]
     order = []
