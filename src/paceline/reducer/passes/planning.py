@@ -17,7 +17,6 @@ from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.link import Link, Reduction, ReductionOptions, agree
 from paceline.reducer.owners import Ranges
 from paceline.reducer.passes.earlier_reducers import EarlierReducers
-from paceline.reducer.passes.freed_memory import keep_freed_memory
 from paceline.reducer.passes.front_end import FrontEnd, PlanOptions
 from paceline.reducer.plan import CappedBuckets, Plan, complete_order, has_one_order, plan_gradients
 
@@ -72,7 +71,6 @@ class Planning:
         """Bring each mean to those that need it from now on; as `owned`."""
         if owned != self.owned:
             self.owned = owned
-            keep_freed_memory(self.reduction.plan.arena_bytes)
             self._replace(self._make_plan(self.reduction.plan.order))
 
     def adopt_order(self, order: Sequence[int]) -> None:
