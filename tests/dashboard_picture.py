@@ -15,10 +15,10 @@ from pathlib import Path
 
 from PIL import Image
 
-from paceline.tracing.dashboard import Dashboard, Feed
+from paceline.monitor.dashboard import Dashboard, Feed
+from paceline.monitor.snapshot import JobSnapshot, RankSnapshot
+from paceline.monitor.watch import JobWatch
 from paceline.tracing.jobs import JobFacts
-from paceline.tracing.live import JobSnapshot, RankSnapshot
-from paceline.tracing.watch import JobWatch
 from tests.browser import Browser
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "dashboard.png"

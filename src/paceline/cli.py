@@ -70,7 +70,7 @@ def _predict(arguments: Sequence[str]) -> int:
 
 
 def _top(arguments: Sequence[str]) -> int:
-    from paceline.tracing import top
+    from paceline.monitor import top
 
     return top.main(arguments)
 

@@ -25,6 +25,7 @@ LAYERS = (
     ("paceline.tune",),
     ("paceline.doctor", "paceline.ray"),
     ("paceline.launch",),
+    ("paceline.monitor",),
     ("paceline.data",),
     ("paceline.sharding",),
     ("paceline.reducer",),

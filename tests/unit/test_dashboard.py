@@ -19,16 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.launch.dashboard import TOKEN_VARIABLE, check_dashboard
-from paceline.tracing import dashboard
-from paceline.tracing.dashboard import Dashboard, Feed
-from paceline.tracing.history import MOST_POINTS, History
-from paceline.tracing.live import RankWindow, snapshot
-from paceline.tracing.metrics import metrics_text
+from paceline.launch.dashboard_process import TOKEN_VARIABLE, check_dashboard
+from paceline.monitor import dashboard
+from paceline.monitor.dashboard import Dashboard, Feed
+from paceline.monitor.history import MOST_POINTS, History
+from paceline.monitor.metrics import metrics_text
+from paceline.monitor.snapshot import RankWindow, snapshot
+from paceline.monitor.watch import JobWatch
 from paceline.tracing.recording import Recording
 from paceline.tracing.records import Event, Record, float_bits, pass_id
 from paceline.tracing.ring_file import RankHeader, path_of
-from paceline.tracing.watch import JobWatch
 from tests.browser import PROGRAM, Browser
 
 TOKEN = "0123456789abcdef"

@@ -13,14 +13,14 @@ from rich.console import Console
 
 import paceline
 from paceline.errors import ConfigError
-from paceline.tracing import jobs, ring_file, top
+from paceline.monitor import top
+from paceline.monitor.snapshot import RankWindow, snapshot
+from paceline.monitor.watch import MOST_RECORDS, WINDOW_NS, JobWatch, RingTail, as_plain, find_running
+from paceline.tracing import jobs, ring_file
 from paceline.tracing.batches import samples_in
-from paceline.tracing.live import RankWindow, snapshot
 from paceline.tracing.recording import MOST_NAMES, Recording, recording
 from paceline.tracing.records import Event, Record, bits_float, float_bits, pass_id
 from paceline.tracing.ring_file import FOLDER_VARIABLE, RankHeader
-from paceline.tracing.tail import MOST_RECORDS, WINDOW_NS, RingTail
-from paceline.tracing.watch import JobWatch, as_plain, find_running
 
 MS = 1_000_000
 

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from paceline import _core
 from paceline.launch.trace import JobRecording
-from paceline.tracing import cli, live, ring_file, top, watch
+from paceline.monitor import snapshot, top, watch
+from paceline.tracing import cli, ring_file
 from paceline.tracing.batches import samples_in
 from paceline.tracing.recording import Recording, batches
 from paceline.tracing.records import Event
@@ -252,7 +253,7 @@ def test_the_cause_needs_another_rank_that_has_come_as_far():
 def test_top_says_why_a_rank_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int):
     written(tmp_path, job(QUICK, DATA))
     monkeypatch.setattr(
-        watch, "snapshot", lambda *given: replace(live.snapshot(*given), slow_rank=1, waited_for={1: 0.4})
+        watch, "snapshot", lambda *given: replace(snapshot.snapshot(*given), slow_rank=1, waited_for={1: 0.4})
     )
     job_watch = watch.JobWatch(tmp_path)
     now = job_watch.look()

@@ -24,7 +24,7 @@ from paceline.arguments import Arguments
 from paceline.env import split_address
 from paceline.errors import ConfigError
 from paceline.launch import report
-from paceline.launch.dashboard import DashboardProcess, check_dashboard
+from paceline.launch.dashboard_process import DashboardProcess, check_dashboard
 from paceline.launch.process import (
     adopt_orphans,
     children,

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
-from paceline.launch.dashboard import check_dashboard
+from paceline.launch.dashboard_process import check_dashboard
 from paceline.launch.forked import Shared, shared_start
 from paceline.launch.placement import Machine, assign_cores, assign_nodes, threads_per_rank
 from paceline.launch.ports import check_port_is_free, free_ports

@@ -20,7 +20,7 @@ from typing import Any
 from paceline import stacks
 from paceline.errors import format_ranks
 from paceline.launch import report
-from paceline.launch.dashboard import DashboardProcess
+from paceline.launch.dashboard_process import DashboardProcess
 from paceline.launch.forked import StoppedError, fork_ranks
 from paceline.launch.last_ranks import LastRanks
 from paceline.launch.memory_file import read_memory_file

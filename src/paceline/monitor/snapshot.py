@@ -1,7 +1,7 @@
 """What a job does now, from the newest records of its ranks: one pure function, and what it returns.
 
-The one idea: a window of some seconds tells all rates. A step is a pass: a backward that is averaged. All
-views draw this, and compute nothing. Imports its neighbours and the standard library.
+A window of some seconds tells all rates. A step is a pass: a backward that is averaged. All
+views draw this, and compute nothing. Imports its neighbours, tracing and the standard library.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`paceline top`: what a job does now, drawn in a terminal once in a second.
 
-Imports its neighbours, errors and the standard library; rich, when it draws.
+Imports its neighbours, tracing, errors and the standard library; rich, when it draws.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.errors import ConfigError
-from paceline.tracing.live import JobSnapshot, RankSnapshot
-from paceline.tracing.watch import JobWatch, as_plain, find_running
+from paceline.monitor.snapshot import JobSnapshot, RankSnapshot
+from paceline.monitor.watch import JobWatch, as_plain, find_running
 
 if TYPE_CHECKING:
     from rich.console import Console, Group

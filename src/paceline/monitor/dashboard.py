@@ -1,9 +1,9 @@
 """The page of a running job, and its figures for Prometheus: a web server for this machine only.
 
-The one idea: it is a process of its own, which reads what the ranks have recorded. However slow a browser is,
+It is a process of its own, which reads what the ranks have recorded. However slow a browser is,
 neither the ranks nor the launcher notice. It answers only who knows the token, and only under the names of
-this machine, so that no page of a stranger can read it through the browser. Imports its neighbours, errors
-and the standard library.
+this machine, so that no page of a stranger can read it through the browser. Imports its neighbours, tracing,
+errors and the standard library.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any, final
 from urllib.parse import parse_qs, urlsplit
 
 from paceline.errors import ConfigError
-from paceline.tracing.history import History
-from paceline.tracing.live import JobSnapshot
-from paceline.tracing.metrics import CONTENT_TYPE, metrics_text
-from paceline.tracing.watch import JobWatch, as_plain, plain
+from paceline.monitor.history import History
+from paceline.monitor.metrics import CONTENT_TYPE, metrics_text
+from paceline.monitor.snapshot import JobSnapshot
+from paceline.monitor.watch import JobWatch, as_plain, plain
 
 _PAGE = Path(__file__).with_name("dashboard.html")
 _EVERY_S = 1.0

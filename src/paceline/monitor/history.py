@@ -1,7 +1,7 @@
 """What a job did since somebody watches: a point for each second, and what went wrong. Pure.
 
-The one idea: the number of points is bounded. When there are too many, two neighbours become one, so that a
-job of a week has as many as one of ten minutes. Imports its neighbours and the standard library.
+The number of points is bounded. When there are too many, two neighbours become one, so that a
+job of a week has as many as one of ten minutes. Imports its neighbours, tracing and the standard library.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from paceline.tracing.live import JobSnapshot, RankSnapshot
+from paceline.monitor.snapshot import JobSnapshot, RankSnapshot
 
 MOST_POINTS = 600
 _MOST_INCIDENTS = 200

@@ -1,7 +1,7 @@
 """What a job does now, in the text format that Prometheus reads. Pure.
 
 The format: https://prometheus.io/docs/instrumenting/exposition_formats/, version 0.0.4. Imports its
-neighbours and the standard library.
+neighbours, tracing and the standard library.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 
-from paceline.tracing.live import JobSnapshot, RankSnapshot
+from paceline.monitor.snapshot import JobSnapshot, RankSnapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

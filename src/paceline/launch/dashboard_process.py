@@ -1,6 +1,6 @@
 """The launcher's end of `--dashboard`: starts the process that serves the page, and ends it with the job.
 
-The one idea: whatever goes wrong with the page, the job goes on. Imports errors, tracing and its neighbours.
+Whatever goes wrong with the page, the job goes on. Imports errors and its neighbours.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class DashboardProcess:
         try:
             with socket.create_server(("127.0.0.1", self._port)) as listener:
                 self._process = subprocess.Popen(
-                    python_command("from paceline.tracing.dashboard import serve; serve()"),
+                    python_command("from paceline.monitor.dashboard import serve; serve()"),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
