@@ -146,7 +146,7 @@ class Job:
         """Call a method of the object on every rank at once and return the results by rank.
 
         Raises:
-            CaseFailed: A rank raised, died, or took longer than `limit_s`; tells what happened first.
+            CaseFailed: A rank raised, died, or took longer than `limit_s`; the error is the first one.
         """
         self.send(method, limit_s=limit_s, **arguments)
         answers = self.collect(limit_s)

@@ -1,9 +1,9 @@
-"""What a journal adds to a step of a sharded optimizer, and what the meetings of a step cost.
+"""What a journal adds to a step of a sharded optimizer, and the cost of the syncs before and after a step.
 
-    paceline run -n 2 -m benchmarks.journaled_steps [--millions 8] [--rounds 15] [--meetings-only]
+    paceline run -n 2 -m benchmarks.journaled_steps [--millions 8] [--rounds 15] [--syncs-only]
 
-Ways are measured in turns. Each figure is a median over rounds: of the slower rank's time, and of the
-processor's time on rank 0, which other programs on the machine disturb less.
+All sizes of blocks are measured in turns. Each figure is a median over rounds: of the slower rank's time, and
+of the processor's time on rank 0, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from paceline.sharding import journal_layout
 from paceline.sharding.meeting import Call
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
 
-_MEETINGS = 500
+_SYNCS = 500
+_MODELS: list[DistributedDataParallel] = []  # kept as long as their optimizers
 
 
 def make(group: Any, millions: int, fused: bool, block_kib: int) -> ShardedOptimizer:
@@ -33,11 +34,11 @@ def make(group: Any, millions: int, fused: bool, block_kib: int) -> ShardedOptim
     ddp = DistributedDataParallel(model, process_group=group, share_parameters=True)
     for parameter in ddp.parameters():
         parameter.grad = torch.full_like(parameter, 0.01)
-    options = {"lr": 1e-3, "fused": fused, "foreach": not fused}
+    options: dict[str, Any] = {"lr": 1e-3, "fused": fused, "foreach": not fused}
     optimizer = ShardedOptimizer(
         ddp.parameters(), torch.optim.AdamW, process_group=group, journal=block_kib > 0, **options
     )
-    optimizer.ddp = ddp  # keeps the model
+    _MODELS.append(ddp)
     return optimizer
 
 
@@ -50,10 +51,12 @@ def times_ms(group: Any, call: Callable[[], object]) -> tuple[float, float]:
     return 1e3 * float(group.all_gather(np.array([time.perf_counter() - begin])).max()), 1e3 * worked
 
 
-def meetings(group: Any, optimizer: ShardedOptimizer) -> tuple[float, float]:
-    """Microseconds of the meeting before a step and of the one after, of idle ranks; least of rounds."""
+def syncs(group: Any, optimizer: ShardedOptimizer) -> tuple[float, float]:
+    """Microseconds of the sync before a step and of the one after, of idle ranks; least of rounds."""
     steps, has_gradient = optimizer._steps, b"\1" * len(optimizer._shards.parameters)
-    before, after = [], []
+    before: list[float] = []
+    after: list[float] = []
+    assert steps._travel is not None
     for _ in range(15):
         for calls, times in (
             (lambda: steps.meet(Call.STEP, has_gradient), before),
@@ -61,9 +64,9 @@ def meetings(group: Any, optimizer: ShardedOptimizer) -> tuple[float, float]:
         ):
             group.barrier()
             begin = time.perf_counter()
-            for _ in range(_MEETINGS):
+            for _ in range(_SYNCS):
                 calls()
-            times.append(1e6 * (time.perf_counter() - begin) / _MEETINGS)
+            times.append(1e6 * (time.perf_counter() - begin) / _SYNCS)
     return min(before), min(after)
 
 
@@ -71,18 +74,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--millions", type=int, default=8, help="of parameters")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--meetings-only", action="store_true")
+    parser.add_argument("--syncs-only", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     group = paceline.init()
-    ways = {0: make(group, 1, fused=False, block_kib=0)}
-    ways[0].step()
-    for fused in () if arguments.meetings_only else (False, True):
+    optimizers = {0: make(group, 1, fused=False, block_kib=0)}
+    optimizers[0].step()
+    for fused in () if arguments.syncs_only else (False, True):
         blocks = (0, 256, 1024, 4096)
-        ways = {block: make(group, arguments.millions, fused, block) for block in blocks}
+        optimizers = {block: make(group, arguments.millions, fused, block) for block in blocks}
         times: dict[int, list[tuple[float, float]]] = {block: [] for block in blocks}
         for number in range(arguments.rounds + 2):
-            for block, optimizer in ways.items():
+            for block, optimizer in optimizers.items():
                 taken = times_ms(group, optimizer.step)
                 if number >= 2:  # the first ones make the state
                     times[block].append(taken)
@@ -97,9 +100,9 @@ def main() -> None:
                     f"processor {median[1]:.2f} ms ({median[1] / plain[1]:.2f})",
                     flush=True,
                 )
-    before, after = meetings(group, ways[0])
+    before, after = syncs(group, optimizers[0])
     if group.rank == 0:
-        print(f"meeting before a step {before:.2f} us, after it {after:.2f} us")
+        print(f"sync before a step {before:.2f} us, after it {after:.2f} us")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""How much memory a training takes: parameters, gradients and an optimizer's state, by way to train. Pure.
+"""How much memory a training takes: parameters, gradients and an optimizer's state, by variant. Pure.
 
-The one idea: a way to train is how many copies there are of each: one for each rank, one for each host, or
-one for all. Nothing is counted that depends on the batch (activations), nor what a process takes before there
-is a model. Imports only the standard library.
+Variants (torch's DDP, ZeRO, Paceline with its options) differ in how many copies there are of each: one for
+each rank, one for each host, or one for all. Nothing is counted that depends on the batch (activations), nor
+what a process takes before there is a model.
 """
 
 from __future__ import annotations

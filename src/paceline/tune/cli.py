@@ -98,7 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     if verdict is None:
         _say_why_nothing(found, parsed.seconds)
         return 1
-    # One layout of several is no answer: nobody knows what the others would have done.
+    # One layout of several is no answer: the others were not measured.
     is_answer = len(verdict.results) >= min(2, len(found.standings))
     told = answer.sentences(verdict, found.standings, num_cores, load)
     _answer(verdict, found, parsed, command, num_cores, told, is_answer=is_answer)

@@ -165,7 +165,7 @@ def next_turn(standings: Sequence[Standing]) -> Standing | None:
 
 
 def turn_seconds(standing: Standing, num_running: int, left_s: float) -> float | None:
-    """How long the next turn is to be; None: there is no time left for one that tells anything.
+    """How long the next turn is to be; None: the time left is too short for a useful one.
 
     Args:
         standing: Whose turn it is.

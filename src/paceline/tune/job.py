@@ -1,7 +1,7 @@
 """One layout as a job of `paceline run`: started, stopped for a while, let run again, ended.
 
-The one idea: only the ranks and what they have started are stopped (SIGSTOP); their launcher goes on. So it
-still ends them if this process is killed, and its SIGTERM wakes stopped ranks. Imports launch and tracing.
+Only the ranks and what they have started are stopped (SIGSTOP); their launcher goes on. So it still ends them
+if this process is killed, and its SIGTERM wakes stopped ranks.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Job:
         """Stop its ranks, and all that they have started, until `resume`."""
         seen: set[int] = set()
         while found := [pid for pid in self._below_launcher() if pid not in seen]:
-            for pid in found:  # whoever was just being started is found the next time
+            for pid in found:  # a process that was just being started is found the next time
                 send(pid, signal.SIGSTOP)
             seen.update(found)
         self._stopped = list(seen)

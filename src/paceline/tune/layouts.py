@@ -1,6 +1,6 @@
 """Which layouts of ranks and threads are worth trying on a machine, and in which order. Pure.
 
-The one idea: all cores are used, and no more than there are. Imports launch (its placement).
+All cores are used, and no more than there are.
 """
 
 from __future__ import annotations

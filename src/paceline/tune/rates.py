@@ -1,7 +1,7 @@
 """From what the ranks of a job have recorded in one turn to what they have trained on per second. Pure.
 
-The one idea: what a rank has done is counted from one batch to a later one, so that no step counts in part.
-Ranks train in step, so the rate of the job is the sum over its ranks. Imports tracing.
+The work of a rank is counted from one batch to a later one, so that no step counts in part. Ranks train in
+step, so the rate of the job is the sum over its ranks.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def turn_of(
 
 
 def counts_elements(turns: Sequence[tuple[int, Turn]]) -> bool:
-    """Whether the first dimension of a batch tells nothing of its size, so that elements are to be counted.
+    """Whether the first dimension of a batch does not show its size, so that elements are to be counted.
 
     So it is with sequences of (time, batch, features) in a script that divides its batch among the ranks.
 
