@@ -4,10 +4,10 @@ The fuzzer of one backward (the rest of this folder) stops a rank wherever ranks
 is one call. Here a whole step is under paddle.jit.to_static, or the model is, or the function of the loss, or
 nothing. Steps have gradients of gradients (of the inputs, of the parameters, and once more), norms over all
 ranks, layers that are recomputed or used by some ranks only, micro-batches, and evaluations in between. The
-optimizer is Paddle's or a ShardedOptimizer, of which some are refused by Paddle, and some raise in a step on
-every rank, which is made afterwards. In float64, the parameters after each step must be those of one process,
-which translates nothing; or every rank has refused what the documentation says is refused, and trains on as
-if it had not tried.
+optimizer is Paddle's or a ShardedOptimizer, over several hosts or with a journal too. Some are refused by
+Paddle, and some raise in a step on every rank, which is made afterwards. In float64, the parameters after
+each step must be those of one process, which translates nothing; or every rank has refused what the
+documentation says is refused, and trains on as if it had not tried.
 
     make fuzz WHAT=whole_steps FRAMEWORK=paddle SEEDS=0:200
 """
@@ -27,6 +27,7 @@ import numpy as np
 from tests.differential.driver import Check, main, plainly
 from tests.differential.programs import Program
 from tests.harness import run_ranks
+from tests.several_hosts import be_on_host
 
 FRAMEWORKS = ("paddle",)
 WIDTH = 3
@@ -77,6 +78,15 @@ def generate(seed: int, framework: str = "paddle") -> Program:
     rng = random.Random(f"raising {seed}")
     if is_sharded and not program["full_graph"] and rng.random() < 0.2:
         program["raises_at"] = rng.randrange(len(program["steps"]))
+    rng = random.Random(f"layout {seed}")
+    if is_sharded and not program["full_graph"]:
+        if options.get("share_parameters") and rng.random() < 0.5:
+            program["journal"] = True
+            program["raises_late"] = rng.random() < 0.5  # and takes back what it has written
+        elif "reduce" not in options and rng.random() < 0.4:
+            program["hosts"] = rng.choice([list(range(ranks)), [0, *[1] * (ranks - 1)]])
+        if ("journal" in program or "hosts" in program) and rng.random() < 0.5:
+            program["raises_at"] = rng.randrange(len(program["steps"]))
     rng = random.Random(f"weights {seed}")
     for step in program["steps"] if not program["full_graph"] and rng.random() < 0.4 else ():
         if step["loss"] == "plain":
@@ -273,7 +283,11 @@ def run(rank: int, program: Program) -> list[Outcome]:
 
     from paceline.errors import ConfigError
     from paceline.paddle import DataParallel, ShardedOptimizer, SyncBatchNorm
+    from tests.multiprocess.paddle_models import join_paddle
 
+    if "hosts" in program:
+        be_on_host(program["hosts"][rank])
+        join_paddle(rank)
     outcomes: list[Outcome] = []
 
     def refuses(error: Exception) -> None:
@@ -283,7 +297,8 @@ def run(rank: int, program: Program) -> list[Outcome]:
     net = SyncBatchNorm.convert_sync_batchnorm(make_net(program))
     wrapped = DataParallel(static(net) if program["static"] == "model" else net, **program["options"])
     kind, parameters = program["optimizer"], _trained(net)
-    make = ShardedOptimizer if program["is_sharded"] else None
+    sharded = functools.partial(ShardedOptimizer, journal=program.get("journal", False))
+    make = sharded if program["is_sharded"] else None
     if kind == "adam of many tensors":
         if make is not None:
             try:
@@ -292,7 +307,7 @@ def run(rank: int, program: Program) -> list[Outcome]:
                 refuses(error)
         kind = "adam"
     raising: list[str] = []
-    optimizer = make_optimizer(kind, make, functools.partial(_that_raises, raising))(parameters)
+    optimizer = make_optimizer(kind, make, functools.partial(_that_raises, raising, program))(parameters)
     loss = static(loss_of) if program["static"] == "loss" else loss_of
     step_once = static(train_step) if program["static"] == "step" else train_step
     has_refused = False
@@ -329,14 +344,16 @@ def run(rank: int, program: Program) -> list[Outcome]:
     return outcomes
 
 
-def _that_raises(raising: list[str], which: Any) -> Any:
+def _that_raises(raising: list[str], program: Program, which: Any) -> Any:
     """A class of optimizer whose step raises while `raising` holds something."""
+    is_late = program.get("raises_late", False)
 
     class Raising(which):  # type: ignore[misc]
         def step(self) -> None:
+            if not raising or is_late:
+                super().step()
             if raising:
                 raise ValueError(raising[0])
-            super().step()
 
     return Raising
 

@@ -8,7 +8,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from paceline.paddle import DataParallel
+from paceline.paddle import DataParallel, ShardedOptimizer
 from tests.multiprocess.conformance_numpy import WIDTH, initial
 from tests.multiprocess.paddle_models import drop_grad
 
@@ -206,3 +206,21 @@ def clear_in_place(model: nn.Layer) -> None:
 def step(model: nn.Layer, lr: float = 0.1) -> None:
     for parameter in model.parameters():
         parameter.set_value(parameter - lr * parameter.grad)
+
+
+class Refusing(paddle.optimizer.Momentum):
+    """Raises ValueError in its step, before it writes anything or after it has written; None: it does not."""
+
+    refuses: str | None = None
+
+    def step(self) -> None:
+        if Refusing.refuses == "after":
+            super().step()
+        if Refusing.refuses is not None:
+            raise ValueError("no such step")
+        super().step()
+
+
+def sharded(model: nn.Layer, lr: float, momentum: float, **options: Any) -> ShardedOptimizer:
+    """A sharded `Refusing`."""
+    return ShardedOptimizer(model.parameters(), Refusing, learning_rate=lr, momentum=momentum, **options)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from paceline.torch import DistributedDataParallel
+from paceline.torch import DistributedDataParallel, ShardedOptimizer
 from tests.multiprocess.conformance_numpy import WIDTH, initial
 
 STATISTIC = "*.running_mean"
@@ -199,3 +199,21 @@ def step(model: nn.Module, lr: float = 0.1) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter -= lr * parameter.grad
+
+
+class Refusing(torch.optim.SGD):
+    """Raises ValueError in its step, before it writes anything or after it has written; None: it does not."""
+
+    refuses: str | None = None
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if Refusing.refuses == "after":
+            super().step()
+        if Refusing.refuses is not None:
+            raise ValueError("no such step")
+        super().step()
+
+
+def sharded(model: nn.Module, lr: float, momentum: float, **options: Any) -> ShardedOptimizer:
+    """A sharded `Refusing`."""
+    return ShardedOptimizer(model.parameters(), Refusing, lr=lr, momentum=momentum, **options)

@@ -22,14 +22,12 @@ from paceline.errors import (
     ModelMismatchError,
     PacelineError,
     PeerLostError,
-    TornStepError,
     UnusedParameterError,
 )
 from paceline.paddle import DataParallel, LocalSGD, ShardedOptimizer
 from tests.multiprocess.paddle_models import (
     batch,
     drop_grad,
-    join_paddle,
     ranks,
     share,
     squares,
@@ -121,61 +119,6 @@ def make(group: Any, **options: Any) -> tuple[list[paddle.Tensor], ShardedOptimi
         parameter.set_value(np.ones(parameter.shape, np.float32))
         parameter.grad = paddle.ones_like(parameter)
     return parameters, ShardedOptimizer(parameters, optim.SGD, group, **{"learning_rate": 0.5, **options})
-
-
-class Refusing(optim.SGD):
-    """Raises before it writes anything, or after it has written; None: does not raise."""
-
-    refuses: str | None = None
-
-    def step(self) -> None:
-        if self.refuses == "after":
-            with paddle.no_grad():
-                for group in self._param_groups:
-                    (group if isinstance(group, paddle.Tensor) else group["params"][0]).add_(paddle.ones([1]))
-        if self.refuses is not None:
-            raise ValueError("no such step")
-        super().step()
-
-
-@pytest.mark.parametrize("kind", ["own", "shared", "group", "a rank without a part"])
-@ranks(2, group=None)
-def test_a_step_that_all_ranks_refuse_is_an_error_of_the_call(rank: int, kind: str) -> None:
-    """Nothing was written: the model goes on, and so do the optimizer and the group."""
-    join_paddle(rank)
-    size = 1 if kind == "a rank without a part" else 30
-    with unique_name.guard():
-        model, reference = nn.Linear(size, size, bias_attr=False), nn.Linear(size, size, bias_attr=False)
-    reference.set_state_dict(model.state_dict())
-    wrapped = DataParallel(model, share_parameters=kind == "shared", init_sync=True)
-    reference.set_state_dict(model.state_dict())
-    way = "group" if kind == "group" else "auto"
-    optimizer = ShardedOptimizer(
-        wrapped.parameters(), Refusing, learning_rate=0.1, reduce_through=way, timeout_s=60
-    )
-    alone = optim.SGD(0.1, parameters=reference.parameters())
-    has_part = bool(optimizer._shards.own)
-    assert has_part or kind == "a rank without a part"
-    for number in range(3):
-        optimizer.optim.refuses = "before" if number == 1 and has_part else None
-        x = paddle.full([1, size], 1.0 + number)
-        for each in (wrapped, reference):
-            each.clear_gradients()
-            each(x).sum().backward()
-        if number == 1:
-            with pytest.raises(ValueError if has_part else ConfigError, match="no such step"):
-                optimizer.step()
-        else:
-            optimizer.step()
-            alone.step()
-        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert same_bits(ours, theirs)
-    if has_part:
-        optimizer.optim.refuses = "after"
-    with pytest.raises(ValueError if has_part else PeerLostError, match="no such step"):
-        optimizer.step()
-    with pytest.raises(TornStepError):
-        wrapped(paddle.ones([1, size]))
 
 
 @ranks(3)

@@ -137,6 +137,7 @@ class Journal(Generic[Tensor]):
         self._bytes = (ctypes.c_ubyte * self._layout.nbytes).from_address(self._base)
         self._bytes.owner = memory  # type: ignore[attr-defined]
         self._views: dict[int, dict[Any, Tensor]] = {}
+        self._has_written = False
 
     # --- where the state is ---
 
@@ -188,7 +189,12 @@ class Journal(Generic[Tensor]):
 
     def run(self, part: Part[Tensor]) -> None:
         """Make this rank's part of the step, one block after the other."""
+        self._has_written = False
         self._run(part, self.home.rank, 0)
+
+    def has_written(self) -> bool:
+        """Whether `run` has written any block. The one in which it has raised is as it was before."""
+        return self._has_written
 
     def _run(self, part: Part[Tensor], of: int, first: int) -> None:
         ledger, blocks = self._ledger, self._layout.blocks[of]
@@ -197,10 +203,15 @@ class Journal(Generic[Tensor]):
             if not block:
                 continue
             ledger.open_block(of, number, list(self._copies(of, number)))
-            part.step(number, block)
+            try:
+                part.step(number, block)
+            except BaseException:
+                self._put_back(of, number)
+                raise
             for each in block:
                 self._adopt(part, each)
             ledger.close_block(of, number)
+            self._has_written = True
 
     def _copies(self, of: int, number: int) -> Iterator[tuple[int, int, int]]:
         """From where to where a block's old values are copied, and how many bytes."""

@@ -21,11 +21,11 @@ from paceline.reducer.one_copy.torn import torn, torn_error
 from paceline.sharding.ledgers import Complete, Ledgers
 from paceline.sharding.lost_ranks import COMPLETE, HALF, NOTHING_WRITTEN, is_loss, telling
 from paceline.sharding.meeting import Call, Facts, Meetings, hash_options
-from paceline.sharding.travel import Travel
+from paceline.sharding.travel import IDLE, Travel
 
 OWNER = "ShardedOptimizer"
 # How a rank has fared with its part of a step.
-_WRITTEN, _IDLE, _REFUSED, _RAISED = range(4)
+_WRITTEN, _IDLE, _REFUSED, _RAISED = 0, IDLE, 2, 3
 """It is written; there was none; it raised before anything was written; it raised later."""
 State = TypeVar("State")
 
@@ -197,7 +197,12 @@ class SharedStep(Generic[State]):
         """Those that no other rank shares."""
         return [parameter for parameter in self._pieces.parameters if home_of(parameter) is None]
 
-    def make(self, part: Callable[[], None], has_gradient: bytes, *, is_journaled: bool = False) -> None:
+    def make(
+        self,
+        part: Callable[[], None],
+        has_gradient: bytes,
+        has_written: Callable[[], bool] | None = None,
+    ) -> None:
         """Make this rank's part, and bring what each rank has written to the others. Collective.
 
         Within `updating`.
@@ -205,7 +210,8 @@ class SharedStep(Generic[State]):
         Args:
             part: Makes it. Nothing in it is collective.
             has_gradient: For each parameter whether it had a gradient, on some rank.
-            is_journaled: Whether a journal tells the others what was written before `part` raises.
+            has_written: Whether anything is written of this rank's part, when `part` has raised. None: the
+                versions of its pieces tell; a journal, which takes back what was written last, knows better.
 
         Raises:
             Exception: What `part` raises. If no rank has written anything then, the step was not made, and
@@ -217,7 +223,8 @@ class SharedStep(Generic[State]):
         try:
             part()
         except Exception as error:
-            outcome = _RAISED if is_journaled or self._pieces.own_versions() != before else _REFUSED
+            is_written = self._pieces.own_versions() != before if has_written is None else has_written()
+            outcome = _RAISED if is_written else _REFUSED
             if self._is_refused_by_all(error, outcome, has_gradient):
                 self._refusal = error
             raise
@@ -225,11 +232,13 @@ class SharedStep(Generic[State]):
             return
         written, is_idle = self._find_route(has_gradient)
         own = _IDLE if is_idle else _WRITTEN
-        outcomes = self._travel.spread(written, own)
-        if self._pieces.homes:
+        known = self._travel.spread(written, own)
+        # Of several hosts the ledger of each one tells of its own ranks: what a rank of another one has not
+        # written, nobody would miss.
+        if self._pieces.homes and not _is_half_made(known or b""):
             self._ledgers.end_part()
-        outcomes = self._compare_outcomes(outcomes, own)
-        if _REFUSED in outcomes or _RAISED in outcomes:
+        outcomes = self._compare_outcomes(known, own)
+        if _is_refusal(outcomes) or _is_half_made(outcomes):
             self._follow(outcomes)
 
     def _find_route(self, has_gradient: bytes) -> tuple[Any, bool]:
@@ -382,6 +391,11 @@ def _telling(*, has_begun: bool) -> telling:
 def _is_refusal(outcomes: bytes) -> bool:
     """Whether no rank has written anything."""
     return _REFUSED in outcomes and {*outcomes} <= {_REFUSED, _IDLE}
+
+
+def _is_half_made(outcomes: bytes) -> bool:
+    """Whether some rank has raised, and not all that have a part before they have written anything."""
+    return (_REFUSED in outcomes or _RAISED in outcomes) and not _is_refusal(outcomes)
 
 
 class _Updating:

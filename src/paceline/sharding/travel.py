@@ -19,6 +19,11 @@ from paceline.reducer.link import Link
 from paceline.reducer.witness import MemoryWitness
 from paceline.sharding.meeting import NUMBERS_BYTES
 
+IDLE = 1
+"""The outcome of a rank that has nothing to write in a step, which all ranks know of it."""
+
+_PACKED_BYTES = 1 << 20  # to copy a larger tensor takes longer than a broadcast more
+
 Tensor = TypeVar("Tensor")
 Spread = TypeVar("Spread", contravariant=True)
 
@@ -73,7 +78,11 @@ class Travel(Protocol[Spread]):
 
 
 class Arrays(Protocol[Tensor]):
-    """What a `MemoryTravel` asks of a framework's tensors on the CPU."""
+    """What a travel asks of a framework's tensors on the CPU."""
+
+    def byte(self) -> Tensor:
+        """A tensor of one byte."""
+        ...
 
     def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
         """Address and bytes of its memory; None: its elements fill no range."""
@@ -158,10 +167,13 @@ class GroupTravel(Generic[Tensor]):
 
     Args:
         link: The link.
+        arrays: What the framework's tensors can do, where all that is spread lies on the CPU: how a rank
+            has fared then travels in the broadcast of what it has written. None: it lies on a device, and
+            the host would wait for the device.
     """
 
-    def __init__(self, link: Link[Tensor]) -> None:
-        self._link = link
+    def __init__(self, link: Link[Tensor], arrays: Arrays[Tensor] | None) -> None:
+        self._link, self._arrays = link, arrays
 
     def gather(self, numbers: bytes) -> bytes:
         return b"".join(self._link.all_gather(numbers))
@@ -170,21 +182,42 @@ class GroupTravel(Generic[Tensor]):
         self._link.all_gather(b"")
 
     def prepare(self, by_rank: Sequence[Sequence[Tensor]]) -> Any:
-        return by_rank
+        if self._arrays is None:
+            return [[tensors] if tensors else [] for tensors in by_rank], []
+        outcomes = [self._arrays.byte() for _ in by_rank]
+        return [self._with(byte, tensors) for byte, tensors in zip(outcomes, by_rank)], outcomes
+
+    def _with(self, byte: Tensor, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What a rank broadcasts, one list after the other: a link packs the tensors of each."""
+        assert self._arrays is not None
+        place = self._arrays.place_of(tensors[0]) if len(tensors) == 1 else None
+        if place is not None and place[1] > _PACKED_BYTES:
+            return [[*tensors], [byte]]
+        return [[*tensors, byte]] if tensors else []
 
     def spread(self, prepared: Any, outcome: int) -> bytes | None:
-        for rank, tensors in enumerate(prepared):
-            if tensors:
+        by_rank, outcomes = prepared
+        values = [self._value_of(byte) for byte in outcomes]
+        for rank, value in enumerate(values):
+            value.value = outcome if rank == self._link.rank and by_rank[rank] else IDLE
+        for rank, broadcasts in enumerate(by_rank):
+            for tensors in broadcasts:
                 self._link.broadcast(tensors, root=rank)
-        return None
+        return bytes(value.value for value in values) or None
+
+    def _value_of(self, byte: Tensor) -> ctypes.c_ubyte:
+        place = None if self._arrays is None else self._arrays.place_of(byte)
+        assert place is not None
+        return ctypes.c_ubyte.from_address(place[0])
 
     @property
     def compares_outcomes(self) -> bool:
-        return isinstance(self._link.witness, MemoryWitness)
+        return self._arrays is not None or isinstance(self._link.witness, MemoryWitness)
 
     def outcomes(self, own: int) -> bytes:
-        assert isinstance(self._link.witness, MemoryWitness)
-        return _outcomes(self._link.witness.core, own)
+        if isinstance(self._link.witness, MemoryWitness):
+            return _outcomes(self._link.witness.core, own)
+        return b"".join(self._link.all_gather(bytes([own])))
 
     def fail(self, error: BaseException) -> None:
         if self._link.witness is not None:

@@ -170,11 +170,13 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         own = {index: shards.tensors[index] for index in shards.own}
         self._part = self._make_part(whole, own, self._blocks_of(self.rank))
         self.optims = self._part.optimizers
+        for each in self.optims:
+            self._shards.count_updates_of(each)
         self.optim = self.optims[0]
         self._steps: SharedStep[dict[str, Any]] = SharedStep(
             self._shards,
             self._link,
-            None if self._link is None else travel_over(self._link),
+            None if self._link is None else travel_over(self._link, on_host=_are_on_host(everything)),
             lambda: spelled_options(whole),
             lambda: {name: repr(value) for name, value in spelled_options(whole).items()},
         )
@@ -220,7 +222,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             MismatchError: The ranks have different hyperparameters, or call different methods. Nothing was
                 written.
             Exception: What the optimizer raises. If it does so on all ranks before it writes, nothing was
-                written, and the next step can be made; not with a journal, nor on several hosts.
+                written, and the next step can be made.
             PeerLostError, DeadlineError: A rank died or is late. In the middle of a step, parameters may be
                 updated in part then, and no further step is made before a state is loaded.
         """
@@ -249,8 +251,9 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
 
         try:
             with steps.updating(complete, lambda: self._begin_journal(to_make)):
-                is_journaled = self._journal is not None  # it may just have been made
-                steps.make(lambda: self._step_own(gradients), has_gradient, is_journaled=is_journaled)
+                journal = self._journal  # it may just have been made
+                has_written = None if journal is None else journal.has_written
+                steps.make(lambda: self._step_own(gradients), has_gradient, has_written)
         finally:
             shards.end_loans()
 
@@ -566,10 +569,15 @@ def _found_by_trials(
     return found
 
 
+def _are_on_host(parameters: list[paddle.Tensor]) -> bool:
+    """Whether they lie on the CPU."""
+    return bool(parameters[0].place.is_cpu_place())
+
+
 def _connect(peers: Peers, parameters: list[paddle.Tensor], reduce_through: str) -> Link:
     """Connect the ranks. Collective."""
     return peers.connect(
-        on_host=parameters[0].place.is_cpu_place(),
+        on_host=_are_on_host(parameters),
         reduce_through=reduce_through,
         between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
     )

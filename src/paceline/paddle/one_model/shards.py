@@ -8,8 +8,9 @@ written.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -73,6 +74,7 @@ class Shards:
         self.tensors: list[paddle.Tensor] = []
         self.homes: list[Home] = homes_of(parameters)
         self.generation = 0
+        self._updates = 0
         self._places = [parameter.data_ptr() for parameter in parameters]
         self._forms = [_form(parameter) for parameter in parameters]
         for piece in pieces:
@@ -96,7 +98,22 @@ class Shards:
 
     def own_versions(self) -> list[int]:
         """Counts the writes to each piece of this rank."""
-        return [int(self.tensors[index].inplace_version) for index in self.own]
+        return [self._updates, *(int(self.tensors[index].inplace_version) for index in self.own)]
+
+    def count_updates_of(self, optimizer: Any) -> None:
+        """Count what an optimizer of Paddle's updates as writes: its kernels count up no version."""
+
+        def counting(update: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(update)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                result = update(*args, **kwargs)
+                self._updates += 1
+                return result
+
+            return call
+
+        optimizer._append_optimize_op = counting(optimizer._append_optimize_op)
+        optimizer._append_optimize_multi_tensor_op = counting(optimizer._append_optimize_multi_tensor_op)
 
     def has_part(self, has_gradient: Sequence[int]) -> bool:
         """Whether this rank writes anything in a step with gradients of these parameters."""

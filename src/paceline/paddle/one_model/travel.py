@@ -12,6 +12,9 @@ from paceline.sharding.travel import GroupTravel, MemoryTravel, Travel
 class _PaddleArrays:
     """See `Arrays`."""
 
+    def byte(self) -> paddle.Tensor:
+        return paddle.to_tensor([0], "uint8", place=paddle.CPUPlace())
+
     def place_of(self, tensor: paddle.Tensor) -> tuple[int, int] | None:
         return (tensor.data_ptr(), nbytes(tensor)) if tensor.is_contiguous() else None
 
@@ -23,6 +26,8 @@ class _PaddleArrays:
             paddle.assign(source, target)
 
 
-def travel_over(link: Link) -> Travel[paddle.Tensor]:
-    """The best way over a link."""
-    return MemoryTravel(link.core, _PaddleArrays()) if isinstance(link, MemoryLink) else GroupTravel(link)
+def travel_over(link: Link, *, on_host: bool) -> Travel[paddle.Tensor]:
+    """The best way over a link; `on_host`: all parameters lie on the CPU."""
+    if isinstance(link, MemoryLink):
+        return MemoryTravel(link.core, _PaddleArrays())
+    return GroupTravel(link, _PaddleArrays() if on_host else None)

@@ -183,7 +183,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._steps: SharedStep[State] = SharedStep(
             self._shards,
             self._link,
-            None if self._link is None else travel_over(self._link),
+            None if self._link is None else travel_over(self._link, on_host=self._is_on_host()),
             lambda: looked_at(self.param_groups),
             lambda: spell_options(plain_options(self.param_groups)),
         )
@@ -214,7 +214,8 @@ class ShardedOptimizer(Optimizer, Joinable):
                 wrapped with `local_sgd`, and these ranks are of several hosts that train on their own.
                 Nothing was written.
             Exception: What the optimizer raises. If it does so on all ranks before it writes, nothing was
-                written, and the next step can be made; not with a journal, nor on several hosts.
+                written, and the next step can be made; not with `fused=True`, which does not say what it
+                has written.
             PeerLostError, DeadlineError: A rank died or is late. `step_is_complete` says whether all of the
                 step was made, or none of it. If not, parameters are updated in part, and whatever would use
                 them raises TornStepError until others are loaded.
@@ -259,11 +260,18 @@ class ShardedOptimizer(Optimizer, Joinable):
             with steps.updating(complete, lambda: self._begin_journal(to_make)):
                 if joined:
                     has_gradient = self._lend(joined, gradients, has_gradient)
-                is_journaled = self._journal is not None  # it may just have been made
-                steps.make(lambda: self._step_own(gradients, kwargs), has_gradient, is_journaled=is_journaled)
+                has_written = self._tells_writes()  # by a journal that may just have been made
+                steps.make(lambda: self._step_own(gradients, kwargs), has_gradient, has_written)
         finally:
             shards.clear_gradients()
         shards.count_writes(has_gradient)
+
+    def _tells_writes(self) -> Callable[[], bool] | None:
+        """What tells whether a step that has raised has written anything; None: the versions of tensors."""
+        if self._journal is not None:
+            return self._journal.has_written
+        is_fused = any(group.get("fused") for group in self.param_groups)
+        return (lambda: True) if is_fused else None  # kernels that are fused count up no version
 
     def _step_own(self, gradients: Sequence[torch.Tensor | None] | None, kwargs: Mapping[str, Any]) -> None:
         """The step of this rank's part, with the hyperparameters that users see and change."""
@@ -476,12 +484,15 @@ class ShardedOptimizer(Optimizer, Joinable):
         told = gather_objects(self._peers.exchange, {"threads": threads}, self._peers.timeout_s)
         return max(int(each["threads"]) for each in told)
 
+    def _is_on_host(self) -> bool:
+        """Whether all parameters lie on the CPU."""
+        return all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+
     def _connect(self, reduce_through: str) -> Link[torch.Tensor]:
         """Connect the ranks. Collective."""
-        on_host = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
         return connect(
             self._peers,
-            on_host=on_host,
+            on_host=self._is_on_host(),
             reduce_through=reduce_through,
             between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
         )

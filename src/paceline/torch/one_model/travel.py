@@ -14,6 +14,9 @@ from paceline.torch.link.link import MemoryLink
 class _TorchArrays:
     """See `Arrays`."""
 
+    def byte(self) -> torch.Tensor:
+        return torch.zeros(1, dtype=torch.uint8)
+
     def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
         return (tensor.data_ptr(), tensor.nbytes) if is_dense(tensor) else None
 
@@ -29,6 +32,8 @@ def travel_in(core: _core.HostGroup) -> Travel[torch.Tensor]:
     return MemoryTravel(core, _TorchArrays())
 
 
-def travel_over(link: Link[torch.Tensor]) -> Travel[torch.Tensor]:
-    """The best way over a link."""
-    return travel_in(link.core) if isinstance(link, MemoryLink) else GroupTravel(link)
+def travel_over(link: Link[torch.Tensor], *, on_host: bool) -> Travel[torch.Tensor]:
+    """The best way over a link; `on_host`: all parameters lie on the CPU."""
+    if isinstance(link, MemoryLink):
+        return travel_in(link.core)
+    return GroupTravel(link, _TorchArrays() if on_host else None)
