@@ -123,12 +123,13 @@ def test_gradients_are_copied_a_bucket_at_a_time(
     monkeypatch.setattr(
         torch, "_foreach_copy_", lambda places, values: (sizes.append(len(places)), copy_all(places, values))
     )
-    ddp = DistributedDataParallel(two_layers(), batched_grad_copy=batched, reduce_through="group")
+    model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))  # small gradients the core copies
+    ddp = DistributedDataParallel(model, batched_grad_copy=batched, reduce_through="group")
     assert ddp.batched_grad_copy == batched
     sizes.clear()  # those of rank 0's values
-    (ddp(torch.ones(1, 4)).sum() * (1 + rank)).backward()
-    assert sizes == [4, 4]  # to the bucket, and back
-    assert_close(ddp.module[2].bias.grad, torch.full((2,), 1.5))
+    (ddp(torch.ones(1, 300)).sum() * (1 + rank)).backward()
+    assert sizes == [2, 2]  # to the bucket, and back
+    assert_close(ddp.module[1].bias.grad, torch.full((300,), 1.5))
 
 
 @ranks(2, group="gloo")

@@ -56,6 +56,7 @@ class ArrayTransport:
         self.rank, self.world_size = rank, board.world_size
         self.is_serial = self.is_in_order = False
         self.note_stream = None
+        self.pointers: list[int] = []
         self.arena = np.full(plan.arena_bytes // 4, 99.0, np.float32)
         self.plan = plan
         self.launched: list[int] = []

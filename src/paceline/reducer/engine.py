@@ -58,6 +58,9 @@ class Transport(Protocol):
     """Whether a bucket is done only when all are that were launched before it."""
     order: CallOrder
     """Shared by all that use one process group."""
+    pointers: Sequence[int]
+    """The address of each parameter's place, for gradients that the reducer copies there itself, and their
+    means back; empty: whoever marks them has copied them there."""
     note_stream: Callable[[], None] | None
     """Called whenever a gradient has come to its place, by whoever has brought it there, so that a bucket
     waits for the streams of a device that have brought its gradients; None: nobody needs to know."""
@@ -166,15 +169,18 @@ class EngineReducer(ReportingReducer):
     def __init__(
         self, plan: Plan, transport: Transport, *, skip_unused: bool = False, beside: Beside | None = None
     ) -> None:
-        super().__init__(plan, transport.world_size, f"rank {transport.rank} of {transport.world_size}")
+        who = f"rank {transport.rank} of {transport.world_size}"
+        super().__init__(plan, transport.world_size, who, transport.pointers)
         self._skip_unused = skip_unused
         self._idle: list[int] = []  # buckets that no rank used in the last pass
         self._transport = transport
-        self._note_stream = transport.note_stream
+        self.note_stream = transport.note_stream
         self._expected_weight = float(transport.world_size)
         # Which no two reducers have in common, and all ranks of this one.
         self._identity = zlib.crc32(b"".join(self._begin_all_gather(os.urandom(8))()))
         self._called = 0  # what this rank has told of its calls at the end of the last pass
+        self._strangers: list[int] = []
+        self._weights = [1.0] * transport.world_size  # of the last pass
         self._num_launched = len(plan.buckets)
         self._beside = beside
         if beside is not None:
@@ -185,11 +191,6 @@ class EngineReducer(ReportingReducer):
     def order(self) -> CallOrder:
         """In which order all that use the transport's process group make their calls."""
         return self._transport.order
-
-    @property
-    def note_stream(self) -> Callable[[], None] | None:
-        """See `Transport`."""
-        return self._note_stream
 
     @property
     def num_launched(self) -> int:
@@ -205,13 +206,13 @@ class EngineReducer(ReportingReducer):
             self._beside.close()
 
     def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
-        if self._note_stream is not None:
-            self._note_stream()
+        if self.note_stream is not None:
+            self.note_stream()
         super().mark_ready(param, grad_pointer)
 
     def mark_copied(self, param: int, grad_pointer: int, nbytes: int, is_shared: bool = False) -> None:
-        if self._note_stream is not None:
-            self._note_stream()
+        if self.note_stream is not None:
+            self.note_stream()
         super().mark_copied(param, grad_pointer, nbytes, is_shared)
 
     def _take_complete(self) -> bool:
@@ -270,7 +271,9 @@ class EngineReducer(ReportingReducer):
         if not is_serial:
             self._wait_for_buckets()
         self._reports = [RankReport.unpack(row) for row in wait_for_reports()]
-        if self._strangers():  # their details would not be of these parameters
+        # Ranks that made other calls, so that buckets of several models were added up.
+        self._strangers = [rank for rank, each in enumerate(self._reports) if each.identity != self._called]
+        if self._strangers:  # their details would not be of these parameters
             return
         self._gather_details(unused, nonfinite, overflowed)
         if self._skip_unused:
@@ -288,12 +291,8 @@ class EngineReducer(ReportingReducer):
         may_have = self._transport.may_have_overflowed(largest_weight / self._expected_weight)
         return self._transport.find_overflowed() if may_have else []
 
-    def _strangers(self) -> list[int]:
-        """Ranks that made other calls, so that buckets of several models were added up."""
-        return [rank for rank, each in enumerate(self._reports) if each.identity != self._called]
-
     def _check_reports(self) -> None:
-        strangers = self._strangers()
+        strangers = self._strangers
         if not strangers:
             return
         transport = self._transport
@@ -368,8 +367,12 @@ class EngineReducer(ReportingReducer):
 
     def _finish_means(self) -> None:
         """Divide by the weights that the ranks had, where others were expected."""
+        weights = [report.weight for report in self._reports]
+        if weights == self._weights:  # as nearly always
+            return
+        self._weights = weights
         with _core.DefaultFloats():  # every rank corrects for itself, and all must get the same bits
-            total = sum(status.weight for status in self._reports)
+            total = sum(weights)
             if total not in (0, self._expected_weight):  # 0: there are only zeros
                 self._transport.rescale(self._expected_weight / total)
                 self._expected_weight = total

@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline import _core
 from paceline.errors import GroupClosedError, MismatchError
@@ -36,16 +36,19 @@ class ReportingReducer(ABC):
         plan: The same on all ranks.
         world_size: Number of ranks.
         who: This rank in words: "rank 1 of 4".
-        arena_pointer: Address of this rank's arena, for gradients that the reducer copies there itself; 0: it
-            takes none from elsewhere.
+        pointers: The address of each parameter's place, for gradients that the reducer copies there itself;
+            empty: it takes none from elsewhere.
 
     Attributes:
         marks: Takes gradients; a hook in C++ hands them over there.
+        note_stream: Called when a gradient has come to its place; None: nobody needs to know.
     """
 
-    def __init__(self, plan: Plan, world_size: int, who: str, arena_pointer: int = 0) -> None:
+    note_stream: Callable[[], None] | None = None
+
+    def __init__(self, plan: Plan, world_size: int, who: str, pointers: Sequence[int] = ()) -> None:
         self._plan, self._world_size, self._who = plan, world_size, who
-        self.marks = self._make_marks(arena_pointer)
+        self.marks = self._make_marks(pointers)
         # Several threads of the framework may make gradients of one backward.
         self._lock = threading.Lock()
         self._weight, self._note, self._recorded_pass = 1.0, 0, -1
@@ -244,7 +247,7 @@ class ReportingReducer(ABC):
             **told,
         )
 
-    def _make_marks(self, arena_pointer: int) -> _core.PassMarks:
+    def _make_marks(self, pointers: Sequence[int]) -> _core.PassMarks:
         plan, me = self._plan, weakref.ref(self)
         buckets_of: list[list[int]] = [[] for _ in plan.parameters]
         for number, bucket in enumerate(plan.buckets):
@@ -259,7 +262,9 @@ class ReportingReducer(ABC):
                 return reducer._take_complete()
 
         sizes = [spec.nbytes for spec in plan.parameters]
-        return _core.PassMarks(arena_pointer, list(zip(plan.offsets, sizes, buckets_of)), take_complete)
+        begin = min(filter(None, pointers), default=0)  # 0 is that of a place without elements
+        offsets = [max(0, pointer - begin) for pointer in pointers] or plan.offsets
+        return _core.PassMarks(begin, list(zip(offsets, sizes, buckets_of)), take_complete)
 
     # --- failures ---
 

@@ -169,14 +169,14 @@ class MemoryWitness:
     """
 
     def __init__(self, core: _core.HostGroup, ranks: Sequence[int] | None = None) -> None:
-        self.core = self._core = core
+        self.core = core
         self._ranks = range(core.world_size) if ranks is None else ranks
         self._has_given_up = False
 
     def tell(self, activity: str, forwards: int = 0, /) -> None:
         """Let the others know what this rank does. Not collective, does not block."""
         if not self._has_given_up:
-            self._core.set_activity(activity, forwards)
+            self.core.set_activity(activity, forwards)
 
     def tell_waiting(self) -> None:
         """This rank has done its part and waits for the process group."""
@@ -192,12 +192,12 @@ class MemoryWitness:
         self._has_given_up = True
 
     def fail(self, error: BaseException) -> None:
-        self._core.abort(f"{type(error).__name__}: {error}")
+        self.core.abort(f"{type(error).__name__}: {error}")
 
     def lost(self) -> CollectiveError | None:
         """The error that names a rank that has died or raised; None: there is none. Does not block."""
         try:
-            self._core.check_usable()
+            self.core.check_usable()
         except GroupClosedError:
             return None  # by this rank: it has no more to see
         except CollectiveError as error:
@@ -221,10 +221,10 @@ class MemoryWitness:
                 # Asked again: a rank may have died between the two looks, and has not left then.
                 if (error := self.lost()) is not None:
                     return error
-                return _left(_ranks_of(left), self._core.world_size, _rows(left))
+                return _left(_ranks_of(left), self.core.world_size, _rows(left))
             if time.monotonic() > until:
                 # Whoever looks after the group's memory tells a death with more words, a moment later.
-                return _died(_ranks_of(died), self._core.world_size, _rows(died)) if died else None
+                return _died(_ranks_of(died), self.core.world_size, _rows(died)) if died else None
             time.sleep(_NAP_S)
 
     def late(self) -> LateRanks | None:
@@ -237,11 +237,11 @@ class MemoryWitness:
 
     def _suspects(self) -> list[dict[str, Any]]:
         """What is known of all ranks that neither wait nor have given up, as this one does."""
-        own = self._ranks[self._core.rank]
+        own = self._ranks[self.core.rank]
         return [each for each in self._records() if each["rank"] != own and each["activity"] not in _INNOCENT]
 
     def _records(self) -> list[dict[str, Any]]:
-        return [{**each, "rank": self._ranks[each["rank"]]} for each in self._core.records()]
+        return [{**each, "rank": self._ranks[each["rank"]]} for each in self.core.records()]
 
 
 class HostWitness:

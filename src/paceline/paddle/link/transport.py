@@ -7,7 +7,7 @@ bucket is one asynchronous `paddle.distributed.all_reduce` of a flat range of it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import paddle
 
@@ -42,6 +42,7 @@ class PaddleTransport:
         self._hook = hook
         self.is_serial = hook is not None
         self.is_in_order = False
+        self.pointers: Sequence[int] = ()
         self.note_stream: Callable[[], None] | None = None  # Paddle computes on one stream
         self._waits = calls.waits(arena.plan)
         self._checks_finite = checks_finite

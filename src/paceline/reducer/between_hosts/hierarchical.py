@@ -144,7 +144,8 @@ class HierarchicalReducer(ReportingReducer):
             hosts.world_size,
             REPORT_BYTES + len(self._no_bits),
         )
-        super().__init__(plan, hosts.world_size, hosts.who, self._core.arena_pointer)
+        begin = self._core.arena_pointer
+        super().__init__(plan, hosts.world_size, hosts.who, [begin + offset for offset in plan.offsets])
         self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shares
         self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shares
         self.codes: CodedSums | None = None

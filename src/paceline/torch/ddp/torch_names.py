@@ -150,7 +150,7 @@ class TorchNames(TorchDDP):
     @property
     def batched_grad_copy(self) -> bool:
         """The argument."""
-        return self._config.batched_copies
+        return bool(self._arguments["batched_grad_copy"])
 
     @property
     def lazy_bucket_allocation(self) -> bool:

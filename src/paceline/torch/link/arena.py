@@ -22,6 +22,7 @@ class Arena:
     Attributes:
         sections: One flat tensor for each section of the plan.
         views: Each parameter's place, by index.
+        pointers: The address of each place.
         waiting: Gradients, by parameter, that are still to be copied to their places. On a GPU each copy is a
             launch of a kernel, and a model of many small parameters spends its backward on them. So hooks
             only note what is to be copied, and one call copies those of a bucket once it is complete.
@@ -33,6 +34,7 @@ class Arena:
         self.plan = plan
         self.sections = list(sections)
         self.waiting: dict[int, torch.Tensor] = {}
+        self.pointers: list[int] = []
         # .data: a count of changes of its own for each place, where views share that of their base.
         self.views = [self._view(index, parameter).data for index, parameter in enumerate(parameters)]
         # To copy to without counting it as a change of a gradient that lives in its place.
@@ -106,6 +108,7 @@ class Arena:
             if (section.dtype, section.device) == (spec.dtype, spec.device)
             and section.begin_byte <= offset <= section.end_byte - spec.nbytes
         )
+        self.pointers.append(self.sections[number].data_ptr() + offset - section.begin_byte)
         first = (offset - section.begin_byte) // section.itemsize
         place = self.sections[number][first : first + spec.numel]
         if not spec.numel:  # a sparse gradient, which lies elsewhere; or a parameter without elements

@@ -77,6 +77,7 @@ class HookTransport(ProcessGroupTransport):
     ) -> None:
         super().__init__(arena, peers, checks_finite=checks_finite, witness=witness)
         self.is_serial, self.is_in_order = True, False
+        self.pointers = ()  # hooks may move the memory
         self._hook = hook
         self._parameters = list(parameters)
         self._latest: _HookWork | None = None

@@ -229,7 +229,7 @@ class GroupLink:
             waits_for_finite=options.waits_for_finite,
             witness=self.witness,
         )
-        return _over(arena, EngineReducer(plan, transport, skip_unused=options.skip_unused))
+        return _over(arena, transport, EngineReducer(plan, transport, skip_unused=options.skip_unused))
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
         return HookLink(self, self._peers, hook)
@@ -370,7 +370,7 @@ class DevicesLink:
             witness=self.witness,
         )
         adopt = None if reducer.codes is None else functools.partial(shares.adopt_errors, plan, place)
-        return _over(arena, EngineReducer(plan, transport, beside=shares), adopt)
+        return _over(arena, transport, EngineReducer(plan, transport, beside=shares), adopt)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
         self._between_hosts.refuse(A_HOOK)
@@ -419,11 +419,12 @@ class HookLink:
             checks_finite=finite,
             witness=self.witness,
         )
-        return _over(arena, EngineReducer(plan, transport), transport.shown.end)
+        return _over(arena, transport, EngineReducer(plan, transport), transport.shown.end)
 
 
 def _over(
     arena: Arena,
+    transport: ProcessGroupTransport,
     reducer: EngineReducer,
     adopt_errors: Callable[[Collection[int] | None], None] | None = None,
 ) -> Reduction[torch.Tensor]:
@@ -431,7 +432,7 @@ def _over(
         arena.plan,
         arena.views,
         reducer,
-        most_pointer_bytes=0,
+        most_pointer_bytes=MOST_POINTER_BYTES if transport.pointers else 0,
         sections=arena.sections,
         waiting=arena.waiting,
         order=reducer.order,

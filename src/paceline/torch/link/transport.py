@@ -8,7 +8,7 @@ bucket is one asynchronous all-reduce of a flat range of it. The group is called
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -57,6 +57,8 @@ class ProcessGroupTransport:
         self.world_size = peers.world_size
         self.is_serial = self.is_in_order = False
         self._arena = arena
+        on_host = all(section.is_cpu for section in arena.sections)
+        self.pointers: Sequence[int] = arena.pointers if on_host else ()
         self._calls = GroupCalls(peers, witness, arena.plan)
         self._group = self._calls.group
         self.order = call_order_of(self._group)
@@ -163,14 +165,14 @@ class ProcessGroupTransport:
         return self._are_on_streams and is_initialized and torch.cuda.is_current_stream_capturing()
 
     def _note_nonfinite(self, bucket: int, flat: torch.Tensor) -> None:
-        pieces = self._pieces[bucket]
-        if flat.device.type != "cpu":
+        if not flat.is_cpu:
             if not self._is_captured():
                 self._on_device.look(bucket)
             return
         # A finite sum proves that all is finite; another may be an overflow, so look at each element then.
-        flat = as_real(flat)
-        if not math.isfinite(flat.sum(dtype=_wide(flat.dtype)).item()):
+        (real,) = self._sent[bucket]
+        if not math.isfinite(real.sum(dtype=_wide(real.dtype)).item()):
+            pieces = self._pieces[bucket]
             self._nonfinite.update(param for param, piece in pieces if not torch.isfinite(piece).all())
 
 

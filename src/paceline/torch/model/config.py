@@ -65,13 +65,11 @@ class DDPConfig(WrapperOptions):
     Attributes:
         device: Inputs are moved there; None: they are taken as they are.
         precision: The dtypes of parameters in forward, of reduced gradients, of buffers.
-        batched_copies: What was passed; over a process group gradients are always copied a bucket at a time.
         share_parameters: The ranks of each host have one copy of the parameters.
     """
 
     device: torch.device | None
     precision: Precision
-    batched_copies: bool
     share_parameters: bool
     # Whether parameters that no rank uses are let be. No: they raise, as in torch.
     allow_nobodys: ClassVar[bool] = False
@@ -126,6 +124,7 @@ def make_config(
         hint = "leave out one of the two"
         expected = "None with share_parameters=True: at a meeting each rank writes to its own parameters"
         check.require(others.get("local_sgd") is None, "local_sgd", others.get("local_sgd"), expected, hint)
+    check.flag("batched_grad_copy", batched_grad_copy)  # over a process group gradients are always copied so
     precision = as_precision(mixed_precision)
     return DDPConfig(
         device=_single_device(device_ids, output_device),
@@ -133,7 +132,6 @@ def make_config(
         first_bucket_bytes=min(cap_bytes, DEFAULT_FIRST_BUCKET_BYTES),
         bucket_caps_bytes=caps_bytes,
         precision=precision,
-        batched_copies=check.flag("batched_grad_copy", batched_grad_copy),
         share_parameters=shares,
         scatters=_arguments.scatters(reduce, others, in_other_dtype=precision.reduce_dtype is not None),
         **_arguments.shared(others),

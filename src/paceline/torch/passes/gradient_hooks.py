@@ -285,24 +285,23 @@ def in_core(
         return hook
     if view.is_complex() or not HAS_EXCHANGE_API:
         return hook
-    if waiting is not None:  # torch copies, and knows how to read any gradient
-        note_stream = getattr(reducer, "note_stream", None)
-        try:
-            return _core.GradientHook(
-                hook,
-                state,
-                index,
-                taker,
-                view,
-                gradient_in_arena,
-                waiting=waiting,
-                note_stream=note_stream,
-            )
-        except (BufferError, RuntimeError):  # a device that DLPack has no number for
-            return hook
-    if not view.is_cpu:
+    if waiting is None and not view.is_cpu:
         return hook
-    return _core.GradientHook(hook, state, index, taker, view, gradient_in_arena, "is_neg", stand_in)
+    try:
+        return _core.GradientHook(
+            hook,
+            state,
+            index,
+            taker,
+            view,
+            gradient_in_arena,
+            transformed="is_neg" if waiting is None else "",  # torch copies, and knows how to read any
+            stand_in=stand_in,
+            waiting=waiting,
+            note_stream=reducer.note_stream if isinstance(reducer, ReportingReducer) else None,
+        )
+    except (BufferError, RuntimeError):  # a device that DLPack has no number for
+        return hook
 
 
 class SharedGradients:
