@@ -120,7 +120,8 @@ class Report:
             ).rstrip()
             for row in table
         ]
-        print("\n".join([self.title, self.machine.describe(), "", *lines, "", *self.notes]))
+        shown = "\n".join(lines).rstrip()
+        print("\n".join([self.title, self.machine.describe(), "", shown, "", *self.notes]))
 
     def write_json(self, path: Path) -> None:
         """Write the table and every sample."""
