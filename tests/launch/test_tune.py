@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.tune import contest
+from paceline.tune import compare
 from tests.launch.conftest import WITHIN_S
 
 # With one rank a step takes 10 times as long as with two: no load of the machine turns that round.
@@ -42,8 +42,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    monkeypatch.setattr(contest, "_SHORTEST_TURN_S", 0.05)
-    monkeypatch.setattr(contest, "_LONGEST_TURN_S", 0.05)
+    monkeypatch.setattr(compare, "_SHORTEST_TURN_S", 0.05)
+    monkeypatch.setattr(compare, "_LONGEST_TURN_S", 0.05)
     return tmp_path
 
 
