@@ -68,6 +68,15 @@ def test_a_step_with_own_gradients_is_reported_once(
     assert len(told) == 1
 
 
+@ranks(2, group="gloo")
+def test_such_a_step_before_a_join_is_reported(rank: int) -> None:
+    ddp, optimizer = wrapped()
+    found = torch.autograd.grad(ddp(share(rank)).square().mean(), list(ddp.parameters()))
+    step_with(ddp, optimizer, found)
+    with ddp.join(), pytest.warns(RuntimeWarning, match=r"autograd\.grad\(\), which averages nothing"):
+        ddp(share(rank))
+
+
 def averaged_by_the_program(ddp: Any, optimizer: Any, x: torch.Tensor) -> None:
     found = torch.autograd.grad(ddp(x).square().mean(), list(ddp.parameters()))
     for g in found:

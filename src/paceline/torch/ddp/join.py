@@ -51,7 +51,9 @@ class Joining:
 
     def notify(self, joinable: Any, is_syncing: bool, *, is_training: bool) -> None:
         """Tell those who have run out that this rank begins a forward, and whether it will synchronise."""
-        if self._passes is not None:  # first: a forward too many waits here for the others
+        if self._passes is not None:
+            self._passes.autograd.check_direct_step()
+            # Before the calls of torch: a forward too many waits here for the others.
             self._passes.tell_forward(is_syncing=is_syncing, is_training=is_training)
         with self.naming_the_lost():
             self._work = Join.notify_join_context(joinable)

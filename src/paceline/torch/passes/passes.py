@@ -176,11 +176,7 @@ class TorchAutograd:
         if not self._has_begun:
             self._has_begun = True
             self._in_backward = take_over_optimizers(self._tensors.trainable)
-        if self._direct.returned is not None:
-            if self._state.accumulated:  # by a backward in no_sync()
-                self._direct.forget()
-            else:
-                self._direct.check()
+        self.check_direct_step()
         if not is_syncing:
             return
         self._has_passes = good_passes > 0
@@ -190,6 +186,14 @@ class TorchAutograd:
             self._put_last(moved)
         if self._buffers.hook is not None:
             self._buffers.hook.before_forward(dict(self._tensors.current_buffers()))
+
+    def check_direct_step(self) -> None:
+        """Warn of a step with gradients that torch.autograd.grad() returned. Before collectives of ours."""
+        if self._direct.returned is not None:
+            if self._state.accumulated:  # by a backward in no_sync()
+                self._direct.forget()
+            else:
+                self._direct.check()
 
     def watch(self, output: object) -> None:
         if self._buffers.hook is not None and self._state.is_forward_averaged:
