@@ -1,0 +1,228 @@
+"""Generated programs whose forwards write and read buffers, beside torch's own DDP.
+
+    make fuzz WHAT=buffers SEEDS=0:200
+
+A buffer that some ranks alone write between two steps is an error on every rank. What a forward writes is
+none, however it does it: in place, by reassigning, through `.data`, an index or `out=`; with and without
+gradients, in training and in evaluation. So no program here may raise or warn but where its last operation
+writes on some ranks only: then all ranks raise. Gradients, and rank 0's buffers, must be those of torch's
+class. It broadcasts buffers at the start of each forward, and Paceline after each backward, so gradients are
+compared where one forward follows one backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from tests.differential.driver import Check, main, plainly
+from tests.differential.programs import Program
+from tests.harness import run_ranks
+
+FRAMEWORKS = ("torch",)
+WIDTH = 3
+LR = 0.05
+WAYS = ("in place", "reassigned", "data", "index", "out", "set", "twice", "detached")
+Seen = list[tuple[str, list[np.ndarray | None]]]
+"""After each operation: what is seen, and its values."""
+
+
+def generate(seed: int, framework: str = "torch") -> Program:
+    """The program of a seed."""
+    random_ = random.Random(seed)
+    layers = []
+    for _ in range(random_.randint(1, 3)):
+        if random_.random() < 0.25:
+            layers.append({"kind": "norm"})
+            continue
+        layers.append(
+            {
+                "kind": "writer",
+                "way": random_.choice(WAYS),
+                "with_grad": random_.random() < 0.3,
+                "in_eval": random_.random() < 0.4,
+                "reads": random_.choice(["before", "after", "never"]),
+                "is_persistent": random_.random() < 0.7,
+            }
+        )
+    writes_in_eval = any(layer.get("in_eval") for layer in layers)
+    kinds = ["step"] * 6 + ["micro", "two", "evaluate", "evaluate", "lost"]
+    if not writes_in_eval:  # else ranks have other values, and whatever writes seems to have written these
+        kinds += ["inner", "load", "write"]
+    ops: list[dict[str, Any]] = []
+    for _ in range(random_.randint(3, 10)):
+        op: dict[str, Any] = {"op": random_.choice(kinds)}
+        if op["op"] in ("evaluate", "inner"):
+            # What rank 0's evaluation alone writes is a write of one rank.
+            who = "all" if writes_in_eval else random_.choice(["all", "rank 0"])
+            op |= {"who": who, "with_grad": random_.random() < 0.4}
+        ops.append(op)
+    ops += [{"op": "step"}, {"op": "step"}]
+    options = {
+        "gradient_as_bucket_view": random_.random() < 0.3,
+        "reduce_through": random_.choice(["auto", "group"]),
+    }
+    ends_apart = random_.choice([None, None, 0, 1])  # the rank that alone writes at last
+    if all(layer.get("reads") in (None, "never") for layer in layers):  # what no training reads may differ
+        ends_apart = None
+    return {"seed": seed, "layers": layers, "ops": ops, "options": options, "ends_apart": ends_apart}
+
+
+class Writer(nn.Module):
+    """Adds a running mean to what it gets, and counts its calls."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        super().__init__()
+        self.spec = spec
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=spec["is_persistent"])
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        reads = self.spec["reads"]
+        if reads == "before":
+            x = x + 0.3 * self.mean.clone()
+        if self.training or self.spec["in_eval"]:
+            with contextlib.nullcontext() if self.spec["with_grad"] else torch.no_grad():
+                self._write(x.detach())
+        return x + 0.3 * self.mean.clone() if reads == "after" else x
+
+    def _write(self, x: torch.Tensor) -> None:
+        way = self.spec["way"]
+        now = 0.5 * self.mean + 0.5 * x.mean(0)
+        if way == "reassigned":
+            self.mean, self.count = now, self.count + 1
+            return
+        self.count += 1
+        if way == "data":
+            self.mean.data.copy_(now)
+        elif way == "index":
+            for place in range(WIDTH):
+                self.mean[place] = now[place]
+        elif way == "out":
+            torch.mul(now, 1.0, out=self.mean)
+        elif way == "set":
+            self.mean.set_(now.clone())
+        elif way == "detached":
+            self.mean.detach().copy_(now)
+        else:
+            self.mean.copy_(now)
+            if way == "twice":
+                self.mean.mul_(0.9).add_(0.1)
+
+
+def network(program: Program) -> nn.Sequential:
+    torch.manual_seed(program["seed"])
+    layers: list[nn.Module] = [nn.Linear(WIDTH, WIDTH)]
+    for spec in program["layers"]:
+        layers.append(nn.BatchNorm1d(WIDTH) if spec["kind"] == "norm" else Writer(spec))
+        layers.append(nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(*layers)
+
+
+def run(rank: int, program: Program, is_torchs: bool) -> Seen:
+    """What this rank has seen, under torch's class or ours."""
+    from paceline.errors import ReplicasDifferError
+    from paceline.torch import DistributedDataParallel
+
+    net = network(program)
+    options = {key: value for key, value in program["options"].items() if key != "reduce_through"}
+    wrapped = TorchDDP(net, **options) if is_torchs else DistributedDataParallel(net, **program["options"])
+    optimizer = torch.optim.SGD(net.parameters(), lr=LR)
+    numbers = np.random.default_rng([program["seed"], rank])
+    seen: Seen = []
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        x = torch.from_numpy(numbers.standard_normal((4, WIDTH)).astype(np.float32))
+        return model(x).square().mean()
+
+    for op in program["ops"]:
+        optimizer.zero_grad()
+        what = op["op"]
+        if what == "step":
+            loss(wrapped).backward()
+            seen.append(("gradients", [_array(parameter.grad) for parameter in net.parameters()]))
+            optimizer.step()
+        elif what == "micro":
+            with wrapped.no_sync():
+                loss(wrapped).backward()
+            loss(wrapped).backward()
+        elif what == "two":
+            (loss(wrapped) + loss(wrapped)).backward()
+        elif what == "lost":  # a forward without a backward
+            loss(wrapped)
+            loss(wrapped).backward()
+        elif what in ("evaluate", "inner"):
+            _evaluate(rank, op, net if is_torchs or what == "inner" else wrapped, loss)
+        elif what == "write":
+            for buffer in net.buffers():
+                buffer.fill_(2)
+        else:
+            net.load_state_dict(copy.deepcopy(net.state_dict()), strict=False)
+        if rank == 0:
+            seen.append(("buffers", [_array(buffer) for buffer in net.buffers()]))
+    if program["ends_apart"] is not None and not is_torchs:
+        for buffer in net.buffers() if rank == program["ends_apart"] else ():
+            buffer.add_(1)
+        try:
+            loss(wrapped).backward()
+        except ReplicasDifferError:
+            seen.append(("an error", []))
+    return seen
+
+
+def _evaluate(rank: int, op: dict[str, Any], model: nn.Module, loss: Any) -> None:
+    model.eval()
+    if op["who"] == "all" or rank == 0:
+        with torch.set_grad_enabled(op["with_grad"]):
+            loss(model)
+    model.train()
+
+
+def _array(tensor: torch.Tensor | None) -> np.ndarray | None:
+    return None if tensor is None else tensor.detach().numpy().copy()
+
+
+def check(program: Program, framework: str = "torch") -> str:
+    """What is wrong; empty: nothing."""
+    ours, theirs = (
+        run_ranks(run, 2, {"program": program, "is_torchs": is_torchs}, group="gloo")
+        for is_torchs in (False, True)
+    )
+    # After evaluations that write, torch's ranks have rank 0's buffers, and ours their own up to a backward.
+    is_compared = not any(layer.get("in_eval") for layer in program["layers"])
+    for rank, (seen, wanted) in enumerate(zip(ours, theirs, strict=True)):
+        if program["ends_apart"] is not None:
+            if not seen or seen[-1][0] != "an error":
+                return f"rank {rank} has not heard that rank {program['ends_apart']} alone has written"
+            seen = seen[:-1]
+        for number, ((what, values), (_, right)) in enumerate(zip(seen, wanted if is_compared else [])):
+            for index, (value, expected) in enumerate(zip(values, right, strict=True)):
+                if value is None or expected is None:
+                    if value is not expected:
+                        return f"rank {rank}, {number}: one of {what} {index} is missing"
+                elif not np.allclose(value, expected, rtol=1e-4, atol=1e-5):
+                    error = np.abs(value - expected).max()
+                    return f"rank {rank}, {number}: {what} {index} differ by {error:.3g}"
+    return ""
+
+
+def show(program: Program) -> str:
+    rows = [f"{key}: {program[key]}" for key in ("options", "ends_apart")]
+    rows += [f"layer {spec}" for spec in program["layers"]]
+    return "\n".join([*rows, *(f"{number:3d} {op}" for number, op in enumerate(program["ops"]))])
+
+
+def checking(framework: str) -> contextlib.AbstractContextManager[Check]:
+    return plainly(check, framework)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.modules[__name__]))
