@@ -1,6 +1,6 @@
 """Generated programs whose models exchange gradients between ranks, beside one process with the whole batch.
 
-    python -m tests.differential.exchanges --framework paddle --seeds 0:200      # or --seed 17, shown in full
+    make fuzz WHAT=exchanges FRAMEWORK=paddle SEEDS=0:200
 
 The fuzzer of one pass (the rest of this folder) runs its reference one rank after the other, so no forward
 of it may need other ranks. Here every model has norms over all ranks, or a loss that gathers their outputs.
@@ -13,23 +13,24 @@ refused what the documentation says is refused.
 
 from __future__ import annotations
 
-import argparse
+import contextlib
 import importlib
-import json
 import os
 import random
 import sys
-import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tests.differential.driver import Check, main
 from tests.differential.pool import Run, World
 from tests.differential.programs import Program
 from tests.differential.records import Lost
 
+FRAMEWORKS = ("torch", "paddle")
 WIDTH = 3
 DEADLINE_S = 60.0
 TIMEOUT_S = 20.0
@@ -253,29 +254,16 @@ def show(program: Program) -> str:
     return "\n".join([*rows, *(f"step {number}: {step}" for number, step in enumerate(program["steps"]))])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.differential.exchanges", description=__doc__)
-    parser.add_argument("--framework", choices=["torch", "paddle"], default="torch")
-    parser.add_argument("--seeds", default="0:100", help="a range, 0:100")
-    parser.add_argument("--seed", type=int, help="one program, shown in full")
-    arguments = parser.parse_args()
-    framework_of(arguments.framework)  # before any rank is forked
-    first, _, last = arguments.seeds.partition(":")
-    seeds = [arguments.seed] if arguments.seed is not None else range(int(first), int(last))
-    session, num_found, begun_s = Session(arguments.framework), 0, time.monotonic()
+@contextlib.contextmanager
+def checking(framework: str) -> Iterator[Check]:
+    """Ranks of this framework live from one program to the next."""
+    framework_of(framework)  # before any rank is forked
+    session = Session(framework)
     try:
-        for seed in seeds:
-            program = generate(seed, arguments.framework)
-            text = session.check(program)
-            if text or arguments.seed is not None:
-                print(f"=== seed {seed}\n{show(program)}\n{text or 'no difference'}\n{json.dumps(program)}")
-                sys.stdout.flush()
-            num_found += bool(text)
+        yield session.check
     finally:
         session.close()
-    print(f"{len(seeds)} programs in {time.monotonic() - begun_s:.0f} s, {num_found} with a difference")
-    return 1 if num_found else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.modules[__name__]))

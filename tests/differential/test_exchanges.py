@@ -1,4 +1,4 @@
-"""Some generated programs that exchange gradients; `python -m tests.differential.exchanges` makes more."""
+"""Some generated programs that exchange gradients; `make fuzz WHAT=exchanges` makes more."""
 
 from __future__ import annotations
 
