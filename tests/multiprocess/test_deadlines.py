@@ -23,9 +23,12 @@ from tests.multiprocess.meeting import meet, tell, until_told
 ASKED_S = 4.0
 BOUND_S = 40.0  # of a busy machine; the groups' own time-outs are 300 s and 1800 s
 
+OF_GROUP_S = 300.0  # where the wrapper was given another one
+
 # How the ranks are connected, and where the user has given the deadline:
 # "env": no process group; DDP(timeout_s=...). The others: init_process_group(..., timeout=...).
 # "group": Gloo, and everything goes through it.
+# A norm within a model is given the deadline by the wrapper, with any backend.
 BACKENDS = ("env", "paceline", "gloo", "group")
 WAITS = {
     "wrap": BACKENDS,
@@ -36,6 +39,8 @@ WAITS = {
     "step": BACKENDS,
     "consolidate": ("env", "paceline", "group"),
     "norm": ("paceline",),
+    "norm's forward": BACKENDS,
+    "norm's backward": BACKENDS,
     "share": ("env", "paceline"),
     "sync_parameters": ("env", "paceline"),
     "collective": ("env",),
@@ -47,6 +52,8 @@ PADDLE_WAITS = {
     "finish": ("env",),
     "step": ("env", "gloo"),
     "consolidate": ("env",),
+    "norm's forward": ("env", "gloo"),
+    "norm's backward": ("env", "gloo"),
     "share": ("env",),
     "sync_parameters": ("env",),
 }
@@ -55,7 +62,7 @@ PADDLE_WAITS = {
 class Torch:
     """The waits of torch's front end."""
 
-    def __init__(self, rank, backend):
+    def __init__(self, rank, backend, asked_s):
         import torch
         import torch.distributed as dist
 
@@ -72,23 +79,26 @@ class Torch:
         options = {"store": store, "rank": rank, "world_size": int(os.environ["WORLD_SIZE"])}
         meet("started", rank)
         if backend == "paceline":
-            dist.init_process_group(backend, timeout=timedelta(seconds=ASKED_S), **options)
+            dist.init_process_group(backend, timeout=timedelta(seconds=asked_s), **options)
             return
         # To connect the ranks may take longer on a busy machine; that is not what is tested.
-        dist.init_process_group("gloo", timeout=timedelta(seconds=BOUND_S), **options)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=max(asked_s, BOUND_S)), **options)
         dist.barrier()
         set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # torch 2.15
-        set_timeout(timedelta(seconds=ASKED_S))
+        set_timeout(timedelta(seconds=asked_s))
 
-    def network(self):
+    def network(self, norm=None):
         nn = self.torch.nn
-        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3) if norm is None else norm)
 
-    def wrap(self, **more):
-        return self.front.DistributedDataParallel(self.network(), **self.options, **more)
+    def wrap(self, norm=None, **more):
+        return self.front.DistributedDataParallel(self.network(norm), **{**self.options, **more})
 
     def backward(self, ddp):
-        ddp(self.torch.ones(2, 3)).square().sum().backward()
+        self.loss(ddp).backward()
+
+    def loss(self, ddp):
+        return ddp(self.torch.ones((2, 3))).square().sum()
 
     def optimizer(self, ddp):
         through = {key: self.options[key] for key in self.options if key == "reduce_through"}
@@ -101,6 +111,9 @@ class Torch:
         layer = self.front.SyncBatchNorm(3)
         return lambda: layer(self.torch.ones(2, 3))
 
+    def normalised(self):
+        return self.wrap(self.front.SyncBatchNorm(3), timeout_s=ASKED_S)
+
     def share(self):
         module = self.torch.nn.Linear(3, 3)
         return lambda: self.front.share(module, **self.limit)
@@ -109,7 +122,7 @@ class Torch:
 class Paddle(Torch):
     """The same of Paddle's, whose Gloo knows no deadline: the wrapper is given it."""
 
-    def __init__(self, rank, backend):
+    def __init__(self, rank, backend, asked_s):
         import paddle
 
         import paceline.paddle as front
@@ -123,15 +136,12 @@ class Paddle(Torch):
             paddle.distributed.barrier()
             self.options["reduce_through"] = "group"
 
-    def network(self):
+    def network(self, norm=None):
         nn = self.torch.nn
-        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1D(3))
+        return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1D(3) if norm is None else norm)
 
-    def wrap(self, **more):
-        return self.front.DataParallel(self.network(), **self.options, **more)
-
-    def backward(self, ddp):
-        ddp(self.torch.ones([2, 3])).square().sum().backward()
+    def wrap(self, norm=None, **more):
+        return self.front.DataParallel(self.network(norm), **{**self.options, **more})
 
     def optimizer(self, ddp):
         through = {key: self.options[key] for key in self.options if key == "reduce_through"}
@@ -148,6 +158,12 @@ def prepared(front, wait):
         return front.share()
     if wait == "norm":
         return front.norm()
+    if wait.startswith("norm's"):
+        ddp = front.normalised()
+        front.backward(ddp)
+        if wait == "norm's forward":
+            return lambda: front.loss(ddp)
+        return front.loss(ddp).backward
     if wait == "collective":
         import numpy as np
 
@@ -174,7 +190,8 @@ def prepared(front, wait):
 
 def waits(rank, framework, backend, wait):
     """What the wait of rank 0 raises and after how long; rank 1 does not come."""
-    front = {"torch": Torch, "paddle": Paddle}[framework](rank, backend)
+    of_group_s = OF_GROUP_S if wait.startswith("norm's") else ASKED_S
+    front = {"torch": Torch, "paddle": Paddle}[framework](rank, backend, of_group_s)
     call = prepared(front, wait)
     meet("prepared", rank)
     if rank == 1:

@@ -15,22 +15,25 @@ from paddle import nn
 from paddle.nn import functional
 
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.paddle import internals
 from paceline.paddle.link.link import Link
 from paceline.paddle.link.peers import common_link
 from paceline.paddle.model.arguments import checked_group, checked_layer
 from paceline.paddle.passes.exchanges import forwards
-from paceline.paddle.passes.graphs import raise_after_backward, watch_backwards
+from paceline.paddle.passes.graphs import keep_as_it_is, raise_after_backward, watch_backwards
 from paceline.reducer.passes.exchanges import ExchangeWeight
+from paceline.reducer.passes.sharing import registry
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
     """Batch normalisation over all ranks: a drop-in for `paddle.nn.SyncBatchNorm`, which needs a GPU.
 
-    In training, forward and backward are collective. In a single process it is plain batch normalisation.
-    With `weight` of a wrapped model, gradients are those of the weighted mean of the ranks' losses, through
-    the statistics too. `finish()` and `iterate()` do not go with it where ranks end at different times.
+    In training, forward and backward are collective, and wait at most for the `timeout_s` of the wrapped
+    model that the layer is in; where none was given, as long as the group waits. In a single process it is
+    plain batch normalisation. With `weight` of a wrapped model, gradients are those of the weighted mean of
+    the ranks' losses, through the statistics too. `finish()` and `iterate()` do not go with it where ranks
+    end at different times.
 
     Raises:
         ValueError: In backward, on every rank: one has weight 0 and samples in the batch; or on this rank:
@@ -135,6 +138,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             )
         return self._link
 
+    def _timeout_s(self) -> float | None:
+        """The `timeout_s` that the user gave to the wrapper of the model that this layer is in, if any."""
+        if forwards.passes is not None:
+            return forwards.passes.asked_timeout_s
+        # Called outside of a wrapped forward, as where it is recomputed in a backward.
+        return registry.timeout_of([each for each in (self.weight, self.bias) if each is not None])
+
     @internals.untranslated
     def _normalise(
         self,
@@ -148,11 +158,12 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         shape = [-1 if axis == channel else 1 for axis in range(x.ndim)]
         wide = x.astype("float64" if x.dtype == paddle.float64 else "float32")
         own = wide.sum(axes)
-        total, count, exchange = _first_sum(x, own, x.size // x.shape[channel], link)
+        timeout_s = self._timeout_s()
+        total, count, exchange = _first_sum(x, own, x.size // x.shape[channel], link, timeout_s)
         mean = _part_of_graph(own, total, exchange) / count
         centred = wide - mean.reshape(shape)
         spread = (centred**2).sum(axes)
-        variance = _part_of_graph(spread, _summed(spread, link), exchange) / count
+        variance = _part_of_graph(spread, _summed(spread, link, timeout_s), exchange) / count
         with paddle.no_grad():
             for running, new in zip(statistics, (mean, variance)):
                 kept = settings.momentum * running + (1 - settings.momentum) * new.astype(running.dtype)
@@ -170,19 +181,21 @@ class _Exchange(NamedTuple):
 
     Attributes:
         link: Between the ranks that share statistics.
+        timeout_s: Most seconds of a wait for them; None: as long as the group waits.
         weight: What this rank's backward multiplies by before it sends.
         without_backward: How many ranks' forward ran without gradients.
         samples: What this rank has put in, in words; empty: nothing.
     """
 
     link: Link
+    timeout_s: float | None
     weight: ExchangeWeight
     without_backward: int
     samples: str
 
 
 def _first_sum(
-    x: paddle.Tensor, own: paddle.Tensor, count: int, link: Link
+    x: paddle.Tensor, own: paddle.Tensor, count: int, link: Link, timeout_s: float | None
 ) -> tuple[paddle.Tensor, paddle.Tensor, _Exchange | None]:
     """The sums and the count over ranks, and what their backwards exchange; None: nothing, on no rank.
 
@@ -193,7 +206,7 @@ def _first_sum(
     has_gradients = paddle.is_grad_enabled()
     needs_gradient = has_gradients and not own.stop_gradient
     said = paddle.to_tensor([count, needs_gradient, not has_gradients], own.dtype, own.place)
-    total = _summed(paddle.concat([own.detach(), said]), link)
+    total = _summed(paddle.concat([own.detach(), said]), link, timeout_s)
     needed, without = total[-2:].tolist() if x.place.is_cpu_place() else (1, 0)
     if without:
         watch_backwards()
@@ -202,7 +215,7 @@ def _first_sum(
         return sums, whole_count, None
     samples = f"input of shape {x.shape}" if count else ""
     weight = ExchangeWeight("SyncBatchNorm", forwards.weights, x.grad_fn)
-    return sums, whole_count, _Exchange(link, weight, int(without), samples)
+    return sums, whole_count, _Exchange(link, timeout_s, weight, int(without), samples)
 
 
 def _part_of_graph(own: paddle.Tensor, total: paddle.Tensor, exchange: _Exchange | None) -> paddle.Tensor:
@@ -249,15 +262,19 @@ def _weighted_sum(gradient: paddle.Tensor, exchange: _Exchange) -> paddle.Tensor
     if weight != 1.0:
         # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
         gradient = gradient * weight if weight else paddle.zeros_like(gradient)
-    total = _summed(gradient, exchange.link)
+    try:
+        total = _summed(gradient, exchange.link, exchange.timeout_s)
+    except PacelineError as error:
+        keep_as_it_is(error)
+        raise
     if weight == 0.0 and exchange.samples and bool(total.any()):
         exchange.weight.refuse_lost(exchange.samples)
     return total / weight if weight not in (0.0, 1.0) else total
 
 
-def _summed(x: paddle.Tensor, link: Link) -> paddle.Tensor:
+def _summed(x: paddle.Tensor, link: Link, timeout_s: float | None) -> paddle.Tensor:
     result = x.detach().clone().contiguous()
-    link.sum(result)
+    link.sum(result, timeout_s)
     return result
 
 

@@ -171,6 +171,7 @@ class MemoryWitness:
     def __init__(self, core: _core.HostGroup, ranks: Sequence[int] | None = None) -> None:
         self.core = core
         self._ranks = range(core.world_size) if ranks is None else ranks
+        self._before = "", 0  # what this rank was in before it waited
         self._has_given_up = False
 
     def tell(self, activity: str, forwards: int = 0, /) -> None:
@@ -180,11 +181,13 @@ class MemoryWitness:
 
     def tell_waiting(self) -> None:
         """This rank has done its part and waits for the process group."""
-        self.tell(_WAITING)
+        own = self.core.records()[self.core.rank]
+        self._before = own["activity"], own["forwards"]
+        self.tell(_WAITING, own["forwards"])
 
     def tell_done(self) -> None:
-        """What it waited for has come."""
-        self.tell("back from the process group")
+        """What it waited for has come: it goes on with what it was in."""
+        self.tell(*self._before)
 
     def give_up(self) -> None:
         """This rank is about to raise because of another one: nobody should blame it from now on."""

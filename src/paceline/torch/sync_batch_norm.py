@@ -19,7 +19,8 @@ from paceline.arguments import Arguments
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.passes.exchanges import ExchangeWeight
-from paceline.torch.link.calls import naming_over
+from paceline.reducer.passes.sharing import registry
+from paceline.torch.link.calls import Patience, exchange_over
 from paceline.torch.link.kept import keep
 from paceline.torch.link.peers import formed_group
 from paceline.torch.model.arguments import checked_group, checked_module
@@ -34,12 +35,14 @@ class _Exchange(NamedTuple):
 
     Attributes:
         group: The ranks that share statistics.
+        patience: How to wait for them.
         weight: What this rank's backward multiplies by before it sends.
         without_backward: Ranks whose forward ran without gradients.
         rows: What this rank has put in, in words; empty: nothing.
     """
 
     group: Any
+    patience: Patience
     weight: ExchangeWeight
     without_backward: list[int]
     rows: str
@@ -73,12 +76,17 @@ class _SumOverRanks(torch.autograd.Function):
         group = exchange.group
         if isinstance(group, Group):
             on_host = value.detach().cpu().contiguous().clone()
-            group.all_reduce(on_host.numpy())
+            group.all_reduce(on_host.numpy(), timeout_s=exchange.patience.timeout_s)
             return on_host.to(value.device)
         total = value.detach().contiguous().clone()
         keep(total)
-        with naming_over(group, _WHAT):
-            dist.all_reduce(total, group=group)
+        exchange_over(
+            group,
+            lambda is_async: dist.all_reduce(total, group=group, async_op=is_async),
+            _WHAT,
+            exchange.patience,
+            on_host=total.is_cpu,
+        )
         return total
 
     @staticmethod
@@ -118,7 +126,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     `weight` of a wrapped model, gradients are those of the weighted mean of the ranks' losses, through the
     statistics too. `finish()`, `iterate()` and `join()` do not go with it where ranks end at different times.
 
-    Collective: forward in training mode, and its backward. Blocks until all ranks have arrived.
+    Collective: forward in training mode, and its backward. Blocks until all ranks have arrived, at most for
+    the `timeout_s` of the wrapped model that the layer is in; where none was given, as long as the group
+    waits.
 
     Args:
         num_features, eps, momentum, affine, track_running_stats, device, dtype: As torch's.
@@ -168,7 +178,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             return self._alone(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        mean, variance, count = _statistics(group, input)
+        mean, variance, count = _statistics(group, _patience_of(self, group), input)
         self._track(mean.detach(), variance.detach(), count)
         shape = (1, -1, *[1] * (input.dim() - 2))
         scale = torch.rsqrt(variance + self.eps)
@@ -257,7 +267,18 @@ def _group(given: Any) -> Any:
     return group if size > 1 else None
 
 
-def _statistics(group: Any, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _patience_of(layer: nn.Module, group: Any) -> Patience:
+    """How a layer waits: as the user asked of the wrapper of the model that it is in."""
+    wrapper: Any = TorchDDP._active_ddp_module
+    passes = getattr(wrapper, "_passes", None)
+    if passes is None:  # called outside of a wrapped forward, as where it is recomputed in a backward
+        return Patience(registry.timeout_of(layer._parameters.values()), None)
+    return Patience(passes.asked_timeout_s, passes.link.witness if wrapper.process_group is group else None)
+
+
+def _statistics(
+    group: Any, patience: Patience, input: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean, biased variance and number of samples of each channel, over all ranks.
 
     Each rank's own mean and variance travel, not sums of squares, which cancel where a mean is large.
@@ -273,7 +294,7 @@ def _statistics(group: Any, input: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     else:  # nothing to add, but the others wait for this rank in backward too
         mean = variance = values.sum(dims)
     own = mean.new_full((1,), values.numel() // channels)
-    rows = _gathered(group, torch.cat([mean, variance, own]), input)
+    rows = _gathered(group, patience, torch.cat([mean, variance, own]), input)
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:].detach()
     total = counts.sum()
     shares = counts / total.clamp(min=1)
@@ -283,7 +304,7 @@ def _statistics(group: Any, input: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 @untraced
-def _gathered(group: Any, row: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+def _gathered(group: Any, patience: Patience, row: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks. Part of the graph on every rank if some rank's row needs a gradient. Collective.
 
     Raises:
@@ -292,7 +313,7 @@ def _gathered(group: Any, row: torch.Tensor, input: torch.Tensor) -> torch.Tenso
     need = _NO_GRADIENTS
     if torch.is_grad_enabled():
         need = _NEEDS_GRADIENT if row.requires_grad else _NEEDS_NONE
-    gathered = _all_gather(group, torch.cat([row.detach(), row.new_full((1,), need)]))
+    gathered = _all_gather(group, patience, torch.cat([row.detach(), row.new_full((1,), need)]))
     rows = gathered[:, :-1]
     counts_and_needs: list[list[float]] = gathered[:, -2:].tolist()
     count = sum(int(each) for each, _ in counts_and_needs)
@@ -308,6 +329,7 @@ def _gathered(group: Any, row: torch.Tensor, input: torch.Tensor) -> torch.Tenso
     passes = getattr(wrapper, "_passes", None)  # None: torch's own wrapper, or a single rank's
     exchange = _Exchange(
         group,
+        patience,
         ExchangeWeight("SyncBatchNorm", getattr(passes, "micro_batches", None), row.grad_fn),
         [rank for rank, each in enumerate(needs) if each == _NO_GRADIENTS],
         f"input of shape {tuple(input.shape)}" if input.numel() else "",
@@ -318,11 +340,17 @@ def _gathered(group: Any, row: torch.Tensor, input: torch.Tensor) -> torch.Tenso
     return found
 
 
-def _all_gather(group: Any, row: torch.Tensor) -> torch.Tensor:
+def _all_gather(group: Any, patience: Patience, row: torch.Tensor) -> torch.Tensor:
     if isinstance(group, Group):
-        return torch.from_numpy(group.all_gather(row.cpu().numpy())).to(row.device)
+        rows_on_host = group.all_gather(row.cpu().numpy(), timeout_s=patience.timeout_s)
+        return torch.from_numpy(rows_on_host).to(row.device)
     rows = [torch.empty_like(row) for _ in range(group.size())]
     keep(row, *rows)
-    with naming_over(group, _WHAT):
-        dist.all_gather(rows, row, group=group)
+    exchange_over(
+        group,
+        lambda is_async: dist.all_gather(rows, row, group=group, async_op=is_async),
+        _WHAT,
+        patience,
+        on_host=True,  # which reads the numbers of samples next
+    )
     return torch.stack(rows)

@@ -400,13 +400,13 @@ class DataParallel(WrappedModel, PaddleNames):
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = self._config.precision.param_dtype
-        outer, forwards.weights = forwards.weights, self._passes and self._passes.micro_batches
+        outer, forwards.passes = forwards.passes, self._passes
         try:
             if dtype is None:
                 return self._layers(*inputs, **kwargs)
             return run_in(dtype, self._tensors, self._layers, inputs, kwargs)
         finally:
-            forwards.weights = outer
+            forwards.passes = outer
 
     def _note_steps(self) -> None:
         note_steps()

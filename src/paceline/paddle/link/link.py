@@ -50,6 +50,10 @@ class Link(link.Link[paddle.Tensor], Protocol):
         """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
         ...
 
+    def sum(self, tensor: paddle.Tensor, timeout_s: float | None = None) -> None:
+        """See `paceline.reducer.link.Link`. `timeout_s`: most seconds of this wait; None: as of all."""
+        ...
+
     def with_hook(self, hook: CommHook, process_group: Any) -> Link:
         """See `paceline.reducer.link.Link`."""
         ...
@@ -92,9 +96,10 @@ class MemoryLink:
                 if flat is not tensor:
                     paddle.assign(flat, tensor)
 
-    def sum(self, tensor: paddle.Tensor) -> None:
+    def sum(self, tensor: paddle.Tensor, timeout_s: float | None = None) -> None:
         dtype = CORE_DTYPES[dtype_name(tensor.dtype)]
-        self.core.all_reduce(tensor.data_ptr(), int(tensor.size), dtype, ReduceOp.SUM)
+        limit_s = -1.0 if timeout_s is None else timeout_s
+        self.core.all_reduce(tensor.data_ptr(), int(tensor.size), dtype, ReduceOp.SUM, timeout_s=limit_s)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return gather_bytes(self.gather, payload)
@@ -153,15 +158,15 @@ class GroupLink:
                 paddle.assign(packed[begin:end], each)
                 begin = end
 
-    def sum(self, tensor: paddle.Tensor) -> None:
+    def sum(self, tensor: paddle.Tensor, timeout_s: float | None = None) -> None:
         wire = self._calls.to_wire(tensor)
-        self._calls.complete(lambda: self._calls.all_reduce(wire), "a sum of values")
+        self._calls.complete(lambda: self._calls.all_reduce(wire), "a sum of values", timeout_s)
         if wire is not tensor:
             _copy(wire, tensor)
 
-    def sum_in_order(self, tensor: paddle.Tensor) -> None:
+    def sum_in_order(self, tensor: paddle.Tensor, timeout_s: float | None = None) -> None:
         """As `sum`, with the bits of a sum in the memory of one host, for what is small. Collective."""
-        rows = self._calls.gather(tensor.numpy(), "a sum of values in the order of ranks")
+        rows = self._calls.gather(tensor.numpy(), "a sum of values in the order of ranks", timeout_s)
         _copy(paddle.to_tensor(sum_rows(rows)), tensor)
 
     def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import paddle
 
 from paceline.paddle import internals
 from paceline.reducer.passes.exchanges import names_a_collective, names_one, nodes_from
 from paceline.reducer.passes.micro_batches import MicroBatchWeights
+
+if TYPE_CHECKING:
+    from paceline.reducer.passes.passes import Passes
 
 _OF_PYTHON = "GradNodePyLayer_"
 _OF_PADDLE = "SyncBatchNorm"
@@ -24,10 +27,15 @@ class _Forwards:
     """The forwards of this process.
 
     Attributes:
-        weights: The wrapped model whose forward runs has these; the innermost one.
+        passes: Those of the wrapped model whose forward runs; the innermost one. None: none runs.
     """
 
-    weights: MicroBatchWeights | None = None
+    passes: Passes[Any] | None = None
+
+    @property
+    def weights(self) -> MicroBatchWeights | None:
+        """Of that model."""
+        return None if self.passes is None else self.passes.micro_batches
 
 
 forwards = _Forwards()

@@ -126,11 +126,13 @@ class _Calls(threading.local):
         roots: The tensors at which the innermost one begins.
         number: Which one that is, of all that have begun in this thread.
         ends: What to do at the end of the outermost one.
+        error: What a step of its graph raises, of which Paddle makes an OSError; None: nothing.
     """
 
     depth = 0
     roots: Sequence[paddle.Tensor] = ()
     number = begun = 0
+    error: Exception | None = None
 
     def __init__(self) -> None:
         self.ends: list[_End] = []
@@ -179,6 +181,12 @@ def raise_after_backward(error: Exception) -> None:
     at_end(EndOfBackward(end, _nothing))
 
 
+def keep_as_it_is(error: Exception) -> None:
+    """Let a backward that is watched raise this, which a step of its graph raises now, and no OSError."""
+    if calls.depth:
+        calls.error = error
+
+
 def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     @internals.untranslated
     @functools.wraps(run_backward)
@@ -193,12 +201,16 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
             if calls.ends and depth == 0:
                 _call_ends()
             return result
-        except BaseException:  # also of a signal handler that raises just before the ends are called
+        except BaseException as error:  # also of a signal handler, just before the ends are called
             calls.depth, calls.roots, calls.number = depth, outer, number
+            kept = calls.error
             if depth == 0:
                 calls.ends.clear()
+                calls.error = None
             # One that raises as a `with paddle.no_grad()` ends keeps it from ending, and nothing would train.
             paddle.set_grad_enabled(has_grad)
+            if kept is not None and isinstance(error, OSError):
+                raise kept from None
             raise
 
     return run

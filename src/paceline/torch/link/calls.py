@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -196,26 +196,66 @@ def asynchronous(options: _Options) -> _Options:
     return options
 
 
-@contextlib.contextmanager
-def naming_over(group: dist.ProcessGroup, what: str) -> Iterator[None]:
-    """As `GroupCalls.naming`, for calls of the user's layers over a group over which a model is wrapped, too.
+class Patience(NamedTuple):
+    """How a layer of the user's waits for other ranks.
 
-    Where no model is, or the ranks are on one host, such a call raises what torch does.
+    Attributes:
+        timeout_s: Most seconds of a wait; None: as long as the group waits.
+        witness: Names ranks that are lost or late; None: nothing does, unless the group has a channel.
     """
-    channel = known_channel(group)
-    if channel is None:
-        yield
+
+    timeout_s: float | None
+    witness: Witness | None
+
+
+def exchange_over(
+    group: dist.ProcessGroup,
+    start: Callable[[bool], dist.Work | None],
+    what: str,
+    patience: Patience,
+    *,
+    on_host: bool,
+) -> None:
+    """Make a call of a layer of the user's over a process group of torch, and wait for its end. Collective.
+
+    Args:
+        start: Makes the call, given whether `async_op` is to be True.
+        what: The call, in words.
+        patience: How to wait for it.
+        on_host: See `GroupCalls.wait`.
+
+    Raises:
+        DeadlineError: It was not over in time.
+        PeerLostError: The group lost a connection, and something knows of the ranks of the group. Else such a
+            call raises what torch does.
+    """
+    timeout_s, witness = patience
+    if witness is None and (channel := known_channel(group)) is not None:
+        witness = ChannelWitness(channel)
+    if witness is None and timeout_s is None:
+        start(False)
         return
     waits = EngineWaits(
         group.rank(),
         group.size(),
         engine=f"torch's {dist.get_backend(group)} process group",
-        timeout_s=math.inf,
+        timeout_s=math.inf if timeout_s is None else timeout_s,
         warn_after_s=math.inf,
-        witness=ChannelWitness(channel),
+        witness=witness,
     )
     with _naming(waits, what):
-        yield
+        if timeout_s is None:
+            start(False)
+            return
+        work = start(True)
+        assert work is not None  # this process is in the group
+        try:
+            if on_host:
+                waits.poll(work.is_completed, what)
+            work.wait()
+        except CollectiveError:
+            abort_on_devices(group)
+            raise
 
 
 @contextlib.contextmanager
