@@ -15,8 +15,9 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ConfigError
-from paceline.torch import DistributedDataParallel, SyncBatchNorm
+from paceline.torch import DistributedDataParallel, ShardedOptimizer, SyncBatchNorm
 from tests.harness import ranks
+from tests.several_hosts import be_on_host
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 SIZES = {2: [1, 4], 3: [1, 4, 2]}
@@ -94,6 +95,81 @@ def test_a_norm_weighs_what_it_exchanges(rank: int, path: str, world_size: int) 
             ddp.zero_grad()
             plain_loss(ddp(own)).backward()
             assert_gradients(ddp, expect(model, [(parts, [1.0] * world_size)]))
+
+
+@pytest.mark.parametrize("form", ["as it is", "deterministic", "sharded", "sharded over the group"])
+@ranks(4, group="gloo")
+def test_a_norm_weighs_what_it_exchanges_between_hosts(rank: int, form: str) -> None:
+    be_on_host(rank // 2)
+    options = {"deterministic": {"deterministic": "world"}, "sharded over the group": GROUP}.get(form, {})
+    optimizer = options if form.startswith("sharded") else None
+    for step, (model, parts, weights) in enumerate(cases(4)):
+        ddp = wrap(model, weight=weights[rank], **options)
+        assert ddp.gradient_path == ("group" if options is GROUP else "hosts")
+        assert_trained(ddp, model, parts, weights, rank, optimizer, has_micro_batches=step == 1)
+
+
+@pytest.mark.parametrize("reduce", ["scatter", "all"])
+@ranks(3, group="gloo")
+def test_a_norm_weighs_what_it_exchanges_for_a_sharded_optimizer(rank: int, reduce: str) -> None:
+    options = {"reduce": "scatter"} if reduce == "scatter" else {}
+    for step, (model, parts, weights) in enumerate(cases(3)):
+        ddp = wrap(model, weight=weights[rank], **options)
+        assert_trained(ddp, model, parts, weights, rank, {}, has_micro_batches=step == 1)
+
+
+GROUP = {"reduce_through": "group"}
+
+
+def cases(world_size: int) -> list[tuple[nn.Module, tuple[torch.Tensor, ...], list[float]]]:
+    """Models, the ranks' parts of a batch, and their weights."""
+    sizes, weights = [1, 4, 2, 3][:world_size], [2.5, 0.5, 7.0, 1.0][:world_size]
+    return [(normed(), rows(sizes, seed), weights[seed:] + weights[:seed]) for seed in range(2)]
+
+
+def assert_trained(
+    ddp: DistributedDataParallel,
+    model: nn.Module,
+    parts: Sequence[torch.Tensor],
+    weights: Sequence[float],
+    rank: int,
+    options: dict[str, Any] | None,
+    *,
+    has_micro_batches: bool,
+) -> None:
+    """Compare a step with one process: the gradients, or what a ShardedOptimizer with these options does."""
+    if options is None:
+        optimizer: Any = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    else:
+        optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, **options)
+    steps = [(parts, weights)] * (1 + has_micro_batches)
+    before = [parameter.detach().clone() for parameter in ddp.parameters()]
+    for number in range(len(steps)):
+        is_last = number == len(steps) - 1
+        with contextlib.nullcontext() if is_last else ddp.no_sync():
+            plain_loss(ddp(parts[rank])).backward()
+    expected = expect(model, steps)
+    if options is None:
+        assert_gradients(ddp, expected)
+    optimizer.step()
+    for parameter, old, gradient in zip(ddp.parameters(), before, expected, strict=True):
+        assert_close(parameter.detach(), old - 0.1 * gradient, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("path", ["memory", "group"])
+@ranks(3, group="gloo")
+def test_a_norm_of_16_bits_weighs_what_it_exchanges(rank: int, path: str) -> None:
+    """As exactly as the 8 bits of its values allow; without weights the norm is off by much more."""
+    model = normed().bfloat16()
+    sizes, weights = [8, 24, 16], [2.5, 0.5, 7.0]
+    parts = [part.bfloat16() for part in rows(sizes)]
+    expected = expect(copy.deepcopy(model).double(), [([part.double() for part in parts], weights)])
+    ddp = wrap(model, reduce_through=path, weight=weights[rank])
+    plain_loss(ddp(parts[rank]).float()).backward()
+    largest = max(float(gradient.abs().max()) for gradient in expected)
+    for parameter, gradient in zip(ddp.parameters(), expected, strict=True):
+        assert parameter.grad.dtype == torch.bfloat16
+        assert_close(parameter.grad.double(), gradient, rtol=0.05, atol=0.02 * largest)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

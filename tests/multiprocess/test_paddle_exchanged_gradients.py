@@ -15,8 +15,9 @@ from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
 from paceline.errors import ConfigError
-from paceline.paddle import DataParallel, SyncBatchNorm
-from tests.multiprocess.paddle_models import ranks
+from paceline.paddle import DataParallel, ShardedOptimizer, SyncBatchNorm
+from tests.multiprocess.paddle_models import join_paddle, ranks
+from tests.several_hosts import be_on_host
 
 SIZES = {2: [1, 4], 3: [1, 4, 2]}
 WEIGHTS = {2: [2.5, 0.5], 3: [2.5, 0.5, 7.0]}
@@ -58,7 +59,7 @@ def expect(
             plain_loss(output[at[i] : at[i + 1]]) * w for i, w in enumerate(weights) if w and len(parts[i])
         ]
         (sum(losses) / total).backward()
-    return [None if p.grad is None else p.grad.numpy() for p in alone.parameters()]
+    return [None if p.grad is None else p.grad.numpy().copy() for p in alone.parameters()]
 
 
 def wrap(group: Any, model: nn.Layer, **options: Any) -> DataParallel:
@@ -95,6 +96,102 @@ def test_a_norm_weighs_what_it_exchanges(group: Any, world_size: int) -> None:
             model.clear_gradients()
             plain_loss(model(own)).backward()
             assert_gradients(model, expect(normed(), [(parts, [1.0] * world_size)]))
+
+
+@pytest.mark.parametrize("form", ["as it is", "deterministic", "sharded", "sharded over the group"])
+@ranks(4, group=None)
+def test_a_norm_weighs_what_it_exchanges_between_hosts(rank: int, form: str) -> None:
+    be_on_host(rank // 2)
+    join_paddle(rank)
+    options = {"deterministic": {"deterministic": "world"}, "sharded over the group": GROUP}.get(form, {})
+    optimizer = options if form.startswith("sharded") else None
+    for step, (parts, weights) in enumerate(cases(4)):
+        model = wrap(None, normed(), weight=weights[rank], **options)
+        assert model.gradient_path == ("group" if options is GROUP else "hosts")
+        assert_trained(model, parts, weights, rank, optimizer, has_micro_batches=step == 1)
+
+
+@pytest.mark.parametrize("reduce", ["scatter", "all"])
+@ranks(3)
+def test_a_norm_weighs_what_it_exchanges_for_a_sharded_optimizer(group: Any, reduce: str) -> None:
+    options = {"reduce": "scatter"} if reduce == "scatter" else {}
+    for step, (parts, weights) in enumerate(cases(3)):
+        model = wrap(group, normed(), weight=weights[group.rank], **options)
+        assert_trained(model, parts, weights, group.rank, {"group": group}, has_micro_batches=step == 1)
+
+
+GROUP = {"reduce_through": "group"}
+
+
+def cases(world_size: int) -> list[tuple[Parts, list[float]]]:
+    """The ranks' parts of a batch, and their weights."""
+    sizes, weights = [1, 4, 2, 3][:world_size], [2.5, 0.5, 7.0, 1.0][:world_size]
+    return [(rows(sizes, seed), weights[seed:] + weights[:seed]) for seed in range(2)]
+
+
+def assert_trained(
+    model: DataParallel,
+    parts: Parts,
+    weights: Sequence[float],
+    rank: int,
+    options: dict[str, Any] | None,
+    *,
+    has_micro_batches: bool,
+) -> None:
+    """Compare a step with one process: the gradients, or what a ShardedOptimizer with these options does."""
+    if options is None:
+        optimizer: Any = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    else:
+        optimizer = ShardedOptimizer(model.parameters(), paddle.optimizer.SGD, learning_rate=0.1, **options)
+    steps = [(parts, weights)] * (1 + has_micro_batches)
+    before = [parameter.numpy().copy() for parameter in model.parameters()]
+    for number in range(len(steps)):
+        is_last = number == len(steps) - 1
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            plain_loss(model(paddle.to_tensor(parts[rank]))).backward()
+    expected = expect(normed(), steps)
+    if options is None:
+        assert_gradients(model, expected)
+    optimizer.step()
+    for parameter, old, gradient in zip(model.parameters(), before, expected, strict=True):
+        if gradient is not None:  # else it is a running statistic
+            assert_allclose(parameter.numpy(), old - 0.1 * gradient, rtol=1e-8, atol=1e-10)
+
+
+class Scaled(nn.Layer):
+    """A norm of 16 bits behind a parameter."""
+
+    def __init__(self, dtype: str, norm: nn.Layer) -> None:
+        super().__init__()
+        self.scale = self.create_parameter(
+            [3], dtype=dtype, default_initializer=nn.initializer.Constant(0.75)
+        )
+        self.shift = self.create_parameter([3], dtype=dtype, default_initializer=nn.initializer.Constant(0.5))
+        self.dtype = dtype
+        self.norm = norm
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x = x.astype(self.dtype)
+        x = x * self.scale + paddle.tanh(x * self.shift)
+        return self.norm(x.astype("bfloat16") if self.dtype == "float32" else x).astype(self.dtype)
+
+
+@ranks(3)
+def test_a_norm_of_16_bits_weighs_what_it_exchanges(group: Any) -> None:
+    """As exactly as the 8 bits of its values allow; without weights the norm is off by much more."""
+    sizes, weights = [8, 24, 16], [2.5, 0.5, 7.0]
+    parts = rows(sizes)
+    paddle.set_default_dtype("float64")
+    expected = expect(Scaled("float64", nn.BatchNorm1D(3)), [(parts, weights)])
+    paddle.set_default_dtype("float32")
+    model = DataParallel(
+        Scaled("float32", SyncBatchNorm(3, process_group=group)), group=group, weight=weights[group.rank]
+    )
+    plain_loss(model(paddle.to_tensor(parts[group.rank], "float32"))).backward()
+    largest = max(np.abs(gradient).max() for gradient in expected if gradient is not None)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        if gradient is not None:
+            assert_allclose(parameter.grad.numpy(), gradient, rtol=0.05, atol=0.02 * largest)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
