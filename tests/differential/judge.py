@@ -199,11 +199,23 @@ def _bits_of_model(records: Sequence[Record], model: int, kinds: tuple[str, ...]
         active = [rank for rank, passes in enumerate(left) if passes[0][0].kind == "gradients"]
         active = active or list(range(len(left)))
     alone = [events[0] for passes in left for events in passes if events[0].kind == "gradients"]
-    if not alone:
+    if not alone or _died_after(left, records):
         return None
     passes = [sum(each.kind == "gradients" for each in _shared(record, model, kinds)) for record in records]
     text = f"backwards that returned a mean, by rank: {passes}\n{_endings(records)}"
     return Verdict("a rank went on alone", alone[0].at, text)
+
+
+def _died_after(left: Sequence[deque[list[Event]]], records: Sequence[Record]) -> bool:
+    """Whether ranks that had one mean more than the others have died right after it.
+
+    Then the others may see that a rank is gone before they see what it sent last: all of them raise.
+    """
+    ahead = [rank for rank, passes in enumerate(left) if any(each[0].kind == "gradients" for each in passes)]
+    if any(len(left[rank]) > 1 or records[rank].raised is None for rank in ahead):
+        return False
+    behind = (record.raised for rank, record in enumerate(records) if rank not in ahead)
+    return all(raised is not None and raised.error == "PeerLostError" for raised in behind)
 
 
 def _passes(record: Record, model: int, kinds: tuple[str, ...]) -> Iterator[list[Event]]:

@@ -184,6 +184,17 @@ CORPUS: dict[str, Program] = {
         _op("freeze"),
         _op("weight", values=[3.0, 0.0]),
     ),
+    "a gradient of another dtype is added to one that lives in its bucket": _program(
+        ["group tiny view", "tiny view"],
+        [{"kind": "add"}, {"kind": "table"}, {"kind": "norm"}, {"kind": "add"}],
+        _op("wrap"),
+        _op("forward"),
+        _op("backward"),
+        _op("swap", how="dtype", ranks=[1]),
+        _op("clear"),
+        _op("forward", batch=1),
+        _op("backward"),
+    ),
     "others still write to gradients after an exception": _program(
         ["view", "tiny view", "group tiny view"],
         [{"kind": "scale"}, {"kind": "trap"}, {"kind": "scale"}],

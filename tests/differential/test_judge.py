@@ -12,18 +12,27 @@ _END = "end of data"
 _ERROR = "its own error"
 _HALF = "an error in a backward of two models, after the mean of the first"
 _BROKEN = "an error in a backward before any mean"
+_DEATH = "an error of the program's own that ends it"
+_LOST = "a rank was lost in a backward, before any mean"
 
 
 def _verdict(*ranks):
     """Of means by rank: a number for each pass that returned one."""
-    return judge([Record([_event(each) for each in means]) for means in ranks], None, tolerance=1e-3)
+    return judge([_record(list(means)) for means in ranks], None, tolerance=1e-3)
+
+
+def _record(means):
+    raised = _event(means.pop()) if means[-1] in (_LOST, _DEATH) else None
+    return Record([_event(each) for each in means], raised)
 
 
 def _event(told):
     if told == _END:
         return Event("loop", "finished")
-    if told == _ERROR:
+    if told in (_ERROR, _DEATH):
         return Event("forward", "error", by_user=True)
+    if told == _LOST:
+        return Event("backward", "error", error="PeerLostError")
     if told in (_BROKEN, _HALF):
         return Event("backward", "error", error="DeadlineError", made=[0] if told == _HALF else [])
     mean = np.full(3, told, np.float32)
@@ -52,6 +61,13 @@ def test_ranks_that_differ_after_all_data_has_ended(first, second):
 def test_a_mean_that_one_rank_alone_has():
     assert _verdict([1, 2], [1]).kind == "a rank went on alone"
     assert _verdict([1, _END, 2], [1, _END]).kind == "a rank went on alone"
+
+
+def test_a_rank_that_dies_after_a_mean_may_be_gone_before_the_others_have_it():
+    assert _verdict([1, 2, _DEATH], [1, _LOST]).kind == REFUSED
+    assert _verdict([1, 2, _DEATH], [1, _BROKEN]).kind == "a rank went on alone"
+    assert _verdict([1, 2], [1, _LOST]).kind == "a rank went on alone"
+    assert _verdict([1, 2, 3, _DEATH], [1, _LOST]).kind == "a rank went on alone"
 
 
 def test_a_rank_that_left_before_the_data_of_another_one_had_ended():

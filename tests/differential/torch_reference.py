@@ -65,8 +65,11 @@ class Ranks(Lockstep):
         before = [p.grad for p in row]
         for p, mean in zip(row, means):
             p.grad = None if mean is None else mean.clone()
-        for optimizer in meeting.steps:
-            optimizer.step()
+        try:
+            for optimizer in meeting.steps:
+                optimizer.step()
+        except RuntimeError:  # its state is of another shape than the parameter is now
+            raise Parted from None
         for p, gradient in zip(row, before):
             p.grad = gradient
 

@@ -30,6 +30,7 @@ LATER = {
     "larger": lambda p: setattr(p, "data", paddle.ones([5, *p.shape])),
     "smaller": lambda p: setattr(p, "data", paddle.ones([1, p.shape[1]])),
     "another shape": lambda p: setattr(p, "data", p.detach().reshape([p.shape[1], p.shape[0]])),
+    "another dtype": lambda p: setattr(p, "data", p.detach().astype("float64")),
 }
 
 
@@ -45,9 +46,7 @@ class Sum(nn.Layer):
 @paths
 @pytest.mark.parametrize("how", LATER)
 @ranks(2, group=None)
-def test_a_value_of_another_shape_is_refused_on_every_rank(
-    rank: int, path: str, view: bool, how: str
-) -> None:
+def test_a_value_of_another_kind_is_refused_on_every_rank(rank: int, path: str, view: bool, how: str) -> None:
     join_paddle(rank)
     for clear in CLEARS.values():
         model = Sum()

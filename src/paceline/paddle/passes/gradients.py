@@ -163,8 +163,9 @@ class Gradients:
     def count_all(self) -> None:
         """Let cleared gradients stay in the arena: a new one would have to be copied there."""
         if self._live_in_arena:
-            for parameter, shape in zip(self._parameters, self._shapes):
-                if parameter.shape == shape:  # else Paddle would raise, on this rank alone
+            for parameter, shape, dtype in zip(self._parameters, self._shapes, self._dtypes):
+                # Else Paddle would raise, on this rank alone, or add elements of another dtype as if of this.
+                if parameter.shape == shape and internals.same_dtype(parameter.dtype, dtype):
                     internals.count_as_gradient(parameter)
 
     def hand_over_rest(self, index: int) -> None:
