@@ -130,6 +130,10 @@ def of_sharded_optimizer(names: Names, number: int) -> None:
     dist.barrier()  # until rank 0 has saved
 
 
+def of_trainers(names: Names, number: int) -> None:
+    """It replaces torch's classes, in this process alone."""
+
+
 def of_tracing(names: Names, number: int) -> None:
     os.chdir(os.environ["TMPDIR"])  # where the trace is written
     ddp = names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
@@ -163,6 +167,7 @@ PREPARED: dict[str, Callable[[Names, int], None]] = {
     "one-model.md": of_one_model,
     "sharded-optimizer.md": of_sharded_optimizer,
     "tracing.md": of_tracing,
+    "trainers.md": of_trainers,
 }
 
 

@@ -116,6 +116,21 @@ def test_paddle_reads_its_rank_anew(rank: int) -> None:
     assert (dist.get_rank(), dist.get_world_size()) == (3, 5)
 
 
+@pytest.mark.parametrize("uses_multi_tensor", [False, True])
+@ranks(1, group=None)
+def test_updates_of_an_optimizer_are_noted(rank: int, uses_multi_tensor: bool) -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = paddle.optimizer.Adam(parameters=layer.parameters(), use_multi_tensor=uses_multi_tensor)
+    noted: list[int] = []
+    internals.note_updates(optimizer, lambda: noted.append(1))
+    for steps in (1, 2):
+        before = layer.weight.numpy()
+        layer(paddle.ones([1, 2])).sum().backward()
+        optimizer.step()
+        assert noted and len(noted) % steps == 0
+        assert not np.array_equal(layer.weight.numpy(), before)
+
+
 @ranks(1, group=None)
 def test_tensors_that_were_never_given_values(rank: int) -> None:
     recurrent = nn.GRU(2, 2)

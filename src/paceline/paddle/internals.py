@@ -552,6 +552,22 @@ def share_notes(optimizer: Any, whole: Any) -> None:
     optimizer._auxiliary_vars = whole._auxiliary_vars
 
 
+def note_updates(optimizer: Any, note: Callable[[], None]) -> None:
+    """Call `note` after each update of parameters by an optimizer, whose kernels count up no version."""
+
+    def noting(update: _Function) -> _Function:
+        @functools.wraps(update)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = update(*args, **kwargs)
+            note()
+            return result
+
+        return cast(_Function, call)
+
+    optimizer._append_optimize_op = noting(optimizer._append_optimize_op)
+    optimizer._append_optimize_multi_tensor_op = noting(optimizer._append_optimize_multi_tensor_op)
+
+
 def state_of(optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
     """What an optimizer remembers: the name of the parameter or of its master weight, its own, the tensor."""
     for kind, by_owner in optimizer._accumulators.items():

@@ -8,9 +8,8 @@ written.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -103,17 +102,10 @@ class Shards:
     def count_updates_of(self, optimizer: Any) -> None:
         """Count what an optimizer of Paddle's updates as writes: its kernels count up no version."""
 
-        def counting(update: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(update)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                result = update(*args, **kwargs)
-                self._updates += 1
-                return result
+        def count() -> None:
+            self._updates += 1
 
-            return call
-
-        optimizer._append_optimize_op = counting(optimizer._append_optimize_op)
-        optimizer._append_optimize_multi_tensor_op = counting(optimizer._append_optimize_multi_tensor_op)
+        internals.note_updates(optimizer, count)
 
     def has_part(self, has_gradient: Sequence[int]) -> bool:
         """Whether this rank writes anything in a step with gradients of these parameters."""
