@@ -110,13 +110,14 @@ class GroupCalls:
         except RuntimeError as error:
             raise self.waits.failed(error, what) from error
 
-    def wait(self, work: Call, what: int | str, *, on_host: bool) -> None:
+    def wait(self, work: Call, what: int | str, *, on_host: bool, on_device: bool = False) -> None:
         """Block until a call is over, at most until the deadline.
 
         Args:
             work: The call.
             what: As for `begin`.
             on_host: Whether this thread has to wait. Else, on a GPU, what is computed from now on waits.
+            on_device: Whether its tensors are on a device: Gloo ignores the time of a wait for those.
 
         Raises:
             DeadlineError: It was not over in time.
@@ -124,7 +125,7 @@ class GroupCalls:
             CollectiveError: It failed otherwise.
         """
         try:
-            if on_host and not (self._wakes and _is_over_soon(work)):
+            if on_host and not (self._wakes and not on_device and _is_over_soon(work)):
                 # Polled, because Work.wait(timeout) is ignored by some backends and ends the group in others.
                 self.waits.poll(work.is_completed, what)
             try:

@@ -279,7 +279,7 @@ class LocalCalls:
             CollectiveError: See `GroupCalls.wait`.
         """
         calls = self._last_calls if is_last else self._calls
-        calls.wait(work, bucket, on_host=not self.is_on_streams)
+        calls.wait(work, bucket, on_host=not self.is_on_streams, on_device=True)
 
     def abort(self) -> None:
         """End what is under way on devices. Does not block, not collective."""

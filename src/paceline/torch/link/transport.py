@@ -157,7 +157,9 @@ class ProcessGroupTransport:
         """
         # The end of a pass needs the reports at once, and nothing has been computed from the means yet: here
         # a rank that is lost can be told, wherever the reports lie.
-        self._calls.wait(work, what, on_host=what == STATUS or not self._are_on_streams)
+        is_report = what == STATUS
+        on_host = is_report or not self._are_on_streams
+        self._calls.wait(work, what, on_host=on_host, on_device=not (is_report or self.pointers))
 
     def _is_captured(self) -> bool:
         """Whether a CUDA graph is being made, which can hold no question of the host."""
