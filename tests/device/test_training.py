@@ -240,6 +240,21 @@ def _be_late(rank: int) -> None:
     assert caught.value.late == (1,)
 
 
+@pytest.mark.parametrize("what", ["buffers", "statistics"])
+@ranks(2, group=GLOO)
+def test_a_late_rank_is_named_outside_of_backward(rank: int, what: str) -> None:
+    model = SyncBatchNorm.convert_sync_batchnorm(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
+    ddp = DistributedDataParallel(model.to(KIND), timeout_s=3)
+    x = batch(0, 1).to(KIND)
+    ddp(x).square().mean().backward()
+    if rank == 1:
+        time.sleep(8)
+        return
+    with pytest.raises(DeadlineError, match="rank 1") as caught:
+        ddp.sync_buffers() if what == "buffers" else ddp(x)
+    assert caught.value.late == (1,)
+
+
 class Recomputed(nn.Module):
     """All of it is recomputed in backward, by a backward within the backward."""
 

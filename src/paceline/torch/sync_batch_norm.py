@@ -85,7 +85,7 @@ class _SumOverRanks(torch.autograd.Function):
             lambda is_async: dist.all_reduce(total, group=group, async_op=is_async),
             _WHAT,
             exchange.patience,
-            on_host=total.is_cpu,
+            total.device,
         )
         return total
 
@@ -351,6 +351,7 @@ def _all_gather(group: Any, patience: Patience, row: torch.Tensor) -> torch.Tens
         lambda is_async: dist.all_gather(rows, row, group=group, async_op=is_async),
         _WHAT,
         patience,
-        on_host=True,  # which reads the numbers of samples next
+        row.device,
+        is_read=True,  # the numbers of samples
     )
     return torch.stack(rows)

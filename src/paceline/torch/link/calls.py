@@ -91,8 +91,8 @@ class GroupCalls:
         return engine_of(self.group, device) == "nccl"
 
     def runs_on_streams(self, device: torch.device) -> bool:
-        """Whether calls for tensors of this device run on a stream of it, for which others can wait."""
-        return device.type != "cpu" and engine_of(self.group, device) not in ("", "gloo", "mpi", "ucc")
+        """See the function of this name."""
+        return runs_on_streams(self.group, device)
 
     def begin(self, start: Callable[[], _Begun], what: int | str) -> _Begun:
         """Begin a call.
@@ -136,11 +136,15 @@ class GroupCalls:
             abort_on_devices(self.group)
             raise
 
+    def _wait_for(self, tensor: torch.Tensor, work: dist.Work, what: str) -> None:
+        on_host = not self.runs_on_streams(tensor.device)
+        self.wait(work, what, on_host=on_host, on_device=not tensor.is_cpu)
+
     def sum(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over the ranks. Collective."""
         what = "a sum of values"
         work = self.begin(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
-        self.wait(work, what, on_host=tensor.is_cpu)
+        self._wait_for(tensor, work, what)
 
     def sum_in_order(self, tensor: torch.Tensor) -> None:
         """As `sum`, with the bits of a sum in the memory of one host. Collective; the group serves the CPU.
@@ -170,7 +174,7 @@ class GroupCalls:
         what = "a broadcast of values"
         source = dist.get_global_rank(self.group, root)
         work = self.begin(lambda: dist.broadcast(tensor, source, group=self.group, async_op=True), what)
-        self.wait(work, what, on_host=tensor.is_cpu)
+        self._wait_for(tensor, work, what)
 
     def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
@@ -214,8 +218,9 @@ def exchange_over(
     start: Callable[[bool], dist.Work | None],
     what: str,
     patience: Patience,
+    device: torch.device,
     *,
-    on_host: bool,
+    is_read: bool = False,
 ) -> None:
     """Make a call of a layer of the user's over a process group of torch, and wait for its end. Collective.
 
@@ -223,7 +228,8 @@ def exchange_over(
         start: Makes the call, given whether `async_op` is to be True.
         what: The call, in words.
         patience: How to wait for it.
-        on_host: See `GroupCalls.wait`.
+        device: Where its tensors lie. If calls run on streams there, what is computed from now on waits.
+        is_read: Whether this thread reads the result next, so that it waits in any case.
 
     Raises:
         DeadlineError: It was not over in time.
@@ -251,7 +257,7 @@ def exchange_over(
         work = start(True)
         assert work is not None  # this process is in the group
         try:
-            if on_host:
+            if is_read or not runs_on_streams(group, device):
                 waits.poll(work.is_completed, what)
             work.wait()
         except CollectiveError:
@@ -284,6 +290,14 @@ def engine_of(group: dist.ProcessGroup, device: torch.device) -> str:
         return str(group._get_backend(device).name()).lower()
     except (RuntimeError, AttributeError):  # not for such a device; one that is written in Python
         return ""
+
+
+def runs_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether calls for tensors of this device run on a stream of it, for which others can wait.
+
+    Else whoever waits for one blocks, on a device as on the CPU, and has to look at the time.
+    """
+    return device.type != "cpu" and engine_of(group, device) not in ("", "gloo", "mpi", "ucc")
 
 
 def _is_over_soon(work: Call) -> bool:
