@@ -60,7 +60,7 @@ class Transport(Protocol):
     """Shared by all that use one process group."""
     pointers: Sequence[int]
     """The address of each parameter's place, for gradients that the reducer copies there itself, and their
-    means back; empty: whoever marks them has copied them there."""
+    means back; empty: they are copied there before they are marked."""
     note_stream: Callable[[], None] | None
     """Called whenever a gradient has come to its place, by whoever has brought it there, so that a bucket
     waits for the streams of a device that have brought its gradients; None: nobody needs to know."""

@@ -37,7 +37,7 @@ class HostReports:
         Returns:
             What tells when those of all ranks have come, and what returns them then, by rank.
         """
-        # Whoever gave one up has freed it, but the core may still write into its memory.
+        # The backward that gave one up has let go of it, but the core may still write into its memory.
         self._under_way = [each for each in self._under_way if not each.forget()]
         gathering = HostGathering(self._core, payload)
         self._under_way.append(gathering)

@@ -295,7 +295,7 @@ def engine_of(group: dist.ProcessGroup, device: torch.device) -> str:
 def runs_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether calls for tensors of this device run on a stream of it, for which others can wait.
 
-    Else whoever waits for one blocks, on a device as on the CPU, and has to look at the time.
+    Else a thread that waits for one is blocked, and needs a deadline, whatever device the tensors are on.
     """
     return device.type != "cpu" and engine_of(group, device) not in ("", "gloo", "mpi", "ucc")
 
