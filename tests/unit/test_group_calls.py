@@ -103,7 +103,7 @@ def test_the_end_of_a_pass_names_a_lost_rank_and_ends_what_waits_for_it_on_the_d
     transport._calls = calls(
         Group(cuda=backend, **on_cpu), Witness(PeerLostError("Rank 1 of 2 on host node1 died.", lost=(1,)))
     )
-    transport._are_on_streams = True
+    transport._are_on_streams, transport.pointers = True, ()
     with pytest.raises(PeerLostError, match="Rank 1 of 2 on host node1 died") as caught:
         transport.wait(Work(backend), STATUS)
     assert caught.value.lost == (1,)
@@ -115,7 +115,7 @@ def test_buckets_on_a_device_are_not_waited_for_by_the_host(calls):
     backend = Backend()
     transport = object.__new__(ProcessGroupTransport)
     transport._calls = calls(Group(cuda=backend), Witness(PeerLostError("Rank 1 died.", lost=(1,))))
-    transport._are_on_streams = True
+    transport._are_on_streams, transport.pointers = True, ()
     work = Work(backend)
     transport.wait(work, 0)
     assert work.waits == 1 and not backend.is_aborted.is_set()
