@@ -18,7 +18,7 @@ from PIL import Image
 from paceline.monitor.dashboard import Dashboard, Feed
 from paceline.monitor.snapshot import JobSnapshot, RankSnapshot
 from paceline.monitor.watch import JobWatch
-from paceline.tracing.jobs import JobFacts
+from paceline.trace.jobs import JobFacts
 from tests.browser import Browser
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "dashboard.png"

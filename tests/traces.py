@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.tracing.records import Event, pass_of
-from paceline.tracing.ring_file import path_of, read
+from paceline.trace.records import Event, pass_of
+from paceline.trace.ring_file import path_of, read
 
 
 def read_trace(path: Path) -> dict[str, list[dict[str, Any]]]:

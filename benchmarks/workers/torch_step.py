@@ -124,7 +124,7 @@ class RecordedStep(Step):
 
     def __init__(self, rank: int, world_size: int, variant: str, **options: Any) -> None:
         super().__init__(rank, world_size, variant, **options)
-        from paceline.tracing.recording import recording
+        from paceline.trace.recording import recording
 
         self._recording = recording
 
@@ -166,8 +166,8 @@ class RecordedStep(Step):
             register_optimizer_step_pre_hook,
         )
 
-        from paceline.tracing.recording import batches, optimizer_steps
-        from paceline.tracing.ring_file import FLIGHT_RECORDS, TRACE_RECORDS
+        from paceline.trace.recording import batches, optimizer_steps
+        from paceline.trace.ring_file import FLIGHT_RECORDS, TRACE_RECORDS
 
         recording = self._recording
         if recording.note is None:  # one is always there, so that no sample includes making it

@@ -2,7 +2,7 @@
 // maps, which is there after the process was killed.
 //
 // A record is written where something happens, without a lock or a system call.
-// Whoever reads the file (paceline/tracing/ring_file.py), at any time, takes a
+// Whoever reads the file (paceline/trace/ring_file.py), at any time, takes a
 // record for whole if its sequence number is that of its place.
 #pragma once
 
@@ -15,7 +15,7 @@
 namespace paceline {
 
 /// What a record tells. Others are given by Python; see
-/// paceline/tracing/records.py, which has the same numbers.
+/// paceline/trace/records.py, which has the same numbers.
 enum class Event : uint16_t {
   /// This rank has posted a bucket (its number, 0).
   kPosted = 1,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.collectives.ops import ReduceOp
     from paceline.collectives.work import Work
     from paceline.launch.spawn import spawn
-    from paceline.tracing.logged import log
+    from paceline.trace.logged import log
 
 __version__ = "0.1.0"
 __all__ = ["Group", "ReduceOp", "Work", "__version__", "init", "log", "spawn"]
@@ -29,7 +29,7 @@ __all__ = ["Group", "ReduceOp", "Work", "__version__", "init", "log", "spawn"]
 _MODULES = {
     "Group": "paceline.collectives.group",
     "init": "paceline.collectives.init",
-    "log": "paceline.tracing.logged",
+    "log": "paceline.trace.logged",
     "ReduceOp": "paceline.collectives.ops",
     "Work": "paceline.collectives.work",
     "spawn": "paceline.launch.spawn",

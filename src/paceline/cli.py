@@ -58,7 +58,7 @@ def _tune(arguments: Sequence[str]) -> int:
 
 
 def _trace(arguments: Sequence[str]) -> int:
-    from paceline.tracing import cli
+    from paceline.trace import cli
 
     return cli.main(arguments)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.tracing.far_ranks import State, far_ranks
+from paceline.trace.far_ranks import State, far_ranks
 from tests.hosts.namespaces import Hosts, why_not
 
 REASON = why_not()

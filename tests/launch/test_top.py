@@ -23,8 +23,8 @@ from tests.launch.conftest import WITHIN_S, Launcher
 # Ranks that record as if they trained: no framework need be imported for it.
 RECORDS = """
     import paceline
-    from paceline.tracing.recording import recording
-    from paceline.tracing.records import Event, pass_id
+    from paceline.trace.recording import recording
+    from paceline.trace.records import Event, pass_id
 
     recording.begin_if_asked(rank, 2)
     number = 0

@@ -19,7 +19,7 @@ from tests.launch.conftest import WITHIN_S
 # With one rank a step takes 10 times as long as with two: no load of the machine turns that round.
 TRAINS = """
 import os, sys, time
-from paceline.tracing.recording import recording
+from paceline.trace.recording import recording
 
 class Batch:
     shape = (8, 3)

@@ -16,9 +16,9 @@ from numpy.testing import assert_array_equal
 import paceline
 from paceline.errors import ConfigError
 from paceline.monitor.watch import JobWatch
-from paceline.tracing import ring_file
-from paceline.tracing.records import Event
-from paceline.tracing.ring_file import BATCHES_VARIABLE, FOLDER_VARIABLE
+from paceline.trace import ring_file
+from paceline.trace.records import Event
+from paceline.trace.ring_file import BATCHES_VARIABLE, FOLDER_VARIABLE
 from tests.harness import needs_paddle, ranks
 from tests.multiprocess.torch_groups import needs_backend
 from tests.traces import passes_of, read_trace, slices_of, until_ended, waited_for

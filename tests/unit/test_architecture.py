@@ -31,7 +31,7 @@ LAYERS = (
     ("paceline.reducer",),
     ("paceline.collectives",),
     ("paceline.rendezvous",),
-    ("paceline.tracing",),
+    ("paceline.trace",),
     (
         "paceline.errors",
         "paceline.arguments",

@@ -26,9 +26,9 @@ from paceline.monitor.history import MOST_POINTS, History
 from paceline.monitor.metrics import metrics_text
 from paceline.monitor.snapshot import RankWindow, snapshot
 from paceline.monitor.watch import JobWatch
-from paceline.tracing.recording import Recording
-from paceline.tracing.records import Event, Record, float_bits, pass_id
-from paceline.tracing.ring_file import RankHeader, path_of
+from paceline.trace.recording import Recording
+from paceline.trace.records import Event, Record, float_bits, pass_id
+from paceline.trace.ring_file import RankHeader, path_of
 from tests.browser import PROGRAM, Browser
 
 TOKEN = "0123456789abcdef"

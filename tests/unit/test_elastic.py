@@ -15,8 +15,8 @@ from paceline.errors import ConfigError
 from paceline.launch.elastic import Elastic, agent_command
 from paceline.launch.trace import HostTrace
 from paceline.rendezvous.addresses import Way
-from paceline.tracing import ring_file
-from paceline.tracing.ring_file import CAPACITY_VARIABLE, FOLDER_VARIABLE, TRACE_RECORDS, RankHeader
+from paceline.trace import ring_file
+from paceline.trace.ring_file import CAPACITY_VARIABLE, FOLDER_VARIABLE, TRACE_RECORDS, RankHeader
 from tests.traces import read_trace
 
 ELASTIC = Elastic(nnodes=2, rdzv="node0:29400", nprocs=4, timeout_s=60.0, log_dir=None, threads=1)

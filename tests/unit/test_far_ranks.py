@@ -16,14 +16,14 @@ from paceline.monitor import top
 from paceline.monitor.metrics import metrics_text
 from paceline.monitor.snapshot import JobSnapshot, RankWindow, snapshot
 from paceline.monitor.watch import JobWatch
-from paceline.tracing import far_ranks as far_ranks_module
-from paceline.tracing import ring_file
-from paceline.tracing.far_ranks import MOST_BYTES, FarRanks, State, Words, far_ranks, pack_figures
-from paceline.tracing.recording import Recording
-from paceline.tracing.records import Event, pass_id
-from paceline.tracing.ring_file import RankHeader, RankRecording
-from paceline.tracing.slow import CauseWatch
-from paceline.tracing.totals import Total
+from paceline.trace import far_ranks as far_ranks_module
+from paceline.trace import ring_file
+from paceline.trace.far_ranks import MOST_BYTES, FarRanks, State, Words, far_ranks, pack_figures
+from paceline.trace.recording import Recording
+from paceline.trace.records import Event, pass_id
+from paceline.trace.ring_file import RankHeader, RankRecording
+from paceline.trace.slow import CauseWatch
+from paceline.trace.totals import Total
 from tests.unit.test_live import MS, passes, record
 
 S = 1000 * MS

@@ -16,11 +16,11 @@ from paceline.errors import ConfigError
 from paceline.monitor import top
 from paceline.monitor.snapshot import RankWindow, snapshot
 from paceline.monitor.watch import MOST_RECORDS, WINDOW_NS, JobWatch, RingTail, as_plain, find_running
-from paceline.tracing import jobs, ring_file
-from paceline.tracing.batches import samples_in
-from paceline.tracing.recording import MOST_NAMES, Recording, recording
-from paceline.tracing.records import Event, Record, bits_float, float_bits, pass_id
-from paceline.tracing.ring_file import FOLDER_VARIABLE, RankHeader
+from paceline.trace import jobs, ring_file
+from paceline.trace.batches import samples_in
+from paceline.trace.recording import MOST_NAMES, Recording, recording
+from paceline.trace.records import Event, Record, bits_float, float_bits, pass_id
+from paceline.trace.ring_file import FOLDER_VARIABLE, RankHeader
 
 MS = 1_000_000
 

@@ -10,7 +10,7 @@ import pytest
 from paceline.reducer.passes import log as pass_log
 from paceline.reducer.passes.log import PassLog
 from paceline.reducer.worked_times import Arrivals
-from paceline.tracing.records import Event, float_bits, pass_id
+from paceline.trace.records import Event, float_bits, pass_id
 
 
 class Recording:

@@ -17,13 +17,13 @@ from rich.console import Console
 from paceline import _core
 from paceline.launch.trace import JobRecording
 from paceline.monitor import snapshot, top, watch
-from paceline.tracing import cli, ring_file
-from paceline.tracing.batches import samples_in
-from paceline.tracing.recording import Recording, batches
-from paceline.tracing.records import Event
-from paceline.tracing.ring_file import RankHeader, RankRecording
-from paceline.tracing.slow import AT_THE_END, WHILE_IT_RUNS, CauseWatch, SlowWatch, slow_ranks, whole_spans
-from paceline.tracing.totals import ModelTotals, Total, Totals, pack_totals, sum_of, unpack_totals
+from paceline.trace import cli, ring_file
+from paceline.trace.batches import samples_in
+from paceline.trace.recording import Recording, batches
+from paceline.trace.records import Event
+from paceline.trace.ring_file import RankHeader, RankRecording
+from paceline.trace.slow import AT_THE_END, WHILE_IT_RUNS, CauseWatch, SlowWatch, slow_ranks, whole_spans
+from paceline.trace.totals import ModelTotals, Total, Totals, pack_totals, sum_of, unpack_totals
 
 MS = 1_000_000
 STEP_MS = 20.0
@@ -330,7 +330,7 @@ def _rest(header: RankHeader) -> tuple[str, str, int, int, int]:
 
 def test_batches_are_timed_while_something_is_recorded(tmp_path: Path, monkeypatch):
     recording = Recording()
-    monkeypatch.setattr("paceline.tracing.recording.recording", recording)
+    monkeypatch.setattr("paceline.trace.recording.recording", recording)
     timed = batches()
     records = recording._timed[Total.DATA_NS]
     timed.around(lambda: None)()

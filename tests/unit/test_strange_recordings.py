@@ -21,12 +21,12 @@ from paceline.errors import ConfigError
 from paceline.launch.trace import JobRecording
 from paceline.monitor import top
 from paceline.monitor.watch import JobWatch
-from paceline.tracing import cli, jobs
-from paceline.tracing.far_ranks import FarRanks, Words, pack_figures
-from paceline.tracing.recording import Recording
-from paceline.tracing.records import RECORD_BYTES, Event, float_bits, pass_id
-from paceline.tracing.ring_file import COUNT_AT, NOTES_AT, NOTES_USED_AT, RECORDS_AT, RankHeader, path_of
-from paceline.tracing.totals import TABLE_BYTES, Total
+from paceline.trace import cli, jobs
+from paceline.trace.far_ranks import FarRanks, Words, pack_figures
+from paceline.trace.recording import Recording
+from paceline.trace.records import RECORD_BYTES, Event, float_bits, pass_id
+from paceline.trace.ring_file import COUNT_AT, NOTES_AT, NOTES_USED_AT, RECORDS_AT, RankHeader, path_of
+from paceline.trace.totals import TABLE_BYTES, Total
 
 ESCAPE = "\x1b]0;owned\x07\x1b[31m\x9b31m\u202e"
 NOBODY = 65534

@@ -12,7 +12,7 @@ import pytest
 import paceline
 from paceline.errors import ConfigError
 from paceline.torch import log_to_tensorboard
-from paceline.tracing import logged
+from paceline.trace import logged
 
 NAME = "torch.utils.tensorboard"
 

@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from paceline import _core
 from paceline.cli import main as paceline_main
 from paceline.errors import ConfigError
-from paceline.tracing import chrome, cli, jobs, ring_file
-from paceline.tracing.batches import samples_in
-from paceline.tracing.clocks import ahead_ns, on_one_clock
-from paceline.tracing.last_passes import render
-from paceline.tracing.recording import Recording
-from paceline.tracing.records import Event, Record, pack, pass_id, unpack
-from paceline.tracing.ring_file import RankHeader, RankRecording
-from paceline.tracing.timeline import Slice, last_to_arrive, make_timeline, nested
+from paceline.trace import chrome, cli, jobs, ring_file
+from paceline.trace.batches import samples_in
+from paceline.trace.clocks import ahead_ns, on_one_clock
+from paceline.trace.last_passes import render
+from paceline.trace.recording import Recording
+from paceline.trace.records import Event, Record, pack, pass_id, unpack
+from paceline.trace.ring_file import RankHeader, RankRecording
+from paceline.trace.timeline import Slice, last_to_arrive, make_timeline, nested
 
 MS = 1_000_000
 
@@ -206,7 +206,7 @@ def test_a_forked_child_records_nothing(tmp_path: Path):
     program = """
 import os, sys
 from pathlib import Path
-from paceline.tracing.recording import recording
+from paceline.trace.recording import recording
 recording.start(Path(sys.argv[1]), 0, 1, 64)
 pid = os.fork()
 if pid == 0:

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError
 from paceline.launch import tuned
 from paceline.launch.tuned import Layout, Place, Tuned
-from paceline.tracing.batches import shape_of_batch
-from paceline.tracing.records import Event, Record
-from paceline.tracing.ring_file import RankHeader, RankRecording
+from paceline.trace.batches import shape_of_batch
+from paceline.trace.records import Event, Record
+from paceline.trace.ring_file import RankHeader, RankRecording
 from paceline.tune import answer, compare
 from paceline.tune.compare import Standing, judge
 from paceline.tune.layouts import MOST_LAYOUTS, in_order_of_start, layouts_of

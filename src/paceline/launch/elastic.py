@@ -38,8 +38,8 @@ from paceline.launch.process import (
 )
 from paceline.launch.trace import HostTrace, JobRecording, trace_variables
 from paceline.rendezvous.addresses import Way, find_way, wait_for_listener
-from paceline.tracing import jobs
-from paceline.tracing.ring_file import FOLDER_VARIABLE
+from paceline.trace import jobs
+from paceline.trace.ring_file import FOLDER_VARIABLE
 
 _LOOK_S = 0.5
 _SAY_EVERY_S = 10.0

@@ -24,8 +24,8 @@ from paceline.launch.topology import read_machine
 from paceline.launch.trace import check_output, trace_variables
 from paceline.launch.variables import Meeting, new_job_id, rank_environment
 from paceline.rendezvous.limits import explain
-from paceline.tracing import jobs
-from paceline.tracing.ring_file import FOLDER_VARIABLE
+from paceline.trace import jobs
+from paceline.trace.ring_file import FOLDER_VARIABLE
 
 MAX_NPROCS = 128  # as _core.MAX_RANKS, which a launcher does not load: it brings numpy
 

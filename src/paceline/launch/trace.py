@@ -14,9 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.errors import ConfigError, PacelineError
-from paceline.tracing import chrome, jobs
-from paceline.tracing.far_ranks import far_ranks
-from paceline.tracing.ring_file import (
+from paceline.trace import chrome, jobs
+from paceline.trace.far_ranks import far_ranks
+from paceline.trace.ring_file import (
     CAPACITY_VARIABLE,
     FOLDER_VARIABLE,
     TRACE_RECORDS,
@@ -25,7 +25,7 @@ from paceline.tracing.ring_file import (
     paths_in,
     read_start,
 )
-from paceline.tracing.slow import AT_THE_END, SlowWatch, slow_ranks, whole_spans
+from paceline.trace.slow import AT_THE_END, SlowWatch, slow_ranks, whole_spans
 
 _LOOKS_EVERY_S = 5.0
 

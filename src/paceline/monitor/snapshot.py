@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from paceline.tracing.far_ranks import FarRank, State
-from paceline.tracing.records import Event, Record, bits_float, pass_of
-from paceline.tracing.ring_file import RankHeader
-from paceline.tracing.slow import Span
-from paceline.tracing.totals import Total
+from paceline.trace.far_ranks import FarRank, State
+from paceline.trace.records import Event, Record, bits_float, pass_of
+from paceline.trace.ring_file import RankHeader
+from paceline.trace.slow import Span
+from paceline.trace.totals import Total
 
 PassKey = tuple[int, int]
 

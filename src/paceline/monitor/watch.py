@@ -18,11 +18,11 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.monitor.snapshot import JobSnapshot, RankWindow, snapshot
-from paceline.tracing import jobs
-from paceline.tracing.far_ranks import far_ranks
-from paceline.tracing.jobs import JobFacts
-from paceline.tracing.records import RECORD_BYTES, Event, Record, unpack_run
-from paceline.tracing.ring_file import (
+from paceline.trace import jobs
+from paceline.trace.far_ranks import far_ranks
+from paceline.trace.jobs import JobFacts
+from paceline.trace.records import RECORD_BYTES, Event, Record, unpack_run
+from paceline.trace.ring_file import (
     COUNT_AT,
     NOTES_AT,
     NOTES_USED_AT,
@@ -40,8 +40,8 @@ from paceline.tracing.ring_file import (
     read_notes,
     read_start,
 )
-from paceline.tracing.slow import CauseWatch
-from paceline.tracing.usage import resident_bytes
+from paceline.trace.slow import CauseWatch
+from paceline.trace.usage import resident_bytes
 
 WINDOW_NS = 10_000_000_000
 """How far back a window reaches at least, if the ring does."""

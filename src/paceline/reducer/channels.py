@@ -21,8 +21,8 @@ from paceline.rendezvous.channel_tree import HUB
 from paceline.rendezvous.control import ControlChannel, form_channel
 from paceline.rendezvous.handshake import Facts
 from paceline.rendezvous.secret import FILE_VARIABLE, JobSecret, find_secret
-from paceline.tracing.far_ranks import FarRanks
-from paceline.tracing.recording import recording
+from paceline.trace.far_ranks import FarRanks
+from paceline.trace.recording import recording
 
 _log = logging.getLogger("paceline")
 _channels: weakref.WeakKeyDictionary[Any, ControlChannel] = weakref.WeakKeyDictionary()

@@ -22,8 +22,8 @@ from paceline.reducer.pass_reports import RankReport, judge, unused_by_all
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.worked_times import Arrivals, WorkedTimes
-from paceline.tracing.recording import recording
-from paceline.tracing.records import Event
+from paceline.trace.recording import recording
+from paceline.trace.records import Event
 
 _POSTED, _WAITED = int(Event.POSTED), int(Event.WAITED)
 _BACKWARD_ENDED = int(Event.BACKWARD_ENDED)

@@ -14,9 +14,9 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.reducer.link import Link
-from paceline.tracing import chrome, ring_file
-from paceline.tracing.recording import recording
-from paceline.tracing.ring_file import TRACE_RECORDS
+from paceline.trace import chrome, ring_file
+from paceline.trace.recording import recording
+from paceline.trace.ring_file import TRACE_RECORDS
 
 
 @contextlib.contextmanager

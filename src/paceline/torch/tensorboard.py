@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.tracing import logged
+from paceline.trace import logged
 
 
 def log_to_tensorboard(folder: str | os.PathLike[str]) -> None:

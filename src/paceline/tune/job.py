@@ -20,7 +20,7 @@ from paceline.launch.process import (
     wait_readable,
 )
 from paceline.launch.tuned import Layout
-from paceline.tracing.ring_file import (
+from paceline.trace.ring_file import (
     BATCHES_VARIABLE,
     CAPACITY_VARIABLE,
     FOLDER_VARIABLE,

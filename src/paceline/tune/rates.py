@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.tracing.records import Event, Record
-from paceline.tracing.ring_file import RankRecording
+from paceline.trace.records import Event, Record
+from paceline.trace.ring_file import RankRecording
 
 LEAST_STEPS = 2
 

@@ -51,7 +51,7 @@ from paceline.reducer.passes.uneven import joining
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.start import refuse_latecomers
-from paceline.tracing.recording import recording
+from paceline.trace.recording import recording
 
 _DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
 _SHARING = "DataParallel(share_parameters=True)"

@@ -37,7 +37,7 @@ from paceline.reducer.passes.local_backward import LocalBackward
 from paceline.reducer.passes.passes import Passes
 from paceline.reducer.passes.state import PassState
 from paceline.reducer.scattered import refuse_sparse
-from paceline.tracing.recording import recording
+from paceline.trace.recording import recording
 
 
 class PaddleAutograd:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 from paceline.paddle import internals
-from paceline.tracing.recording import batches, optimizer_steps
+from paceline.trace.recording import batches, optimizer_steps
 
 
 @functools.cache

@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 
 from paceline.reducer.passes.graphs import EndOfBackward
-from paceline.tracing.recording import recording
-from paceline.tracing.records import Event
+from paceline.trace.recording import recording
+from paceline.trace.records import Event
 
 _BEGAN, _ENDED = int(Event.LOCAL_BACKWARD_BEGAN), int(Event.LOCAL_BACKWARD_ENDED)
 

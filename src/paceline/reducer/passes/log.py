@@ -18,10 +18,10 @@ from paceline.reducer.link import Link
 from paceline.reducer.plan import Plan
 from paceline.reducer.worked_times import Arrivals
 from paceline.rendezvous import lifetime
-from paceline.tracing.batches import samples_in
-from paceline.tracing.recording import recording
-from paceline.tracing.records import Event, float_bits, pass_id
-from paceline.tracing.totals import ModelTotals
+from paceline.trace.batches import samples_in
+from paceline.trace.recording import recording
+from paceline.trace.records import Event, float_bits, pass_id
+from paceline.trace.totals import ModelTotals
 
 _NORM, _NONFINITE = int(Event.NORM), int(Event.NONFINITE)
 

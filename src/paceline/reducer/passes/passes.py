@@ -47,8 +47,8 @@ from paceline.reducer.protocol import Outcome, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.worked_times import Arrivals
 from paceline.rendezvous import lifetime
-from paceline.tracing.recording import recording
-from paceline.tracing.records import Event
+from paceline.trace.recording import recording
+from paceline.trace.records import Event
 
 _NOT_FINITE = int(Outcome.NONFINITE | Outcome.OVERFLOWED)
 _TOLD = int(Outcome.TOLD)

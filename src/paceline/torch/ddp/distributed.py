@@ -51,7 +51,7 @@ from paceline.torch.one_model.moving import move, move_out, refuse_strange
 from paceline.torch.passes.meetings import OuterParameters
 from paceline.torch.passes.passes import GradientPasses, make_buffer_sync, make_passes
 from paceline.torch.passes.recorded_steps import note_steps
-from paceline.tracing.recording import recording
+from paceline.trace.recording import recording
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

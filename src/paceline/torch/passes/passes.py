@@ -50,7 +50,7 @@ from paceline.torch.passes.pass_times import PassTimes, profiled
 from paceline.torch.passes.recorded_steps import note_steps
 from paceline.torch.passes.replica_state import hash_model, make_notes
 from paceline.torch.passes.sparse import SparseMeans
-from paceline.tracing.recording import recording
+from paceline.trace.recording import recording
 
 _DROPPED_WITHIN_S = 5.0  # by autograd's thread, which needs the interpreter's lock for it
 _LOOK_S = 0.0005

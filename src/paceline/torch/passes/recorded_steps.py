@@ -11,7 +11,7 @@ import functools
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-from paceline.tracing.recording import batches, optimizer_steps
+from paceline.trace.recording import batches, optimizer_steps
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.tracing.timeline import PassKey, RankTimeline
+from paceline.trace.timeline import PassKey, RankTimeline
 
 
 def on_one_clock(timelines: Sequence[RankTimeline]) -> list[RankTimeline]:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.tracing.clocks import on_one_clock
-from paceline.tracing.ring_file import RankRecording
-from paceline.tracing.timeline import PassKey, RankTimeline, last_to_arrive, make_timeline
+from paceline.trace.clocks import on_one_clock
+from paceline.trace.ring_file import RankRecording
+from paceline.trace.timeline import PassKey, RankTimeline, last_to_arrive, make_timeline
 
 _LANES_PER_RANK = 100
 

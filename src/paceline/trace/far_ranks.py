@@ -25,9 +25,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from paceline.tracing import ring_file
-from paceline.tracing.ring_file import NOTES_AT, RankHeader, RankRecording, is_number, printable
-from paceline.tracing.totals import TABLE_BYTES, Totals, pack_totals, unpack_totals
+from paceline.trace import ring_file
+from paceline.trace.ring_file import NOTES_AT, RankHeader, RankRecording, is_number, printable
+from paceline.trace.totals import TABLE_BYTES, Totals, pack_totals, unpack_totals
 
 MOST_BYTES = 2048
 """The longest that a rank tells at once."""

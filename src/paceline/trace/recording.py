@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, TypeVar, cast, final
 
 from paceline import _core
-from paceline.tracing import jobs, ring_file
-from paceline.tracing.batches import shape_of_batch
-from paceline.tracing.far_ranks import Words, pack_figures
-from paceline.tracing.records import Event, pass_of
-from paceline.tracing.ring_file import (
+from paceline.trace import jobs, ring_file
+from paceline.trace.batches import shape_of_batch
+from paceline.trace.far_ranks import Words, pack_figures
+from paceline.trace.records import Event, pass_of
+from paceline.trace.ring_file import (
     BATCHES_VARIABLE,
     CAPACITY_VARIABLE,
     FLIGHT_RECORDS,
@@ -36,8 +36,8 @@ from paceline.tracing.ring_file import (
     RankHeader,
     RankRecording,
 )
-from paceline.tracing.totals import ModelTotals, Total, Totals, sum_of
-from paceline.tracing.usage import UsageReader, resident_bytes
+from paceline.trace.totals import ModelTotals, Total, Totals, sum_of
+from paceline.trace.usage import UsageReader, resident_bytes
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _BATCH = int(Event.BATCH)

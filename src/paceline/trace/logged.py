@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import SupportsFloat
 
-from paceline.tracing.recording import recording
-from paceline.tracing.records import Event, float_bits
+from paceline.trace.recording import recording
+from paceline.trace.records import Event, float_bits
 
 _LOGGED = int(Event.LOGGED)
 listeners: list[Callable[[str, float], None]] = []

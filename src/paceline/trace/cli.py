@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.tracing import chrome, jobs
-from paceline.tracing.last_passes import render
-from paceline.tracing.ring_file import printable
-from paceline.tracing.slow import AT_THE_END, slow_ranks, whole_spans
+from paceline.trace import chrome, jobs
+from paceline.trace.last_passes import render
+from paceline.trace.ring_file import printable
+from paceline.trace.slow import AT_THE_END, slow_ranks, whole_spans
 
 _DESCRIPTION = """\
 Show the last passes of all ranks of a job, while it runs or after it has failed. Without a job, list all jobs

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from paceline.errors import ConfigError
-from paceline.tracing.ring_file import RankRecording, is_number, paths_in, printable, read_bytes, read_folder
+from paceline.trace.ring_file import RankRecording, is_number, paths_in, printable, read_bytes, read_folder
 
 _FACTS = "job.json"
 _MOST_KEPT = 10

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.tracing.records import Event, Record, pass_of
-from paceline.tracing.ring_file import RankRecording
+from paceline.trace.records import Event, Record, pass_of
+from paceline.trace.ring_file import RankRecording
 
 PassKey = tuple[int, int]
 """A model and the number of one of its passes."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.tracing.clocks import on_one_clock
-from paceline.tracing.ring_file import RankRecording
-from paceline.tracing.timeline import PassKey, RankTimeline, Slice, last_to_arrive, make_timeline
+from paceline.trace.clocks import on_one_clock
+from paceline.trace.ring_file import RankRecording
+from paceline.trace.timeline import PassKey, RankTimeline, Slice, last_to_arrive, make_timeline
 
 _COLUMNS = ("data", "forward", "backward", "average", "optimizer")
 

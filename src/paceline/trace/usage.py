@@ -12,7 +12,7 @@ import resource
 import time
 from pathlib import Path
 
-from paceline.tracing.totals import Total
+from paceline.trace.totals import Total
 
 _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.tracing.ring_file import RankRecording
-from paceline.tracing.totals import Total, Totals
+from paceline.trace.ring_file import RankRecording
+from paceline.trace.totals import Total, Totals
 
 _EXPLAINS = 0.4
 """Part of what a rank works more than the others that a cause must explain, to be named."""

@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.tracing.records import RECORD_BYTES, Record, unpack
-from paceline.tracing.totals import TABLE_BYTES, Total, Totals, pack_totals, unpack_totals
+from paceline.trace.records import RECORD_BYTES, Record, unpack
+from paceline.trace.totals import TABLE_BYTES, Total, Totals, pack_totals, unpack_totals
 
 COUNT_AT, NOTES_USED_AT, NOTES_AT, RECORDS_AT = 512, 520, 4096, 65536
 _FIRST_AT, _LAST_AT = 1024, 2048
