@@ -3,7 +3,7 @@
 Its one idea: a wrong value is told in the same words wherever it is passed (the callable, the argument, the
 value, what was expected, and what to write instead), before it reaches anything that would fail in words of
 its own. What means the right thing is taken: numpy's numbers and tensors of one element for Python's, and a
-timedelta for seconds. Imports errors and the standard library.
+timedelta for seconds.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 The one idea: everything that has made a job fail or slow is looked at before there is a job, and each line
 says that it is fine, or what is wrong and what to do. The last line is the proof: two ranks average an array,
 one is killed, and the other has to say so.
-
-Imports launch, rendezvous, env, errors and the core, and for the last line the collectives.
 """
 
 from __future__ import annotations

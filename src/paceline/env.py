@@ -1,8 +1,7 @@
 """The environment of a rank: what launchers write into it, and what Paceline reads out of it.
 
 Its one idea: whichever launcher started the process (`launchers` has the table), its variables become one
-checked `RankEnvironment`, and what is wrong or missing is told with all that was found. Imports errors,
-arguments and launchers.
+checked `RankEnvironment`, and what is wrong or missing is told with all that was found.
 """
 
 from __future__ import annotations

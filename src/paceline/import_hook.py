@@ -1,4 +1,4 @@
-"""Calls functions with each module that is imported from now on. Imports the standard library alone."""
+"""Calls functions with each module that is imported from now on."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Its one idea: a launcher is a row. Whoever starts the process, the same four numbers are looked for, and where
 a launcher says by other means where rank 0 is, or what no other job has in common with this one, a function
-of the environment finds that. `env` makes a checked `RankEnvironment` of it. Imports the standard library.
+of the environment finds that. `env` makes a checked `RankEnvironment` of it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@
 Ray places the workers where there is room, in no order; here they get their ranks by node, in blocks, and the
 variables that torchrun would have set. The job's secret goes to them as an argument of Ray's calls, and
 stands in no environment. A worker hands the exception of its rank back as text, so that the ranks that
-failed because of another one can be told from the first. Imports errors, arguments, launch and rendezvous,
-and ray when it is asked for.
+failed because of another one can be told from the first.
 """
 
 from __future__ import annotations
@@ -236,8 +235,8 @@ class _Outcome:
 
 def _leave(error: BaseException | None) -> None:
     """The process lives on, as Ray's: without this the others would wait for a rank that has ended."""
-    if "paceline.rendezvous.lifetime" in sys.modules:  # else this rank is in no group
-        from paceline.rendezvous import lifetime
+    if "paceline.health.lifetime" in sys.modules:  # else this rank is in no group
+        from paceline.health import lifetime
 
         if error is not None:
             lifetime.announce(error)

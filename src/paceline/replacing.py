@@ -4,8 +4,6 @@ A library that says `from torch.nn.parallel import DistributedDataParallel` hold
 under a name of its own, where an assignment to `torch.nn.parallel` changes nothing, and says nothing. So all
 modules are looked through, and an import hook looks through those that come later. The module that defines
 the other class stays as it is: our class has it as a base.
-
-Imports `errors`, `env`, `import_hook` and the standard library.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Its one idea: a process that is ready to answer owns an anonymous memory file named `paceline-stacks`, into
 which faulthandler writes its stacks on SIGUSR2. Whoever finds that file in /proc knows that the signal is
-safe to send, and reads the answer there; nothing listens, nothing is on disk. Imports only paceline.errors.
+safe to send, and reads the answer there; nothing listens, nothing is on disk.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which versions of a framework these files fit; asked before anything of its inside is touched.
-
-Imports env and errors.
-"""
+"""Which versions of a framework these files fit; asked before anything of its inside is touched."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ import sys
 import time
 from pathlib import Path
 
-from paceline.rendezvous.control import ControlChannel, form_channel
-from paceline.rendezvous.handshake import Facts
+from paceline.health.control_channel import ControlChannel, form_channel
+from paceline.health.handshake import Facts
 from paceline.rendezvous.secret import find_secret
 
 GUILTY = 3

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.rendezvous import control, tls
+from paceline.health import control_channel, tls
 from tests.hosts.listening import FolderExchange, facts_of
 from tests.hosts.namespaces import Hosts, why_not
 
@@ -59,7 +59,7 @@ def processor_s() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def held(channel: control.ControlChannel, name: str, hold_s: float) -> float:
+def held(channel: control_channel.ControlChannel, name: str, hold_s: float) -> float:
     """Processor seconds that the channel's thread takes in a second of a job that does nothing else."""
     encrypted = {each.is_encrypted for each in channel._connections.values()}
     assert encrypted == {name == WAYS[2]}, (name, encrypted)
@@ -89,7 +89,7 @@ def in_torch(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, flo
     wrapped, after = time.monotonic(), processor_s()
     model(torch.full((2, 4), exchange.rank + 1.0)).sum().backward()
     assert model.module.weight.grad.flatten().tolist() == [exchange.world_size + 1.0] * 4
-    (channel,) = [each for each in control._channels if not each._is_closed]
+    (channel,) = [each for each in control_channel._channels if not each._is_closed]
     second = held(channel, name, hold_s)
     dist.barrier()
     channel.close()  # the model may stay a while, as garbage
@@ -105,7 +105,7 @@ def alone(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, float]
     exchange = FolderExchange(folder / str(turn), facts.rank, facts.world_size)
     exchange.all_gather(b"", WITHIN_S)
     begun, used = time.monotonic(), processor_s()
-    channel = control.form_channel(exchange, facts, hosts, secret, WITHIN_S)
+    channel = control_channel.form_channel(exchange, facts, hosts, secret, WITHIN_S)
     formed, after = time.monotonic(), processor_s()
     second = held(channel, name, hold_s)
     exchange.all_gather(b"", WITHIN_S)

@@ -7,9 +7,9 @@ import os
 import pytest
 
 from paceline.errors import CollectiveError, PeerLostError
+from paceline.health.peer_monitor import MemoryWitness
 from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.host_reports import HostReports
-from paceline.reducer.witness import MemoryWitness
 from tests.harness import ranks
 from tests.multiprocess.meeting import tell, until_told
 

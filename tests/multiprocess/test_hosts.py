@@ -34,11 +34,11 @@ from paceline.errors import (
     SkippedPassError,
     UnusedParameterError,
 )
+from paceline.health import lifetime
 from paceline.reducer.between_hosts.exchange import HostExchange
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.routes import plan_route
 from paceline.reducer.between_hosts.wire import Begin, Envelope, Message, Transfer
-from paceline.rendezvous import lifetime
 from paceline.torch import DistributedDataParallel
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from paceline.torch.link.hosts import GlooTransport

@@ -30,6 +30,7 @@ LAYERS = (
     ("paceline.sharding",),
     ("paceline.reducer",),
     ("paceline.collectives",),
+    ("paceline.health",),
     ("paceline.rendezvous",),
     ("paceline.trace",),
     (

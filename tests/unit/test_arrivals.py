@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.rendezvous import arrivals
-from paceline.rendezvous.arrivals import Arrivals, quiet_s, unconfirmed_bytes
+from paceline.health import arrivals
+from paceline.health.arrivals import Arrivals, quiet_s, unconfirmed_bytes
 
 SILENCE_S = 3.0
 HOSTS = ((0, 1), (2, 3))

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import PeerLostError, RendezvousError
-from paceline.rendezvous import channel_tree, reception
-from paceline.rendezvous.channel_tree import MOST_IN_A_STAR, Neighbours, neighbours_of
+from paceline.health import channel_setup, channel_tree
+from paceline.health.channel_tree import MOST_IN_A_STAR, Neighbours, neighbours_of
 from paceline.rendezvous.frames import Frame
-from tests.unit.test_control import SECRET, Waiter, end, facts_of, form, kill
+from tests.unit.test_control_channel import SECRET, Waiter, end, facts_of, form, kill
 
 HOSTS = ((0, 1), (2, 3, 6), (4, 5))
 WITHIN_S = 60.0
@@ -114,15 +114,15 @@ def test_who_does_not_fit_is_refused_on_all_hosts_though_one_rank_alone_has_seen
 
 def test_a_rank_that_does_not_come_is_named_on_all_hosts(monkeypatch):
     """The first rank of its host gives up before the hub does, and tells it."""
-    join = reception._join
+    join = channel_setup._join
 
     def join_but_for_one(place, parent, told, **rest):
         if told[0].rank == 5:
             raise RendezvousError("it is stuck", seen="rank 5")
         return join(place, parent, told, **rest)
 
-    monkeypatch.setattr(reception, "_join", join_but_for_one)
-    monkeypatch.setattr(reception, "_SHARE_OF_A_HOST", 0.1)
+    monkeypatch.setattr(channel_setup, "_join", join_but_for_one)
+    monkeypatch.setattr(channel_setup, "_SHARE_OF_A_HOST", 0.1)
     for rank, error in enumerate(form(hosts=HOSTS, timeout_s=60.0)):
         assert isinstance(error, RendezvousError) and "rank 5" in error.seen, (rank, error)
         assert rank == 5 or "did not come" in error.seen

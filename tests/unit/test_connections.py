@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from paceline.rendezvous import lifetime
-from paceline.rendezvous.connections import close_once_arrived, shut_down, wait_until_arrived
+from paceline.health import lifetime
+from paceline.health.connections import close_once_arrived, shut_down, wait_until_arrived
 
 NBYTES = 400_000
 

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import paceline.collectives.failures  # noqa: F401  # lets the core raise errors of ours
 from paceline import _core
 from paceline.errors import MismatchError
+from paceline.health.control_channel import ControlChannel
 from paceline.reducer.between_hosts import hierarchical, routes, wire
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hosts
 from paceline.reducer.between_hosts.routes import Route, num_shares, plan_route
@@ -31,7 +32,6 @@ from paceline.reducer.between_hosts.value_messages import ValuesFlight
 from paceline.reducer.between_hosts.wire import Message, tag_of
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.protocol import Outcome, PassStatus
-from paceline.rendezvous.control import ControlChannel
 
 TIMEOUT_S = 60.0
 COUNTS = (5, 40_000, 17)

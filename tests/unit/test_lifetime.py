@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.rendezvous import lifetime
+from paceline.health import lifetime
 
 
 class Leaving:

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import DeadlineError, PeerLostError
+from paceline.health.peer_monitor import Witness
 from paceline.reducer.between_hosts import partner_waits
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share, plan_of_shares
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_buckets
-from paceline.reducer.witness import Witness
 
 ITEMSIZES = {"float32": 4, "float16": 2, "float64": 8}
 WAIT_S = 20.0

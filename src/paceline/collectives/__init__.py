@@ -1,5 +1,4 @@
 """The group: collectives on numpy arrays over the memory that the ranks of a host share.
 
-`group` is what users hold; `failures` words the core's errors. May import rendezvous, arguments, errors, env
-and the core. Not public.
+`group` is what users hold; `failures` words the core's errors. Not public.
 """

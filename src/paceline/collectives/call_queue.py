@@ -1,8 +1,7 @@
 """One thread per group that makes its asynchronous calls, in call order.
 
 A group's collectives must run in the same order on every rank, so one thread and one queue are exactly what
-they need. Synchronous calls skip the queue while it is empty, and wait for it otherwise. Imports errors and
-rendezvous.
+they need. Synchronous calls skip the queue while it is empty, and wait for it otherwise.
 
 A signal handler may interrupt the main thread anywhere in here, and make a call itself. So the guard can be
 taken again by the thread that holds it, and whoever finds the queue half changed by itself raises.

@@ -1,7 +1,7 @@
 """The words of the core's errors. Its one idea: facts in, one exception of errors.py out; pure.
 
 The core reports what it saw as a dict (cpp/bind/failures.cc): the reason, the culprit, how long this rank
-waited, what each rank was calling, and whether it is alive. Imports rendezvous, errors and the core.
+waited, what each rank was calling, and whether it is alive.
 """
 
 from __future__ import annotations

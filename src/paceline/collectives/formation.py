@@ -1,4 +1,4 @@
-"""From an Exchange to the core of a group. Imports rendezvous, errors and the core."""
+"""From an Exchange to the core of a group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from paceline import _core
 from paceline.collectives.failures import describe_slow, number_ranks
 from paceline.errors import RendezvousError, format_ranks
-from paceline.rendezvous import lifetime
+from paceline.health import lifetime
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import NONCE_BYTES, HostMemory, share_memory
 
@@ -19,10 +19,12 @@ _log = logging.getLogger("paceline")
 
 
 def share(exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float = 10.0) -> HostMemory:
-    """`share_memory`, where whom this rank waits for is logged. Collective; raises what that raises."""
-    return share_memory(
+    """`share_memory` that logs slow ranks; closed when the process ends. Collective; raises the same."""
+    memory = share_memory(
         exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s, slow=_report_slow
     )
+    lifetime.watch(memory.host_group)
+    return memory
 
 
 def _report_slow(facts: Mapping[str, Any]) -> None:

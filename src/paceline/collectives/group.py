@@ -1,7 +1,7 @@
 """Group: what users hold. Collectives on numpy arrays between the ranks of one host.
 
 Its one idea: check the arguments here, where an error can name them, and leave everything else to the
-core. Imports rendezvous, arguments, errors and the core; no framework.
+core.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paceline.collectives.member_exchange import MemberExchange
 from paceline.collectives.ops import ReduceOp, parse_op
 from paceline.collectives.work import TransferWork, Work, make_behind
 from paceline.errors import ConfigError
-from paceline.rendezvous import lifetime
+from paceline.health import lifetime
 
 Seconds = float | timedelta | None
 _EQUAL = 1.0  # the weight of a rank that was given none

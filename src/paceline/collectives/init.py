@@ -1,7 +1,4 @@
-"""`paceline.init`: from arguments or the environment to a Group.
-
-Imports rendezvous, arguments, env, the core, and of this folder group.
-"""
+"""`paceline.init`: from arguments or the environment to a Group."""
 
 from __future__ import annotations
 

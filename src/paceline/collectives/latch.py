@@ -1,4 +1,4 @@
-"""Closed, then open for ever. Imports only the standard library.
+"""Closed, then open for ever.
 
 Lighter than a threading.Event. And a signal handler may interrupt a wait anywhere: the interrupted thread
 holds nothing then that another wait, or the thread which opens the latch, would need.

@@ -1,7 +1,5 @@
 """An Exchange between some ranks of an existing group, by messages from each to each.
 
-Imports rendezvous and the core.
-
 The one idea: each rank waits for every other one itself. If one of them collected for all, those who wait for
 it would blame it, although it waits for somebody else.
 """

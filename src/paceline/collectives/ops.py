@@ -1,7 +1,4 @@
-"""Reductions and element types, with the numbers that the core knows them by.
-
-Imports arguments and the core.
-"""
+"""Reductions and element types, with the numbers that the core knows them by."""
 
 from __future__ import annotations
 

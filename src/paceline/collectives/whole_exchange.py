@@ -1,4 +1,4 @@
-"""An Exchange between all ranks of an existing group, by its own all_gather. Imports rendezvous and the core.
+"""An Exchange between all ranks of an existing group, by its own all_gather.
 
 The one idea: in a collective, everybody sees who is missing. Between members that send to a hub, those who
 wait for the hub would blame it, although the hub itself waits for somebody else.

@@ -1,4 +1,4 @@
-"""What an asynchronous call returns. Imports rendezvous, arguments, errors and the core.
+"""What an asynchronous call returns.
 
 The core knows addresses only; what is under way keeps its arrays alive here, even if the caller drops both
 the array and the Work.

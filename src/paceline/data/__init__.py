@@ -1,7 +1,4 @@
-"""Which samples each rank trains on: pure index arithmetic.
-
-Imports numpy, `arguments`, `errors`, `env` and the core.
-"""
+"""Which samples each rank trains on: pure index arithmetic."""
 
 from paceline.data.batch_sampler import DistributedBatchSampler
 from paceline.data.bucketed import BucketedSampler

@@ -1,4 +1,4 @@
-"""What samplers are made of, checked where it comes in. Imports errors and paceline.arguments."""
+"""What samplers are made of, checked where it comes in."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The one idea: at each step the ranks together take the next places of one order. So what all of them have
 trained on after any number of steps is a prefix of the order, one number, and the rest can be dealt to
-another number of ranks. Imports only its neighbours here.
+another number of ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Evaluation: every sample once, on some rank, and the predictions back in the data set's order.
 
 The one idea: a rank gets a contiguous part, so that the parts, one after the other, are the data set; nothing
-is repeated, so nothing has to be cut off before a metric. Imports arguments, errors and no framework: arrays
-are numpy's, and the group is anything with numpy's `all_gather` (a `paceline.Group`).
+is repeated, so nothing has to be cut off before a metric.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The one idea: an order is a function of (length, key) and stores nothing that grows with the length, so any
 rank can ask for any places at any time: to deal them out, to skip those already trained on, to start again
-with another number of ranks. Imports numpy and the core.
+with another number of ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a sampler's process stands: its rank, and of how many. Imports arguments and env; no framework.
+"""Where a sampler's process stands: its rank, and of how many.
 
 Arguments win; then torch.distributed, if it is loaded and initialised (looked up, never imported); then the
 launcher's variables, Paddle's among them.

@@ -1,4 +1,4 @@
-"""States of samplers: whether one fits the sampler that is to go on from it. Imports arguments and errors."""
+"""States of samplers: whether one fits the sampler that is to go on from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SubsetDistributedSampler: a part of a data set, by its indices. Imports arguments and its neighbours."""
+"""SubsetDistributedSampler: a part of a data set, by its indices."""
 
 from __future__ import annotations
 

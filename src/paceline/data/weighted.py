@@ -1,7 +1,7 @@
 """WeightedDistributedSampler: samples drawn by weight, shared by the ranks.
 
 The one idea: draw number p of an epoch is a function of (seed, epoch, p), on whichever rank, so that draws
-can be dealt out and resumed as places of a permutation can. Imports arguments, errors and its neighbours.
+can be dealt out and resumed as places of a permutation can.
 """
 
 from __future__ import annotations

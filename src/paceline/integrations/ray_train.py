@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.health import lifetime
 from paceline.integrations.versions import tested_with
 from paceline.ray import secret_for_workers
-from paceline.rendezvous import lifetime
 from paceline.rendezvous.secret import JobSecret, adopt_secret
 from paceline.torch import DistributedDataParallel
 

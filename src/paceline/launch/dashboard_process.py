@@ -1,6 +1,6 @@
 """The launcher's end of `--dashboard`: starts the process that serves the page, and ends it with the job.
 
-Whatever goes wrong with the page, the job goes on. Imports errors and its neighbours.
+Whatever goes wrong with the page, the job goes on.
 """
 
 from __future__ import annotations

@@ -5,8 +5,7 @@ script does nothing before it imports torch, nobody can tell who has imported it
 *template*, becomes all ranks by fork, and ends; the supervisor, a subreaper, inherits them as its children.
 What a rank then sees is what a Python of its own would show it: arguments, environment, streams, `__main__`.
 
-This file is the supervisor's side; `template.py` runs in the other processes. Imports the standard library
-and its neighbours.
+This file is the supervisor's side; `template.py` runs in the other processes.
 """
 
 from __future__ import annotations

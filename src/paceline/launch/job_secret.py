@@ -1,8 +1,7 @@
 """A secret for a job of one host, in memory that its ranks inherit.
 
 Its one idea: what stands in the environment is shown to whoever prints it, and what stands on a command line
-to everybody on the machine; a descriptor is shown to nobody. Imports errors, `rendezvous` and its
-neighbours.
+to everybody on the machine; a descriptor is shown to nobody.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ def is_importing_main() -> bool:
 
 def _tell_other_ranks(error: BaseException) -> None:
     """The others raise at once, and quote the exception."""
-    if "paceline.rendezvous.lifetime" in sys.modules:  # else this rank is in no group
-        from paceline.rendezvous import lifetime
+    if "paceline.health.lifetime" in sys.modules:  # else this rank is in no group
+        from paceline.health import lifetime
 
         lifetime.announce(error)
 

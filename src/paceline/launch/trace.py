@@ -1,8 +1,7 @@
 """What the launcher does about the recording of its job: a folder before, a trace file after.
 
 The one idea: a recording never keeps a job from training. What is wrong with the file of `--trace` is told
-before anything starts; what goes wrong later is a line on the screen. Imports tracing, errors and its
-neighbours.
+before anything starts; what goes wrong later is a line on the screen.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The one idea: an answer is about one script on one kind of machine. A machine is its processor and its usable
 cores, so that the nodes of a cluster with a common home folder share an answer if they are alike, and have
-answers of their own if they are not. Imports errors and its neighbours.
+answers of their own if they are not.
 """
 
 from __future__ import annotations

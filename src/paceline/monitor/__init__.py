@@ -1,5 +1,4 @@
 """What a running job does now: `paceline top`, the page of `--dashboard`, and its metrics for Prometheus.
 
-Not public. Reads what ranks record (`paceline.trace`); no rank and no launcher imports it. Imports trace,
-errors and the standard library; rich, when `paceline top` draws.
+Not public. Reads what ranks record (`paceline.trace`); no rank and no launcher imports it.
 """

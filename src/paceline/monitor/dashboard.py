@@ -2,8 +2,7 @@
 
 It is a process of its own, which reads what the ranks have recorded. However slow a browser is,
 neither the ranks nor the launcher notice. It answers only who knows the token, and only under the names of
-this machine, so that no page of a stranger can read it through the browser. Imports its neighbours, tracing,
-errors and the standard library.
+this machine, so that no page of a stranger can read it through the browser.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a job did since somebody watches: a point for each second, and what went wrong. Pure.
 
 The number of points is bounded. When there are too many, two neighbours become one, so that a
-job of a week has as many as one of ten minutes. Imports its neighbours, tracing and the standard library.
+job of a week has as many as one of ten minutes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """What a job does now, in the text format that Prometheus reads. Pure.
 
-The format: https://prometheus.io/docs/instrumenting/exposition_formats/, version 0.0.4. Imports its
-neighbours, tracing and the standard library.
+The format: https://prometheus.io/docs/instrumenting/exposition_formats/, version 0.0.4.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What a job does now, from the newest records of its ranks: one pure function, and what it returns.
 
 A window of some seconds tells all rates. A step is a pass: a backward that is averaged. All
-views draw this, and compute nothing. Imports its neighbours, tracing and the standard library.
+views draw this, and compute nothing.
 """
 
 from __future__ import annotations

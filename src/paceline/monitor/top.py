@@ -1,7 +1,4 @@
-"""`paceline top`: what a job does now, drawn in a terminal once in a second.
-
-Imports its neighbours, tracing, errors and the standard library; rich, when it draws.
-"""
+"""`paceline top`: what a job does now, drawn in a terminal once in a second."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Watches a job that runs, from another process: its folder, its ranks' files, and /proc.
-
-Imports its neighbours, tracing, errors and the standard library.
-"""
+"""Watches a job that runs, from another process: its folder, its ranks' files, and /proc."""
 
 from __future__ import annotations
 

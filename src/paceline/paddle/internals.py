@@ -20,7 +20,7 @@ from paddle.distributed import ParallelEnv, parallel
 from paddle.io.dataloader import dataloader_iter
 from paddle.nn.utils.spectral_norm_hook import SpectralNorm
 
-from paceline.rendezvous.connections import connected_sockets, send_at_once
+from paceline.health.connections import connected_sockets, send_at_once
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -2,8 +2,6 @@
 
 Every rank describes its model as plain data and exchanges a digest of it. Only where digests differ are the
 full descriptions exchanged, as JSON, so that every rank can name the first difference by parameter and rank.
-
-Imports only the standard library, `errors` and `rendezvous`.
 """
 
 from __future__ import annotations

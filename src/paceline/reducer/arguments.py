@@ -1,7 +1,6 @@
 """Arguments that both front ends' wrappers have, checked alike.
 
-The one idea: an argument is honoured, or refused with a sentence; none is silently ignored. Imports `errors`
-and `arguments`.
+The one idea: an argument is honoured, or refused with a sentence; none is silently ignored.
 """
 
 from __future__ import annotations

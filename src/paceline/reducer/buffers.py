@@ -4,8 +4,6 @@ They are synchronised at the end of backward, so that a forward waits for no oth
 user's program writes between two steps is therefore another on each rank in the next forward, unless all
 ranks write the same. `BufferWrites` notices such writes, the end of backward reports them, and
 `BufferSync.check_writes` raises on every rank if the values differ.
-
-Imports only the standard library, the core, `errors` and its neighbours.
 """
 
 from __future__ import annotations

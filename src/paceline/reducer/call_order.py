@@ -4,8 +4,6 @@ The one idea: an engine pairs the calls of different ranks by their order, and w
 up, or ends the process. So the passes of all models over one group take turns, in the order in which they
 began: a pass makes its first call when all before it have made their last. Which gradients a rank has, and
 in which order they come, then decides when a bucket is launched, and not what comes before it.
-
-Imports only the standard library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The control channel of a framework's process group whose ranks are on several hosts: one for each group.
-
-Imports rendezvous, tracing, `env`, its neighbours and the standard library.
-"""
+"""The control channel of a framework's process group whose ranks are on several hosts: one for each group."""
 
 from __future__ import annotations
 
@@ -16,10 +13,10 @@ from importlib.metadata import version
 from typing import Any
 
 from paceline.env import job_id_from_environment
+from paceline.health.channel_tree import HUB
+from paceline.health.control_channel import ControlChannel, form_channel
+from paceline.health.handshake import Facts
 from paceline.reducer.peers import Ranks
-from paceline.rendezvous.channel_tree import HUB
-from paceline.rendezvous.control import ControlChannel, form_channel
-from paceline.rendezvous.handshake import Facts
 from paceline.rendezvous.secret import FILE_VARIABLE, JobSecret, find_secret
 from paceline.trace.far_ranks import FarRanks
 from paceline.trace.recording import recording

@@ -1,7 +1,6 @@
 """Communication hooks: functions of the user's that average a bucket of gradients, in any framework.
 
 A hook gets a state and a bucket, and returns the tensor that replaces the bucket's buffer, or a future of it.
-Imports only the standard library, rendezvous, `arguments`, `errors` and its neighbours.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The one idea: every rank gathers everybody's codes and adds them up in float32, in the order of ranks, so
 nothing is rounded but once, at its origin, and that rank adds what was lost to its next gradient.
 
-Words: a *row* is what one rank sends of one bucket: its weight, then the codes. Imports the core, numpy and
-`errors`, `arguments`; tensors are addresses here.
+Words: a *row* is what one rank sends of one bucket: its weight, then the codes.
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ Steps of a pass:
    so there the status waits for the buckets, and counts the sums that are not finite, too.
 The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous pass),
 which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
-
-Imports only the standard library, `errors`, the core and its neighbours.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Waiting for somebody else's all-reduce: up to a deadline, and how its failures are told.
 
 The one idea: what a process group knows of a failure is little (no rank, no name), so the error says which
-bucket it was and which parameters lie in it, and asks a witness for the rank where there is one. Imports only
-what is in this folder, rendezvous, `errors` and the standard library.
+bucket it was and which parameters lie in it, and asks a witness for the rank where there is one.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError, format_ranks
+from paceline.health.liveness_check import LateRanks
+from paceline.health.peer_monitor import Witness
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import Witness
-from paceline.rendezvous.answers import LateRanks
 
 _SHORTEST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.001

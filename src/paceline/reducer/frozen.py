@@ -3,8 +3,6 @@
 The one idea: with its counts of forwards a rank tells a digest of the frozen parameters that got no
 gradient. Where the digests differ the pass is void, as it is where the numbers do; and where a digest is not
 that of all that a rank left unused, more is unused than what is frozen. So all ranks judge alike.
-
-Imports only the standard library and `protocol`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 The one idea: replicas that have made the same good passes hold the same weights. Where the numbers differ (a
 rank comes anew, or an error told some ranks of a pass and not others) the weights themselves are compared.
-
-Imports only the standard library, `errors` and `rendezvous.exchange`.
 """
 
 from __future__ import annotations

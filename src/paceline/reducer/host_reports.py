@@ -1,7 +1,4 @@
-"""Reports of ranks that share a host, exchanged in memory and not over a process group.
-
-Imports numpy, the core, `errors` and the standard library.
-"""
+"""Reports of ranks that share a host, exchanged in memory and not over a process group."""
 
 from __future__ import annotations
 

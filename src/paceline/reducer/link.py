@@ -4,8 +4,6 @@ The one idea: the memory that the ranks of one host share and a process group of
 things, so nothing above knows which it is. Each front end has a `MemoryLink`, a `GroupLink`, one between
 hosts, whose reducer sums within each host first (`hierarchical.py`), and one that gives buckets to a user's
 hook and leaves all else to another link.
-
-Imports numpy, the core and its neighbours.
 """
 
 from __future__ import annotations
@@ -17,13 +15,13 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from paceline import _core
+from paceline.health.peer_monitor import Tell, Witness
 from paceline.reducer.call_order import CallOrder
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.owners import Ranges
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.sum_order import join_in_order
-from paceline.reducer.witness import Tell, Witness
 
 _Tensor = TypeVar("_Tensor")
 

@@ -3,8 +3,6 @@
 The one idea: where each rank updates a part of the parameters (`ShardedOptimizer`), the mean of an element is
 needed on one rank only, its owner. Models and optimizers are made in any order, so a table stands between
 them. Owners change where an optimizer is made, which all ranks do together, and never by a garbage collector.
-
-Imports errors, the core and the standard library.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ in every pass the same parameters are used. Whether a parameter was used only it
 gradient that is left from before (zeros, after zero_grad(set_to_none=False)) is averaged like any other. So
 each rank compares its pass with its first one, and says instead of its counts of forwards that they differ;
 then all tell all.
-
-Imports only the standard library, `errors` and its neighbours.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 The one idea: a rank's report is a few bytes, and the verdict on the pass is a function of everybody's.
 Whoever moves the bytes, a process group or the messages between hosts, asks here what they mean.
-
-Imports the standard library, `protocol` and nothing else.
 """
 
 from __future__ import annotations

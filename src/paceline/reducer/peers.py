@@ -1,7 +1,4 @@
-"""The ranks that train one model, as far as no framework is needed: a `paceline.Group`, and who is known.
-
-Imports `collectives`, `rendezvous`, `errors`, the core and the standard library.
-"""
+"""The ranks that train one model, as far as no framework is needed: a `paceline.Group`, and who is known."""
 
 from __future__ import annotations
 

@@ -8,8 +8,6 @@ The one idea: parameters lie in the arena one after another, in the order in whi
 gradients, and buckets are just ranges of it. So a large parameter spreads over several buckets and is
 still one contiguous view. Buckets split a parameter only between segments: statistics that are summed segment
 by segment then do not depend on the bucket size.
-
-Imports `errors`, and of the core one number.
 """
 
 from __future__ import annotations

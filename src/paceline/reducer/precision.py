@@ -1,7 +1,7 @@
 """Mixed precision as the wrappers of both front ends take it: the dtypes of a forward and of what follows.
 
 The one idea: an object with three attributes describes a precision, as torch's `_MixedPrecision` has them;
-each front end says what a dtype is, and casts. Imports `errors` and `arguments`.
+each front end says what a dtype is, and casts.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Three classes satisfy it: `paceline._core.Reducer`, in C++ over memory that the 
 `paceline.reducer.engine.EngineReducer`, over somebody else's asynchronous all-reduce; and
 `HierarchicalReducer` of `paceline.reducer.between_hosts`, over the memory of several hosts and messages
 between them. All give the same answers, so a front end has one code path.
-
-Imports only the standard library and the core.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 A skipped `optimizer.step()`, another learning rate, a weight written on one rank: gradients are averaged all
 the same, and the replicas drift. The one idea: every rank hashes each of its tensors to 64 bits and one hash
 of all of them is exchanged; only where these differ the others are, to name the rank and the tensors.
-
-Imports only the core, the standard library and `errors`.
 """
 
 from __future__ import annotations

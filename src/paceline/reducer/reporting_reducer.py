@@ -3,8 +3,6 @@
 The one idea: who moves the bytes decides how a pass is completed, and nothing else. What was marked, weighed
 and noted, how the reports are judged, what is asked about the pass afterwards, and that nothing goes on after
 a failure, is here.
-
-Imports only the standard library, the core, `errors`, `tracing` and its neighbours.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ The one idea: a gradient that is there in part must not be taken for a whole one
 with it, would differ from rank to rank, and nobody would see. So each parameter has a *stand-in*, which a
 front end puts where a gradient is looked for, and which raises on every rank. `ShardedOptimizer` asks for the
 part that is here.
-
-Imports errors and its neighbours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What is known of the passes of a wrapped model without any cost, in one object: `stats()`.
-
-Imports the standard library.
-"""
+"""What is known of the passes of a wrapped model without any cost, in one object: `stats()`."""
 
 from __future__ import annotations
 

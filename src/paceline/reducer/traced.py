@@ -1,7 +1,4 @@
-"""`trace()` of a wrapped model: all its ranks record for a while, and rank 0 writes what they have recorded.
-
-Imports its neighbours, `tracing`, `errors` and the standard library.
-"""
+"""`trace()` of a wrapped model: all its ranks record for a while, and rank 0 writes the recordings."""
 
 from __future__ import annotations
 

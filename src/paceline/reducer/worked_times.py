@@ -2,7 +2,6 @@
 
 The one idea: a backward that waits for others ends at the same time everywhere, so only the time until a rank
 begins to wait tells who is slow. The core does the same for ranks that share memory (`note_arrivals`).
-Imports the standard library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What users may ask of a wrapped model, in any framework. Mixed into each front end's module.
-
-Imports only what is in this folder, the standard library, `arguments` and `errors`.
-"""
+"""What users may ask of a wrapped model, in any framework. Mixed into each front end's module."""
 
 from __future__ import annotations
 

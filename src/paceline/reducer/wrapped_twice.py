@@ -1,7 +1,7 @@
 """A wrapper of the framework around ours, or ours around one: both average, in an order that timing decides.
 
 What one of them reads may be a mean of the other already, or this rank's own gradient: 1 and 2 give 1.25 as
-well as 1.5. So it is refused, with the line to remove. Imports only the standard library and `errors`.
+well as 1.5. So it is refused, with the line to remove.
 """
 
 from __future__ import annotations

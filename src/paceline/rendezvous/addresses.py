@@ -1,7 +1,6 @@
 """Which address a host name stands for, over which interface this host reaches it, and who answers there.
 
 Its one idea: ask the kernel, which knows the way, and say in time what a framework would wait for in silence.
-Imports errors and the standard library.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 A framework that is told different world sizes, or the same rank twice, waits for somebody who will never
 come. Here each rank writes down who it is, reads what all have written, and judges it: all read the same, so
-all come to the same verdict. Imports errors, the standard library, and from this folder `addresses`,
-`roll_call`, `signatures` and `deadline`.
+all come to the same verdict.
 """
 
 from __future__ import annotations

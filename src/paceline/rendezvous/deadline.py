@@ -1,4 +1,4 @@
-"""A point in time until which one may wait, also for calls that know none. Imports the standard library."""
+"""A point in time until which one may wait, also for calls that know none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The one thing a rendezvous needs: every rank hands in some bytes, and gets everybody's.
 
 Whatever can do that (our Unix-socket hub, an existing group, torch's store, torch's process group) can
-form a group. Imports nothing but the standard library.
+form a group.
 """
 
 from __future__ import annotations

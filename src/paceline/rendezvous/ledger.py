@@ -2,8 +2,6 @@
 
 The process of rank 0 serves them to whoever connects: a request is one line of JSON, and so is the answer.
 What is written there is not secret and not trusted: whoever writes signs (`signatures`).
-
-Imports `deadline` and the standard library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Why the kernel refuses memory, files or sockets: which limit of this process it is, and how to lift it.
-
-Imports errors and the standard library.
-"""
+"""Why the kernel refuses memory, files or sockets: which limit of this process it is, and how to lift it."""
 
 from __future__ import annotations
 

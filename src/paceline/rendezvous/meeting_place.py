@@ -1,8 +1,7 @@
 """The abstract socket name where the ranks of a job meet on their host, and who sits there if not rank 0.
 
 An abstract name has no owner: whoever binds it first has it. So it is made from a secret where the launcher
-has given the job one, and where another process holds it, all ranks say which and how to go on. May import
-errors, env and the rest of this folder.
+has given the job one, and where another process holds it, all ranks say which and how to go on.
 """
 
 from __future__ import annotations

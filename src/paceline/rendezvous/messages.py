@@ -2,7 +2,6 @@
 
 Whatever bytes come, reading them gives values of the expected kinds or raises one error that says what is
 wrong with them: a stranger's bytes must not end a job, and another rank's must be told as that rank's.
-Imports errors and the standard library.
 """
 
 from __future__ import annotations

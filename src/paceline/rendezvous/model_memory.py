@@ -1,4 +1,4 @@
-"""Memory for the one copy of a model that the ranks of each host share. Imports errors and the core.
+"""Memory for the one copy of a model that the ranks of each host share.
 
 A file without a name of its own, beside the region: it is as large as the model, and outlives the group.
 Each rank puts memory behind its share of it, in the order of ranks: so a sharded optimizer, which deals

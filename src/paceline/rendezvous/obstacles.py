@@ -1,4 +1,4 @@
-"""Why a rank can't share memory, told to the others, so that all of them raise. Imports errors.
+"""Why a rank can't share memory, told to the others, so that all of them raise.
 
 The one idea: a rank that meets a limit of its own does not raise alone; it says so in the next exchange, and
 all ranks raise the same error.

@@ -4,8 +4,6 @@ A process group does not tell. The store through which it was formed does: whoev
 roll there, every rank that is in the same call sees that within a moment and answers, and who does not answer
 is missing. Ranks of one host also look whether the process of a missing rank is dead or stopped. While all
 goes well nothing is written but where each process is, once; the store is read only in calls that take long.
-
-Imports `errors`, `stacks`, `deadline` and the standard library.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Its one idea: it lies where only this user can read it, in a file of mode 0600 or in memory that a launcher
 hands on to its ranks, and crosses no network; each side shows that it knows it by answering the other's
-challenge (see `handshake`). May import errors.
+challenge (see `handshake`).
 """
 
 from __future__ import annotations

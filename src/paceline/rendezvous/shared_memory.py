@@ -20,7 +20,6 @@ from typing import Any
 
 from paceline import _core
 from paceline.errors import PacelineError, RegionError, format_ranks
-from paceline.rendezvous import lifetime
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.descriptors import SHARE_OF_TAKING, DescriptorServer, take_descriptor
 from paceline.rendezvous.exchange import Exchange
@@ -146,7 +145,6 @@ def share_memory(
         _close(fd)
     _join(host_group, exchange, obstacle, name, deadline)
     assert host_group is not None
-    lifetime.watch(host_group)
     return HostMemory(host_group, tuple(tuple(ranks) for ranks in hosts.values()))
 
 

@@ -2,8 +2,7 @@
 
 A store takes the words of everybody who reaches its port. Its one idea: each value carries a code over itself
 and its key, made with the job's secret; what has none, or a wrong one, is not acted upon. Counters cannot
-carry one: whoever changes those can make ranks wait, up to their deadline, and no more. Imports `messages`,
-`roll_call` and the standard library.
+carry one: whoever changes those can make ranks wait, up to their deadline, and no more.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 What a framework would wait for in silence, or meet as an error without a name, is found here: on this rank,
 or once all have come (`attendance`). Both front ends do the same, each with a ledger of its own.
-
-Imports `env`, `errors` and its neighbours.
 """
 
 from __future__ import annotations

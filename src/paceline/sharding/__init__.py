@@ -1,5 +1,4 @@
 """An optimizer's step that the ranks share: who updates which elements, and what they compare before.
 
-Framework-free. Not public. Imports reducer, collectives, rendezvous, arguments, errors and the
-core.
+Framework-free. Not public.
 """

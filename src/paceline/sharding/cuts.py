@@ -6,8 +6,6 @@ of each rank end: every rank gets as much as any other, and only one parameter i
 Words: a *piece* is a run of elements of one parameter, in the order of its memory, which one rank updates. It
 is *whole* if it is all of its parameter. Parameters that must not be cut are dealt whole, balanced by size.
 What a rank was dealt of a parameter may be several pieces, one after the other, each of which fits a cache.
-
-Imports only the standard library.
 """
 
 from __future__ import annotations

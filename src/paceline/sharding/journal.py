@@ -5,7 +5,7 @@ the block's parameters and state are; so whoever finds it half written puts the 
 there. Parameters, state and copies lie in memory of all ranks, and what is done is noted in the ledger.
 
 Framework-free: a front end says where its pieces are (`JournaledPieces`), and how its optimizer makes the
-step of a block (`Part`). Imports its neighbours, and what is below.
+step of a block (`Part`).
 """
 
 from __future__ import annotations

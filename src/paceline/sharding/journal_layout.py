@@ -1,6 +1,6 @@
 """Where everything of a journal lies, and in which blocks a step is made. Pure.
 
-See `paceline.sharding.journal` for what a journal is. Imports its neighbours, arguments, errors and the core.
+See `paceline.sharding.journal` for what a journal is.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ half within the whole, bit for bit, treats every element by itself. Two optimize
 tensor are compared with one on all of it, over several steps and with what they remember. The same test on
 whole tensors finds optimizers that cannot be divided at all, because the update of one parameter depends on
 others.
-
-Imports only its neighbours.
 """
 
 from __future__ import annotations

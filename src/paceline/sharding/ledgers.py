@@ -3,8 +3,6 @@
 The one idea: what one rank has written, all see at once. So the ranks of a host write down, in the same
 memory, whether they make a step, and which parts of it are written; this outlives them. A rank that loses
 another one in the middle looks there, and knows whether it has a whole step, none, or half of one.
-
-Imports reducer and errors.
 """
 
 from __future__ import annotations

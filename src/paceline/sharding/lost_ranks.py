@@ -1,4 +1,4 @@
-"""What a rank that is lost at a step of the optimizer means, in words. Imports errors."""
+"""What a rank that is lost at a step of the optimizer means, in words."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 The one idea: each rank brings four numbers (what it calls, how often it has met, a hash of all
 hyperparameters, a hash of which gradients are there), and only where these differ the facts behind them
 travel, to say in the same words on every rank what differs and where.
-
-Imports reducer, errors and the core.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Who updates which part of each parameter, told to the passes that scatter gradients.
-
-Imports reducer.
-"""
+"""Who updates which part of each parameter, told to the passes that scatter gradients."""
 
 from __future__ import annotations
 

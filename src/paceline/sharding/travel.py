@@ -2,8 +2,6 @@
 
 The one idea: both ways do the same things, and the optimizer sees no difference: `gather` a few numbers,
 `meet`, and `spread` what each rank has written, with how each has fared.
-
-Imports reducer and the core.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from paceline import _core
+from paceline.health.peer_monitor import MemoryWitness
 from paceline.reducer.link import Link
-from paceline.reducer.witness import MemoryWitness
 from paceline.sharding.meeting import NUMBERS_BYTES
 
 IDLE = 1

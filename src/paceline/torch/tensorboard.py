@@ -1,7 +1,4 @@
-"""What a program logs, as scalars for TensorBoard, by torch's own writer.
-
-Imports tracing and errors.
-"""
+"""What a program logs, as scalars for TensorBoard, by torch's own writer."""
 
 from __future__ import annotations
 

@@ -2,6 +2,4 @@
 
 Not public. Users call `paceline run --trace`, `paceline trace`, and `trace()` of a wrapped model. Only
 `recording.py` needs the core; all else reads files, so that a launcher, which does not load numpy, can.
-
-Imports errors, arguments, the core and the standard library.
 """

@@ -1,7 +1,4 @@
-"""How large a batch is, by what a model is called with. Pure; knows tensors by their `shape` alone.
-
-Imports the standard library.
-"""
+"""How large a batch is, by what a model is called with. Pure; knows tensors by their `shape` alone."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A process is a host, a thread is a rank (and a model, where there are several); an arrow leads from the rank
 that came last to each one that waited for it. Times are in microseconds since the first slice. Pure, but for
-`write`. Imports its neighbours, errors and the standard library.
+`write`.
 
 Source: "Trace Event Format", Google, 2016.
 """

@@ -2,8 +2,7 @@
 
 The one idea: no rank leaves a pass before every rank has come to its end. So of each pass we know on which
 side of the truth a guess is: what host B's last rank did before host A's first rank went on, and the reverse.
-Over many passes both bounds close in to the time of a message. Pure. Imports its neighbours and the standard
-library.
+Over many passes both bounds close in to the time of a message. Pure.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ file, of which the first 3072 are those of a ring's file (`ring_file`):
     0       header
     1024    totals at the end of the first pass, and those of the last look
     3072    the number of the writing, when it was received, the state, words as JSON, the number again
-
-Imports its neighbours and the standard library.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 The one idea: each job of a launcher has a folder of its own below one folder per user, which nobody else may
 look into. A job that ends well takes its folder along; one that fails leaves it, and the oldest of these go
 when there are many. While a job runs, its launcher has a lock on its folder, which nobody else can take, in
-whatever container they are: a folder that can be locked is one of a job that has ended. Imports its
-neighbours, errors and the standard library.
+whatever container they are: a folder that can be locked is one of a job that has ended.
 """
 
 from __future__ import annotations

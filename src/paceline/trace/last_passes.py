@@ -1,7 +1,4 @@
-"""The last passes of all ranks as a table for people, and what each rank was doing last. Pure.
-
-Imports its neighbours and the standard library.
-"""
+"""The last passes of all ranks as a table for people, and what each rank was doing last. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Values that a program logs, such as its loss, for who looks while it runs.
-
-Imports its neighbours and the standard library.
-"""
+"""Values that a program logs, such as its loss, for who looks while it runs."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 The one idea: whoever has something to note asks `recording.note`, which is None while nothing is recorded;
 that is all that it costs then. A recording is begun by the launcher's variable, or by `trace()` of a model.
 The memory of a ring stays mapped until the process ends: another thread may be in the middle of a note.
-
-Imports its neighbours, the core and the standard library.
 """
 
 from __future__ import annotations

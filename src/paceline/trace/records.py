@@ -1,7 +1,7 @@
 """The words of a recording: what a rank notes while it trains, and how a note lies in memory.
 
 The one idea: a record is 32 bytes, of which the core writes some and Python the others. `Event` has the same
-numbers as `Event` in cpp/core/recorder.h. Imports the standard library.
+numbers as `Event` in cpp/core/recorder.h.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ its disk space is reserved first, so that writing cannot fail. Bytes of the file
     65536   records (`records.py`), as many as the header tells
 
 A reader takes nothing for granted: a folder may be another user's, and a file may be cut off, or hold
-anything. What no rank writes is one error, "This recording is damaged". Imports its neighbours, errors and
-the standard library.
+anything. What no rank writes is one error, "This recording is damaged".
 """
 
 from __future__ import annotations

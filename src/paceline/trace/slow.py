@@ -2,7 +2,7 @@
 
 The one idea: backward is a barrier, so every rank has the same step and only its own work tells who is slow.
 Whatever a rank does more of than the others, for each step, may be the cause; the part of the difference that
-it explains decides. Pure. Imports its neighbours and the standard library.
+it explains decides. Pure.
 """
 
 from __future__ import annotations

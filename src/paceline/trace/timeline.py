@@ -2,7 +2,7 @@
 
 The one idea: records tell when something began and ended; what lies within what follows from the times.
 Slices of one lane never overlap in part, so that viewers can nest them. A lane is a model: two models may
-share one backward. Pure. Imports its neighbours and the standard library.
+share one backward. Pure.
 """
 
 from __future__ import annotations

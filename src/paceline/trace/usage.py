@@ -1,7 +1,7 @@
 """What this process has used of the machine so far: processor time, and what kept it from running.
 
 The one idea: totals since the process began, from files that stay open, so that a look costs microseconds.
-What a machine does not tell is left out. Imports its neighbours and the standard library.
+What a machine does not tell is left out.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Watches for torch and Paddle in the ranks of `paceline run --replace-ddp`, and in all that they start.
 
 Python imports a module of this name when it starts. The launcher puts this folder on the PYTHONPATH of these
-ranks; no other process finds it. Imports no framework, because the program may first set variables that
-frameworks read.
+ranks; no other process finds it.
 """
 
 import os

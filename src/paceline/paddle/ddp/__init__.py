@@ -1,4 +1,4 @@
-"""The wrappers: `DataParallel`, and the same under torch's names. Imports every room but `bench`.
+"""The wrappers: `DataParallel`, and the same under torch's names.
 
 Not public.
 """

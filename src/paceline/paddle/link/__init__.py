@@ -1,4 +1,4 @@
 """What lies between the ranks: links, Paddle's groups below them, and the arena of gradients.
 
-Imports `model`. Not public.
+Not public.
 """

@@ -23,12 +23,12 @@ import paddle.distributed as dist
 from paceline import _core
 from paceline.collectives.ops import DTYPE_NUMBERS, ReduceOp
 from paceline.errors import CollectiveError, ConfigError
+from paceline.health.peer_monitor import Witness
 from paceline.paddle import internals
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.model.parameters import dtype_name, nbytes
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import Witness
 from paceline.rendezvous.limits import start_thread
 
 WARN_AFTER_S = 10.0

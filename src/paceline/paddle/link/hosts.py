@@ -21,6 +21,8 @@ from typing import Any
 import paddle
 
 from paceline.errors import RendezvousError
+from paceline.health.connections import connected_sockets, sockets_to
+from paceline.health.control_channel import ControlChannel
 from paceline.paddle.internals import GLOO_LIMIT_S, make_pair
 from paceline.reducer.between_hosts.hierarchical import Hosts
 from paceline.reducer.between_hosts.piped_transport import Carry, PipedTransport, Pipes
@@ -28,8 +30,6 @@ from paceline.reducer.between_hosts.routes import num_shares
 from paceline.reducer.channels import channel_of
 from paceline.reducer.peers import Ranks
 from paceline.rendezvous.addresses import addresses_for_others
-from paceline.rendezvous.connections import connected_sockets, sockets_to
-from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.deadline import Deadline, call_within
 from paceline.rendezvous.messages import read_object, read_of_ranks
 from paceline.rendezvous.shared_memory import HostMemory

@@ -16,6 +16,7 @@ import paddle
 
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
+from paceline.health.peer_monitor import MemoryWitness, Tell, Witness, tell_on_host_too
 from paceline.paddle import internals
 from paceline.paddle.link.arena import Arena, shared_places
 from paceline.paddle.link.calls import GroupCalls, MemoryCalls
@@ -40,7 +41,6 @@ from paceline.reducer.link import (
     sum_rows,
 )
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import MemoryWitness, Tell, Witness, tell_on_host_too
 
 
 class Link(link.Link[paddle.Tensor], Protocol):

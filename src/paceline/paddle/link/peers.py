@@ -22,6 +22,7 @@ from paceline.collectives.group import Group
 from paceline.collectives.init import init
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError, RegionError
+from paceline.health.peer_monitor import ChannelWitness, MemoryWitness, report_no_witness
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.link.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.link.exchange import PaddleExchange
@@ -31,7 +32,6 @@ from paceline.paddle.link.start import export_place, form_paddles_group, needs_p
 from paceline.paddle.model.arguments import checked_group
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
-from paceline.reducer.witness import ChannelWitness, MemoryWitness, report_no_witness
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import HostMemory
 

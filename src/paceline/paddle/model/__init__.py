@@ -1,4 +1,4 @@
-"""What is wrapped: the layer's parameters, and the arguments that say how. Imports no other room.
+"""What is wrapped: the layer's parameters, and the arguments that say how.
 
 Not public.
 """

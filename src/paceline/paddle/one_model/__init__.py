@@ -2,7 +2,7 @@
 
 What lives here: where shared parameters lie (`homes`, `guards`), what `paceline.sharding` asks of Paddle
 (`elementwise`, `shards`, `travel`, `journal`), the arguments (`groups`), the state (`whole_state`),
-`ShardedOptimizer` and `share()`. Imports the rooms below, and what is below the front ends.
+`ShardedOptimizer` and `share()`.
 
 Not public.
 """

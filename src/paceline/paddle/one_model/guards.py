@@ -1,7 +1,4 @@
-"""The state of a layer that is half written: an error at its `state_dict()`.
-
-Imports `reducer`.
-"""
+"""The state of a layer that is half written: an error at its `state_dict()`."""
 
 from __future__ import annotations
 

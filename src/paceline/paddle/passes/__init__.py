@@ -1,4 +1,4 @@
-"""One backward pass: hooks, weights and sparse gradients of a layer. Imports `link` and `model`.
+"""One backward pass: hooks, weights and sparse gradients of a layer.
 
 Not public.
 """

@@ -1,7 +1,4 @@
-"""Finds functions in Paddle's graph that exchange gradients between ranks when backward comes to them.
-
-Imports paddle and `reducer`.
-"""
+"""Finds functions in Paddle's graph that exchange gradients between ranks when backward comes to them."""
 
 from __future__ import annotations
 

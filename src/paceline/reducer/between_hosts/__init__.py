@@ -3,8 +3,7 @@
 The one idea: `hierarchical` is a reducer as others are, and hands each rank's share of a bucket to a
 `share_exchange`. `exchange` is the one with partners: its flights (`sum_messages`, `value_messages`) are laid
 out over `routes`, add up by `blocks`, and travel as `wire` says, in one of the `sum_formats`. The front ends
-have the transports; `piped_transport` is for engines whose calls block. May import the files beside this
-folder.
+have the transports; `piped_transport` is for engines whose calls block.
 
 Words
   share    the part of each bucket that one rank of a host sums and exchanges with its *partners*, the ranks

@@ -2,8 +2,6 @@
 
 The one idea: it does for `hierarchical` what a `HostExchange` does, without partners. It counts its shares,
 which are empty, and tells all ranks of a failure.
-
-Imports the core and rendezvous.
 """
 
 from __future__ import annotations
@@ -11,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline import _core
-from paceline.rendezvous.control import ControlChannel
-from paceline.rendezvous.told_failures import pack_failure
+from paceline.health.control_channel import ControlChannel
+from paceline.health.failure_messages import pack_failure
 
 
 class Bystander:

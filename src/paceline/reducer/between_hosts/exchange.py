@@ -24,8 +24,6 @@ is received: together about WINDOW * 2 to 3 shares of the largest bucket, or one
 of the model. There are two at least, so that a model of one bucket can receive that of the next pass. A
 bucket has the same room in every pass (that of a model of one bucket takes turns), so its messages are laid
 out once, when it first comes (`messages`).
-
-Imports numpy, the core, rendezvous, `errors` and its neighbours.
 """
 
 from __future__ import annotations
@@ -40,13 +38,13 @@ import numpy as np
 
 from paceline import _core
 from paceline.errors import CollectiveError
+from paceline.health import lifetime
+from paceline.health.control_channel import ControlChannel
+from paceline.health.failure_messages import pack_failure, unpack_failure
 from paceline.reducer.between_hosts.messages import Flight, Terms
 from paceline.reducer.between_hosts.sum_messages import SumsFlight
 from paceline.reducer.between_hosts.value_messages import FewValuesFlight, ValuesFlight, ValuesPass
-from paceline.rendezvous import lifetime
-from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.limits import start_thread
-from paceline.rendezvous.told_failures import pack_failure, unpack_failure
 
 WINDOW = 4
 _LOOK_S = 0.05  # how often who waits for free memory looks whether the host's group is over

@@ -21,8 +21,6 @@ order, both as a binary tree. Where both together are the tree of one host (`blo
 example aligned blocks of 2**k ranks), the bits are those of one host; else the same on every rank, in every
 run of this layout, for every bucket size. If they have to be those of one host all the same, hosts send the
 sums of several blocks of their ranks instead of one (`blocks.exact_blocks`).
-
-Imports the core, rendezvous, `errors`, the standard library and its neighbours.
 """
 
 from __future__ import annotations
@@ -36,6 +34,8 @@ from typing import NoReturn
 
 from paceline import _core
 from paceline.errors import CollectiveError
+from paceline.health.control_channel import ControlChannel
+from paceline.health.failure_messages import is_packed, unpack_failure
 from paceline.reducer.between_hosts.blocks import exact_blocks, whole_hosts
 from paceline.reducer.between_hosts.bystander import Bystander
 from paceline.reducer.between_hosts.exchange import HostExchange
@@ -50,8 +50,6 @@ from paceline.reducer.pass_reports import REPORT_BYTES, RankReport, pack_bits, u
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
-from paceline.rendezvous.control import ControlChannel
-from paceline.rendezvous.told_failures import is_packed, unpack_failure
 
 _DTYPES = _core.DTYPES
 _PAIR = struct.Struct("<II")

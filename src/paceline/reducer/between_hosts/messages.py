@@ -5,8 +5,6 @@ out is worked out when it first comes. A pass only writes headers and begins tra
 because it runs between megabytes that leave nothing of it in the caches.
 
 What all kinds of buckets share is here; `sum_messages` and `value_messages` have the kinds.
-
-Imports numpy, the core, `errors` and its neighbours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a user asks of the way of gradients from host to host, and the refusal where they do not go that way.
-
-Imports `errors`, `arguments` and its neighbours.
-"""
+"""What a user asks of sums between hosts, and the error where gradients do not go between hosts."""
 
 from __future__ import annotations
 

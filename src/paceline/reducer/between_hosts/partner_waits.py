@@ -2,8 +2,6 @@
 
 The one idea: a transport knows no more than that a connection broke or that nothing came. Who is behind it
 the control channel knows, so each failure is first held against what that has heard.
-
-Imports rendezvous, `errors` and its neighbours.
 """
 
 from __future__ import annotations
@@ -11,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
+from paceline.health.control_channel import ControlChannel
+from paceline.health.liveness_check import ASK_AGAIN_WITHIN_S, ASK_WITHIN_S
 from paceline.reducer.between_hosts.wire import Header, HostsTransport, Message
 from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer, late_error
-from paceline.rendezvous.answers import ASK_AGAIN_WITHIN_S, ASK_WITHIN_S
-from paceline.rendezvous.control import ControlChannel
 
 _SHOWN = 300  # characters of a transport's own words
 _TOLD_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows why

@@ -7,8 +7,8 @@ thread does, and several models may use the same connections. There may be sever
 may ask for room before it sends a message, and this question waits in the same queues as data.
 
     this rank                                                            its partner
-    send()    -> queue -> thread -> the engine's call  ..  thread -> header -> memory of a receive()
-    receive() <- header <- thread <- the engine's call ..  thread <- queue <- send()
+    send()    -> queue -> thread -> the engine's call  .. thread -> header -> memory of a receive()
+    receive() <- header <- thread <- the engine's call .. thread <- queue <- send()
 
 An engine may give up a call after a time that nobody can set (Paddle's Gloo: 30 s). So the receiving thread
 is always in a call, and the sending one sends a few bytes when there has been nothing else to send for a
@@ -17,8 +17,6 @@ stopped, or whose interpreter lock is held, for so long that not even these byte
 
 Memory: a frame for each partner, and what has come before this rank asked for it, up to what partners may
 have under way.
-
-Imports numpy, rendezvous and its neighbours.
 """
 
 from __future__ import annotations
@@ -37,10 +35,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from paceline.health import lifetime
+from paceline.health.connections import shut_down, stop_receiving
 from paceline.reducer.between_hosts.routes import MESSAGE_BYTES
 from paceline.reducer.between_hosts.wire import HEADER_BYTES, PLANS, Header, Message, lane_of, tag_of
-from paceline.rendezvous import lifetime
-from paceline.rendezvous.connections import shut_down, stop_receiving
 from paceline.rendezvous.limits import start_thread
 
 FRAME_BYTES = MESSAGE_BYTES + (64 << 10)

@@ -1,7 +1,4 @@
-"""The reducers of one model over several hosts, one plan after the other: what both front ends' links need.
-
-Imports its neighbours.
-"""
+"""The reducers of one model over several hosts, one plan after the other, for both front ends."""
 
 from __future__ import annotations
 

@@ -2,8 +2,6 @@
 
 Two classes satisfy it: `HostExchange`, which has partners on the other hosts, and `Bystander`, on a rank that
 has no share.
-
-Imports the standard library alone.
 """
 
 from __future__ import annotations

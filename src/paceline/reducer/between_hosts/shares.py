@@ -12,8 +12,6 @@ Steps of a pass, on each rank
    the backward goes on.
 3. `finish`: all shares have been marked; the exchange is finished, and they hold means. The last share is
    sent only now, so nothing that needs means can be begun before.
-
-Imports numpy, the core, `collectives`, `rendezvous`, `errors`, its neighbours and the standard library.
 """
 
 from __future__ import annotations
@@ -29,6 +27,8 @@ import numpy as np
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import CollectiveError, DeadlineError
+from paceline.health.failure_messages import unpack_failure
+from paceline.health.peer_monitor import Witness
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.partner_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.sum_formats import CodedSums
@@ -36,9 +36,7 @@ from paceline.reducer.compression import Floats
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buckets
 from paceline.reducer.protocol import PassStatus
-from paceline.reducer.witness import Witness
 from paceline.rendezvous.limits import start_thread
-from paceline.rendezvous.told_failures import unpack_failure
 
 _LOOK_S = 0.05  # how often whoever waits looks for signals, and for a failure that nobody has told it
 

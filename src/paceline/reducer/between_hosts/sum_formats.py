@@ -6,8 +6,6 @@ what it took in a backward that was not good, or from a parameter that no rank u
 
 Words: a *share*, a *part*, a *piece* as at the head of this folder; the *error* of a share is what its codes
 have not delivered yet, per unit of weight, so that it does not grow when the weights of ranks change.
-
-Imports numpy, the core, `collectives` and its neighbours.
 """
 
 from __future__ import annotations

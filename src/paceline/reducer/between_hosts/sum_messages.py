@@ -3,8 +3,6 @@
 In one round everybody sends the whole share to everybody. In two, the parts go to their owners, who add up
 and send the sums to everybody; see `routes`. Each message has a header in front, and the last ones of the
 last bucket have reports behind.
-
-Imports the core and its neighbours.
 """
 
 from __future__ import annotations

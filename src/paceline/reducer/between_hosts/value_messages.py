@@ -26,8 +26,6 @@ every pass sends each of them once: where a pass begins with the right header, t
 
 A small bucket costs less as one message, behind a header, that everybody sends to everybody
 (`FewValuesFlight`). Each host then makes the whole mean, and sees by itself what is not finite.
-
-Imports numpy, the core and its neighbours.
 """
 
 from __future__ import annotations

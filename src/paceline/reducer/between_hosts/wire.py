@@ -2,8 +2,6 @@
 
 The one idea: whoever gets a header that is not what it waits for raises; a wrong pairing is never a wrong
 mean. Messages pair by tags, so buckets need no order.
-
-Imports numpy and the standard library.
 """
 
 from __future__ import annotations

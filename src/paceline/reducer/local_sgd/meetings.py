@@ -11,8 +11,6 @@ weighs in the mean is what its gradients have weighed since the last meeting.
 When they meet: in the first forward to train after `every` good passes, when the optimizer has stepped.
 Passes are counted and not steps, because a GradScaler may skip a step on one member alone; a forward is the
 place, because it is known neither which optimizer steps last nor whether it steps at all.
-
-Imports what is in this folder, the core, `errors` and the standard library.
 """
 
 from __future__ import annotations

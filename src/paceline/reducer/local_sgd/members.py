@@ -1,7 +1,4 @@
-"""The link between the ranks that train as one in local SGD: those of a host, or a single rank.
-
-Imports `collectives`, `rendezvous`, `errors`, the core and its neighbours.
-"""
+"""The link between the ranks that train as one in local SGD: those of a host, or a single rank."""
 
 from __future__ import annotations
 

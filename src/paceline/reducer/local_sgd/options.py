@@ -5,8 +5,6 @@ over the replicas it is the *outer gradient*, and an outer optimizer, SGD with m
 from the parameters of the last meeting. With a learning rate of 1 and no momentum the new parameters are the
 mean of the replicas'.
 
-Imports `arguments` and the standard library.
-
 Sources: Stich, Local SGD Converges Fast and Communicates Little (ICLR 2019); Lin et al., Don't Use Large
 Mini-Batches, Use Local SGD (ICLR 2020); Douillard et al., DiLoCo: Distributed Low-Communication Training of
 Language Models (2023).

@@ -4,8 +4,6 @@ The one idea: announced writes are a transaction. Between `begin()` and `end()` 
 parameters as it likes, in pages of its own, and nobody reads what another has half written. At the end all
 ranks say what they have changed. If that fits together, one rank of each host publishes it; if not, or if any
 rank has raised, nothing has changed anywhere.
-
-Imports only the core, `rendezvous`, the standard library and `errors`.
 """
 
 from __future__ import annotations

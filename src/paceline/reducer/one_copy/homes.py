@@ -7,8 +7,6 @@ The one idea: a parameter stays the object that users and optimizers hold, and a
     place = home.writable(parameter)           # the same elements, where they may be written
     ... meet the ranks of `home.core`; write a part of `place`; meet again ...
     home.note_writes()                         # autograd learns that the values are others
-
-Imports its neighbours, errors and the core.
 """
 
 from __future__ import annotations

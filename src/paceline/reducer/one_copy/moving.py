@@ -2,7 +2,6 @@
 
 The one idea: a parameter stays the same object, so whoever holds it (an optimizer that was made before, a
 tied layer, a hook) goes on with it. What can't move is refused on all ranks, before anything has moved.
-Imports its neighbours, and the layers below.
 """
 
 from __future__ import annotations

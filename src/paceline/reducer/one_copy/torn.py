@@ -6,8 +6,6 @@ those that have left a shared memory half written, are listed here until other v
 
 A model's own `state_dict()` asks from the moment on at which a step has left half of itself. Before, nothing
 is added to the model: hooks would be pickled with it.
-
-Imports errors.
 """
 
 from __future__ import annotations

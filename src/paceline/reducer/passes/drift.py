@@ -3,8 +3,6 @@
 The one idea: a difference of bits that no rank made on purpose may still be harmless (processors of different
 kinds round differently in an optimizer), so by default it is told, once; it is an error where ranks have also
 written to their parameters differently often, and where the user asked for checks.
-
-Imports only what is in this folder, the standard library and `errors`.
 """
 
 from __future__ import annotations

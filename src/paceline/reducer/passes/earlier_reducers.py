@@ -2,8 +2,6 @@
 
 The one idea: a reducer goes with its plan, so its figures are taken from it before it is closed. Those that
 add up are added up; those of its last pass count until the next one ends.
-
-Imports its neighbours.
 """
 
 from __future__ import annotations

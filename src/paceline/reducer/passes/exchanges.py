@@ -9,8 +9,6 @@ part of the gradient of the weighted sum of all losses. Where every weight is 1 
 Layers that are not ours exchange without weights, which is right only where all ranks have the same weight.
 They are found in the graph of a weighted backward, by the kinds of its nodes: a function that somebody has
 written in Python is one of them if the code of its backward, or what that calls nearby, names a collective.
-
-Imports its neighbours, `errors` and the standard library.
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 The one idea: norms, infinities and times of waiting are known when a pass is over, without a further look at
 a gradient or a call to another rank. They lie with the reducer in use, with those of earlier plans and with
 the sparse gradients; here they are put together and get names.
-
-Imports its neighbours and the standard library.
 """
 
 from __future__ import annotations

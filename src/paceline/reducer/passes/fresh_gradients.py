@@ -2,8 +2,6 @@
 
 The one idea: look at little, and say no rather than yes. Identities and version counters show what the
 framework has done, and samples of the memory show most of what was written past it.
-
-Imports its neighbours and the core.
 """
 
 from __future__ import annotations

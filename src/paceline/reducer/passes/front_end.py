@@ -1,7 +1,6 @@
 """What a framework gives to the passes of a model: its gradients, its autograd, weights and buffers.
 
-The one idea: `Passes` is the same for every framework, and asks these few things of one. Imports only its
-neighbours, errors and the core.
+The one idea: `Passes` is the same for every framework, and asks these few things of one.
 """
 
 from __future__ import annotations

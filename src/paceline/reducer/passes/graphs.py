@@ -7,7 +7,7 @@ stay: a `loss` that lingers must not make a later backward of the bare model wai
 
 A backward that runs is known by `EndOfBackward`: the call at its end, or that the call was dropped.
 
-The same for every framework. Imports only the standard library and `errors`.
+The same for every framework.
 """
 
 from __future__ import annotations

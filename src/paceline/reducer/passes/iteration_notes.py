@@ -6,7 +6,6 @@ batches it took from iterate() without a forward. Each may differ for a good rea
 itself: the first two are reasons to compare the replicas there and then, the third one to say so.
 
 The core counts and packs them (`_core.IterationNotes`), because each step does so; here is what they mean.
-Imports only the core, the standard library and `errors`.
 """
 
 from __future__ import annotations

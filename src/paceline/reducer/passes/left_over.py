@@ -3,8 +3,6 @@
 The one idea: before a rank tells how its pass went, each parameter of the plan has been handed over or left
 out. Hooks have done it for those that this backward reached. Here are the others: gradients that waited for
 the end, that came before in no_sync(), or that stayed from an earlier step; and parameters without any.
-
-Imports its neighbours and `errors`.
 """
 
 from __future__ import annotations

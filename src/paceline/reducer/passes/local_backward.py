@@ -1,7 +1,4 @@
-"""The backward of a forward in no_sync(), of which nobody but a recording takes notice.
-
-Imports its neighbours and `tracing`.
-"""
+"""The backward of a forward in no_sync(), of which nobody but a recording takes notice."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 The one idea: passes say what happens, with numbers that are unique among all models of the process, and a
 reader of the recording is told once per plan what those numbers stand for. What happens in each pass is noted
 by the core (`records`), because nothing may cost a call in Python there; the rest is here.
-
-Imports its neighbours, `rendezvous.lifetime`, `tracing` and the core.
 """
 
 from __future__ import annotations
@@ -14,10 +12,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from paceline import _core
+from paceline.health import lifetime
 from paceline.reducer.link import Link
 from paceline.reducer.plan import Plan
 from paceline.reducer.worked_times import Arrivals
-from paceline.rendezvous import lifetime
 from paceline.trace.batches import samples_in
 from paceline.trace.recording import recording
 from paceline.trace.records import Event, float_bits, pass_id

@@ -6,8 +6,7 @@ framework adds to it, and each incoming gradient by w / (W + w). The reducer the
 so the mean over ranks and micro-batches is that of one process with the whole batch. A single micro-batch
 needs no scaling at all.
 
-Models that were never given a weight pay nothing: the hooks come with the first weight. Imports only the
-standard library, `arguments`, `errors` and its neighbours.
+Models that were never given a weight pay nothing: the hooks come with the first weight.
 """
 
 from __future__ import annotations

@@ -5,8 +5,6 @@ broke off. A framework gives it its parts (`FrontEnd`): the gradients and where 
 weights, buffers. It has objects for where gradients are averaged (`Planning`), for what hooks leave
 (`LeftOver`), for what is known afterwards (`Figures`) and recorded (`PassLog`), none of which knows of it.
 `Passes._end` is the end of a pass from top to bottom.
-
-Imports only what is in this folder, `rendezvous.lifetime`, `tracing`, `errors` and the standard library.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, final
 
 from paceline.errors import CollectiveError, ConfigError, PacelineError, ReplicaError
+from paceline.health import lifetime
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.link import Link
 from paceline.reducer.owners import agreed_owners, needs_memory, nobodys, owners, several_models
@@ -46,7 +45,6 @@ from paceline.reducer.passes.state import PassState
 from paceline.reducer.protocol import Outcome, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.worked_times import Arrivals
-from paceline.rendezvous import lifetime
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
 

@@ -4,8 +4,6 @@ The one idea: a plan, the memory laid out by it and the reducer that averages it
 replaced together. That happens after the first good pass, in the order that it has shown; where a hook takes
 over the buckets; and where the ranks that update parameters change. All of it is collective, and never within
 a pass; whoever has gradients, hooks or a recording is told of the new plan before the old memory goes.
-
-Imports its neighbours.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ The one idea: each of them averages the gradient, so none may change it, or read
 last has its copy. Such gradients are copied to and from the arena, whatever is done with all others. And
 where one backward runs through several such models, each hands over all that it has before the first of them
 writes its means: they would count as this rank's own where a model has got nothing.
-
-Imports only the standard library.
 """
 
 from __future__ import annotations

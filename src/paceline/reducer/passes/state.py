@@ -3,8 +3,6 @@
 The one idea: hooks ask at each gradient whether it is to be averaged, in C++ too, so the answers are plain
 attributes that are read where they lie. `PassState` decides nothing: `Passes` moves it from pass to pass, and
 hooks and the front end note in it what they have handed over, and what is wrong.
-
-Imports its neighbours, `errors`, the core and the standard library.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ every rank has none left; each rank says so in the status that ends a pass, so n
 model of the rank that went on longest, and its own gradients are again what they were.
 
 A pass without data is one as any other, so `Passes.shadow` makes it; of the passes of a model nothing more is
-needed here than `UnevenPasses`. Imports its neighbours, `errors` and the standard library.
+needed here than `UnevenPasses`.
 """
 
 from __future__ import annotations

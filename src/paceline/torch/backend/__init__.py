@@ -8,7 +8,6 @@
     work, transfer  what a call returns
     other_devices   groups like "cpu:paceline,cuda:nccl"
 
-May import torch, collectives, rendezvous, errors, the core, and of paceline.torch the exchange only.
 Design: docs/design/torch_backend.md. Not public.
 """
 

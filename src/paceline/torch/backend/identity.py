@@ -1,6 +1,6 @@
 """What torch asks a process group about itself: rank, size, names, devices, abilities.
 
-May import torch. torch's own class answers from its C++ backends; a group that is written in Python has none
+torch's own class answers from its C++ backends; a group that is written in Python has none
 and answers itself.
 """
 

@@ -2,7 +2,7 @@
 
 Torch reads the variables of torchrun only, so those are what every other launcher's are turned into, once.
 Then all ranks meet in torch's store and see who has come, before torch forms a group there: what it would
-wait for in silence is told at once. May import what is below the front end.
+wait for in silence is told at once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """broadcast, all_gather, gather, scatter and all_to_all of tensors, as calls that are ready to run.
 
-May import torch, the core's types, errors and `staging`. Bytes are moved, so every dtype will do.
+Bytes are moved, so every dtype will do.
 Each function checks its arguments at once, in the caller's thread, and returns a call that blocks until the
 collective is done.
 """

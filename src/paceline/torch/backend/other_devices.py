@@ -1,6 +1,6 @@
 """Groups like "cpu:paceline,cuda:nccl": tensors on other devices go to their own backend.
 
-May import torch, errors and `process_group`. torch lets a Python process group stand for all devices
+torch lets a Python process group stand for all devices
 of a group, so this one hands calls on. The others' backends are made at the first call that needs them,
 when torch has told which ones the user asked for.
 """

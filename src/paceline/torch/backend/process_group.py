@@ -1,6 +1,6 @@
 """The process group that serves stock `torch.distributed` calls from the memory that the ranks share.
 
-May import torch, the core's types, collectives, errors and its neighbours in this folder. Its one idea: a
+Its one idea: a
 synchronous call runs at once in the caller's thread and answers with one shared, finished Work; an
 asynchronous one goes to the group's queue. torch's names and arguments are kept, so each method is the
 translation of one call.

@@ -1,6 +1,6 @@
 """all_reduce, reduce and reduce_scatter of tensors, as calls that are ready to run.
 
-May import torch, the core's types, collectives, errors, `sparse` and `staging`. Each function checks its
+Each function checks its
 arguments at once, in the caller's thread, and returns a call that blocks until the collective is done.
 """
 

@@ -1,7 +1,7 @@
 """Makes `torch.distributed.init_process_group("paceline")` work.
 
 `register()` tells torch the name; torch then calls `_create` on every rank of each group that is to be
-formed. May import torch, collectives, rendezvous, errors, versions and its neighbours.
+formed.
 """
 
 from __future__ import annotations

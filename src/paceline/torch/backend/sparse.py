@@ -1,7 +1,4 @@
-"""all_reduce of sparse tensors: every rank gets everybody's entries, in rank order, and adds them up alike.
-
-May import torch, the core's types, errors and `staging`.
-"""
+"""all_reduce of sparse tensors: every rank gets the entries of all, in rank order, and adds them up."""
 
 from __future__ import annotations
 

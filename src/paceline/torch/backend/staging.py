@@ -1,6 +1,6 @@
 """Tensors as the core wants them: contiguous memory, and one block where torch passes a list.
 
-May import torch and errors. Its one idea: what is contiguous already is used where it lies; anything else
+Its one idea: what is contiguous already is used where it lies; anything else
 passes through a contiguous copy, which is written back. Data that is only moved keeps its bits, whatever
 the dtype.
 """

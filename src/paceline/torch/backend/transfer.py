@@ -1,6 +1,6 @@
 """send and recv of tensors between two ranks.
 
-May import torch, the core's types, collectives, errors and its neighbours in this folder. The core starts a
+The core starts a
 transfer without blocking and moves all of them on in every wait, so that messages need no thread of their
 own. Between two ranks messages arrive in the order of sending; a tag is compared, not searched for.
 """

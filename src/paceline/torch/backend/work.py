@@ -1,6 +1,6 @@
 """What a call on the torch process group returns: `torch.distributed.Work` objects.
 
-May import torch, collectives and the standard library. A synchronous call is over when it returns and shares
+A synchronous call is over when it returns and shares
 one FinishedWork; an asynchronous collective is a CallWork in its group's CallQueue. Messages between two
 ranks have their own, in `transfer.py`.
 """

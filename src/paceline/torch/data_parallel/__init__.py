@@ -1,1 +1,1 @@
-"""`DataParallel`: several devices of one process. Imports `model`. Not public."""
+"""`DataParallel`: several devices of one process. Not public."""

@@ -20,11 +20,11 @@ import torch.distributed as dist
 
 from paceline import _core
 from paceline.errors import CollectiveError
+from paceline.health.peer_monitor import ChannelWitness, Witness
 from paceline.reducer.channels import known_channel
 from paceline.reducer.engine_waits import EngineWaits, is_of_a_late_peer, is_of_a_lost_peer
 from paceline.reducer.plan import Plan
 from paceline.reducer.sum_order import join_in_order
-from paceline.reducer.witness import ChannelWitness, Witness
 from paceline.torch.link.exchange import transport_device
 from paceline.torch.link.peers import ProcessGroupPeers
 from paceline.torch.model.parameters import dtype_name

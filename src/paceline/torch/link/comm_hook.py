@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError, ConfigTypeError
+from paceline.health.peer_monitor import Witness
 from paceline.reducer.comm_hooks import (
     CommHook,
     HookedBucket,
@@ -23,7 +24,6 @@ from paceline.reducer.comm_hooks import (
     check_callable,
     wrong_result,
 )
-from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.peers import ProcessGroupPeers
 from paceline.torch.link.transport import ProcessGroupTransport, as_real

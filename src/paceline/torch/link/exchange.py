@@ -1,6 +1,6 @@
 """Torch's own means of communication as a rendezvous `Exchange`: a process group, or a store.
 
-May import torch, the standard library, `errors` and `rendezvous`. Its one idea:
+Its one idea:
 whatever the user has initialised already connects the ranks, so Paceline opens no second port to form its
 group. Payloads are plain bytes; nothing is pickled.
 """

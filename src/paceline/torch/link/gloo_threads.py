@@ -3,7 +3,7 @@
 A thread of Gloo's sets the result of a collective before it lets go of the tensors, for which it needs the
 interpreter's lock. If the program has its result and the interpreter begins to end in between, Python 3.13
 and older unwind that thread, and C++ aborts the process after a good training (pytorch#190489). Destroying
-the group does not end these threads once there was a DDP. Imports the standard library.
+the group does not end these threads once there was a DDP.
 """
 
 from __future__ import annotations

@@ -28,18 +28,18 @@ from torch._C._distributed_c10d import PrefixStore
 
 from paceline.collectives.formation import share_alone
 from paceline.errors import RendezvousError
-from paceline.reducer.between_hosts.hierarchical import Hosts
-from paceline.reducer.between_hosts.routes import num_shares, place_of
-from paceline.reducer.between_hosts.wire import Message
-from paceline.rendezvous import lifetime
-from paceline.rendezvous.connections import (
+from paceline.health import lifetime
+from paceline.health.connections import (
     close_once_arrived,
     connected_sockets,
     shut_down,
     sockets_to,
     wait_until_arrived,
 )
-from paceline.rendezvous.control import ControlChannel
+from paceline.health.control_channel import ControlChannel
+from paceline.reducer.between_hosts.hierarchical import Hosts
+from paceline.reducer.between_hosts.routes import num_shares, place_of
+from paceline.reducer.between_hosts.wire import Message
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
 from paceline.torch.link.stores import store_of

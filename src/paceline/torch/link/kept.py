@@ -3,8 +3,6 @@
 torch before 2.8 holds Python's lock while it waits for the threads of a group that is destroyed, and one of
 them needs the lock to free a tensor that nobody else holds any more. So whoever destroys a group right after
 a call over it, or after one that was given up, would wait for ever.
-
-Imports torch.
 """
 
 from __future__ import annotations

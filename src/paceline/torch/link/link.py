@@ -16,6 +16,15 @@ import torch.distributed as dist
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import ConfigError, RegionError
+from paceline.health.peer_monitor import (
+    ChannelWitness,
+    HostWitness,
+    MemoryWitness,
+    Tell,
+    Witness,
+    report_no_witness,
+    tell_on_host_too,
+)
 from paceline.reducer.between_hosts.hierarchical import MOST_POINTER_BYTES, Hosts
 from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts, refuse_other_bits
 from paceline.reducer.between_hosts.reducers import HostReducers
@@ -34,15 +43,6 @@ from paceline.reducer.link import (
     make_host_reducer,
 )
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import (
-    ChannelWitness,
-    HostWitness,
-    MemoryWitness,
-    Tell,
-    Witness,
-    report_no_witness,
-    tell_on_host_too,
-)
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.broadcast import PreparedBroadcast
 from paceline.torch.link.calls import GroupCalls

@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.errors import ConfigError, RendezvousError, format_ranks
+from paceline.health import lifetime
+from paceline.health.peer_monitor import Witness
 from paceline.reducer.between_hosts.partner_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import place_of
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import Witness
-from paceline.rendezvous import lifetime
 from paceline.torch.link.calls import GroupCalls, abort_on_devices, engine_of
 from paceline.torch.link.peers import ProcessGroupPeers
 from paceline.torch.link.stores import store_of

@@ -1,7 +1,4 @@
-"""The ranks that train as one in local SGD, those of a host or a single one, as a link asks for them.
-
-May import torch and what is below the front end.
-"""
+"""The ranks that train as one in local SGD, those of a host or a single one, as a link asks for them."""
 
 from __future__ import annotations
 

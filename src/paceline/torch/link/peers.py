@@ -19,9 +19,9 @@ from paceline.arguments import Arguments
 from paceline.collectives.formation import share_on_each_host
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
+from paceline.health.control_channel import ControlChannel
 from paceline.reducer.channels import channel_of
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
-from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.exchange import ProcessGroupExchange

@@ -1,4 +1,4 @@
-"""What torch does not bring through a restart of its workers. Imports only the standard library."""
+"""What torch does not bring through a restart of its workers."""
 
 from __future__ import annotations
 

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
+from paceline.health.peer_monitor import Witness
 from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.device_copies import DeviceCopies
 from paceline.torch.link.local_group import LocalCalls

@@ -1,7 +1,4 @@
-"""The store of a process group of torch, whichever torch it is.
-
-Imports torch.
-"""
+"""The store of a process group of torch, whichever torch it is."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from paceline import _core
+from paceline.health.peer_monitor import Witness
 from paceline.reducer.call_order import call_order_of
 from paceline.reducer.engine import Pending, may_overflow, overflowed_in
 from paceline.reducer.engine_waits import STATUS
 from paceline.reducer.plan import pieces_in
-from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.calls import Call, GroupCalls, asynchronous
 from paceline.torch.link.finite import FiniteChecks

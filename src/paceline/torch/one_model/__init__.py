@@ -3,7 +3,7 @@ each rank does a part.
 
 What lives here: who holds which parameter (`homes`), how parameters move there (`moving`), what is refused
 (`guards`), announced writes (`writing`), `share()`, and `ShardedOptimizer`, which also serves parameters that
-each rank has a copy of. Imports the rooms below, and what is below the front ends.
+each rank has a copy of.
 
 Not public.
 """

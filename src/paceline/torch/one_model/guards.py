@@ -1,7 +1,7 @@
 """What is looked at before torch does it: steps of optimizers, and the state of a model that is half written.
 
 N ranks that step one copy of the parameters would apply the update N times: an error at their step, before it
-has begun. Imports its neighbours, and `reducer`.
+has begun.
 """
 
 from __future__ import annotations

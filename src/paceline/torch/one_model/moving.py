@@ -1,7 +1,6 @@
 """Parameters of a module of torch's move into memory that the ranks of a host share, and out of it.
 
-The one idea: only `.data` of each `Parameter` changes. Imports its neighbours, the rooms below, and what is
-below the front ends.
+The one idea: only `.data` of each `Parameter` changes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One backward pass: hooks, graphs, weights and late gradients of a module. Imports `link` and `model`.
+"""One backward pass: hooks, graphs, weights and late gradients of a module.
 
 Not public.
 """

@@ -3,7 +3,7 @@
 Autograd may give two parameters one memory as their gradients (behind `stack`, `cat` or an addition). Nobody
 notices after one backward; the next one adds to that memory once for each of them, so that both become wrong.
 A synchronised pass gives such gradients memory of their own at its end; here those are parted that it has not
-seen. Imports torch, reducer and link.
+seen.
 """
 
 from __future__ import annotations

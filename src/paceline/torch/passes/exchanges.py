@@ -1,7 +1,4 @@
-"""Finds functions in autograd's graph that exchange gradients between ranks when backward comes to them.
-
-Imports torch and `reducer`.
-"""
+"""Finds functions in autograd's graph that exchange gradients between ranks when backward comes to them."""
 
 from __future__ import annotations
 

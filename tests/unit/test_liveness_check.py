@@ -10,14 +10,14 @@ import time
 import pytest
 
 from paceline.errors import DeadlineError, PeerLostError
+from paceline.health import channel_tree, control_channel, liveness_check
+from paceline.health.handshake import Member
+from paceline.health.liveness_check import Answer, Seen
+from paceline.health.peer_monitor import ChannelWitness
 from paceline.reducer.engine_waits import EngineWaits
-from paceline.reducer.witness import ChannelWitness
-from paceline.rendezvous import answers, channel_tree, control
-from paceline.rendezvous.answers import Answer, Seen
 from paceline.rendezvous.frames import Frame
-from paceline.rendezvous.handshake import Member
 from paceline.rendezvous.messages import MessageError
-from tests.unit.test_control import HOSTS, end, form
+from tests.unit.test_control_channel import HOSTS, end, form
 
 TREE = ((0, 1), (2, 3, 6), (4, 5))
 
@@ -26,9 +26,9 @@ TREE = ((0, 1), (2, 3, 6), (4, 5))
 def patience(monkeypatch):
     """As long as a busy machine may take: each rank that is silent here takes all of it."""
     monkeypatch.setattr(channel_tree, "MOST_IN_A_STAR", 4)
-    monkeypatch.setattr(answers, "ASK_WITHIN_S", 3.0)
-    monkeypatch.setattr(answers, "_ANSWER_WITHIN_S", 2.0)
-    monkeypatch.setattr(control, "ASK_AGAIN_WITHIN_S", 0.0)
+    monkeypatch.setattr(liveness_check, "ASK_WITHIN_S", 3.0)
+    monkeypatch.setattr(liveness_check, "_ANSWER_WITHIN_S", 2.0)
+    monkeypatch.setattr(control_channel, "ASK_AGAIN_WITHIN_S", 0.0)
 
 
 @pytest.fixture(params=[HOSTS, TREE], ids=["star", "tree"])
@@ -149,8 +149,10 @@ def test_a_rank_that_does_not_answer_is_named_by_all_others(channels, silent):
 def acknowledges_nothing(monkeypatch, channels, silent):
     """Let no kernel acknowledge what was sent to a rank, as where the link to its host is cut."""
     ways = [link.socket for each in channels for other, link in each._connections.items() if other == silent]
-    real = control.unconfirmed_bytes
-    monkeypatch.setattr(control, "unconfirmed_bytes", lambda link: 1000 if link in ways else real(link))
+    real = control_channel.unconfirmed_bytes
+    monkeypatch.setattr(
+        control_channel, "unconfirmed_bytes", lambda link: 1000 if link in ways else real(link)
+    )
 
 
 @pytest.mark.parametrize("silent", [0, 2])
@@ -168,7 +170,7 @@ def test_a_rank_that_no_question_reaches_is_not_said_to_be_stopped(channels, sil
 
 def test_a_question_that_does_not_arrive_is_asked_again_until_there_is_a_failure(channels, monkeypatch):
     """It takes longer to know that a host is lost than to ask."""
-    monkeypatch.setattr(control, "ASK_AGAIN_WITHIN_S", 600.0)
+    monkeypatch.setattr(control_channel, "ASK_AGAIN_WITHIN_S", 600.0)
     wait_all(channels, but=[0])
     acknowledges_nothing(monkeypatch, channels, 0)
     found = []
@@ -176,14 +178,14 @@ def test_a_question_that_does_not_arrive_is_asked_again_until_there_is_a_failure
         asking = threading.Thread(target=lambda: found.append(channels[1].late()))
         asking.start()
         with channels[1]._lock:
-            channels[1]._lose(0, control.How.SILENT)
+            channels[1]._lose(0, control_channel.How.SILENT)
         asking.join(60)
     assert found == [None] and channels[1].failure.lost == (0, 1)
 
 
 def test_where_some_are_stopped_and_some_are_not_reached_both_causes_are_given():
     members = [Member(rank, f"node{rank // 2}", 100 + rank) for rank in range(4)]
-    late = answers.late_ranks(Seen((1,), {}, (3,)), members, (0, 1))
+    late = liveness_check.late_ranks(Seen((1,), {}, (3,)), members, (0, 1))
     assert late.ranks == (1, 3)
     assert "the process of rank 1 is stopped" in late.likely and "the network to node1 was cut" in late.likely
 

@@ -12,8 +12,6 @@ said, so it is of no use at another time, for another rank, or for the other dir
 carries a code over its kind, text and number, with a key made of both nonces: nothing can be altered, left
 out or repeated. `tls` encrypts it all, if there is a secret. A job without one has an empty one: then the
 same steps keep strangers out that mean no harm, and no others.
-
-May import errors and the rest of this folder.
 """
 
 from __future__ import annotations

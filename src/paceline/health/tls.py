@@ -4,7 +4,6 @@ Its one idea: a job has a secret and no certificates. So the hub makes a certifi
 fingerprint the ranks are told with a proof that only the secret makes (see `handshake`); nothing else in it
 counts. The ranks need none: afterwards each frame carries a code made with the secret, in both directions.
 Nothing here touches a socket: bytes go in and come out, so whoever has the socket waits as it would without.
-Imports the standard library.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A failure as the text that other ranks are told, and back.
 
 The ranks of a host tell each other through an abort word in their memory, those of several hosts over the
-`control` channel; both carry the same text, so that an error is the same wherever it came from. Imports
-`errors` and the standard library.
+control channel; both carry the same text, so that an error is the same wherever it came from.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Rank 0 listens on a free port until all have come, and tells the others where ov
 already; each tries all addresses of that host, because which of them it can reach only it can find out. In a
 tree (`channel_tree`) the first rank of each host receives those of its host in the same way, then goes to the
 hub with what all of them have told, and welcomes them once the hub has welcomed it. A stranger's connection
-is dropped; a rank of this group that does not fit ends the start of all, with words on every rank. May import
-errors, env and the rest of this folder.
+is dropped; a rank of this group that does not fit ends the start of all, with words on every rank.
 """
 
 from __future__ import annotations
@@ -21,21 +20,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError, RendezvousError, format_ranks
-from paceline.rendezvous.acceptor import Acceptor
-from paceline.rendezvous.addresses import addresses_for_others
-from paceline.rendezvous.channel_tree import HUB, Neighbours, neighbours_of
-from paceline.rendezvous.deadline import Deadline
-from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.frames import (
-    LONGEST_HELLO,
-    QUEUE,
-    Frame,
-    FrameStream,
-    frame,
-    receive_frame,
-    send_frame,
-)
-from paceline.rendezvous.handshake import (
+from paceline.health.channel_tree import HUB, Neighbours, neighbours_of
+from paceline.health.handshake import (
     NONCE_BYTES,
     Facts,
     Meeting,
@@ -49,6 +35,19 @@ from paceline.rendezvous.handshake import (
     write_challenge,
     write_members,
 )
+from paceline.rendezvous.acceptor import Acceptor
+from paceline.rendezvous.addresses import addresses_for_others
+from paceline.rendezvous.deadline import Deadline
+from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.frames import (
+    LONGEST_HELLO,
+    QUEUE,
+    Frame,
+    FrameStream,
+    frame,
+    receive_frame,
+    send_frame,
+)
 from paceline.rendezvous.messages import (
     MessageError,
     join_payloads,
@@ -58,7 +57,7 @@ from paceline.rendezvous.messages import (
 )
 
 if TYPE_CHECKING:  # not every Python has `ssl`, and not every job needs it
-    from paceline.rendezvous.tls import Certificate, Tls
+    from paceline.health.tls import Certificate, Tls
 
 _CONNECT_WITHIN_S = 2.0
 _RETRY_S = 0.05
@@ -262,7 +261,7 @@ class _Reception:
         until = self._deadline if way is None else Deadline(_SHARE_OF_A_HOST * self._deadline.left_s())
         if self._secret:  # while the others come
             with contextlib.suppress(ImportError):
-                from paceline.rendezvous import tls
+                from paceline.health import tls
 
                 self._certificate = tls.own_certificate()
         try:
@@ -352,7 +351,7 @@ class _Reception:
         """For a connection whose other end begins. Nobody waits for that: it comes as all that is said."""
         if self._certificate is None:
             return None
-        from paceline.rendezvous import tls
+        from paceline.health import tls
 
         return tls.Tls(self._certificate)
 
@@ -510,7 +509,7 @@ def _introduce(
 
 def _encrypt(link: socket.socket, fingerprint: bytes, deadline: Deadline) -> Tls:
     """Agree with the hub on a key. Raises ConnectionError (OSError) where that is not the hub."""
-    from paceline.rendezvous import tls
+    from paceline.health import tls
 
     ours, piece = tls.Tls(), b""
     while not ours.is_open:

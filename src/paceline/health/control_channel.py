@@ -16,12 +16,10 @@ answering; the deadline of the backward finds it.
 
     what a rank has done, for who    goes to the hub once in a second, and is dropped where there is no room
     watches the job
-    who is late                      is asked of all at a deadline (`answers`)
+    who is late                      is asked of all at a deadline (`liveness_check`)
 
 What a rank owes to a pass it may have sent before it died, so callbacks come a moment after a death; an
 exception has no such moment. After a failure the channel goes on, but keeps to the first.
-
-May import errors, env and the rest of this folder.
 """
 
 from __future__ import annotations
@@ -51,17 +49,24 @@ from paceline.errors import (
     RegionError,
     format_ranks,
 )
-from paceline.rendezvous import lifetime
-from paceline.rendezvous.answers import ASK_AGAIN_WITHIN_S, Activity, Answers, LateRanks, Progress, late_ranks
-from paceline.rendezvous.arrivals import Arrivals, quiet_s, unconfirmed_bytes
-from paceline.rendezvous.channel_tree import HUB, neighbours_of
+from paceline.health import lifetime
+from paceline.health.arrivals import Arrivals, quiet_s, unconfirmed_bytes
+from paceline.health.channel_setup import Connection, meet
+from paceline.health.channel_tree import HUB, neighbours_of
+from paceline.health.failure_messages import TOLD_BYTES, pack_failure, unpack_failure
+from paceline.health.handshake import Facts, Member
+from paceline.health.liveness_check import (
+    ASK_AGAIN_WITHIN_S,
+    Activity,
+    Answers,
+    LateRanks,
+    Progress,
+    late_ranks,
+)
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame
-from paceline.rendezvous.handshake import Facts, Member
 from paceline.rendezvous.limits import start_thread
 from paceline.rendezvous.messages import read_object
-from paceline.rendezvous.reception import Connection, meet
-from paceline.rendezvous.told_failures import TOLD_BYTES, pack_failure, unpack_failure
 
 BEAT_S = 0.25
 SILENCE_VARIABLE = "PACELINE_SILENCE_S"

@@ -3,8 +3,6 @@
 The one idea: an engine whose calls block may have no way to end them, but what it waits for comes over
 connections of this process, and those can be shut down. And what an engine calls sent is only on its way: a
 connection that is closed is reset by whatever comes afterwards, and forgets what the other side has not got.
-
-May import the rest of this folder.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import time
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
-from paceline.rendezvous import lifetime
+from paceline.health import lifetime
 from paceline.rendezvous.exchange import Exchange
 
 _ARRIVES_WITHIN_S = 10.0  # what is in this machine's buffers, over a slow link

@@ -23,15 +23,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, PeerLostError, RendezvousError
+from paceline.health import channel_setup, channel_tree, control_channel, tls
+from paceline.health.control_channel import How, allowed_silence_s, form_channel
+from paceline.health.failure_messages import unpack_failure
+from paceline.health.handshake import Facts, Seal, misfit
+from paceline.health.peer_monitor import ChannelWitness
 from paceline.reducer.engine_waits import EngineWaits
-from paceline.reducer.witness import ChannelWitness
-from paceline.rendezvous import channel_tree, control, reception, tls
-from paceline.rendezvous.control import How, allowed_silence_s, form_channel
 from paceline.rendezvous.frames import Frame, FrameStream, frame
-from paceline.rendezvous.handshake import Facts, Seal, misfit
 from paceline.rendezvous.messages import join_payloads, split_payloads
 from paceline.rendezvous.secret import NO_SECRET, find_secret
-from paceline.rendezvous.told_failures import unpack_failure
 
 HOSTS = ((0, 1), (2, 3))
 SECRET = b"0123456789abcdef"
@@ -317,7 +317,7 @@ def test_clocks_far_apart_are_refused(offset_s):
 
 def test_strangers_do_not_disturb(monkeypatch):
     """They hold connections open, send garbage, or end at once, before and while the ranks come."""
-    listen, stop = reception._listen, threading.Event()
+    listen, stop = channel_setup._listen, threading.Event()
     held, threads = [], []
 
     def listen_among_strangers():
@@ -343,7 +343,7 @@ def test_strangers_do_not_disturb(monkeypatch):
         threads[0].start()
         return listener, told
 
-    monkeypatch.setattr(reception, "_listen", listen_among_strangers)
+    monkeypatch.setattr(channel_setup, "_listen", listen_among_strangers)
     try:
         channels = form()
         assert not [each for each in channels if isinstance(each, Exception)], channels
@@ -358,9 +358,9 @@ def test_strangers_do_not_disturb(monkeypatch):
 
 def test_a_rank_that_does_not_come_is_named_on_all_sides(monkeypatch):
     """Rank 3 finds nobody at any address."""
-    join = reception._join
+    join = channel_setup._join
     monkeypatch.setattr(
-        reception,
+        channel_setup,
         "_join",
         lambda place, parent, told, **rest: join(
             replace(place, port=1) if told[0].rank == 3 else place, parent, told, **rest
@@ -376,7 +376,7 @@ def test_a_rank_that_does_not_come_is_named_on_all_sides(monkeypatch):
 
 def test_the_first_reason_is_told_of_a_rank_that_has_tried_again(monkeypatch):
     """A stranger answers once at the address of rank 0, and afterwards nobody does."""
-    join, stranger = reception._join, socket.create_server(("127.0.0.1", 0))
+    join, stranger = channel_setup._join, socket.create_server(("127.0.0.1", 0))
 
     def answer_once():
         with stranger:
@@ -390,7 +390,7 @@ def test_the_first_reason_is_told_of_a_rank_that_has_tried_again(monkeypatch):
             threading.Thread(target=answer_once).start()
         return join(place, parent, told, **rest)
 
-    monkeypatch.setattr(reception, "_join", mislead)
+    monkeypatch.setattr(channel_setup, "_join", mislead)
     error = form(timeout_s=2.0)[3]
     assert "could not reach the control channel" in error.summary
     first, last = error.seen.split("; later: ")
@@ -463,7 +463,7 @@ class Eavesdropper:
         self.heard, self._change = bytearray(), change
         self._listener, self._links = socket.create_server(("127.0.0.1", 0)), []
         self._threads = [threading.Thread(target=self._serve, daemon=True)]
-        join = reception._join
+        join = channel_setup._join
 
         def mislead(place, parent, told, **rest):
             if told[0].rank == 3:
@@ -472,7 +472,7 @@ class Eavesdropper:
                 place = replace(place, port=self._listener.getsockname()[1], addresses=["127.0.0.1"])
             return join(place, parent, told, **rest)
 
-        monkeypatch.setattr(reception, "_join", mislead)
+        monkeypatch.setattr(channel_setup, "_join", mislead)
 
     def _serve(self):
         rank, _ = self._listener.accept()
@@ -556,14 +556,14 @@ def test_a_connection_that_cannot_be_encrypted_is_told_at_once(monkeypatch):
 @needs_openssl
 def test_a_rank_that_is_slow_to_encrypt_keeps_nobody_waiting(monkeypatch):
     """One of them stops in the middle of the start; the others hear each other, and later so does it."""
-    encrypt, goes_on, counted = reception._encrypt, threading.Event(), itertools.count()
+    encrypt, goes_on, counted = channel_setup._encrypt, threading.Event(), itertools.count()
 
     def encrypt_late(*arguments):
         if next(counted) == 0:
             assert goes_on.wait(60.0)
         return encrypt(*arguments)
 
-    monkeypatch.setattr(reception, "_encrypt", encrypt_late)
+    monkeypatch.setattr(channel_setup, "_encrypt", encrypt_late)
     outcomes = [None] * 4
     forming = threading.Thread(target=form, kwargs={"outcomes": outcomes})
     forming.start()
@@ -585,14 +585,14 @@ def test_a_rank_that_is_slow_to_encrypt_keeps_nobody_waiting(monkeypatch):
 def test_a_rank_that_cannot_listen_is_named_by_all_at_once(monkeypatch, rank):
     """In a tree: rank 2 is the first of its host, and only rank 3 asks it anything."""
     monkeypatch.setattr(channel_tree, "MOST_IN_A_STAR", 0)
-    listen = reception._listen
+    listen = channel_setup._listen
 
     def refuse():
         if threading.current_thread().name == f"rank {rank}":
             return None, json.dumps({"channel": "no descriptors left", "port": 0, "addresses": []}).encode()
         return listen()
 
-    monkeypatch.setattr(reception, "_listen", refuse)
+    monkeypatch.setattr(channel_setup, "_listen", refuse)
     began_s = time.monotonic()
     outcomes = form(timeout_s=60.0)
     assert time.monotonic() - began_s < 30.0
@@ -623,15 +623,15 @@ def test_what_a_signal_handler_tells_in_the_midst_of_sending_comes_whole(channel
 @needs_openssl
 @pytest.mark.parametrize("by_hand", [True, False], ids=["close", "nobody holds it"])
 def test_a_hub_that_leaves_before_a_rank_can_hear_it_has_left_all_the_same(monkeypatch, by_hand):
-    encrypt, goes_on, counted = reception._encrypt, threading.Event(), itertools.count()
+    encrypt, goes_on, counted = channel_setup._encrypt, threading.Event(), itertools.count()
 
     def encrypt_late(*arguments):
         if next(counted) == 0:
             assert goes_on.wait(60.0)
         return encrypt(*arguments)
 
-    monkeypatch.setattr(reception, "_encrypt", encrypt_late)
-    monkeypatch.setattr(control, "_LEAVE_WITHIN_S", 60.0)
+    monkeypatch.setattr(channel_setup, "_encrypt", encrypt_late)
+    monkeypatch.setattr(control_channel, "_LEAVE_WITHIN_S", 60.0)
     outcomes = [None] * 4
     forming = threading.Thread(target=form, kwargs={"outcomes": outcomes, "timeout_s": 20.0})
     forming.start()
@@ -839,7 +839,7 @@ def test_reports_reach_the_hub_and_nobody_else(channels):
 
 
 def test_reports_go_through_a_tree(monkeypatch):
-    monkeypatch.setattr("paceline.rendezvous.channel_tree.MOST_IN_A_STAR", 2)
+    monkeypatch.setattr("paceline.health.channel_tree.MOST_IN_A_STAR", 2)
     channels = form()
     try:
         watcher = Watcher()
@@ -914,7 +914,7 @@ def test_ranks_of_a_host_whose_connections_are_all_reset_are_not_said_to_have_di
 
 def test_ranks_of_a_host_are_asked_at_once_where_one_is_reset(channels, monkeypatch):
     """A firewall that has forgotten the connections of a host resets each one when it next sees a segment."""
-    monkeypatch.setattr(control, "_RESET_GRACE_S", 3.0)  # the machine may be busy
+    monkeypatch.setattr(control_channel, "_RESET_GRACE_S", 3.0)  # the machine may be busy
     with channels[0]._lock:
         channels[0]._beats_at_s = math.inf  # none is due soon
     ((_, connection),) = channels[2]._connections.items()
@@ -939,7 +939,7 @@ def test_a_rank_whose_connection_is_reset_while_its_host_acknowledges_nothing_is
     channels, monkeypatch
 ):
     """The other end of a link that is cut in one direction resets what it gives up."""
-    monkeypatch.setattr(control, "unconfirmed_bytes", lambda _: 1000)
+    monkeypatch.setattr(control_channel, "unconfirmed_bytes", lambda _: 1000)
     for each in channels:
         each._silence_s = 1.0
     reset(channels, 3)

@@ -4,8 +4,6 @@ The one idea: such a group says that a connection broke, or nothing at all; but 
 share memory in which a death is marked by the kernel, an exception leaves its text, and each rank says what
 it does, and those of several hosts have a control channel. So whoever waits for the process group looks there
 for a name.
-
-Imports the core, rendezvous, `errors`, `stacks` and the standard library.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from typing import Any, Protocol
 
 from paceline import _core
 from paceline.errors import CollectiveError, GroupClosedError, PeerLostError, RegionError, format_ranks
-from paceline.rendezvous.answers import LateRanks
-from paceline.rendezvous.control import ControlChannel
+from paceline.health.control_channel import ControlChannel
+from paceline.health.liveness_check import LateRanks
 from paceline.stacks import STOPPED, process_state
 
 _WAITING = "waiting for the process group"
@@ -78,7 +76,7 @@ class Witness(Protocol):
 
 
 class ChannelWitness:
-    """A `Witness` for ranks on several hosts. What they do is asked for when somebody is late; see `answers`.
+    """A `Witness` for ranks on several hosts. What they do is asked when one is late (`liveness_check`).
 
     Args:
         channel: The channel of all ranks that train the model, in the same order.

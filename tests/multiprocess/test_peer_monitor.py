@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from paceline.errors import DeadlineError, PeerLostError, RegionError
-from paceline.rendezvous import control
+from paceline.health import control_channel
 from tests.harness import ranks
 from tests.multiprocess.conformance_numpy import batch
 from tests.multiprocess.meeting import meet, tell, until_told
@@ -158,7 +158,7 @@ def test_a_rank_without_a_thread_for_the_control_channel_tells_the_others(rank, 
         raise RegionError("The thread could not be started.")
 
     if rank == 1:
-        monkeypatch.setattr(control, "start_thread", refuse)
+        monkeypatch.setattr(control_channel, "start_thread", refuse)
         model_of(rank, framework)
     with pytest.raises(PeerLostError, match=r"(?s)RegionError.*The thread could not be started"):
         model_of(rank, framework)

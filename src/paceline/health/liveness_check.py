@@ -17,8 +17,6 @@ So a rank without SEEN knows that its parent does not answer.
 A rank whose deadline has passed gives up, and may be ending its process while others still wait. It does not
 answer then, and is not to blame. So for a while its last answer stands for the one that is missing; where it
 was the hub that gave up, the others take what they were told of its last round.
-
-May import errors, stacks and the rest of this folder.
 """
 
 from __future__ import annotations
@@ -33,9 +31,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from paceline.errors import format_ranks
-from paceline.rendezvous.channel_tree import HUB, Neighbours
+from paceline.health.channel_tree import HUB, Neighbours
+from paceline.health.handshake import Member
 from paceline.rendezvous.frames import Frame
-from paceline.rendezvous.handshake import Member
 from paceline.rendezvous.messages import MessageError, read_object, write_object
 from paceline.stacks import STOPPED, process_state
 

@@ -7,8 +7,8 @@ import os
 import pytest
 
 from paceline.errors import DeadlineError, PeerLostError
-from paceline.reducer.engine_waits import EngineWaits, is_of_a_late_peer
-from paceline.reducer.witness import MemoryWitness
+from paceline.health.peer_monitor import MemoryWitness
+from paceline.reducer.engine_waits import _USUAL_NAPS, EngineWaits, is_of_a_late_peer
 
 
 class Core:
@@ -75,7 +75,7 @@ def test_a_short_wait_tells_nobody(core):
 
 def test_a_wait_that_ends_is_no_excuse_later(core):
     core.set_activity("in forward 2 of pass 3", 2)
-    waits_of(core, 60.0).poll(after(40), 0)
+    waits_of(core, 60.0).poll(after(_USUAL_NAPS + 1), 0)  # done when it is asked once more after the death
     assert core.told[1:] == [waiting(), "in forward 2 of pass 3"] and core.forwards[0] == 2
 
 
@@ -109,7 +109,7 @@ def test_who_ends_after_a_call_has_sent_what_it_owes(core):
     """It may be dead before this rank has looked at what came; this rank's pass is as good as the others'."""
     core.error = PeerLostError("Rank 1 of 3 died.", lost=(1,))
     core.states[1] = "dead"
-    waits_of(core, 60.0).poll(after(40), 0)
+    waits_of(core, 60.0).poll(after(_USUAL_NAPS + 1), 0)  # done when it is asked once more after the death
 
 
 def test_a_death_ends_the_wait(core):
