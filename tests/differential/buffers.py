@@ -7,7 +7,8 @@ none, however it does it: in place, by reassigning, through `.data`, an index or
 gradients, in training and in evaluation. So no program here may raise or warn but where its last operation
 writes on some ranks only: then all ranks raise. Gradients, and rank 0's buffers, must be those of torch's
 class. It broadcasts buffers at the start of each forward, and Paceline after each backward, so gradients are
-compared where one forward follows one backward.
+compared where one forward follows one backward. They are not where ranks have other values in between:
+after evaluations that write, uneven data, and forwards of another wrapped model with the same layers.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ FRAMEWORKS = ("torch",)
 WIDTH = 3
 LR = 0.05
 WAYS = ("in place", "reassigned", "data", "index", "out", "set", "twice", "detached")
+APART = ("train", "train", "other", "uneven")
+"""After these ranks have other values than under torch's class."""
 Seen = list[tuple[str, list[np.ndarray | None]]]
 """After each operation: what is seen, and its values."""
 
@@ -54,16 +57,21 @@ def generate(seed: int, framework: str = "torch") -> Program:
             }
         )
     writes_in_eval = any(layer.get("in_eval") for layer in layers)
-    kinds = ["step"] * 6 + ["micro", "two", "evaluate", "evaluate", "lost"]
-    if not writes_in_eval:  # else ranks have other values, and whatever writes seems to have written these
-        kinds += ["inner", "load", "write"]
+    kinds = ["step"] * 6 + ["micro", "two", "evaluate", "evaluate", "lost", "write", "inner", "load"]
+    if writes_in_eval or random_.random() < 0.4:
+        kinds += APART
     ops: list[dict[str, Any]] = []
+    is_apart = False  # whether forwards have left other values on each rank
     for _ in range(random_.randint(3, 10)):
         op: dict[str, Any] = {"op": random_.choice(kinds)}
+        if (op["op"] == "load" and is_apart) or (op["op"] == "inner" and writes_in_eval):
+            op["op"] = "write"  # else the program itself would write other values on each rank
         if op["op"] in ("evaluate", "inner"):
-            # What rank 0's evaluation alone writes is a write of one rank.
-            who = "all" if writes_in_eval else random_.choice(["all", "rank 0"])
-            op |= {"who": who, "with_grad": random_.random() < 0.4}
+            op |= {"who": random_.choice(["all", "rank 0"]), "with_grad": random_.random() < 0.4}
+        if op["op"] == "uneven":
+            op |= {"counts": random_.choice([[1, 2], [2, 1], [0, 2], [2, 2]])}
+        if op["op"] not in ("inner", "load"):
+            is_apart = op["op"] == "train" or (op["op"] == "evaluate" and writes_in_eval)
         ops.append(op)
     ops += [{"op": "step"}, {"op": "step"}]
     options = {
@@ -73,7 +81,14 @@ def generate(seed: int, framework: str = "torch") -> Program:
     ends_apart = random_.choice([None, None, 0, 1])  # the rank that alone writes at last
     if all(layer.get("reads") in (None, "never") for layer in layers):  # what no training reads may differ
         ends_apart = None
-    return {"seed": seed, "layers": layers, "ops": ops, "options": options, "ends_apart": ends_apart}
+    return {
+        "seed": seed,
+        "layers": layers,
+        "ops": ops,
+        "options": options,
+        "ends_apart": ends_apart,
+        "ends_with_evaluation": random_.random() < 0.3,
+    }
 
 
 class Writer(nn.Module):
@@ -135,6 +150,9 @@ def run(rank: int, program: Program, is_torchs: bool) -> Seen:
     net = network(program)
     options = {key: value for key, value in program["options"].items() if key != "reduce_through"}
     wrapped = TorchDDP(net, **options) if is_torchs else DistributedDataParallel(net, **program["options"])
+    other: Any = None
+    if any(op["op"] == "other" for op in program["ops"]):
+        other = (TorchDDP if is_torchs else DistributedDataParallel)(_another(net, program["seed"]))
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     numbers = np.random.default_rng([program["seed"], rank])
     seen: Seen = []
@@ -161,6 +179,13 @@ def run(rank: int, program: Program, is_torchs: bool) -> Seen:
             loss(wrapped).backward()
         elif what in ("evaluate", "inner"):
             _evaluate(rank, op, net if is_torchs or what == "inner" else wrapped, loss)
+        elif what == "train":
+            with torch.no_grad():
+                loss(wrapped)
+        elif what == "other":
+            (loss(other) + loss(wrapped)).backward()
+        elif what == "uneven":
+            _train_unevenly(op["counts"][rank], wrapped, is_torchs, optimizer, loss)
         elif what == "write":
             for buffer in net.buffers():
                 buffer.fill_(2)
@@ -171,11 +196,31 @@ def run(rank: int, program: Program, is_torchs: bool) -> Seen:
     if program["ends_apart"] is not None and not is_torchs:
         for buffer in net.buffers() if rank == program["ends_apart"] else ():
             buffer.add_(1)
+        if program["ends_with_evaluation"]:
+            with torch.no_grad():
+                loss(wrapped)
         try:
             loss(wrapped).backward()
         except ReplicasDifferError:
             seen.append(("an error", []))
     return seen
+
+
+def _another(net: nn.Sequential, seed: int) -> nn.Sequential:
+    """Another model with the same layers that have buffers."""
+    torch.manual_seed(seed + 1)
+    shared = [layer for layer in net if isinstance(layer, Writer)]
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *shared)
+
+
+def _train_unevenly(
+    count: int, wrapped: Any, is_torchs: bool, optimizer: torch.optim.Optimizer, loss: Any
+) -> None:
+    with wrapped.join() if is_torchs else contextlib.nullcontext():
+        for _ in range(count) if is_torchs else wrapped.iterate(range(count)):
+            optimizer.zero_grad()
+            loss(wrapped).backward()
+            optimizer.step()
 
 
 def _evaluate(rank: int, op: dict[str, Any], model: nn.Module, loss: Any) -> None:
@@ -198,6 +243,7 @@ def check(program: Program, framework: str = "torch") -> str:
     )
     # After evaluations that write, torch's ranks have rank 0's buffers, and ours their own up to a backward.
     is_compared = not any(layer.get("in_eval") for layer in program["layers"])
+    is_compared &= not any(op["op"] in APART for op in program["ops"])
     for rank, (seen, wanted) in enumerate(zip(ours, theirs, strict=True)):
         if program["ends_apart"] is not None:
             if not seen or seen[-1][0] != "an error":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -530,3 +531,93 @@ def test_one_rank_broadcasts_no_buffers(rank: int) -> None:
         ddp(BATCH).mean().backward()
         ddp.sync_buffers()
     assert not [event.key for event in profile.key_averages() if "broadcast" in event.key]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("end", ["finish", "join"])
+@ranks(2, group="gloo")
+def test_the_model_that_ends_uneven_data_is_no_write(rank: int, end: str, path: str) -> None:
+    """Over a process group a copy counts as a write, and the evaluation writes other values on each rank."""
+    ddp = DistributedDataParallel(Scaled(), reduce_through=path)
+    ddp.module.keeps_own = True
+    with without_warnings():
+        with ddp.join() if end == "join" else contextlib.nullcontext():
+            for _ in range(2 + rank):
+                ddp(BATCH[rank::2]).square().mean().backward()
+        if end == "finish":
+            ddp.finish()
+        with torch.no_grad():
+            ddp(BATCH[rank::2])
+        for _ in range(2):
+            ddp(BATCH[rank::2]).square().mean().backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("is_in_training", [False, True])
+@ranks(2, group="gloo")
+def test_a_forward_that_writes_over_what_all_ranks_have_written(
+    rank: int, is_in_training: bool, path: str
+) -> None:
+    """Whether it is an evaluation in training mode, or of another wrapped model."""
+    shared = Scaled()
+    shared.keeps_own = True
+    first = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
+    second = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
+    with without_warnings():
+        for step in range(3):
+            shared.own.fill_(step + 1.0)
+            if is_in_training:
+                other = second(BATCH[rank::2]).square().mean()
+            else:
+                other = torch.zeros(())
+                with torch.no_grad():
+                    first(BATCH[rank::2])
+            (first(BATCH[rank::2]).square().mean() + other).backward()
+    if rank == 0:
+        shared.own.fill_(7.0)
+    with torch.no_grad():
+        first(BATCH[rank::2])
+    with pytest.raises(ReplicasDifferError, match="own' was written between two steps on rank 0 of 2"):
+        first(BATCH[rank::2]).square().mean().backward()
+
+
+def of_each(shared: Scaled, shares: list[torch.Tensor]) -> torch.Tensor:
+    """The mean gradient of two forwards on each rank; the second reads what the first has written."""
+    found = []
+    for x in shares:
+        alone = copy.deepcopy(shared).double()
+        alone.zero_grad()
+        alone(x.double())
+        alone(x.double()).square().mean().backward()
+        found.append(alone.linear.weight.grad)
+    return torch.stack(found).mean(0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("before", ["uneven data", "a schedule"])
+@ranks(2, group="gloo")
+def test_a_forward_reads_what_that_of_another_model_has_written_on_this_rank(
+    rank: int, before: str, path: str
+) -> None:
+    """No broadcast comes in between, neither after uneven data nor for a schedule of rank 0."""
+    shared = Scaled()
+    shared.keeps_own = True
+    first = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
+    second = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
+    optimizer = torch.optim.SGD(shared.parameters(), lr=0.1)
+    for _ in first.iterate(range(2 + rank)):
+        optimizer.zero_grad()
+        first(BATCH[rank::2]).square().mean().backward()
+        optimizer.step()
+    if before == "a schedule" and rank == 0:
+        shared.factor.fill_(1.0)
+    first(BATCH[rank::2]).square().mean().backward()
+    shared.zero_grad()
+    if before == "a schedule":
+        shared.factor.fill_(2.0)
+    right = of_each(shared, [BATCH[::2], BATCH[1::2]])
+    if before == "a schedule" and rank:
+        shared.factor.fill_(1.0)  # which rank 0's value replaces
+    second(BATCH[rank::2])
+    first(BATCH[rank::2]).square().mean().backward()
+    check([shared.linear.weight.grad], [right])

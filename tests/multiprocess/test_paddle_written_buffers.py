@@ -5,6 +5,7 @@ So a step with different values is no error here, as it is in paceline.torch, bu
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.testing import assert_allclose
 from paddle import nn
 
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import batch, ranks, share, squares
+from tests.multiprocess.paddle_models import batch, join_paddle, ranks, share, squares
 
 STEPS = 4
 
@@ -169,3 +170,50 @@ def test_estimates_of_a_spectral_norm_that_one_rank_alone_goes_on_with(group: An
             if group.rank == 0:
                 linear(paddle.to_tensor(batch()))
             squares(wrapped(share(batch(), group.rank))).backward()
+
+
+@pytest.mark.parametrize("path", ["memory", "group"])
+@pytest.mark.parametrize("end", ["finish", "join"])
+@ranks(2, group=None)
+def test_the_model_that_ends_uneven_data_is_no_write(rank: int, end: str, path: str) -> None:
+    """A copy may count as a write, and the evaluation writes other values on each rank."""
+    join_paddle(rank)
+    wrapped = DataParallel(Scaled(), reduce_through=path)
+    x = share(batch(), rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with wrapped.join() if end == "join" else contextlib.nullcontext():
+            for _ in range(2 + rank):
+                squares(wrapped(x)).backward()
+        if end == "finish":
+            wrapped.finish()
+        with paddle.no_grad():
+            wrapped(x)
+        for _ in range(2):
+            squares(wrapped(x)).backward()
+
+
+@pytest.mark.parametrize("is_in_training", [False, True])
+@ranks(2)
+def test_a_forward_that_writes_over_what_all_ranks_have_written(group: Any, is_in_training: bool) -> None:
+    """Whether it is an evaluation in training mode, or of another wrapped model."""
+    shared, x = Scaled(), share(batch(), group.rank)
+    first = DataParallel(nn.Sequential(shared), group=group)
+    second = DataParallel(nn.Sequential(shared), group=group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            shared.own.set_value(paddle.full([4], step + 1.0))
+            other = paddle.zeros([])
+            if is_in_training:
+                other = squares(second(x))
+            else:
+                with paddle.no_grad():
+                    first(x)
+            (squares(first(x)) + other).backward()
+    if group.rank == 0:
+        shared.own.set_value(paddle.full([4], 7.0))
+    with paddle.no_grad():
+        first(x)
+    with pytest.warns(RuntimeWarning, match="own' was written between two steps on rank 0 of 2"):
+        squares(first(x)).backward()

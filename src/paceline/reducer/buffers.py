@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol, runtime_checkable
 
 from paceline import _core
@@ -164,7 +164,9 @@ class BufferWrites:
         self._names = names
         self._hash_model = hash_model
         self._world_size = world_size
-        self._unused: set[str] = set()  # written, and not yet used by a forward that is trained
+        # Written, and not yet used by a forward that is trained, each with its hash at the beginning of the
+        # first forward since: one that is not trained, or another model's, may write the buffer itself.
+        self._unused: dict[str, int | None] = {}
         self._doubtful: list[str] = []
         self._left_alone: set[str] = set()
         self._others: list[weakref.ref[BufferWrites]] = []
@@ -199,8 +201,14 @@ class BufferWrites:
                 repeated a forward with all that this writes.
         """
         self.collect()
-        if self._unused and is_trained:
-            self._note_values(after_local_backward=after_local_backward)
+        if self._unused:
+            if is_trained:
+                self._note_values(after_local_backward=after_local_backward)
+            else:
+                self._keep_values(self._unused)
+        for find in self._others:
+            if (other := find()) is not None and other._unused:
+                other._keep_values(other._unused)
 
     def collect(self) -> None:
         """Look at what was written, before something else than the user's program writes."""
@@ -213,8 +221,8 @@ class BufferWrites:
         if self._buffers is not self._tensors.buffers:
             self._note_new_modules()
         elif changed := self._snapshot.changed():
-            self._unused |= {f"{self._prefixes[number]}{key}" for number, key in changed}
-            new = self._unused - self._buffers.keys() - self._left_alone
+            self._unused |= dict.fromkeys(f"{self._prefixes[number]}{key}" for number, key in changed)
+            new = self._unused.keys() - self._buffers.keys() - self._left_alone
             if new:  # registered after wrapping, or one that is left alone
                 self._tensors.find_new_buffers()
                 self._take_slots()
@@ -223,24 +231,33 @@ class BufferWrites:
     def _note_new_modules(self) -> None:
         """Modules were added, removed or replaced since the last forward: so may buffers have been."""
         before = self._buffers
-        self._unused |= self._changed()
+        changed = self._changed()
         self._take_slots()
         now = self._tensors.buffers
-        self._unused |= {name for name, buffer in now.items() if before.get(name) is not buffer}
+        changed |= {name for name, buffer in now.items() if before.get(name) is not buffer}
+        self._unused |= dict.fromkeys(changed)
 
     def names(self) -> list[str]:
         """Names of the buffers that were written to, and that no forward has used yet."""
         names, is_unread = self._names(), self._tensors.is_unread
         return sorted(name for name in self._unused if name in names and not is_unread(name))
 
+    def _keep_values(self, written: Iterable[str]) -> None:
+        """Keep hashes of what was written, before a forward may write there."""
+        names = self._names()
+        self._unused |= self.hashes(n for n in written if n in names and self._unused[n] is None)
+
     def _note_values(self, *, after_local_backward: bool) -> None:
         written = self.names()
-        self._unused.clear()
         estimates = [name for name in written if self._tensors.is_estimate(name)]
+        compared = [name for name in written if name not in estimates]
+        self._keep_values(compared)
         for name in estimates:
             self.found.setdefault(name, [])
-        for name, value in self.hashes(name for name in written if name not in estimates).items():
-            self.found.setdefault(name, []).append(value)
+        for name in compared:
+            if (value := self._unused[name]) is not None:
+                self.found.setdefault(name, []).append(value)
+        self._unused.clear()
         if after_local_backward:
             self._snapshot.note()
             self._doubtful = written
@@ -277,8 +294,10 @@ class BufferWrites:
         if self._buffers is not self._tensors.buffers:
             self._take_slots()
         self._snapshot.note()
-        self.found.clear()
-        self._unused.clear()
+        if self.found or self._unused:
+            others = self._names().difference(*names)
+            self.found = {name: values for name, values in self.found.items() if name in others}
+            self._unused = {name: value for name, value in self._unused.items() if name in others}
         self._settle_others(*names)
 
     def _settle_others(self, *names: Collection[str]) -> None:
@@ -304,7 +323,7 @@ class BufferWrites:
         for prefix, slot in self._tensors.buffer_slots():
             for key in slot:
                 if (id(slot), key) in synced:
-                    self._unused.discard(f"{prefix}{key}")
+                    self._unused.pop(f"{prefix}{key}", None)
                     self.found.pop(f"{prefix}{key}", None)
 
     def hashes(self, names: Iterable[str]) -> dict[str, int]:
@@ -360,7 +379,8 @@ class BufferSync:
         self.is_alone = link.world_size == 1
         self._in_forward = options.syncs_forward and not self.is_alone
         self._refuses_writes = refuses_writes
-        self._syncs_next = self._has_warned = self._is_forward_synced = False
+        self._has_warned = self._is_forward_synced = False
+        self._syncs_next: Set[str] = _NONE
         self._synced_writes: list[str] = []  # written to before the forward that has synchronised them
         # Hashes of what the last synchronisation has left, as far as known.
         self._left: Mapping[str, int] = {}
@@ -422,19 +442,23 @@ class BufferSync:
     def sync_forward(self) -> None:
         """Give every rank rank 0's buffers for the next backward, if `in_forward`. Collective then, and once.
 
-        Also if some ranks alone have written what changed nothing: a schedule may go on with other values.
+        Also those that some ranks alone have written, which changed nothing: a schedule may go on with other
+        values. No others, because the forward of another model may have just written to those on each rank.
         """
         if self._is_forward_synced:
             return
         self._is_forward_synced = True
-        is_asked, self._syncs_next = self._in_forward or self._syncs_next, False
-        if self.hook is not None or not is_asked:
+        chosen, self._syncs_next = self._syncs_next, _NONE
+        if self.hook is not None or not (self._in_forward or chosen):
             return
         if self.writes is not None:
-            self.writes.collect()
-            self._synced_writes = [] if self._in_forward else self.writes.names()
-        if self._policies.after_pass:
-            self.sync(range(self._link.world_size), on_demand=False, averages=False)
+            self.writes.collect()  # which finds buffers that were registered since
+        after_pass = self._policies.after_pass
+        chosen = after_pass if self._in_forward else chosen & after_pass
+        if self.writes is not None and not self._in_forward:
+            self._synced_writes = [name for name in self.writes.names() if name in chosen]
+        if chosen:
+            self._sync(range(self._link.world_size), chosen, _NONE)
 
     @property
     def has_writes(self) -> bool:
@@ -448,7 +472,8 @@ class BufferSync:
 
     def give_up_pass(self) -> None:
         """A pass has ended in an error, and no buffer was synchronised."""
-        self._is_forward_synced = self._syncs_next = False
+        self._is_forward_synced = False
+        self._syncs_next = _NONE
         self._synced_writes = []
         if self.writes is not None:
             self.writes.end_backward()
@@ -478,10 +503,9 @@ class BufferSync:
         told: list[tuple[dict[str, list[int]], list[str]]] = self._gather((found, self._synced_writes))
         self._synced_writes = []
         rows = [row for row, _ in told]
-        self._syncs_next = self._refuses_writes and any(
-            rows[rank].keys() != rows[active[0]].keys() or told[rank][1] != told[active[0]][1]
-            for rank in active
-        )
+        if self._refuses_writes:
+            before_forward = _not_on_all([told[rank][1] for rank in active])
+            self._syncs_next = before_forward | _not_on_all([rows[rank] for rank in active])
         names = sorted({name for rank in active for name in rows[rank]})
         differing = [n for n in names if len({tuple(rows[rank].get(n, ())) for rank in active}) > 1]
         if not differing:
@@ -517,25 +541,29 @@ class BufferSync:
     def _gather(self, value: object) -> list[Any]:
         return [json.loads(row) for row in self._link.all_gather(json.dumps(value).encode())]
 
-    def sync(self, active: Sequence[int], *, on_demand: bool, averages: bool = True) -> None:
+    def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
         """Bring the buffers in step. Collective.
 
         Args:
             active: Ranks whose values count; the first is the one that broadcasts.
             on_demand: Include buffers that are left alone after a pass, but for those that a pattern says
                 to leave alone.
-            averages: Whether buffers that are averaged are, too.
         """
+        self._sync(active, self._policies.broadcast(on_demand=on_demand), self._policies.averaged)
+
+    def take_over(self, root: int) -> None:
+        """Give every rank all buffers of the rank `root`, whatever the policies. Collective."""
+        self._sync([root], set(self._tensors.current_buffers()), _NONE)
+
+    def _sync(self, active: Sequence[int], chosen: Set[str], averages_of: Set[str]) -> None:
         if self.is_alone:
             return
         if self.writes is not None:
             self.writes.begin_sync()
-        chosen = self._policies.broadcast(on_demand=on_demand)
-        averages_of: Collection[str] = (averages and self._policies.averaged) or _NONE
         now: Mapping[str, Any] = self._tensors.current_buffers()
         written = None
         if self._noticing is not None:
-            changing = averages_of if self._link.rank == active[0] else chosen.union(averages_of)
+            changing = averages_of if self._link.rank == active[0] else chosen | averages_of
             is_memory = self._link.path == "memory"
             written = self._noticing.written_buffers(now, changing, through_pointers=is_memory)
         if written is not None:
@@ -546,9 +574,17 @@ class BufferSync:
         prepared.broadcast(active[0])
         if prepared.averaged:
             self._average(self._link, prepared.averaged, active)
-        self._left = {} if written is None else written.end()
+        self._left = {name: value for name, value in self._left.items() if name not in chosen}
+        if written is not None:
+            self._left |= written.end()
         if self.writes is not None:
             self.writes.end_sync(chosen, averages_of)
+
+
+def _not_on_all(names: Sequence[Iterable[str]]) -> frozenset[str]:
+    """Names that some of these have, and others have not."""
+    each = [frozenset(some) for some in names]
+    return frozenset().union(*each) - each[0].intersection(*each)
 
 
 class _Prepared:

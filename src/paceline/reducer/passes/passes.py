@@ -300,7 +300,8 @@ class Passes(Generic[AnyAutograd]):
         Parameters that the ranks of a host share are in step: all have made the last step together.
         """
         parameters = [] if self.shares_parameters else self._tensors.all_parameters.values()
-        self.link.broadcast([*parameters, *self._tensors.current_buffers().values()], root)
+        self.link.broadcast(list(parameters), root)
+        self.buffers.take_over(root)
 
     def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
         now, in_step = self._tensors.current_buffers(), self.buffers.in_step
