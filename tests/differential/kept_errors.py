@@ -187,13 +187,16 @@ class OnPaddle:
                 return sum((parts[index] * value).sum() for index, value in given.items())
 
         join_paddle(rank)
-        self.net, self.tensor = Net(), paddle.to_tensor
+        self.net, self.tensor, self._to_none = Net(), paddle.to_tensor, program["to_none"]
         self.parameters = list(self.net.parameters())
         self.ddp = wrap(program, self.net, DataParallel, compression)
 
     def clear(self) -> None:
-        for parameter in self.parameters:  # with views, there still are zeros, which count as a gradient
-            parameter.clear_gradient(set_to_zero=False)
+        for parameter in self.parameters:
+            if self._to_none:
+                parameter.grad = None
+            else:  # to zeros, whatever set_to_zero= is; they count as a gradient
+                parameter.clear_gradient()
 
 
 def wrap(program: Program, net: Any, wrapper: Callable[..., Any], compression: Any) -> Any:
