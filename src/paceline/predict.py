@@ -393,7 +393,7 @@ def load_function(where: str) -> Callable[[], Any]:
 
 def _plan(given: argparse.Namespace, make_model: Callable[[], Any], hosts: int) -> MemoryPlan:
     try:
-        from paceline.torch.one_model.memory_plan import optimizer_named, plan_memory
+        from paceline.torch.sharding.memory_plan import optimizer_named, plan_memory
     except ImportError as error:
         raise ConfigError("Memory is predicted for models of torch.", seen=str(error)) from error
     optimizer = optimizer_named(given.optimizer)

@@ -392,7 +392,7 @@ def test_local_sgd_is_refused(group):
 
 @ranks(2)
 def test_too_little_memory_is_told_before_any_is_taken(group):
-    from paceline.reducer.one_copy import moving
+    from paceline.sharding import moving
 
     true = moving.lay_out
     moving.lay_out = lambda sizes: (true(sizes)[0], 1 << 50)  # as if the model were as large

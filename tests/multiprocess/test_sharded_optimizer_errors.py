@@ -24,7 +24,7 @@ from paceline.errors import (
     UnusedParameterError,
 )
 from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer
-from paceline.torch.one_model.travel import travel_in
+from paceline.torch.sharding.travel import travel_in
 from tests.harness import ranks
 from tests.multiprocess.meeting import meet, tell, until_told
 from tests.multiprocess.test_local_sgd import network, place, rows

@@ -14,7 +14,7 @@ from torch.distributed.algorithms.join import Join
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
-from paceline.torch.one_model import sharded_optimizer
+from paceline.torch.sharding import sharded_optimizer
 from tests.harness import ranks
 from tests.multiprocess.test_sharded_optimizer import (
     ELEMENTWISE,

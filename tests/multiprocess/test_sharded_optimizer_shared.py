@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from paceline.errors import ConfigError
-from paceline.reducer.one_copy.homes import home_of
+from paceline.sharding.shared_parameters import home_of
 from paceline.torch import DistributedDataParallel, ShardedOptimizer, share
 from tests.harness import ranks
 from tests.multiprocess.test_sharded_optimizer import ELEMENTWISE, same_bits

@@ -13,7 +13,7 @@ import pytest
 from paceline.cli import main
 from paceline.errors import ConfigError
 from paceline.launch.elastic import Elastic, agent_command
-from paceline.launch.trace import HostTrace
+from paceline.launch.trace_file import HostTrace
 from paceline.rendezvous.addresses import Way
 from paceline.trace import ring_file
 from paceline.trace.ring_file import CAPACITY_VARIABLE, FOLDER_VARIABLE, TRACE_RECORDS, RankHeader
@@ -112,7 +112,7 @@ def test_what_is_seen_of_the_ranks_is_told_when_the_agent_has_ended(
     program = f"""
 import os, sys
 from paceline.launch.elastic import Elastic, _Meeting, _run_watched, _say, _Watch
-from paceline.launch.trace import JobRecording
+from paceline.launch.trace_file import JobRecording
 from pathlib import Path
 class Trace:
     def end(self, say): say("the trace of " + os.environ["WHO"])

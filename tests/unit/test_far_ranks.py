@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.launch.trace import JobRecording
+from paceline.launch.trace_file import JobRecording
 from paceline.monitor import top
 from paceline.monitor.metrics import metrics_text
 from paceline.monitor.snapshot import JobSnapshot, RankWindow, snapshot

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from paceline import _core
-from paceline.launch.trace import JobRecording
+from paceline.launch.trace_file import JobRecording
 from paceline.monitor import snapshot, top, watch
 from paceline.trace import cli, ring_file
 from paceline.trace.batches import samples_in

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.launch.trace import JobRecording
+from paceline.launch.trace_file import JobRecording
 from paceline.monitor import top
 from paceline.monitor.watch import JobWatch
 from paceline.trace import cli, jobs

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.arguments import Arguments
-from paceline.data.arguments import length_of
 from paceline.data.rank import find_rank
+from paceline.data.sampler_arguments import length_of
 from paceline.errors import ConfigError, MismatchError, format_ranks
 
 Array = npt.NDArray[Any]

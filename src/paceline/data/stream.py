@@ -12,9 +12,9 @@ from itertools import islice
 from typing import Any, Generic, TypeVar
 
 from paceline.arguments import Arguments
-from paceline.data.arguments import seed_of
 from paceline.data.order import Shuffled, derive_key
 from paceline.data.rank import find_rank, loader_worker
+from paceline.data.sampler_arguments import seed_of
 
 Shard = TypeVar("Shard")
 Sample = TypeVar("Sample")

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline.arguments import Arguments
-from paceline.data.arguments import row_of
 from paceline.data.order import Indices, Order
 from paceline.data.sampler import DistributedSampler
+from paceline.data.sampler_arguments import row_of
 
 
 class SubsetDistributedSampler(DistributedSampler):

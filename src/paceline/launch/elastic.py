@@ -36,7 +36,7 @@ from paceline.launch.process import (
     pass_on,
     wait_readable,
 )
-from paceline.launch.trace import HostTrace, JobRecording, trace_variables
+from paceline.launch.trace_file import HostTrace, JobRecording, trace_variables
 from paceline.rendezvous.addresses import Way, find_way, wait_for_listener
 from paceline.trace import jobs
 from paceline.trace.ring_file import FOLDER_VARIABLE

@@ -21,7 +21,7 @@ from paceline.launch.forked import Shared, shared_start
 from paceline.launch.placement import Machine, assign_cores, assign_nodes, threads_per_rank
 from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.topology import read_machine
-from paceline.launch.trace import check_output, trace_variables
+from paceline.launch.trace_file import check_output, trace_variables
 from paceline.launch.variables import Meeting, new_job_id, rank_environment
 from paceline.rendezvous.limits import explain
 from paceline.trace import jobs

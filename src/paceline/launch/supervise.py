@@ -36,7 +36,7 @@ from paceline.launch.process import (
     send,
     start_rank,
 )
-from paceline.launch.trace import JobRecording
+from paceline.launch.trace_file import JobRecording
 from paceline.launch.wiring import Channel, RankLog, Wiring, connect, copy_window_size
 
 _KILLED_WITHIN_S = 30.0

@@ -17,8 +17,8 @@ from paceline.paddle.ddp.distributed import DistributedDataParallel, init_parall
 from paceline.paddle.ddp.parallel import DataParallel  # noqa: E402
 from paceline.paddle.ddp.replace_ddp import replace_ddp  # noqa: E402
 from paceline.paddle.model.precision import MixedPrecision  # noqa: E402
-from paceline.paddle.one_model.sharded_optimizer import ShardedOptimizer  # noqa: E402
-from paceline.paddle.one_model.share import share  # noqa: E402
+from paceline.paddle.sharding.sharded_optimizer import ShardedOptimizer  # noqa: E402
+from paceline.paddle.sharding.share import share  # noqa: E402
 from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from paceline.reducer.local_sgd.options import LocalSGD  # noqa: E402
 from paceline.replacing import replace_if_asked  # noqa: E402

@@ -3,8 +3,7 @@
 Files: the plan (parameters -> arena and buckets, pure), the agreement check of a wrapped model, the reducer
 over any asynchronous all-reduce, the links that front ends provide, and the errors that a pass can end in.
 Folders, which use these: `passes` runs one backward pass, `between_hosts` is the reducer over several hosts,
-`one_copy` has the parameters of a host in its memory once, and `local_sgd` lets replicas train on their own
-for some steps. `wrapped_model` uses all of them.
+and `local_sgd` lets replicas train on their own for some steps.
 
 Not public.
 """

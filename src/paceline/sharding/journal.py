@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
 from paceline.collectives.whole_exchange import WholeExchange
-from paceline.reducer.one_copy.homes import Home, home_of
 from paceline.rendezvous.model_memory import share_model_memory
 from paceline.sharding.cuts import Piece
 from paceline.sharding.journal_layout import (
@@ -28,6 +27,7 @@ from paceline.sharding.journal_layout import (
     no_journal,
     slot_bytes,
 )
+from paceline.sharding.shared_parameters import Home, home_of
 
 Tensor = TypeVar("Tensor")
 _Made = TypeVar("_Made", covariant=True)

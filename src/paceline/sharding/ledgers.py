@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.errors import DeadlineError
-from paceline.reducer.one_copy.homes import Home
+from paceline.sharding.shared_parameters import Home
 
 _LONGEST_PART_S = 30.0
 """How long a rank that has lost another one waits for those that are still writing."""

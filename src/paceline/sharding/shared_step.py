@@ -16,11 +16,11 @@ from paceline import _core
 from paceline.arguments import Arguments
 from paceline.errors import CollectiveError, ConfigError, PacelineError
 from paceline.reducer.link import Link
-from paceline.reducer.one_copy.homes import home_of
-from paceline.reducer.one_copy.torn import torn, torn_error
 from paceline.sharding.ledgers import Complete, Ledgers
 from paceline.sharding.lost_ranks import COMPLETE, HALF, NOTHING_WRITTEN, is_loss, telling
 from paceline.sharding.meeting import Call, Facts, Meetings, hash_options
+from paceline.sharding.partial_steps import torn, torn_error
+from paceline.sharding.shared_parameters import home_of
 from paceline.sharding.travel import IDLE, Travel
 
 OWNER = "ShardedOptimizer"

@@ -16,8 +16,8 @@ import paddle
 from paddle.distributed.parallel import DataParallel as PaddleDataParallel
 from paddle.distributed.parallel import ParallelStrategy
 
+from paceline.ddp.wrapped_model import hide_inherited
 from paceline.paddle.passes.graphs import tensors_in
-from paceline.reducer.wrapped_model import hide_inherited
 
 if TYPE_CHECKING:
     from paceline.paddle.link.peers import Peers

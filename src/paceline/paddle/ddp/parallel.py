@@ -18,6 +18,7 @@ import paddle
 from paddle import nn
 
 from paceline.arguments import Arguments
+from paceline.ddp.wrapped_model import WrappedModel, checked_norms
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.ddp.paddle_names import PaddleNames, hide_paddles_own
@@ -31,26 +32,25 @@ from paceline.paddle.model.arguments import check_views, checked_group, checked_
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
-from paceline.paddle.one_model.guards import StateDictGuard
-from paceline.paddle.one_model.homes import move, move_out, refuse_strange
 from paceline.paddle.passes.exchanges import forwards
 from paceline.paddle.passes.graphs import calls
 from paceline.paddle.passes.meetings import OuterParameters
 from paceline.paddle.passes.passes import GradientPasses, make_buffer_sync, make_passes
 from paceline.paddle.passes.recorded_steps import note_steps
+from paceline.paddle.sharding.guards import StateDictGuard
+from paceline.paddle.sharding.shared_storage import move, move_out, refuse_strange
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.between_hosts.options import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
 from paceline.reducer.local_sgd.members import Members, join_member
 from paceline.reducer.local_sgd.options import LocalSGD
-from paceline.reducer.one_copy.homes import written
-from paceline.reducer.one_copy.torn import torn
 from paceline.reducer.passes.micro_batches import as_weight
 from paceline.reducer.passes.uneven import joining
-from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.start import refuse_latecomers
+from paceline.sharding.partial_steps import torn
+from paceline.sharding.shared_parameters import written
 from paceline.trace.recording import recording
 
 _DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")

@@ -7,9 +7,9 @@ from paddle.distributed import fleet
 from paddle.distributed.parallel import DataParallel as _Theirs
 from paddle.hapi.model import DynamicGraphAdapter as _HapiModel
 
+from paceline.ddp.wrapped_model import WrappedModel
+from paceline.ddp.wrapped_twice import callers, inner_error, outer_error
 from paceline.paddle import internals
-from paceline.reducer.wrapped_model import WrappedModel
-from paceline.reducer.wrapped_twice import callers, inner_error, outer_error
 
 _CURE = (
     "{} with the model itself makes our wrapper, if `paddle.DataParallel = paceline.paddle.DataParallel` "

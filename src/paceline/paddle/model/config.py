@@ -11,9 +11,9 @@ from numbers import Real
 from typing import Any, ClassVar
 
 from paceline.arguments import show
+from paceline.ddp.wrapper_arguments import MIB, WrapperArguments, WrapperOptions
 from paceline.errors import ConfigError
 from paceline.paddle.model.precision import Precision, as_precision
-from paceline.reducer.arguments import MIB, WrapperArguments, WrapperOptions
 
 _arguments = WrapperArguments("DataParallel")
 

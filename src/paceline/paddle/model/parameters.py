@@ -10,10 +10,10 @@ import paddle
 from paddle import nn
 
 from paceline import _core
+from paceline.ddp.wrapper_arguments import WrapperArguments
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.reducer.agreement import TensorDescription
-from paceline.reducer.arguments import WrapperArguments
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec
 

@@ -20,7 +20,6 @@ from paceline import _core
 from paceline.errors import ConfigError, PacelineError
 from paceline.paddle import internals
 from paceline.paddle.link.link import Link, average_buffers
-from paceline.paddle.link.scattered import PaddleHands, Scattered
 from paceline.paddle.model.config import DataParallelConfig
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.passes import graphs
@@ -30,13 +29,14 @@ from paceline.paddle.passes.micro_batches import PaddleWeights
 from paceline.paddle.passes.recorded_steps import note_steps
 from paceline.paddle.passes.replica_state import hash_model, make_sampler
 from paceline.paddle.passes.sparse import SparseMeans
+from paceline.paddle.sharding.scattered_gradients import PaddleHands, Scattered
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.passes.front_end import FrontEnd
 from paceline.reducer.passes.graphs import EndOfBackward, Graph
 from paceline.reducer.passes.local_backward import LocalBackward
 from paceline.reducer.passes.passes import Passes
 from paceline.reducer.passes.state import PassState
-from paceline.reducer.scattered import refuse_sparse
+from paceline.sharding.scattered_gradients import refuse_sparse
 from paceline.trace.recording import recording
 
 

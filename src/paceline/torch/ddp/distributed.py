@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.arguments import Arguments
+from paceline.ddp.wrapped_model import WrappedModel, checked_norms
 from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.between_hosts.options import A_HOOK, refuse_other_bits
@@ -28,10 +29,9 @@ from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.reducer.link import Link
 from paceline.reducer.local_sgd.members import Members, join_member
 from paceline.reducer.local_sgd.options import LocalSGD
-from paceline.reducer.one_copy.torn import torn
 from paceline.reducer.passes.micro_batches import as_weight
-from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.start import refuse_latecomers
+from paceline.sharding.partial_steps import torn
 from paceline.torch.backend.init_process_group import attendance_of_default_group
 from paceline.torch.ddp.logging_data import noting_errors
 from paceline.torch.ddp.pickling import refuse_backward
@@ -46,11 +46,11 @@ from paceline.torch.model.compiling import refuse_compiled_autograd, untraced, u
 from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.model.precision import cast_buffers, run_in
-from paceline.torch.one_model.guards import check_before_state_dict
-from paceline.torch.one_model.moving import move, move_out, refuse_strange
 from paceline.torch.passes.meetings import OuterParameters
 from paceline.torch.passes.passes import GradientPasses, make_buffer_sync, make_passes
 from paceline.torch.passes.recorded_steps import note_steps
+from paceline.torch.sharding.guards import check_before_state_dict
+from paceline.torch.sharding.moving import move, move_out, refuse_strange
 from paceline.trace.recording import recording
 
 if TYPE_CHECKING:

@@ -27,12 +27,12 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree as pytree
 
 from paceline.arguments import Arguments
+from paceline.ddp.wrapped_model import hide_inherited
+from paceline.ddp.wrapper_arguments import MIB
 from paceline.errors import ConfigError, ReplicaError
-from paceline.reducer.arguments import MIB
 from paceline.reducer.local_sgd.meetings import Meetings, Warmup
-from paceline.reducer.one_copy.homes import written
-from paceline.reducer.one_copy.torn import torn
-from paceline.reducer.wrapped_model import hide_inherited
+from paceline.sharding.partial_steps import torn
+from paceline.sharding.shared_parameters import written
 from paceline.torch.data_parallel.scatter import gather, scatter_call
 from paceline.torch.ddp.join import DDPJoinHook, Joining, NamingJoin
 from paceline.torch.ddp.logging_data import TorchLogger, logging_data, noting_errors
@@ -41,8 +41,8 @@ from paceline.torch.ddp.regrouping import regroup
 from paceline.torch.ddp.wrapped_twice import AskedWhenWrapped, refuse_replicas
 from paceline.torch.link.buffer_hook import BufferHook
 from paceline.torch.model.arguments import as_device
-from paceline.torch.one_model.homes import Home
 from paceline.torch.passes.passes import ErrorNote
+from paceline.torch.sharding.shared_storage import Home
 
 if TYPE_CHECKING:
     from paceline.reducer.comm_hooks import CommHook

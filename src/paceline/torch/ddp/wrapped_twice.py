@@ -10,9 +10,9 @@ import sys
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.ddp.wrapped_model import WrappedModel
+from paceline.ddp.wrapped_twice import callers, inner_error, outer_error
 from paceline.errors import ConfigError
-from paceline.reducer.wrapped_model import WrappedModel
-from paceline.reducer.wrapped_twice import callers, inner_error, outer_error
 
 _OURS = "paceline.torch.DistributedDataParallel"
 

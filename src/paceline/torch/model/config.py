@@ -15,8 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.arguments import show
-from paceline.errors import ConfigError, ConfigTypeError
-from paceline.reducer.arguments import (
+from paceline.ddp.wrapper_arguments import (
     HOSTS,
     MIB,
     REDUCE_THROUGH,
@@ -24,6 +23,7 @@ from paceline.reducer.arguments import (
     WrapperArguments,
     WrapperOptions,
 )
+from paceline.errors import ConfigError, ConfigTypeError
 from paceline.torch.model.arguments import as_device, check_devices
 from paceline.torch.model.precision import Precision, as_precision
 

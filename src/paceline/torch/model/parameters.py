@@ -16,9 +16,9 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from paceline import _core
+from paceline.ddp.wrapper_arguments import WrapperArguments
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import TensorDescription
-from paceline.reducer.arguments import WrapperArguments
 from paceline.reducer.buffer_policy import policy_of
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec

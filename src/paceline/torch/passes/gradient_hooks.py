@@ -21,11 +21,11 @@ from paceline.errors import ConfigError
 from paceline.reducer.passes.state import PassState
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.reporting_reducer import ReportingReducer
-from paceline.reducer.scattered import left_over
+from paceline.sharding.scattered_gradients import left_over
 from paceline.torch.link.arena import extent
-from paceline.torch.link.scattered import ScatteredGradient, TorchHands
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.parameters import other_gradients
+from paceline.torch.sharding.scattered_gradients import ScatteredGradient, TorchHands
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]

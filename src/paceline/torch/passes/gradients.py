@@ -16,9 +16,8 @@ import torch
 from paceline.reducer.link import Reduction
 from paceline.reducer.passes.state import PassState
 from paceline.reducer.plan import ParameterSpec
-from paceline.reducer.scattered import scatter
+from paceline.sharding.scattered_gradients import scatter
 from paceline.torch.link.arena import extent
-from paceline.torch.link.scattered import Scattered, ScatteredGradient, TorchHands
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.inner_tensors import is_plain
 from paceline.torch.model.parameters import ManagedTensors
@@ -33,6 +32,7 @@ from paceline.torch.passes.gradient_hooks import (
     taking_hook,
     view_hook,
 )
+from paceline.torch.sharding.scattered_gradients import Scattered, ScatteredGradient, TorchHands
 
 
 class Gradients:

@@ -25,9 +25,8 @@ from paceline.reducer.passes.graphs import EndOfBackward, Graph
 from paceline.reducer.passes.local_backward import LocalBackward
 from paceline.reducer.passes.passes import Passes
 from paceline.reducer.passes.state import PassState
-from paceline.reducer.scattered import refuse_sparse
+from paceline.sharding.scattered_gradients import refuse_sparse
 from paceline.torch.link.link import average_buffers
-from paceline.torch.link.scattered import Scattered, ScatteredGradient, TorchHands
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors
@@ -50,6 +49,7 @@ from paceline.torch.passes.pass_times import PassTimes, profiled
 from paceline.torch.passes.recorded_steps import note_steps
 from paceline.torch.passes.replica_state import hash_model, make_notes
 from paceline.torch.passes.sparse import SparseMeans
+from paceline.torch.sharding.scattered_gradients import Scattered, ScatteredGradient, TorchHands
 from paceline.trace.recording import recording
 
 _DROPPED_WITHIN_S = 5.0  # by autograd's thread, which needs the interpreter's lock for it

@@ -17,7 +17,7 @@ import torch
 from paceline.errors import ConfigError
 from paceline.reducer.link import Link
 from paceline.sharding.cuts import Piece
-from paceline.torch.one_model.shards import Shards, like, part_of
+from paceline.torch.sharding.shards import Shards, like, part_of
 
 State = dict[torch.Tensor, dict[Any, Any]]
 

@@ -19,12 +19,11 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from paceline.arguments import Arguments
+from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
-from paceline.reducer.arguments import REDUCE_THROUGH
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.link import Link
-from paceline.reducer.one_copy.homes import check_step_allowed, homes_of
 from paceline.reducer.passes.sharing import registry
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import CACHED_BYTES, deal, fit_into_caches
@@ -32,14 +31,14 @@ from paceline.sharding.journal import Journal, home_of_all
 from paceline.sharding.journal_layout import Slot, no_journal, split
 from paceline.sharding.kinds import Kind
 from paceline.sharding.meeting import Call, spell_options
+from paceline.sharding.shared_parameters import check_step_allowed, homes_of
 from paceline.sharding.shared_step import OWNER, SharedStep, coupled, no_step, refuse_copies
 from paceline.torch.link.arena import is_dense
 from paceline.torch.link.link import connect
 from paceline.torch.link.peers import find_peers, known_exchange
-from paceline.torch.link.scattered import ScatteredGradient
 from paceline.torch.model.parameters import describe_tensors
-from paceline.torch.one_model.elementwise import kind_of
-from paceline.torch.one_model.groups import (
+from paceline.torch.sharding.elementwise import kind_of
+from paceline.torch.sharding.groups import (
     NO_OPTIONS,
     as_groups,
     bare_step,
@@ -55,11 +54,12 @@ from paceline.torch.one_model.groups import (
     refuse_overlap,
     with_stand_ins,
 )
-from paceline.torch.one_model.homes import Home
-from paceline.torch.one_model.journal import TorchPart, slots_of
-from paceline.torch.one_model.shards import Shards, extent_of
-from paceline.torch.one_model.travel import travel_over
-from paceline.torch.one_model.whole_state import State, WholeState, cut, put_together
+from paceline.torch.sharding.optimizer_journal import TorchPart, slots_of
+from paceline.torch.sharding.scattered_gradients import ScatteredGradient
+from paceline.torch.sharding.shards import Shards, extent_of
+from paceline.torch.sharding.shared_storage import Home
+from paceline.torch.sharding.travel import travel_over
+from paceline.torch.sharding.whole_state import State, WholeState, cut, put_together
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group

@@ -15,7 +15,7 @@ from paceline.reducer.agreement import ModelDescription, check_agreement, tellin
 from paceline.torch.link.peers import find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.one_model.moving import move, move_out, refuse_strange
+from paceline.torch.sharding.moving import move, move_out, refuse_strange
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group

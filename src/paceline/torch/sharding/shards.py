@@ -18,14 +18,14 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.reducer.link import Link
-from paceline.reducer.one_copy.homes import check_step_allowed, home_of, homes_of
 from paceline.sharding.cuts import Extent, Piece
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.ownership import tell_owners
+from paceline.sharding.shared_parameters import check_step_allowed, home_of, homes_of
 from paceline.sharding.shared_step import OWNER
 from paceline.torch.link.arena import is_dense
-from paceline.torch.link.scattered import ScatteredGradient
-from paceline.torch.one_model.homes import Home
+from paceline.torch.sharding.scattered_gradients import ScatteredGradient
+from paceline.torch.sharding.shared_storage import Home
 
 
 def extent_of(parameter: torch.Tensor) -> Extent:

@@ -10,15 +10,15 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from paceline.reducer.one_copy import moving
-from paceline.reducer.one_copy.homes import home_of, homes_of
-from paceline.reducer.one_copy.moving import overlapping
 from paceline.rendezvous.shared_memory import HostMemory
+from paceline.sharding import moving
+from paceline.sharding.moving import overlapping
+from paceline.sharding.shared_parameters import home_of, homes_of
 from paceline.torch.link.arena import extent
 from paceline.torch.link.peers import Peers
 from paceline.torch.model.inner_tensors import is_disjoint, is_wrapper
-from paceline.torch.one_model.guards import watch_optimizers
-from paceline.torch.one_model.homes import PLACING, Home
+from paceline.torch.sharding.guards import watch_optimizers
+from paceline.torch.sharding.shared_storage import PLACING, Home
 
 
 def move(

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Mapping
 from paceline import _core
 from paceline.collectives.whole_exchange import WholeExchange
 from paceline.errors import ConfigError
-from paceline.reducer.one_copy.announced_writes import OneCopy, lay_out
-from paceline.reducer.one_copy.homes import Home, Placing, Tensor
 from paceline.reducer.peers import Ranks
 from paceline.reducer.replica_check import Entry, check_replicas
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import gather_objects
 from paceline.rendezvous.model_memory import share_model_memory
 from paceline.rendezvous.shared_memory import HostMemory
+from paceline.sharding.announced_writes import OneCopy, lay_out
+from paceline.sharding.shared_parameters import Home, Placing, Tensor
 
 
 def move(

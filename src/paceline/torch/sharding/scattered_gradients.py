@@ -2,7 +2,7 @@
 
 The one idea: it is a tensor without elements, and whatever computes with it raises on every rank: torch's
 clip_grad_norm_, an optimizer that is not sharded, numpy, a backward that would add to it. Why, and what it
-stands for: `paceline.reducer.scattered`.
+stands for: `paceline.sharding.scattered_gradients`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, NoReturn, TypeAlias
 import torch
 
 from paceline.errors import ConfigError
-from paceline.reducer import scattered
-from paceline.reducer.scattered import NO_PASS, Words
+from paceline.sharding import scattered_gradients
+from paceline.sharding.scattered_gradients import NO_PASS, Words
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default  # what a GradScaler calls
 
@@ -59,11 +59,11 @@ class ScatteredGradient(torch.Tensor):
         return f"<the gradient of '{self.name_of}', of which this rank has its own part>"
 
 
-Scattered: TypeAlias = scattered.Scattered[torch.Tensor, ScatteredGradient]
+Scattered: TypeAlias = scattered_gradients.Scattered[torch.Tensor, ScatteredGradient]
 
 
 class TorchHands:
-    """See `paceline.reducer.scattered.Hands`.
+    """See `paceline.sharding.scattered_gradients.Hands`.
 
     Args:
         parameters: Those that the plan lists.

@@ -2,7 +2,7 @@
 
 The one idea: Paddle has no tensors that refuse to be computed with, so the gradient is dropped, and the
 parameter answers for it: `.grad` and whatever else reads a gradient raises, on every rank. Why, and what it
-stands for: `paceline.reducer.scattered`.
+stands for: `paceline.sharding.scattered_gradients`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.reducer import scattered
-from paceline.reducer.scattered import NO_PASS, Words
+from paceline.sharding import scattered_gradients
+from paceline.sharding.scattered_gradients import NO_PASS, Words
 
 
 class ScatteredGradient:
@@ -54,11 +54,11 @@ class ScatteredGradient:
         )
 
 
-Scattered: TypeAlias = scattered.Scattered[paddle.Tensor, ScatteredGradient]
+Scattered: TypeAlias = scattered_gradients.Scattered[paddle.Tensor, ScatteredGradient]
 
 
 class PaddleHands:
-    """See `paceline.reducer.scattered.Hands`.
+    """See `paceline.sharding.scattered_gradients.Hands`.
 
     Args:
         parameters: Those that the plan lists.

@@ -19,9 +19,9 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from paceline import _core
 from paceline.errors import ConfigError, format_ranks
-from paceline.reducer.one_copy.announced_writes import OneCopy, Place
-from paceline.reducer.one_copy.torn import torn, torn_error
 from paceline.reducer.pass_errors import shorten
+from paceline.sharding.announced_writes import OneCopy, Place
+from paceline.sharding.partial_steps import torn, torn_error
 
 Tensor = TypeVar("Tensor", bound=Any)  # of any framework, with data_ptr()
 

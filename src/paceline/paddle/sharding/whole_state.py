@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.link.link import Link
 from paceline.paddle.model.parameters import dtype_name
-from paceline.paddle.one_model.shards import Shards, part_of
+from paceline.paddle.sharding.shards import Shards, part_of
 from paceline.reducer.pass_errors import shorten
 from paceline.sharding.cuts import Piece
 from paceline.sharding.shared_step import OWNER

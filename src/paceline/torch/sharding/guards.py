@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.reducer.one_copy.homes import check_whole, refuse_step
+from paceline.sharding.shared_parameters import check_whole, refuse_step
 
 _is_watching = False
 

@@ -12,8 +12,9 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
 from paceline.arguments import Arguments
+from paceline.ddp.traced import recorded
+from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
-from paceline.reducer.arguments import WrapperOptions
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.link import Link
@@ -28,14 +29,13 @@ from paceline.reducer.local_sgd.meetings import (
     state_of_copy,
 )
 from paceline.reducer.local_sgd.members import Members
-from paceline.reducer.one_copy.homes import Home, written
-from paceline.reducer.one_copy.torn import torn
 from paceline.reducer.passes.micro_batches import as_weight
 from paceline.reducer.passes.passes import Passes
 from paceline.reducer.passes.uneven import take_over_model, take_part_until_all_finished
 from paceline.reducer.plan import BucketLayout, bucket_layout
 from paceline.reducer.statistics import Statistics
-from paceline.reducer.traced import recorded
+from paceline.sharding.partial_steps import torn
+from paceline.sharding.shared_parameters import Home, written
 
 _Batch = TypeVar("_Batch")
 _Passes = TypeVar("_Passes", bound=Passes[Any])

@@ -18,15 +18,16 @@ from typing import Any, TypeVar
 import paddle
 
 from paceline.arguments import Arguments
+from paceline.ddp.wrapped_model import hide_inherited
+from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.link.link import Link
 from paceline.paddle.link.peers import Peers, find_peers, known_exchange
-from paceline.paddle.link.scattered import ScatteredGradient
 from paceline.paddle.model.arguments import checked_group
 from paceline.paddle.model.parameters import describe_tensor, dtype_name
-from paceline.paddle.one_model.elementwise import kind_of
-from paceline.paddle.one_model.groups import (
+from paceline.paddle.sharding.elementwise import kind_of
+from paceline.paddle.sharding.groups import (
     as_list,
     check_class,
     check_tensors,
@@ -37,23 +38,22 @@ from paceline.paddle.one_model.groups import (
     maker_of_trials,
     spelled_options,
 )
-from paceline.paddle.one_model.homes import Home
-from paceline.paddle.one_model.journal import PaddlePart, slots_of
-from paceline.paddle.one_model.shards import Gradient, Shards, extent_of
-from paceline.paddle.one_model.travel import travel_over
-from paceline.paddle.one_model.whole_state import LoadedState, gather_state, make_state, put_together
+from paceline.paddle.sharding.optimizer_journal import PaddlePart, slots_of
+from paceline.paddle.sharding.scattered_gradients import ScatteredGradient
+from paceline.paddle.sharding.shards import Gradient, Shards, extent_of
+from paceline.paddle.sharding.shared_storage import Home
+from paceline.paddle.sharding.travel import travel_over
+from paceline.paddle.sharding.whole_state import LoadedState, gather_state, make_state, put_together
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
-from paceline.reducer.arguments import REDUCE_THROUGH
 from paceline.reducer.between_hosts.options import BetweenHosts
-from paceline.reducer.one_copy.torn import torn
 from paceline.reducer.passes.sharing import registry
-from paceline.reducer.wrapped_model import hide_inherited
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import Piece, deal
 from paceline.sharding.journal import Journal, home_of_all
 from paceline.sharding.journal_layout import Slot, blocks_of, no_journal, split
 from paceline.sharding.kinds import Kind
 from paceline.sharding.meeting import Call
+from paceline.sharding.partial_steps import torn
 from paceline.sharding.shared_step import OWNER, SharedStep, coupled, no_step, refuse_copies
 
 _Found = TypeVar("_Found")

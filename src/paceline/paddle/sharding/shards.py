@@ -17,13 +17,13 @@ import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.link.scattered import ScatteredGradient, held
 from paceline.paddle.model.parameters import dtype_name, nbytes
-from paceline.paddle.one_model.homes import Home
-from paceline.reducer.one_copy.homes import check_step_allowed, home_of, homes_of
+from paceline.paddle.sharding.scattered_gradients import ScatteredGradient, held
+from paceline.paddle.sharding.shared_storage import Home
 from paceline.sharding.cuts import Extent, Piece
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.ownership import tell_owners
+from paceline.sharding.shared_parameters import check_step_allowed, home_of, homes_of
 from paceline.sharding.shared_step import OWNER
 
 Gradient: TypeAlias = paddle.Tensor | ScatteredGradient | None

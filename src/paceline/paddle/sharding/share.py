@@ -13,7 +13,7 @@ from paceline.paddle import internals
 from paceline.paddle.link.peers import find_peers, known_exchange
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.parameters import describe_tensor
-from paceline.paddle.one_model.homes import move, move_out, refuse_strange
+from paceline.paddle.sharding.shared_storage import move, move_out, refuse_strange
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 
 _Layer = TypeVar("_Layer", bound=Any)  # Paddle's class is Any to mypy

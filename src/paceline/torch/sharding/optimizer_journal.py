@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from paceline.sharding.cuts import CUT_ELEMENTS
 from paceline.sharding.journal_layout import Slot, no_journal
-from paceline.torch.one_model.groups import bare_step
-from paceline.torch.one_model.shards import Shards
+from paceline.torch.sharding.groups import bare_step
+from paceline.torch.sharding.shards import Shards
 
 _TRIAL_STEPS = 4
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 
 from paceline import _core
-from paceline.reducer.one_copy import homes
-from paceline.reducer.one_copy.homes import WrapperNames
+from paceline.sharding import shared_parameters
+from paceline.sharding.shared_parameters import WrapperNames
 from paceline.torch.link.arena import extent
 
-Home = homes.Home[torch.Tensor]
+Home = shared_parameters.Home[torch.Tensor]
 
 
 class _TorchPlacing:

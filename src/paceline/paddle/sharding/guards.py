@@ -6,7 +6,7 @@ from typing import Any
 
 from paddle import nn
 
-from paceline.reducer.one_copy.homes import check_whole
+from paceline.sharding.shared_parameters import check_whole
 
 
 class StateDictGuard:

@@ -13,8 +13,8 @@ import paddle
 
 from paceline.paddle import internals
 from paceline.paddle.model.parameters import dtype_name
-from paceline.paddle.one_model.elementwise import PaddleWorkshop, undisturbed
-from paceline.paddle.one_model.whole_state import Key, make_state, remembered
+from paceline.paddle.sharding.elementwise import PaddleWorkshop, undisturbed
+from paceline.paddle.sharding.whole_state import Key, make_state, remembered
 from paceline.sharding.cuts import CUT_ELEMENTS
 from paceline.sharding.journal_layout import Slot, no_journal
 

@@ -18,12 +18,12 @@ from paceline import _core
 from paceline.paddle import internals
 from paceline.paddle.link.peers import Peers
 from paceline.paddle.model.parameters import nbytes
-from paceline.reducer.one_copy import homes, moving
-from paceline.reducer.one_copy.homes import WrapperNames, home_of, homes_of, refuse_step
-from paceline.reducer.one_copy.moving import overlapping
 from paceline.rendezvous.shared_memory import HostMemory
+from paceline.sharding import moving, shared_parameters
+from paceline.sharding.moving import overlapping
+from paceline.sharding.shared_parameters import WrapperNames, home_of, homes_of, refuse_step
 
-Home = homes.Home[paddle.Tensor]
+Home = shared_parameters.Home[paddle.Tensor]
 _LEAVE = "set parameter.no_sync = True; or train without sharing parameters"
 _is_watching = False
 
