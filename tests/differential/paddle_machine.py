@@ -321,6 +321,9 @@ class Machine(Walker):
             else:
                 layer = self.wrappers.get(model, net) if how == "wrapper" else net
                 layer.clear_gradients(set_to_zero=zero)
+            for p in net.parameters():
+                if self._tainted and p.stop_gradient:  # of the backward that has raised; Paddle leaves it there
+                    p.clear_gradient(set_to_zero=False)
         self._tainted = False
         self.weight_so_far.clear()
 

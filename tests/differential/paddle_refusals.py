@@ -17,7 +17,12 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
     ("op swap grown", ("ConfigError",), "another shape after wrapping"),
     ("op swap shrunk", ("ConfigError",), "another shape after wrapping"),
     ("op swap dtype", ("*",), "conversions after wrapping; Paddle's own operations refuse most"),
-    ("op freeze", ("ConfigError", "UnusedParameterError"), "parameters must not be (un)frozen afterwards"),
+    ("op freeze", ("ConfigError",), "parameters must not be unfrozen afterwards"),
+    (
+        "op freeze",
+        ("UnusedParameterError",),
+        "Paddle gives the shift of a batch normalisation no gradient while its scale is frozen",
+    ),
     ("op replace", ("ConfigError", "UnusedParameterError"), "parameters must not be replaced afterwards"),
     ("layer gate", ("UnusedParameterError", "GraphChangedError"), "unused parameters without the option"),
     ("mode static", ("GraphChangedError", "UnusedParameterError"), "a promise that the program breaks"),

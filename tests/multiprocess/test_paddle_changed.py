@@ -143,3 +143,87 @@ def test_what_is_unfrozen_beside_them_is_refused(group: Any, name: str) -> None:
     UNFROZEN[name](model)
     with pytest.raises(ConfigError, match=f"(?m)unfrozen: {name}$"):
         wrapped(x)
+
+
+def freeze_around_forwards(model: nn.Layer, layer: nn.Layer, x: paddle.Tensor) -> list[list[Any]]:
+    """Gradients after each of some backwards; `model` is on one rank, or has all of the batch."""
+    found = []
+
+    def backward(loss: paddle.Tensor) -> None:
+        loss.backward()
+        found.append([None if p.grad is None else p.grad.numpy() for p in model.parameters()])
+        for p in model.parameters():
+            p.clear_gradient(set_to_zero=False)
+
+    def freeze(is_frozen: bool) -> None:
+        for p in layer.parameters():
+            p.stop_gradient = is_frozen
+
+    def forward() -> paddle.Tensor:
+        return model(x).square().mean()
+
+    freeze(True)
+    backward(forward())
+    unused = forward()
+    freeze(False)
+    backward(forward())
+    trained = forward()
+    freeze(True)
+    del unused
+    backward(trained)
+    frozen = forward()
+    freeze(False)
+    backward(frozen)
+    trained = forward()
+    freeze(True)
+    frozen = forward()
+    freeze(False)
+    backward(trained + frozen)
+    backward(forward())
+    return found
+
+
+@paths
+@pytest.mark.parametrize("find_unused", [False, True])
+@ranks(2, group=None)
+def test_layers_frozen_between_a_forward_and_a_backward(
+    rank: int, path: str, view: bool, find_unused: bool
+) -> None:
+    join_paddle(rank)
+    x = batch(4)
+    model = two_layers()
+    wrapped = DataParallel(
+        model, reduce_through=path, gradient_as_bucket_view=view, find_unused_parameters=find_unused
+    )
+    ours = freeze_around_forwards(wrapped, model[0], share(x, rank))
+    alone = two_layers()
+    theirs = freeze_around_forwards(alone, alone[0], paddle.to_tensor(x))
+    assert len(ours) == len(theirs) == 6
+    for found, expected in zip(ours, theirs):
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+@paths
+@pytest.mark.parametrize("find_unused", [False, True])
+@ranks(2, group=None)
+def test_what_a_frozen_parameter_has_in_grad_stays_while_a_rank_has_no_data(
+    rank: int, path: str, view: bool, find_unused: bool
+) -> None:
+    join_paddle(rank)
+    model = two_layers()
+    wrapped = DataParallel(
+        model, reduce_through=path, gradient_as_bucket_view=view, find_unused_parameters=find_unused
+    )
+    wrapped(paddle.ones([1, 4])).sum().backward()
+    before = model[0].weight.grad.numpy()
+    for p in model[0].parameters():
+        p.stop_gradient = True
+    with wrapped.join(divide_by_initial_world_size=True):
+        for _ in range(2 + rank):
+            model[2].clear_gradients()
+            wrapped(paddle.ones([1, 4])).sum().backward()
+            assert_array_equal(model[0].weight.grad.numpy(), before)
+    assert_array_equal(model[0].weight.grad.numpy(), before)

@@ -56,6 +56,7 @@ class ManagedTensors:
         buffers: Other buffers, and running statistics.
         statistics: Running statistics, which are parameters for Paddle.
         delayed: Indices of delay_all_reduce_named_params.
+        frozen_now: Indices of trainable parameters that were frozen when a forward last looked.
     """
 
     def __init__(self, layer: nn.Layer) -> None:
@@ -103,7 +104,11 @@ class ManagedTensors:
         """Note what is frozen, and apart from that what is frozen and in autograd's graph all the same."""
         still = [p for p in self.frozen if p.stop_gradient]
         self._in_graph = [p for p in self.frozen if not p.stop_gradient]
-        self._snapshot = _core.ModuleSnapshot(self._slots, "stop_gradient", still, [])
+        flags = [p.stop_gradient for p in self.trainable]
+        self.frozen_now = frozenset(index for index, flag in enumerate(flags) if flag)
+        still += [p for p, flag in zip(self.trainable, flags) if flag]
+        trained = [p for p, flag in zip(self.trainable, flags) if not flag]
+        self._snapshot = _core.ModuleSnapshot(self._slots, "stop_gradient", still, trained)
 
     @property
     def all_names(self) -> list[str]:
@@ -249,7 +254,8 @@ class ManagedTensors:
             return
         unfrozen = self._unfrozen()
         if not unfrozen and self._structure.is_unchanged():
-            self._take_snapshot()  # forward has changed frozen parameters in place
+            # Forward has changed frozen parameters in place, or others are frozen than before.
+            self._take_snapshot()
             return
         now = dict(self._layer.named_parameters())
         before = self.all_parameters | self.buffers

@@ -105,6 +105,7 @@ class PaddleAutograd:
             self._on_output_gradient,
             is_averaged=state.is_forward_averaged,
             is_counted=state.is_forward_counted,
+            frozen=self._tensors.frozen_now,
         )
         begins_at_outputs = hides_nothing = not may_hide_tensors(output)
         found = list(tensors_in(output))
@@ -239,8 +240,10 @@ class PaddleAutograd:
         """The thread that has the exception has dropped it."""
 
     def frozen_among(self, indices: Iterable[int]) -> set[int]:
-        """None: a model of Paddle's is wrapped anew when parameters are frozen for good."""
-        return set()
+        frozen, trainable = self._state.graphs.frozen(), self._tensors.trainable
+        if frozen is None:
+            frozen = self._tensors.frozen_now  # of the last forward
+        return {index for index in indices if index in frozen or trainable[index].stop_gradient}
 
     def find_swapped(self) -> list[int]:
         """A parameter of Paddle's is the same tensor always."""
