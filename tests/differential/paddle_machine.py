@@ -322,7 +322,7 @@ class Machine(Walker):
                 layer = self.wrappers.get(model, net) if how == "wrapper" else net
                 layer.clear_gradients(set_to_zero=zero)
             for p in net.parameters():
-                if self._tainted and p.stop_gradient:  # of the backward that has raised; Paddle leaves it there
+                if self._tainted and p.stop_gradient:  # Paddle leaves what the backward that has raised made
                     p.clear_gradient(set_to_zero=False)
         self._tainted = False
         self.weight_so_far.clear()
