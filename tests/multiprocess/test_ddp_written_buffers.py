@@ -621,3 +621,18 @@ def test_a_forward_reads_what_that_of_another_model_has_written_on_this_rank(
     second(BATCH[rank::2])
     first(BATCH[rank::2]).square().mean().backward()
     check([shared.linear.weight.grad], [right])
+
+
+@ranks(2, group="gloo")
+def test_running_statistics_that_all_ranks_write_and_one_evaluates(rank: int) -> None:
+    """With gradients that nobody uses: the other rank trains its statistics and does not read them."""
+    ddp = DistributedDataParallel(normed())
+    with without_warnings():
+        for step in range(3):
+            for buffer in ddp.module.buffers():
+                buffer.fill_(step + 2)
+            if rank == 0:
+                ddp.eval()
+                ddp(BATCH[:4])
+                ddp.train()
+            ddp(BATCH[rank::2]).square().mean().backward()

@@ -148,6 +148,8 @@ class BufferWrites:
     Attributes:
         found: Names of the buffers that were written to since the last synchronisation, each with its hash at
             the beginning of the forwards that were the first to use what was written; of estimates without.
+        unread: The same for running statistics that this rank trained instead of using them, as another rank,
+            which evaluates, may have done.
     """
 
     def __init__(
@@ -160,6 +162,7 @@ class BufferWrites:
         is_synced: bool,
     ) -> None:
         self.found: dict[str, list[int]] = {}
+        self.unread: dict[str, list[int]] = {}
         self._tensors = tensors
         self._names = names
         self._hash_model = hash_model
@@ -251,12 +254,16 @@ class BufferWrites:
         written = self.names()
         estimates = [name for name in written if self._tensors.is_estimate(name)]
         compared = [name for name in written if name not in estimates]
-        self._keep_values(compared)
+        unread = [name for name in self._unused if name not in written]
+        self._keep_values([*compared, *unread])
         for name in estimates:
             self.found.setdefault(name, [])
         for name in compared:
             if (value := self._unused[name]) is not None:
                 self.found.setdefault(name, []).append(value)
+        for name in unread:
+            if (value := self._unused[name]) is not None:
+                self.unread.setdefault(name, []).append(value)
         self._unused.clear()
         if after_local_backward:
             self._snapshot.note()
@@ -294,9 +301,10 @@ class BufferWrites:
         if self._buffers is not self._tensors.buffers:
             self._take_slots()
         self._snapshot.note()
-        if self.found or self._unused:
+        if self.found or self.unread or self._unused:
             others = self._names().difference(*names)
             self.found = {name: values for name, values in self.found.items() if name in others}
+            self.unread = {name: values for name, values in self.unread.items() if name in others}
             self._unused = {name: value for name, value in self._unused.items() if name in others}
         self._settle_others(*names)
 
@@ -325,6 +333,7 @@ class BufferWrites:
                 if (id(slot), key) in synced:
                     self._unused.pop(f"{prefix}{key}", None)
                     self.found.pop(f"{prefix}{key}", None)
+                    self.unread.pop(f"{prefix}{key}", None)
 
     def hashes(self, names: Iterable[str]) -> dict[str, int]:
         """Hashes of the values that these buffers have now."""
@@ -499,14 +508,18 @@ class BufferSync:
         Raises:
             ReplicasDifferError: Names the buffers and the ranks that have written to them.
         """
-        found = {} if self.writes is None else self.writes.found
-        told: list[tuple[dict[str, list[int]], list[str]]] = self._gather((found, self._synced_writes))
+        found, unread = ({}, {}) if self.writes is None else (self.writes.found, self.writes.unread)
+        told: list[tuple[dict[str, list[int]], dict[str, list[int]], list[str]]]
+        told = self._gather((found, unread, self._synced_writes))
         self._synced_writes = []
-        rows = [row for row, _ in told]
+        names = sorted({name for rank in active for name in told[rank][0]})
+        rows = [
+            {n: row.get(n, others.get(n, [])) for n in names if n in row or n in others}
+            for row, others, _ in told
+        ]
         if self._refuses_writes:
-            before_forward = _not_on_all([told[rank][1] for rank in active])
+            before_forward = _not_on_all([told[rank][2] for rank in active])
             self._syncs_next = before_forward | _not_on_all([rows[rank] for rank in active])
-        names = sorted({name for rank in active for name in rows[rank]})
         differing = [n for n in names if len({tuple(rows[rank].get(n, ())) for rank in active}) > 1]
         if not differing:
             return
