@@ -402,6 +402,23 @@ CORPUS: dict[str, Program] = {
             _op("step"),
         ],
     },
+    "one rank converts a parameter whose gradient is cleared in place": {
+        "ranks": 2,
+        "modes": ["tiny", "tiny view", "gloo tiny view", "hosts tiny"],
+        "models": [{"layers": [{"kind": "table"}, {"kind": "add"}]}],
+        "ops": [
+            _op("optimizer", kind="sgd"),
+            _op("wrap"),
+            _op("forward"),
+            _op("backward"),
+            _op("step"),
+            _op("swap", how="dtype", ranks=[1]),
+            _op("zero_grad", none=False),
+            _op("forward"),
+            _op("backward"),
+            _op("step"),
+        ],
+    },
     "one rank has no gradient of a layer that two models in one backward have": {
         "ranks": 2,
         "modes": ["unused", "unused view", "static", "hosts unused", "hosts static", "gloo unused"],

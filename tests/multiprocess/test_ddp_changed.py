@@ -542,3 +542,47 @@ def test_a_weighted_parameter_that_becomes_another_tensor_is_named(rank: int) ->
                 loss.backward()
         else:
             loss.backward()
+
+
+CLEARS = {
+    "to none": lambda ddp: ddp.zero_grad(),
+    "to zeros": lambda ddp: ddp.zero_grad(set_to_none=False),
+    "not": lambda ddp: None,
+}
+
+
+class Sum(nn.Module):
+    """Takes a parameter of any dtype, or leaves one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(2))
+
+    def forward(self, uses_weight: bool = True) -> torch.Tensor:
+        return self.bias.sum() + (self.weight.sum() if uses_weight else 0.0)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_a_parameter_of_another_dtype_is_refused_on_every_rank(rank: int, path: str, view: bool) -> None:
+    """Autograd adds to a kept gradient in that one's dtype: the gradient alone tells nothing."""
+    expected = (r"'weight' cannot be averaged on rank 1 of 2", r"(?s)'weight'.*got .*torch.float64")[rank]
+    for clear in CLEARS.values():
+        for is_used in (True, False):
+            model = Sum()
+            ddp = DistributedDataParallel(
+                model, reduce_through=path, gradient_as_bucket_view=view, find_unused_parameters=True
+            )
+            for _ in range(2):
+                clear(ddp)
+                ddp().backward()
+            if rank == 1:
+                model.weight.data = model.weight.detach().double()
+            clear(ddp)
+            with pytest.raises(ConfigError, match=expected):
+                ddp(rank == 0 or is_used).backward()
+            model.weight.data = model.weight.detach().float()
+            ddp.zero_grad()
+            ddp().backward()
+            assert_close(model.weight.grad, torch.ones(3, 2))

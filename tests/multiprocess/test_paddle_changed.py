@@ -39,8 +39,8 @@ class Sum(nn.Layer):
         super().__init__()
         self.weight, self.bias = self.create_parameter([3, 2]), self.create_parameter([2])
 
-    def forward(self) -> paddle.Tensor:
-        return self.weight.sum() + self.bias.sum()
+    def forward(self, uses_weight: bool = True) -> paddle.Tensor:
+        return self.bias.sum() + self.weight.sum() if uses_weight else self.bias.sum()
 
 
 @paths
@@ -68,6 +68,26 @@ def test_a_value_of_another_kind_is_refused_on_every_rank(rank: int, path: str, 
         CLEARS["none"](wrapped)
         wrapped().backward()
         assert_array_equal(model.weight.grad.numpy(), np.ones((3, 2)))
+
+
+@paths
+@pytest.mark.parametrize("how", LATER)
+@ranks(2, group=None)
+def test_an_unused_value_of_another_kind_is_refused_on_every_rank(
+    rank: int, path: str, view: bool, how: str
+) -> None:
+    join_paddle(rank)
+    model = Sum()
+    wrapped = DataParallel(
+        model, reduce_through=path, gradient_as_bucket_view=view, find_unused_parameters=True
+    )
+    wrapped().backward()
+    wrapped.clear_gradients(set_to_zero=False)
+    if rank == 1:
+        LATER[how](model.weight)
+    expected = (r"cannot be averaged on rank 1 of 2", r"(?s)shape \[3, 2\].*shape \[")[rank]
+    with pytest.raises(ConfigError, match=expected):
+        wrapped(rank == 0).backward()
 
 
 @ranks(2)

@@ -177,7 +177,7 @@ class Gradients:
 
     def leave_out(self, indices: Collection[int]) -> None:
         for index in indices:
-            self._check_shape(index)
+            self._check_kind(index)
         self.leave_arena(indices)  # their places there are filled with zeros
 
     def check(self) -> None:
@@ -405,10 +405,12 @@ class Gradients:
             return None
         return [g.data_ptr() for g in gradients], [nbytes(g) for g in gradients]
 
-    def _check_shape(self, index: int) -> None:
-        """Refuse a parameter that has another shape than when it was wrapped, and no gradient."""
+    def _check_kind(self, index: int) -> None:
+        """Refuse a parameter that has another shape or dtype than when it was wrapped, and no gradient."""
         parameter = self._parameters[index]
-        if parameter.shape != self._shapes[index]:
+        if not internals.same_dtype(parameter.dtype, self._dtypes[index]):
+            self._state.refuse(index, self._error(index, _described(parameter, "a value"), _CONVERTED))
+        elif parameter.shape != self._shapes[index]:
             self._state.refuse(index, self._error(index, _described(parameter, "a value"), _CHANGED))
 
     def _refuse_second(self, index: int) -> None:

@@ -410,6 +410,18 @@ def reshaped_parameter(name: str, where: str, got: torch.Size, expected: torch.S
     )
 
 
+def converted_parameter(name: str, where: str, got: torch.dtype, expected: torch.dtype) -> ConfigError:
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}': the parameter has another dtype.",
+        where=where,
+        expected=f"a parameter of {expected}, as it was when it was wrapped",
+        got=str(got),
+        likely="the model was converted, by .half() or .to(), or the parameter's .data was replaced, after "
+        "it had been wrapped",
+        hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
+    )
+
+
 def changed_gradient(
     name: str, where: str, handed: torch.Tensor | None, now: torch.Tensor | None
 ) -> ConfigError:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline import _core
 from paceline.reducer.link import Reduction
 from paceline.reducer.passes.state import PassState
 from paceline.reducer.plan import ParameterSpec
@@ -25,6 +26,7 @@ from paceline.torch.passes.gradient_hooks import (
     Hook,
     HookMaker,
     changed_gradient,
+    converted_parameter,
     copy_hook,
     pointer_hook,
     reshaped_parameter,
@@ -62,6 +64,8 @@ class Gradients:
         self._shared: set[int] = set()
         self._kinds: list[set[int]] = []  # parameters whose places are of one device and dtype
         self._shapes = [parameter.shape for parameter in tensors.trainable]
+        self._dtypes = [parameter.dtype for parameter in tensors.trainable]
+        self._dtypes_now = _core.AttributeSnapshot(list(tensors.trainable), "dtype")
 
     @property
     def is_on_host(self) -> bool:
@@ -101,22 +105,22 @@ class Gradients:
         self._make_hooks()
 
     def _make_hooks(self) -> None:
-        places = zip(self._names, self._parameters, self.reduction.places)
+        places = zip(self._names, self._dtypes, self.reduction.places)
         self.hooks = [
-            self._choose_copy_or_view(index, parameter, view)(
-                self._state, index, name, view, self.reduction.reducer, parameter.dtype
+            self._choose_copy_or_view(index, dtype, view)(
+                self._state, index, name, view, self.reduction.reducer, dtype
             )
-            for index, (name, parameter, view) in enumerate(places)
+            for index, (name, dtype, view) in enumerate(places)
         ]
 
-    def _choose_copy_or_view(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
+    def _choose_copy_or_view(self, index: int, dtype: torch.dtype, view: torch.Tensor) -> HookMaker:
         """The hook that copies a gradient, hands over its pointer, or keeps it in the arena as a view."""
         copied = functools.partial(copy_hook, waiting=self.reduction.waiting)
         if index in self._tensors.sparse:
             return functools.partial(sparse_hook, shape=self._shapes[index])
         if index in self._shared:  # another model may bring its mean to the same memory before
             return functools.partial(copy_hook, is_shared=True)
-        if view.dtype is not parameter.dtype:
+        if view.dtype is not dtype:
             return copied
         if self._config.gradients_in_arena:
             return functools.partial(view_hook, waiting=self.reduction.waiting)
@@ -124,7 +128,7 @@ class Gradients:
             return functools.partial(taking_hook, stand_in=self.scattered.stand_in(index))
         if view.nbytes <= self.reduction.most_pointer_bytes:
             # What lies in memory may be the conjugate of a complex gradient.
-            return copied if parameter.is_complex() else pointer_hook
+            return copied if dtype.is_complex else pointer_hook
         return copied
 
     def exists(self, index: int) -> bool:
@@ -140,7 +144,7 @@ class Gradients:
         """Their shapes are looked at by `check`, when more is known."""
 
     def check(self) -> None:
-        """Refuse gradients that are not what the reducer was given, and parameters of another shape."""
+        """Refuse gradients that are not what the reducer was given, and parameters of another kind."""
         state, names, trainable = self._state, self._names, self._parameters
         if state.refusal is not None or state.status.twice is not None:
             return
@@ -149,11 +153,15 @@ class Gradients:
             if handed is not now or not self._shares_version(changed):
                 state.refuse(changed, changed_gradient(names[changed], state.where, handed, now))
                 break
+        for index in self._dtypes_now.changed():
+            # Autograd adds to a gradient that was kept in that one's dtype, and the optimizer rounds to this.
+            dtype, expected = trainable[index].dtype, self._dtypes[index]
+            state.refuse(index, converted_parameter(names[index], state.where, dtype, expected))
         if len(state.handed) == len(names):
             return
-        for index, expected in enumerate(self._shapes):  # those without a gradient get the others' mean
-            if trainable[index].shape != expected and index not in state.handed:
-                error = reshaped_parameter(names[index], state.where, trainable[index].shape, expected)
+        for index, shape in enumerate(self._shapes):  # those without a gradient get the others' mean
+            if trainable[index].shape != shape and index not in state.handed:
+                error = reshaped_parameter(names[index], state.where, trainable[index].shape, shape)
                 state.refuse(index, error)
 
     def _shares_version(self, index: int) -> bool:
