@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.launch.conftest import Launcher
@@ -41,3 +43,32 @@ def test_a_rank_that_leaves_too_early_says_so(launcher: Launcher, skips: bool) -
     assert "Rank 0 of 2 leaves" not in done.stderr
     assert (done.returncode != 0) == skips
     assert ("Rank 1 of 2 left the group while rank 0 waited" in done.stderr) == skips
+
+
+LOSE = """
+    import torch
+    from paceline.errors import PeerLostError
+    from paceline.torch import DistributedDataParallel
+    from tests.several_hosts import be_on_host
+
+    be_on_host(rank // 2)
+    torch.distributed.init_process_group("gloo")
+    ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
+    assert ddp.gradient_path == "hosts"
+    for number in range(3):
+        if rank == 2 and number == 2:
+            sys.exit()
+        try:
+            ddp(torch.ones(1, 2)).sum().backward()
+        except PeerLostError as error:
+            print(f"rank {rank} has caught it", flush=True)
+            sys.exit(3)
+"""
+
+
+def test_ranks_that_leave_because_another_one_is_lost_blame_none(launcher: Launcher) -> None:
+    """They leave in the middle of the same backward, so each of them looks as if the other one waited."""
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    done = launcher.run("-n", "3", "script.py", script=LOSE, env=environment)
+    assert "leaves while" not in done.stderr
+    assert done.stdout.count("has caught it") == 2, done.stdout + done.stderr

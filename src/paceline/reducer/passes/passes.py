@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, final
 
-from paceline.errors import CollectiveError, ConfigError, PacelineError, ReplicaError
+from paceline.errors import CollectiveError, ConfigError, MismatchError, PacelineError, ReplicaError
 from paceline.health import lifetime
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.link import Link
@@ -179,6 +179,7 @@ class Passes(Generic[AnyAutograd]):
         self._shared: set[int] = set()
         self._is_complete = False
         self._untold: Exception | None = None
+        self._is_lost = False  # a backward raised what ends the group, on every rank
         self._ending: Ending | None = None
         self._armed = 0  # backwards that have armed a pass, and passes that were given up
         self._backward = 0
@@ -287,9 +288,10 @@ class Passes(Generic[AnyAutograd]):
         """A rank that leaves while others wait for it says so, too, and not only those who wait.
 
         It made an iteration less than they did. Nothing else tells of an iteration that a rank skipped as a
-        whole: what it does afterwards is what all do.
+        whole: what it does afterwards is what all do. After an error that ended the group no rank is waited
+        for, although the others may look so: they are in the backward in which this rank has raised.
         """
-        is_made = hasattr(self, "planning")  # else making it has raised
+        is_made = hasattr(self, "planning") and not self._is_lost  # else making it has raised
         waiting = self.reducer.waiting_ranks() if is_made and os.getpid() == self.state.pid else []
         if waiting:
             warnings.warn(farewell(self.who, waiting, self.among), RuntimeWarning, stacklevel=2)
@@ -764,6 +766,7 @@ class Passes(Generic[AnyAutograd]):
         self.autograd.note_error(error)
         self.buffers.give_up_pass()
         if isinstance(error, CollectiveError):
+            self._is_lost = not isinstance(error, MismatchError)  # after which the group goes on
             # A rank that was stopped, and whom this one has given up, may still write into the arena.
             self.gradients.leave_arena()
 
