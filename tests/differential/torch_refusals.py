@@ -20,6 +20,7 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
     ("op convert", ("ConfigError",), "conversions after wrapping"),
     ("a layer of a converted model in another one", ("RuntimeError",), "torch multiplies no two dtypes"),
     ("op freeze", ("ConfigError",), "unfrozen after wrapping"),
+    ("op freeze, a forward of some ranks", ("UnusedParameterError",), "unused on some ranks only"),
     ("op replace", ("ConfigError", "UnusedParameterError"), "parameters must not be replaced afterwards"),
     ("layer gate", ("UnusedParameterError", "GraphChangedError"), "unused parameters without the option"),
     ("mode static", ("GraphChangedError", "UnusedParameterError"), "a promise that the program breaks"),
@@ -61,6 +62,8 @@ def features_of(program: Program, mode: str) -> set[str]:
                 found.add("op skipped")
             if op.get("to", "loss") != "loss":
                 found.add("two forwards")
+            if "ranks" in op:
+                found.add("a forward of some ranks")
         if "nest" in op:
             found.add("nest")
     if "static" in mode.split():
@@ -71,6 +74,8 @@ def features_of(program: Program, mode: str) -> set[str]:
         found.add("nonfinite")
     for model in program["models"]:
         found.update(_layers(model["layers"]))
+    if {"op freeze", "a forward of some ranks"} <= found:
+        found.add("op freeze, a forward of some ranks")
     if {"op convert", "layer borrow"} <= found:
         found.add("a layer of a converted model in another one")
     return found
