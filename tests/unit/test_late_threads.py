@@ -70,7 +70,7 @@ import atexit, ctypes, resource, signal, sys
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 library = ctypes.CDLL(sys.argv[1])
 from paceline import _core
-from paceline.rendezvous import lifetime
+from paceline.health import lifetime
 _core.hold_late_threads()
 print("in the buffer", end="")
 when = sys.argv[2]
