@@ -78,6 +78,34 @@ def freeze_around(ops: list[Op], rng: random.Random) -> None:
         ops.insert(first, {"op": "forward", "to": "lost", "batch": 2, "data": 800 + len(ops)})
 
 
+def vary_weighted(program: Program, rng: random.Random, *, clipping: str) -> None:
+    """Where a program has weights: keep gradients for the next step, freeze one of them, and clip one.
+
+    Not where a backward raises: the reference does not know what that leaves in gradients. Nor where a
+    parameter gets another shape, to which nothing can be added.
+
+    Args:
+        clipping: The kind of hook that clips. It is registered after Paceline's own, which weigh.
+    """
+    ops: list[Op] = program["ops"]
+    names = {op["op"] for _, op in numbered(ops)}
+    first = next((place for place, op in enumerate(ops) if op["op"] == "step"), None)
+    if "weight" not in names or names & {"try", "swap"} or first is None:
+        return
+    # Of a model that is frozen whole there is no backward.
+    program["models"][0]["layers"].append({"kind": "linear"})
+    clearing = [place for place, op in enumerate(ops) if place > first and op["op"] in ("zero_grad", "clear")]
+    if clearing:
+        # Rather before a step of several micro-batches: what the first one has left is scaled then.
+        several = [place for place in clearing if any(op.get("no_sync") for op in ops[place : place + 5])]
+        place = rng.choice(several or clearing)
+        ops[place : place + 1] = [{"op": "freeze", "param": rng.randint(0, 6)}] if rng.random() < 0.8 else []
+    forwards = [place for place, op in enumerate(ops) if place > first and op["op"] == "forward"]
+    if forwards:
+        hook = {"op": "hook", "kind": clipping, "param": rng.randint(0, 6)}
+        ops.insert(rng.choice(forwards), hook)
+
+
 def step_directly(ops: list[Op], rng: random.Random) -> None:
     """Step with what a call of the framework returns, instead of a backward.
 
@@ -85,7 +113,9 @@ def step_directly(ops: list[Op], rng: random.Random) -> None:
     the same parameters again, and other states of their optimizers.
     """
     steps = [place for place, op in enumerate(ops) if op["op"] == "step" and "model" not in op]
-    place = rng.choice(steps) + 1
+    # Rather before uneven data: join() calls collectives before the forward that would report it.
+    uneven = [place for place in steps if any(op["op"] == "iterate" for op in ops[place + 1 : place + 4])]
+    place = rng.choice(uneven or steps) + 1
     if next((op["op"] for op in ops[place:] if op["op"] in ("forward", "wrap")), "") == "wrap":
         return
     ops[place:place] = [{"op": "forward", "batch": 2, "data": 900 + len(ops)}, {"op": "direct"}]

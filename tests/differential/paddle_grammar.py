@@ -7,12 +7,13 @@ which all ranks meet: whatever went wrong before must have been told by then.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from typing import Any
 
 from tests.device import paddle as device
-from tests.differential.between import freeze_around, set_flags, write_buffers
+from tests.differential.between import freeze_around, set_flags, vary_weighted, write_buffers
 from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program, numbered
 
@@ -79,6 +80,8 @@ def generate(seed: int) -> Program:
         # Of a model that is frozen whole Paddle runs no backward, and says nothing.
         program["models"][0]["layers"].append({"kind": "linear"})
         freeze_around(program["ops"], rng)
+    if '"norm"' not in json.dumps(program["models"]):  # frozen in part, it calls hooks without a gradient
+        vary_weighted(program, random.Random(f"weighted {seed}"), clipping="tensor clip")
     if device.IS_THERE:
         _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
     return program

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests import accelerator
-from tests.differential.between import freeze_around, set_flags, step_directly, write_buffers
+from tests.differential.between import freeze_around, set_flags, step_directly, vary_weighted, write_buffers
 from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program, numbered
 from tests.differential.torch_tensors import add_tensors
@@ -41,6 +41,7 @@ def generate(seed: int) -> Program:
         add_tensors(program, random.Random(f"tensors {seed}"))
     _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)
     _add_between(program, random.Random(f"between {seed}"))
+    vary_weighted(program, random.Random(f"weighted {seed}"), clipping="tensor clamp")
     if accelerator.IS_THERE:
         _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
     return program
