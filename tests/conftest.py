@@ -36,15 +36,19 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _has_paddle = importlib.util.find_spec("paddle") is not None
 collect_ignore_glob = [] if _has_paddle else ["*/test_paddle_*.py"]
 
-# The files that take longest, by the seconds that they take on an idle machine. Three processes share the
-# files in this order, so that none has a long one left when the others have none.
+# The files that take longest, by the seconds that they take on an idle machine. The processes of pytest share
+# the files in this order, so that none has a long one left when the others have none.
 LONGEST_FILES = (
     "bench/test_benchmarks.py",
     "chaos/test_chaos.py",
     "fault/test_pairs.py",
     "differential/test_programs_torch.py",
     "differential/test_programs_paddle.py",
+    "multiprocess/test_kept_errors.py",
     "multiprocess/test_hosts_devices.py",
+    "multiprocess/test_host_compression.py",
+    "multiprocess/test_local_sgd.py",
+    "launch/test_replace_ddp.py",
     "multiprocess/test_silent_rank.py",
     "multiprocess/test_lost_while_wrapping.py",
     "model/test_model.py",
@@ -56,6 +60,11 @@ LONGEST_FILES = (
     "launch/test_farewell.py",
     "multiprocess/test_model_timeouts.py",
     "multiprocess/test_hosts.py",
+    "multiprocess/test_conformance_refused_steps.py",
+    "multiprocess/test_conformance_shared_parameters.py",
+    "launch/test_forked.py",
+    "launch/test_trace.py",
+    "unit/test_harness.py",
     "fault/test_lost_ranks.py",
 )
 

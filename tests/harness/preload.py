@@ -21,19 +21,26 @@ _ROOT = Path(__file__).resolve().parents[2]
 _FOR_ALL = (
     "numpy",
     "numpy.testing",
+    "encodings.ascii",
+    "encodings.idna",  # of names of hosts
     "hypothesis",
     "paceline.collectives.init",
     "tests.harness.rank_main",
 )
-# torch's optimizers import its compiler when the first of them is made, which takes longer than most tests.
+# The first optimizer of a process imports some of these; torch's compiler takes longer than most tests.
 _FOR = {
     "torch": (
         "torch",
         "paceline.torch",
         "torch._dynamo",
+        "torch.profiler._cupti_monitor",
         "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
     ),
-    "paddle": ("paceline.paddle",),
+    "paddle": (
+        "paceline.paddle",
+        "paddle.distributed.auto_parallel.fully_shard_fusion",
+        "paddle.optimizer.fusion_utils",
+    ),
     "numpy": (),
 }
 

