@@ -27,7 +27,7 @@ from paceline.health import channel_setup, channel_tree, control_channel, tls
 from paceline.health.control_channel import How, allowed_silence_s, form_channel
 from paceline.health.failure_messages import unpack_failure
 from paceline.health.handshake import Facts, Seal, misfit
-from paceline.health.peer_monitor import ChannelWitness
+from paceline.health.peer_monitor import ChannelPeerMonitor
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.rendezvous.frames import Frame, FrameStream, frame
 from paceline.rendezvous.messages import join_payloads, split_payloads
@@ -236,7 +236,7 @@ def test_a_channel_that_nobody_holds_leaves(channels):
 def waits_of(channel):
     """The waits of rank 1 for an engine that never ends its work."""
     return EngineWaits(
-        1, 4, engine="a group", timeout_s=60.0, warn_after_s=60.0, witness=ChannelWitness(channel)
+        1, 4, engine="a group", timeout_s=60.0, warn_after_s=60.0, peer_monitor=ChannelPeerMonitor(channel)
     )
 
 

@@ -59,7 +59,7 @@ class Work:
             raise RuntimeError("NCCL communicator was aborted on rank 0")
 
 
-class Witness:
+class PeerMonitor:
     """Knows of a rank that is lost, or of none."""
 
     def __init__(self, known: CollectiveError | None = None) -> None:
@@ -86,12 +86,12 @@ class Witness:
 def calls(monkeypatch):
     """GroupCalls over a group with these backends."""
 
-    def make(group: Group, witness: Witness, timeout_s: float = WITHIN_S) -> GroupCalls:
+    def make(group: Group, peer_monitor: PeerMonitor, timeout_s: float = WITHIN_S) -> GroupCalls:
         monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
         peers = SimpleNamespace(
             process_group=group, rank=0, world_size=2, timeout_s=timeout_s, warn_after_s=WITHIN_S
         )
-        return GroupCalls(peers, witness)
+        return GroupCalls(peers, peer_monitor)
 
     return make
 
@@ -101,7 +101,8 @@ def test_the_end_of_a_pass_names_a_lost_rank_and_ends_what_waits_for_it_on_the_d
     backend = Backend()
     transport = object.__new__(ProcessGroupTransport)
     transport._calls = calls(
-        Group(cuda=backend, **on_cpu), Witness(PeerLostError("Rank 1 of 2 on host node1 died.", lost=(1,)))
+        Group(cuda=backend, **on_cpu),
+        PeerMonitor(PeerLostError("Rank 1 of 2 on host node1 died.", lost=(1,))),
     )
     transport._are_on_streams, transport.pointers = True, ()
     with pytest.raises(PeerLostError, match="Rank 1 of 2 on host node1 died") as caught:
@@ -114,7 +115,7 @@ def test_the_end_of_a_pass_names_a_lost_rank_and_ends_what_waits_for_it_on_the_d
 def test_buckets_on_a_device_are_not_waited_for_by_the_host(calls):
     backend = Backend()
     transport = object.__new__(ProcessGroupTransport)
-    transport._calls = calls(Group(cuda=backend), Witness(PeerLostError("Rank 1 died.", lost=(1,))))
+    transport._calls = calls(Group(cuda=backend), PeerMonitor(PeerLostError("Rank 1 died.", lost=(1,))))
     transport._are_on_streams, transport.pointers = True, ()
     work = Work(backend)
     transport.wait(work, 0)
@@ -124,15 +125,15 @@ def test_buckets_on_a_device_are_not_waited_for_by_the_host(calls):
 def test_a_rank_that_is_late_ends_the_wait_too(calls):
     backend = Backend()
     with pytest.raises(DeadlineError):
-        calls(Group(cuda=backend), Witness(), timeout_s=0.05).wait(Work(backend), STATUS, on_host=True)
+        calls(Group(cuda=backend), PeerMonitor(), timeout_s=0.05).wait(Work(backend), STATUS, on_host=True)
     assert backend.is_aborted.wait(WITHIN_S)
 
 
 def test_a_good_pass_and_groups_of_the_cpu_are_left_alone(calls):
     backend = Backend()
-    calls(Group(cuda=backend), Witness()).wait(Work(backend, is_done=True), STATUS, on_host=True)
+    calls(Group(cuda=backend), PeerMonitor()).wait(Work(backend, is_done=True), STATUS, on_host=True)
     assert not backend.is_aborted.is_set()
-    lost = Witness(PeerLostError("Rank 1 died.", lost=(1,)))
+    lost = PeerMonitor(PeerLostError("Rank 1 died.", lost=(1,)))
     for devices in (("cpu",), ("cpu", "cuda")):  # gloo may serve both
         with pytest.raises(PeerLostError):
             calls(Group(**dict.fromkeys(devices, backend)), lost).wait(Work(backend), STATUS, on_host=True)

@@ -13,7 +13,7 @@ from paceline.errors import DeadlineError, PeerLostError
 from paceline.health import channel_tree, control_channel, liveness_check
 from paceline.health.handshake import Member
 from paceline.health.liveness_check import Answer, Seen
-from paceline.health.peer_monitor import ChannelWitness
+from paceline.health.peer_monitor import ChannelPeerMonitor
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.messages import MessageError
@@ -81,9 +81,9 @@ def all_late(channels, but):
 
 def give_up(channel):
     """What a rank is told whose deadline has passed."""
-    witness = ChannelWitness(channel)
-    witness.give_up()
-    return witness.late()
+    peer_monitor = ChannelPeerMonitor(channel)
+    peer_monitor.give_up()
+    return peer_monitor.late()
 
 
 def until_told_all(channels):
@@ -266,7 +266,7 @@ def test_where_the_hub_has_left_nobody_is_said_to_be_stopped(channels):
 def waits_of(channel):
     count = len(channel.members)
     return EngineWaits(
-        1, count, engine="a group", timeout_s=0.2, warn_after_s=60, witness=ChannelWitness(channel)
+        1, count, engine="a group", timeout_s=0.2, warn_after_s=60, peer_monitor=ChannelPeerMonitor(channel)
     )
 
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from paceline.errors import DeadlineError, PeerLostError
-from paceline.health.peer_monitor import MemoryWitness
+from paceline.health.peer_monitor import MemoryPeerMonitor
 from paceline.reducer.engine_waits import _USUAL_NAPS, EngineWaits, is_of_a_late_peer
 
 
@@ -52,7 +52,7 @@ def core():
 
 def waits_of(core: Core, timeout_s: float = 0.05) -> EngineWaits:
     return EngineWaits(
-        0, 3, engine="a group", timeout_s=timeout_s, warn_after_s=60.0, witness=MemoryWitness(core)
+        0, 3, engine="a group", timeout_s=timeout_s, warn_after_s=60.0, peer_monitor=MemoryPeerMonitor(core)
     )
 
 
@@ -64,7 +64,7 @@ def after(count: int):
 
 def waiting() -> str:
     core = Core()
-    MemoryWitness(core).tell_waiting()
+    MemoryPeerMonitor(core).tell_waiting()
     return core.told[0]
 
 
@@ -88,9 +88,9 @@ def test_who_waits_as_well_is_not_late(core):
 
 
 def test_who_has_given_up_is_not_late_and_stays_so(core):
-    witness = MemoryWitness(core)
-    witness.give_up()
-    witness.tell("after backward of pass 3")
+    peer_monitor = MemoryPeerMonitor(core)
+    peer_monitor.give_up()
+    peer_monitor.tell("after backward of pass 3")
     given_up = core.activities[0]
     core.activities = ["", given_up, "in forward of pass 3"]
     with pytest.raises(DeadlineError) as caught:
@@ -136,7 +136,7 @@ def test_a_broken_connection_of_one_that_left(core):
     assert str(error).startswith("Rank 1 of 3 has left.")
 
 
-def test_another_failure_is_none_of_the_witness(core):
+def test_another_failure_is_not_for_the_peer_monitor(core):
     core.states[1] = "left"
     error = waits_of(core).failed(RuntimeError("sizes differ"), 0)
     assert not isinstance(error, PeerLostError)
@@ -152,13 +152,13 @@ def test_a_rank_that_dies_between_two_looks_has_not_left(core, monkeypatch):
         return original()
 
     monkeypatch.setattr(core, "records", records)
-    assert MemoryWitness(core).find_lost(1.0) is died
+    assert MemoryPeerMonitor(core).find_lost(1.0) is died
 
 
 def test_a_rank_that_is_dead_has_not_left(core):
     """The kernel's mark is seen a moment before whoever looks after the memory tells of it."""
     core.states[1] = "dead"
-    error = MemoryWitness(core).find_lost(0.05)
+    error = MemoryPeerMonitor(core).find_lost(0.05)
     assert isinstance(error, PeerLostError)
     assert error.lost == (1,) and "Rank 1 of 3 died" in str(error)
 
@@ -172,7 +172,7 @@ def test_what_is_told_of_a_death_is_waited_for(core):
             raise told
 
     core.check_usable = check_usable
-    assert MemoryWitness(core).find_lost(30.0) is told
+    assert MemoryPeerMonitor(core).find_lost(30.0) is told
 
 
 @pytest.mark.parametrize(

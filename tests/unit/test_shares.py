@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import DeadlineError, PeerLostError
-from paceline.health.peer_monitor import Witness
+from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts import partner_waits
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share, plan_of_shares
@@ -87,7 +87,7 @@ class Exchange:
 
 def make_shares(count: int, timeout_s: float = WAIT_S) -> tuple[Shares, Exchange, list[str]]:
     exchange, log = Exchange(), cast("list[str]", [])
-    witness = SimpleNamespace(
+    peer_monitor = SimpleNamespace(
         tell_waiting=lambda: log.append("waiting"), tell_done=lambda: log.append("done")
     )
     shares = Shares(
@@ -96,7 +96,7 @@ def make_shares(count: int, timeout_s: float = WAIT_S) -> tuple[Shares, Exchange
         "rank 1 of 4",
         timeout_s,
         lambda: log.append("abort"),
-        cast(Witness, witness),
+        cast(PeerMonitor, peer_monitor),
     )
     return shares, exchange, log
 

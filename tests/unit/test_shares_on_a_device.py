@@ -130,8 +130,8 @@ def world(monkeypatch):
     assert len(plan.buckets) == 2
     arena = Arena.allocate(plan, [torch.empty(2, 3, device=DEVICE) for _ in specs])
     calls, copies, exchange = Calls(device), Copies(device), Exchange()
-    witness: Any = SimpleNamespace(tell_waiting=lambda: None, tell_done=lambda: None)
-    shares = Shares(exchange, len(plan.buckets), "rank 1 of 2", WAIT_S, calls.abort, witness)
+    peer_monitor: Any = SimpleNamespace(tell_waiting=lambda: None, tell_done=lambda: None)
+    shares = Shares(exchange, len(plan.buckets), "rank 1 of 2", WAIT_S, calls.abort, peer_monitor)
     places = [torch.zeros(bucket.nbytes // 4) for bucket in plan_of_shares(plan, 2).buckets]
     transport = ShareTransport(
         arena,
@@ -143,7 +143,7 @@ def world(monkeypatch):
         copies,
         checks_finite=True,
         waits_for_finite=False,
-        witness=None,
+        peer_monitor=None,
     )
     transport._on_device.take = list  # which asks the device, in the first pass
     yield SimpleNamespace(

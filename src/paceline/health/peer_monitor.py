@@ -1,6 +1,6 @@
-"""Who knows more of ranks whose gradients go over somebody else's process group: Gloo, NCCL, MPI.
+"""Detects dead and late ranks where gradients go over an external process group: Gloo, NCCL, MPI.
 
-The one idea: such a group says that a connection broke, or nothing at all; but the ranks of one host also
+Such a group says that a connection broke, or nothing at all; but the ranks of one host also
 share memory in which a death is marked by the kernel, an exception leaves its text, and each rank says what
 it does, and those of several hosts have a control channel. So whoever waits for the process group looks there
 for a name.
@@ -32,7 +32,7 @@ class Tell(Protocol):
     def __call__(self, activity: str, forwards: int = 0, /) -> None: ...
 
 
-class Witness(Protocol):
+class PeerMonitor(Protocol):
     """What one rank can learn of the others, and tells them, beside the process group."""
 
     def tell(self, activity: str, forwards: int = 0, /) -> None:
@@ -75,8 +75,8 @@ class Witness(Protocol):
         ...
 
 
-class ChannelWitness:
-    """A `Witness` for ranks on several hosts. What they do is asked when one is late (`liveness_check`).
+class ChannelPeerMonitor:
+    """A `PeerMonitor` for ranks on several hosts. What they do is asked when one is late (`liveness_check`).
 
     Args:
         channel: The channel of all ranks that train the model, in the same order.
@@ -126,7 +126,7 @@ class ChannelWitness:
         return self._channel.late(is_silent=True)
 
 
-def report_no_witness(error: RegionError, rank: int) -> None:
+def report_no_peer_monitor(error: RegionError, rank: int) -> None:
     """Log on rank 0 that errors will not name lost and late ranks, and why.
 
     Args:
@@ -142,11 +142,11 @@ def report_no_witness(error: RegionError, rank: int) -> None:
         )
 
 
-def tell_on_host_too(core: _core.HostGroup, witness: Witness | None) -> Tell:
+def tell_on_host_too(core: _core.HostGroup, peer_monitor: PeerMonitor | None) -> Tell:
     """What tells the ranks of this host, in their memory, and those of other hosts what this rank does."""
-    if witness is None:
+    if peer_monitor is None:
         return core.set_activity
-    tell_others = witness.tell
+    tell_others = peer_monitor.tell
 
     def tell(activity: str, forwards: int = 0, /) -> None:
         core.set_activity(activity, forwards)
@@ -155,8 +155,8 @@ def tell_on_host_too(core: _core.HostGroup, witness: Witness | None) -> Tell:
     return tell
 
 
-class MemoryWitness:
-    """A `Witness` for ranks of one host.
+class MemoryPeerMonitor:
+    """A `PeerMonitor` for ranks of one host.
 
     Args:
         core: A group of all ranks that train the model, in the same order. No gradient is sent over it.
@@ -245,18 +245,18 @@ class MemoryWitness:
         return [{**each, "rank": self._ranks[each["rank"]]} for each in self.core.records()]
 
 
-class HostWitness:
-    """A `Witness` for calls that the ranks of one of several hosts make: failures, and who of them is late.
+class HostPeerMonitor:
+    """A `PeerMonitor` for calls of the ranks of one of several hosts: failures, and which of them is late.
 
     Args:
         of_all: The one for all ranks that train the model. It says more about a failure: the host, and what
             other hosts have met.
         core: The memory of this host. Nothing is sent over it.
-        ranks: The ranks of this host, as the other witness numbers them.
+        ranks: The ranks of this host, as the other peer monitor numbers them.
     """
 
-    def __init__(self, of_all: Witness, core: _core.HostGroup, ranks: Sequence[int]) -> None:
-        self._both = of_all, MemoryWitness(core, ranks)
+    def __init__(self, of_all: PeerMonitor, core: _core.HostGroup, ranks: Sequence[int]) -> None:
+        self._both = of_all, MemoryPeerMonitor(core, ranks)
         self.fail, self.lost, self.find_lost = of_all.fail, of_all.lost, of_all.find_lost
         self.silent = of_all.silent
 

@@ -1,7 +1,7 @@
 """Waiting for somebody else's all-reduce: up to a deadline, and how its failures are told.
 
 The one idea: what a process group knows of a failure is little (no rank, no name), so the error says which
-bucket it was and which parameters lie in it, and asks a witness for the rank where there is one.
+bucket it was and which parameters lie in it, and asks a peer monitor for the rank where there is one.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError, format_ranks
 from paceline.health.liveness_check import LateRanks
-from paceline.health.peer_monitor import Witness
+from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import Plan
 
 _SHORTEST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.001
 _NAPS = 8  # a nap is this part of what has been waited already, so that no wait gets longer by more than that
-_USUAL_NAPS = 16  # some milliseconds: a wait of the usual length asks no witness
+_USUAL_NAPS = 16  # some milliseconds: a wait of the usual length asks no peer monitor
 _GRACE_S = 0.1
 _FINDING_S = 1.0
 _FINDING_LATE_S = 0.2
@@ -82,10 +82,10 @@ class EngineWaits:
         timeout_s: Most seconds of one wait.
         warn_after_s: Seconds after which a wait is reported.
         plan: The plan of the buckets, if there are any.
-        witness: Knows more of the other ranks; None: nobody does.
+        peer_monitor: Knows more of the other ranks; None: nobody does.
 
     Attributes:
-        witness: The same.
+        peer_monitor: The same.
     """
 
     def __init__(
@@ -97,14 +97,14 @@ class EngineWaits:
         timeout_s: float,
         warn_after_s: float,
         plan: Plan | None = None,
-        witness: Witness | None = None,
+        peer_monitor: PeerMonitor | None = None,
     ) -> None:
         self._who = f"rank {rank} of {world_size}"
         self._engine = engine
         self._timeout_s = timeout_s
         self._warn_after_s = warn_after_s
         self._plan = plan
-        self.witness = witness
+        self.peer_monitor = peer_monitor
 
     def poll(self, is_completed: Callable[[], bool], what: int | str) -> None:
         """Sleep until some work is done, at most until the deadline.
@@ -133,33 +133,33 @@ class EngineWaits:
                     stacklevel=2,
                 )
                 warns_at_s = math.inf
-            if self.witness is not None and naps >= _USUAL_NAPS:
+            if self.peer_monitor is not None and naps >= _USUAL_NAPS:
                 if not is_told:
                     is_told = True
-                    self.witness.tell_waiting()
-                if (lost := self.witness.lost()) is not None:
+                    self.peer_monitor.tell_waiting()
+                if (lost := self.peer_monitor.lost()) is not None:
                     # A rank that ends after this pass has sent all that it owes to this call.
                     if _comes_late(is_completed):
                         break
-                    self.witness.give_up()
+                    self.peer_monitor.give_up()
                     raise self._named(lost, what)
             time.sleep(nap_s)
             naps += 1
-        if is_told and self.witness is not None:
-            self.witness.tell_done()
+        if is_told and self.peer_monitor is not None:
+            self.peer_monitor.tell_done()
 
     def failed(self, error: RuntimeError, what: int | str) -> CollectiveError:
         """The engine's own error, with where it happened. Which rank it lost, only Paceline's own tells."""
-        if self.witness is not None:
-            self.witness.give_up()
+        if self.peer_monitor is not None:
+            self.peer_monitor.give_up()
         if isinstance(error, CollectiveError):  # the engine is Paceline's own, and knows the rank
             return self._named(error, what)
         text = str(error)
         kind, likely = CollectiveError, ""
         is_lost, is_late = is_of_a_lost_peer(text), is_of_a_late_peer(text)
-        if self.witness is not None and (is_lost or is_late):
+        if self.peer_monitor is not None and (is_lost or is_late):
             # Paddle's Gloo calls a connection that broke a time-out; in a real one there is nobody to find.
-            lost = self.witness.find_lost(_FINDING_S if is_lost else _FINDING_LATE_S)
+            lost = self.peer_monitor.find_lost(_FINDING_S if is_lost else _FINDING_LATE_S)
             if lost is not None:
                 return self._named(lost, what)
         # An engine that has waited for a rank in vain closes its connections, which others see first.
@@ -170,7 +170,7 @@ class EngineWaits:
         elif is_late:
             if (late := self._late_by_name(what, text)) is not None:
                 return late
-            if self.witness is not None and (lost := self.witness.lost()) is not None:
+            if self.peer_monitor is not None and (lost := self.peer_monitor.lost()) is not None:
                 return self._named(lost, what)
             kind, likely = DeadlineError, "a rank is later than the engine's own time-out"
         return kind(
@@ -182,7 +182,7 @@ class EngineWaits:
         )
 
     def _named(self, lost: CollectiveError, what: int | str) -> CollectiveError:
-        """What a witness knows, and where it happened."""
+        """What a peer monitor knows, and where it happened."""
         is_of_a_late_rank = isinstance(lost, DeadlineError) and not lost.fields.get("late")
         is_of_a_late_rank |= "DeadlineError" in lost.summary + lost.seen
         if is_of_a_late_rank and (late := self._late_by_name(what)) is not None:
@@ -194,21 +194,21 @@ class EngineWaits:
     def _late_by_name(
         self, what: int | str, text: str = "", after: str = "", *, is_silent: bool = False
     ) -> DeadlineError | None:
-        if self.witness is None:
+        if self.peer_monitor is None:
             return None
-        late = self.witness.silent() if is_silent else self.witness.late()
+        late = self.peer_monitor.silent() if is_silent else self.peer_monitor.late()
         if late is None:
             return None
         return late_error(self._who, late, _doing(what), self._where(what), text, after)
 
     def _late(self, what: int | str) -> CollectiveError:
-        if self.witness is not None:
-            self.witness.give_up()
+        if self.peer_monitor is not None:
+            self.peer_monitor.give_up()
         named = self._late_by_name(what, after=f" after {self._timeout_s:.1f} s")
         if named is not None and named.fields.get("late"):
             return named
         # A rank may have left; or another one has given up meanwhile, and told.
-        if self.witness is not None and (lost := self.witness.find_lost(0.0)) is not None:
+        if self.peer_monitor is not None and (lost := self.peer_monitor.find_lost(0.0)) is not None:
             return self._named(lost, what)
         if named is not None:
             return named

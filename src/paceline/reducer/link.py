@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from paceline import _core
-from paceline.health.peer_monitor import Tell, Witness
+from paceline.health.peer_monitor import PeerMonitor, Tell
 from paceline.reducer.call_order import CallOrder
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.owners import Ranges
@@ -87,7 +87,7 @@ class Link(Protocol[_Tensor]):
     Attributes:
         path: Where gradients are averaged: "memory", "hosts" (within each, and then between them) or "group";
             a hook counts as a group.
-        witness: Names ranks that are lost or late, where calls go over a process group; None: nobody does.
+        peer_monitor: Names ranks that are lost or late, where calls go over a process group, or None.
         bits: Which runs give gradients of the same bits; see `WrappedModel.bits`.
         wants_whole_buckets: Whether a bucket must hold whole parameters, for a hook to look at.
         most_bucket_bytes: Most of a bucket, whatever the model asks for; None: there is no such limit.
@@ -97,7 +97,7 @@ class Link(Protocol[_Tensor]):
     bits: str
     rank: int
     world_size: int
-    witness: Witness | None
+    peer_monitor: PeerMonitor | None
     wants_whole_buckets: bool
     most_bucket_bytes: int | None
 

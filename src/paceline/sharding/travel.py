@@ -13,7 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from paceline import _core
-from paceline.health.peer_monitor import MemoryWitness
+from paceline.health.peer_monitor import MemoryPeerMonitor
 from paceline.reducer.link import Link
 from paceline.sharding.meeting import NUMBERS_BYTES
 
@@ -210,16 +210,16 @@ class GroupTravel(Generic[Tensor]):
 
     @property
     def compares_outcomes(self) -> bool:
-        return self._arrays is not None or isinstance(self._link.witness, MemoryWitness)
+        return self._arrays is not None or isinstance(self._link.peer_monitor, MemoryPeerMonitor)
 
     def outcomes(self, own: int) -> bytes:
-        if isinstance(self._link.witness, MemoryWitness):
-            return _outcomes(self._link.witness.core, own)
+        if isinstance(self._link.peer_monitor, MemoryPeerMonitor):
+            return _outcomes(self._link.peer_monitor.core, own)
         return b"".join(self._link.all_gather(bytes([own])))
 
     def fail(self, error: BaseException) -> None:
-        if self._link.witness is not None:
-            self._link.witness.fail(error)
+        if self._link.peer_monitor is not None:
+            self._link.peer_monitor.fail(error)
 
 
 def _outcomes(core: _core.HostGroup, own: int) -> bytes:

@@ -273,7 +273,9 @@ def _patience_of(layer: nn.Module, group: Any) -> Patience:
     passes = getattr(wrapper, "_passes", None)
     if passes is None:  # called outside of a wrapped forward, as where it is recomputed in a backward
         return Patience(registry.timeout_of(layer._parameters.values()), None)
-    return Patience(passes.asked_timeout_s, passes.link.witness if wrapper.process_group is group else None)
+    return Patience(
+        passes.asked_timeout_s, passes.link.peer_monitor if wrapper.process_group is group else None
+    )
 
 
 def _statistics(

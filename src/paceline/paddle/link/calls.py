@@ -23,7 +23,7 @@ import paddle.distributed as dist
 from paceline import _core
 from paceline.collectives.ops import DTYPE_NUMBERS, ReduceOp
 from paceline.errors import CollectiveError, ConfigError
-from paceline.health.peer_monitor import Witness
+from paceline.health.peer_monitor import PeerMonitor
 from paceline.paddle import internals
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.model.parameters import dtype_name, nbytes
@@ -56,13 +56,13 @@ class GroupCalls:
     Attributes:
         group: Never None.
         on_host: Whether the group moves tensors of the CPU, or those of this process's device.
-        witness: Names ranks that are lost or late, once there is one.
+        peer_monitor: Names ranks that are lost or late, once there is one.
 
     Raises:
         ConfigError: This process is not in the group.
     """
 
-    witness: Witness | None = None
+    peer_monitor: PeerMonitor | None = None
 
     def __init__(self, group: Any, timeout_s: float, warn_after_s: float = WARN_AFTER_S) -> None:
         self.group: Any = dist.get_group() if group is None else group
@@ -92,7 +92,7 @@ class GroupCalls:
             timeout_s=timeout_s or self.timeout_s,
             warn_after_s=self.warn_after_s,
             plan=plan,
-            witness=self.witness,
+            peer_monitor=self.peer_monitor,
         )
 
     def all_reduce(self, tensor: paddle.Tensor) -> Call:

@@ -16,7 +16,7 @@ import paddle
 
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
-from paceline.health.peer_monitor import MemoryWitness, Tell, Witness, tell_on_host_too
+from paceline.health.peer_monitor import MemoryPeerMonitor, PeerMonitor, Tell, tell_on_host_too
 from paceline.paddle import internals
 from paceline.paddle.link.arena import Arena, shared_places
 from paceline.paddle.link.calls import GroupCalls, MemoryCalls
@@ -77,7 +77,7 @@ class MemoryLink:
     def __init__(self, core: _core.HostGroup, owner: object) -> None:
         self.rank, self.world_size = core.rank, core.world_size
         self.tell: Tell | None = core.set_activity
-        self.witness: Witness | None = MemoryWitness(core)
+        self.peer_monitor: PeerMonitor | None = MemoryPeerMonitor(core)
         self.gather = functools.partial(gather_in_memory, core)
         self.core = core
         self._owner = owner
@@ -132,8 +132,8 @@ class GroupLink:
 
     def __init__(self, calls: GroupCalls) -> None:
         self.rank, self.world_size = calls.rank, calls.world_size
-        self.witness = witness = calls.witness
-        self.tell: Tell | None = None if witness is None else witness.tell
+        self.peer_monitor = peer_monitor = calls.peer_monitor
+        self.tell: Tell | None = None if peer_monitor is None else peer_monitor.tell
         self._calls = calls
 
     def prepare_broadcast(self, tensors: Sequence[paddle.Tensor]) -> Callable[[int], None]:
@@ -204,8 +204,8 @@ class HostsLink:
     def __init__(self, link: GroupLink, calls: GroupCalls, hosts: Hosts, between_hosts: BetweenHosts) -> None:
         self._reducers = HostReducers(hosts, between_hosts)
         self.path, self.bits = "hosts", self._reducers.bits
-        self.rank, self.world_size, self.witness = link.rank, link.world_size, link.witness
-        self.tell = tell_on_host_too(hosts.group, link.witness)
+        self.rank, self.world_size, self.peer_monitor = link.rank, link.world_size, link.peer_monitor
+        self.tell = tell_on_host_too(hosts.group, link.peer_monitor)
         self.broadcast, self.all_gather, self.gather = link.broadcast, link.all_gather, link.gather
         self.prepare_broadcast = link.prepare_broadcast
         self.sum = link.sum if between_hosts.deterministic is None else link.sum_in_order
@@ -247,7 +247,7 @@ class HookLink:
 
     def __init__(self, link: Link, calls: GroupCalls, hook: CommHook, process_group: Any) -> None:
         self.rank, self.world_size, self.tell = link.rank, link.world_size, link.tell
-        self.witness = link.witness
+        self.peer_monitor = link.peer_monitor
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self.prepare_broadcast = link.prepare_broadcast
         self.gather, self.with_hook = link.gather, link.with_hook

@@ -22,7 +22,7 @@ from paceline.collectives.group import Group
 from paceline.collectives.init import init
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError, RegionError
-from paceline.health.peer_monitor import ChannelWitness, MemoryWitness, report_no_witness
+from paceline.health.peer_monitor import ChannelPeerMonitor, MemoryPeerMonitor, report_no_peer_monitor
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.link.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.link.exchange import PaddleExchange
@@ -121,7 +121,7 @@ class PaddlePeers:
         if memory is None:
             self._watch()
         else:
-            self._calls.witness = ChannelWitness(control_of(self.group, self, memory.hosts))
+            self._calls.peer_monitor = ChannelPeerMonitor(control_of(self.group, self, memory.hosts))
         link = GroupLink(self._calls)
         if memory is not None and between_hosts is not None and len(memory.hosts) <= MOST_HOSTS:
             return HostsLink(link, self._calls, join_hosts(self.group, self, memory), between_hosts)
@@ -175,13 +175,13 @@ class PaddlePeers:
         try:
             memory = self.share_hosts()
         except RegionError as error:  # on every rank; gradients need none of it
-            report_no_witness(error, self.rank)
+            report_no_peer_monitor(error, self.rank)
             return
         core = memory.of_all_ranks()
         if core is None:
-            self._calls.witness = ChannelWitness(control_of(self.group, self, memory.hosts))
+            self._calls.peer_monitor = ChannelPeerMonitor(control_of(self.group, self, memory.hosts))
         else:
-            self._calls.witness = MemoryWitness(core)
+            self._calls.peer_monitor = MemoryPeerMonitor(core)
 
 
 def _why_alone(on_host: bool, reduce_through: str) -> str:

@@ -28,7 +28,7 @@ from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import CollectiveError, DeadlineError
 from paceline.health.failure_messages import unpack_failure
-from paceline.health.peer_monitor import Witness
+from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.partner_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.sum_formats import CodedSums
@@ -158,7 +158,7 @@ class Shares:
         who: This rank in words: "rank 1 of 4".
         timeout_s: Most seconds of one wait.
         abort: Ends what this rank has under way within its host. Must not block.
-        witness: Learns whether this rank waits for another host.
+        peer_monitor: Learns whether this rank waits for another host.
         host: The memory of the host, where shares are encoded: its ranks have different shares, and all keep
             what encoding took, or none does. None: nothing is encoded.
     """
@@ -170,13 +170,13 @@ class Shares:
         who: str,
         timeout_s: float,
         abort: Callable[[], None],
-        witness: Witness,
+        peer_monitor: PeerMonitor,
         host: _core.HostGroup | None = None,
     ) -> None:
         self.reducer, self._host, self._saw_nonfinite = reducer, host, False
         self._num_shares, self._num_ready = num_shares, 0
         self._who, self._timeout_s = who, timeout_s
-        self._abort, self._witness = abort, witness
+        self._abort, self._peer_monitor = abort, peer_monitor
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._coming: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
@@ -215,13 +215,13 @@ class Shares:
                     raise self._late()
                 self._changed.wait(_LOOK_S)
             self._num_ready = 0
-        self._witness.tell_waiting()  # for another host: those of this one have none to blame here
+        self._peer_monitor.tell_waiting()  # for another host: those of this one have none to blame here
         self.reducer.finish(PassStatus(1), False)
         if self._host is not None:
             saw = np.array([self.reducer.saw_nonfinite], np.float32)
             self._host.all_reduce(saw.ctypes.data, 1, _core.DTYPES["float32"], ReduceOp.MAX)
             self._saw_nonfinite = bool(saw[0])
-        self._witness.tell_done()
+        self._peer_monitor.tell_done()
 
     def adopt_errors(self, plan: Plan, place: Place, unused: Collection[int] | None) -> None:
         """See `Reduction.adopt_errors`.

@@ -744,8 +744,8 @@ class Passes(Generic[AnyAutograd]):
 
     def give_up(self, error: BaseException) -> None:
         """This rank cannot go on as the others do: all raise."""
-        if (witness := self.link.witness) is not None:
-            witness.fail(error)
+        if (peer_monitor := self.link.peer_monitor) is not None:
+            peer_monitor.fail(error)
         self.reducer.give_up(error)
 
     def _close(self, number: int, *, is_told: bool = True) -> None:

@@ -42,7 +42,7 @@ class Joining:
                 hint="call ddp.finish() on each rank when its data ends; or torch.distributed."
                 "init_process_group() before wrapping the model",
             )
-        calls = GroupCalls(peers, None if passes is None else passes.link.witness)
+        calls = GroupCalls(peers, None if passes is None else passes.link.peer_monitor)
         self._device = torch.device("cpu") if calls.serves_cpu else device
         self._calls = calls
         self._passes = passes

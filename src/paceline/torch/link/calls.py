@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from paceline import _core
 from paceline.errors import CollectiveError
-from paceline.health.peer_monitor import ChannelWitness, Witness
+from paceline.health.peer_monitor import ChannelPeerMonitor, PeerMonitor
 from paceline.reducer.channels import known_channel
 from paceline.reducer.engine_waits import EngineWaits, is_of_a_late_peer, is_of_a_lost_peer
 from paceline.reducer.plan import Plan
@@ -49,7 +49,7 @@ class GroupCalls:
 
     Args:
         peers: The ranks of the group.
-        witness: Names ranks that are lost or late; None: nobody does.
+        peer_monitor: Names ranks that are lost or late; None: nobody does.
         plan: The plan of the buckets that are summed over the group, if there are any.
         within: A group of some of these ranks that makes the calls, and what it is in words; None: the group
             of all makes them.
@@ -64,7 +64,7 @@ class GroupCalls:
     def __init__(
         self,
         peers: ProcessGroupPeers,
-        witness: Witness | None,
+        peer_monitor: PeerMonitor | None,
         plan: Plan | None = None,
         within: tuple[dist.ProcessGroup, str] | None = None,
         timeout_s: float | None = None,
@@ -83,7 +83,7 @@ class GroupCalls:
             timeout_s=timeout_s or peers.timeout_s,
             warn_after_s=peers.warn_after_s,
             plan=plan,
-            witness=witness,
+            peer_monitor=peer_monitor,
         )
 
     def is_nccl(self, device: torch.device) -> bool:
@@ -206,11 +206,11 @@ class Patience(NamedTuple):
 
     Attributes:
         timeout_s: Most seconds of a wait; None: as long as the group waits.
-        witness: Names ranks that are lost or late; None: nothing does, unless the group has a channel.
+        peer_monitor: Names ranks that are lost or late; None: nothing does, unless the group has a channel.
     """
 
     timeout_s: float | None
-    witness: Witness | None
+    peer_monitor: PeerMonitor | None
 
 
 def exchange_over(
@@ -236,10 +236,10 @@ def exchange_over(
         PeerLostError: The group lost a connection, and something knows of the ranks of the group. Else such a
             call raises what torch does.
     """
-    timeout_s, witness = patience
-    if witness is None and (channel := known_channel(group)) is not None:
-        witness = ChannelWitness(channel)
-    if witness is None and timeout_s is None:
+    timeout_s, peer_monitor = patience
+    if peer_monitor is None and (channel := known_channel(group)) is not None:
+        peer_monitor = ChannelPeerMonitor(channel)
+    if peer_monitor is None and timeout_s is None:
         start(False)
         return
     waits = EngineWaits(
@@ -248,7 +248,7 @@ def exchange_over(
         engine=f"torch's {dist.get_backend(group)} process group",
         timeout_s=math.inf if timeout_s is None else timeout_s,
         warn_after_s=math.inf,
-        witness=witness,
+        peer_monitor=peer_monitor,
     )
     with _naming(waits, what):
         if timeout_s is None:
@@ -268,13 +268,13 @@ def exchange_over(
 @contextlib.contextmanager
 def _naming(waits: EngineWaits, what: str) -> Iterator[None]:
     # In the memory of one host the errors of others show what a rank is in, which is to stay.
-    witness = waits.witness if isinstance(waits.witness, ChannelWitness) else None
+    peer_monitor = waits.peer_monitor if isinstance(waits.peer_monitor, ChannelPeerMonitor) else None
     try:
-        if witness is not None:
-            witness.tell_waiting()
+        if peer_monitor is not None:
+            peer_monitor.tell_waiting()
         yield
-        if witness is not None:
-            witness.tell_done()
+        if peer_monitor is not None:
+            peer_monitor.tell_done()
     except CollectiveError:
         raise
     except RuntimeError as error:

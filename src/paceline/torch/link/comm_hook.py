@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError, ConfigTypeError
-from paceline.health.peer_monitor import Witness
+from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.comm_hooks import (
     CommHook,
     HookedBucket,
@@ -62,7 +62,7 @@ class HookTransport(ProcessGroupTransport):
         peers: The process group that the hook, too, will use.
         parameters: Those that the plan lists.
         hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
-        checks_finite, witness: As `ProcessGroupTransport`'s.
+        checks_finite, peer_monitor: As `ProcessGroupTransport`'s.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class HookTransport(ProcessGroupTransport):
         hook: CommHook,
         *,
         checks_finite: bool,
-        witness: Witness | None = None,
+        peer_monitor: PeerMonitor | None = None,
     ) -> None:
-        super().__init__(arena, peers, checks_finite=checks_finite, witness=witness)
+        super().__init__(arena, peers, checks_finite=checks_finite, peer_monitor=peer_monitor)
         self.is_serial, self.is_in_order = True, False
         self.pointers = ()  # hooks may move the memory
         self._hook = hook

@@ -17,12 +17,12 @@ from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import ConfigError, RegionError
 from paceline.health.peer_monitor import (
-    ChannelWitness,
-    HostWitness,
-    MemoryWitness,
+    ChannelPeerMonitor,
+    HostPeerMonitor,
+    MemoryPeerMonitor,
+    PeerMonitor,
     Tell,
-    Witness,
-    report_no_witness,
+    report_no_peer_monitor,
     tell_on_host_too,
 )
 from paceline.reducer.between_hosts.hierarchical import MOST_POINTER_BYTES, Hosts
@@ -89,7 +89,7 @@ def connect(
     hosts = join_hosts(peers, memory) if memory is not None and reduce_through in ("auto", "hosts") else None
     if hosts is not None:
         assert isinstance(peers, ProcessGroupPeers)
-        return HostsLink(GroupLink(peers, ChannelWitness(hosts.control)), peers, hosts, between_hosts)
+        return HostsLink(GroupLink(peers, ChannelPeerMonitor(hosts.control)), peers, hosts, between_hosts)
     if memory is not None:
         memory.host_group.close()
     _check_group(peers, on_host, reduce_through, between_hosts.owner)
@@ -98,8 +98,8 @@ def connect(
         between_hosts.refuse(seen if on_host else "parameters on a GPU")
     assert isinstance(peers, ProcessGroupPeers)
     if memory is None:
-        return GroupLink(peers, _find_witness(peers))
-    return GroupLink(peers, ChannelWitness(control_of(peers, memory.hosts)))
+        return GroupLink(peers, _find_peer_monitor(peers))
+    return GroupLink(peers, ChannelPeerMonitor(control_of(peers, memory.hosts)))
 
 
 class MemoryLink:
@@ -120,7 +120,7 @@ class MemoryLink:
     def __init__(self, core: _core.HostGroup, peers: Peers) -> None:
         self.rank, self.world_size = peers.rank, peers.world_size
         self.tell: Tell | None = core.set_activity
-        self.witness: Witness | None = MemoryWitness(core)
+        self.peer_monitor: PeerMonitor | None = MemoryPeerMonitor(core)
         self.core = core
         self._peers = peers
 
@@ -189,19 +189,19 @@ class GroupLink:
 
     Args:
         peers: The ranks of the group.
-        witness: Names ranks that are lost or late; None: nobody does.
+        peer_monitor: Names ranks that are lost or late; None: nobody does.
     """
 
     path, bits = "group", "engine"
     wants_whole_buckets = False
     most_bucket_bytes: int | None = None
 
-    def __init__(self, peers: ProcessGroupPeers, witness: Witness | None) -> None:
+    def __init__(self, peers: ProcessGroupPeers, peer_monitor: PeerMonitor | None) -> None:
         self.rank, self.world_size = peers.rank, peers.world_size
-        self.tell: Tell | None = None if witness is None else witness.tell
-        self.witness = witness
+        self.tell: Tell | None = None if peer_monitor is None else peer_monitor.tell
+        self.peer_monitor = peer_monitor
         self._peers = peers
-        self._calls = calls = GroupCalls(peers, witness)
+        self._calls = calls = GroupCalls(peers, peer_monitor)
         self._broadcast, self.sum, self.sum_in_order = calls.broadcast, calls.sum, calls.sum_in_order
 
     def broadcast(self, tensors: Tensors, root: int = 0) -> None:
@@ -227,7 +227,7 @@ class GroupLink:
             self._peers,
             checks_finite=options.checks_finite,
             waits_for_finite=options.waits_for_finite,
-            witness=self.witness,
+            peer_monitor=self.peer_monitor,
         )
         return _over(arena, transport, EngineReducer(plan, transport, skip_unused=options.skip_unused))
 
@@ -254,8 +254,8 @@ class HostsLink:
         self._reducers = HostReducers(hosts, between_hosts)
         self.path, self.bits = "hosts", self._reducers.bits
         self.rank, self.world_size = link.rank, link.world_size
-        self.tell = tell_on_host_too(hosts.group, link.witness)
-        self.witness = link.witness
+        self.tell = tell_on_host_too(hosts.group, link.peer_monitor)
+        self.peer_monitor = link.peer_monitor
         self.broadcast, self.all_gather = link.broadcast, link.all_gather
         self.prepare_broadcast = link.prepare_broadcast
         self.sum = link.sum if between_hosts.deterministic is None else link.sum_in_order
@@ -294,7 +294,7 @@ class DevicesLink:
         partners: Who exchanges this rank's shares, as hosts of one rank each.
         group: The process group of this rank's host.
         memory: The memory of this rank's host, in which no gradient lies.
-        witness: Names ranks of this host that are lost or late.
+        peer_monitor: Names ranks of this host that are lost or late.
         between_hosts: What is asked of the way between hosts.
     """
 
@@ -309,17 +309,17 @@ class DevicesLink:
         partners: Hosts,
         group: LocalGroup,
         memory: _core.HostGroup,
-        witness: Witness,
+        peer_monitor: PeerMonitor,
         between_hosts: BetweenHosts,
     ) -> None:
         self._reducers = HostReducers(partners, between_hosts)
         self.rank, self.world_size = link.rank, link.world_size
-        self.tell: Tell | None = witness.tell
-        self.witness = link.witness
+        self.tell: Tell | None = peer_monitor.tell
+        self.peer_monitor = link.peer_monitor
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self.prepare_broadcast = link.prepare_broadcast
         self._link, self._peers, self._between_hosts = link, peers, between_hosts
-        self._partners, self._group, self._of_host = partners, group, witness
+        self._partners, self._group, self._of_host = partners, group, peer_monitor
         self._memory = memory
         self._coded: tuple[CodedSums, Plan] | None = None  # those of the latest plan
 
@@ -367,7 +367,7 @@ class DevicesLink:
             DeviceCopies(device),
             checks_finite=options.checks_finite,
             waits_for_finite=options.waits_for_finite,
-            witness=self.witness,
+            peer_monitor=self.peer_monitor,
         )
         adopt = None if reducer.codes is None else functools.partial(shares.adopt_errors, plan, place)
         return _over(arena, transport, EngineReducer(plan, transport, beside=shares), adopt)
@@ -391,8 +391,8 @@ class HookLink:
     most_bucket_bytes: int | None = None
 
     def __init__(self, link: Link[torch.Tensor], peers: Peers, hook: CommHook) -> None:
-        self.rank, self.world_size, self.witness = link.rank, link.world_size, link.witness
-        self.tell: Tell | None = None if link.witness is None else link.witness.tell
+        self.rank, self.world_size, self.peer_monitor = link.rank, link.world_size, link.peer_monitor
+        self.tell: Tell | None = None if link.peer_monitor is None else link.peer_monitor.tell
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self.prepare_broadcast = link.prepare_broadcast
         self.with_hook = link.with_hook
@@ -417,7 +417,7 @@ class HookLink:
             parameters,
             self._hook,
             checks_finite=finite,
-            witness=self.witness,
+            peer_monitor=self.peer_monitor,
         )
         return _over(arena, transport, EngineReducer(plan, transport), transport.shown.end)
 
@@ -451,30 +451,30 @@ def _connect_devices(
         owner, between_hosts.deterministic, "parameters on a GPU, which its process group adds up"
     )
     if peers.world_size == 1:
-        return GroupLink(peers, _find_witness(peers))
+        return GroupLink(peers, _find_peer_monitor(peers))
     memory = peers.share_hosts()
     if len(memory.hosts) == 1:
-        return GroupLink(peers, MemoryWitness(memory.host_group))
+        return GroupLink(peers, MemoryPeerMonitor(memory.host_group))
     check_devices(peers, memory.hosts, devices, owner)
     control = control_of(peers, memory.hosts)
     (device,) = devices
-    of_all = ChannelWitness(control)
-    of_host = HostWitness(of_all, memory.host_group, memory.hosts[place_of(memory.hosts, peers.rank)[0]])
+    of_all = ChannelPeerMonitor(control)
+    of_host = HostPeerMonitor(of_all, memory.host_group, memory.hosts[place_of(memory.hosts, peers.rank)[0]])
     group = local_group_of(peers, memory.hosts, device, of_host)
     partners = join_partners(peers, memory.hosts, control)
     link = GroupLink(peers, of_all)
     return DevicesLink(link, peers, partners, group, memory.host_group, of_host, between_hosts)
 
 
-def _find_witness(peers: ProcessGroupPeers) -> Witness | None:
+def _find_peer_monitor(peers: ProcessGroupPeers) -> PeerMonitor | None:
     """Memory of all ranks in which no gradient lies, or the channel of several hosts. Collective."""
     try:
         memory = peers.share_hosts()
     except RegionError as error:  # on every rank; gradients need none of it
-        report_no_witness(error, peers.rank)
+        report_no_peer_monitor(error, peers.rank)
         return None
     core = memory.of_all_ranks()
-    return ChannelWitness(control_of(peers, memory.hosts)) if core is None else MemoryWitness(core)
+    return ChannelPeerMonitor(control_of(peers, memory.hosts)) if core is None else MemoryPeerMonitor(core)
 
 
 def _check_group(peers: Peers, on_host: bool, reduce_through: str, owner: str) -> None:

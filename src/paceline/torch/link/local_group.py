@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from paceline.errors import ConfigError, RendezvousError, format_ranks
 from paceline.health import lifetime
-from paceline.health.peer_monitor import Witness
+from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.partner_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import place_of
 from paceline.reducer.plan import Plan
@@ -130,7 +130,7 @@ def _refusal(owner: str, *, expected: str, seen: str) -> ConfigError:
 
 
 def local_group_of(
-    peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torch.device, witness: Witness
+    peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torch.device, peer_monitor: PeerMonitor
 ) -> LocalGroup:
     """The group of this rank's host for a kind of device; made at the first call. Collective, over all ranks.
 
@@ -138,7 +138,7 @@ def local_group_of(
         peers: All ranks.
         hosts: The ranks of each host.
         device: Where this rank's gradients lie; its process group has one of `ENGINES` for it.
-        witness: Names ranks of this host that are lost or late.
+        peer_monitor: Names ranks of this host that are lost or late.
 
     Raises:
         RendezvousError: The ranks of the host could not connect.
@@ -147,7 +147,7 @@ def local_group_of(
     if device.type not in made:
         group = _make(peers, hosts, device)
         lifetime.before_leaving(group.leave, is_last=True)
-        LocalCalls(group, peers, witness, device).meet()
+        LocalCalls(group, peers, peer_monitor, device).meet()
         made[device.type] = group  # ranks that have not met try it again with another one
     return made[device.type]
 
@@ -202,7 +202,7 @@ class LocalCalls:
     Args:
         group: The group.
         peers: All ranks.
-        witness: Names ranks of this host that are lost or late.
+        peer_monitor: Names ranks of this host that are lost or late.
         device: Where the tensors lie.
         plan: The plan of the buckets that go through it, if there are any.
 
@@ -217,14 +217,16 @@ class LocalCalls:
         self,
         group: LocalGroup,
         peers: ProcessGroupPeers,
-        witness: Witness | None,
+        peer_monitor: PeerMonitor | None,
         device: torch.device,
         plan: Plan | None = None,
     ) -> None:
         self.place, self.size = group.place, group.size
         within = group.process_group, group.words
-        self._calls = GroupCalls(peers, witness, plan, within)
-        self._last_calls = GroupCalls(peers, witness, plan, within, patience_with_its_host_s(peers.timeout_s))
+        self._calls = GroupCalls(peers, peer_monitor, plan, within)
+        self._last_calls = GroupCalls(
+            peers, peer_monitor, plan, within, patience_with_its_host_s(peers.timeout_s)
+        )
         self._group = group.process_group
         self._is_gloo = group.engine == "gloo"
         self._device = device

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
-from paceline.health.peer_monitor import Witness
+from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share
 from paceline.reducer.plan import Plan
 from paceline.torch.link.arena import Arena
@@ -37,7 +37,7 @@ class ShareTransport(ProcessGroupTransport):
         places: Where the share of each bucket lies in memory, for `shares`.
         num_hosts: How many hosts there are.
         copies: Between the device and memory.
-        checks_finite, waits_for_finite, witness: See `ProcessGroupTransport`.
+        checks_finite, waits_for_finite, peer_monitor: See `ProcessGroupTransport`.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class ShareTransport(ProcessGroupTransport):
         *,
         checks_finite: bool,
         waits_for_finite: bool,
-        witness: Witness | None,
+        peer_monitor: PeerMonitor | None,
     ) -> None:
         super().__init__(
             arena,
             peers,
             checks_finite=checks_finite,
             waits_for_finite=waits_for_finite,
-            witness=witness,
+            peer_monitor=peer_monitor,
         )
         self.is_in_order = False
         self._shares = shares

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import _core
-from paceline.health.peer_monitor import Witness
+from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.call_order import call_order_of
 from paceline.reducer.engine import Pending, may_overflow, overflowed_in
 from paceline.reducer.engine_waits import STATUS
@@ -38,7 +38,7 @@ class ProcessGroupTransport:
         peers: The process group.
         checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
         waits_for_finite: Tell of those on a device in the same pass, too, which waits for the device.
-        witness: Names ranks that are lost or late.
+        peer_monitor: Names ranks that are lost or late.
 
     Attributes:
         note_stream: Called when a gradient has come to its place; None: all are on the CPU.
@@ -51,7 +51,7 @@ class ProcessGroupTransport:
         *,
         checks_finite: bool,
         waits_for_finite: bool = True,
-        witness: Witness | None = None,
+        peer_monitor: PeerMonitor | None = None,
     ) -> None:
         self.rank = peers.rank
         self.world_size = peers.world_size
@@ -59,7 +59,7 @@ class ProcessGroupTransport:
         self._arena = arena
         on_host = all(section.is_cpu for section in arena.sections)
         self.pointers: Sequence[int] = arena.pointers if on_host else ()
-        self._calls = GroupCalls(peers, witness, arena.plan)
+        self._calls = GroupCalls(peers, peer_monitor, arena.plan)
         self._group = self._calls.group
         self.order = call_order_of(self._group)
         self._checks_finite = checks_finite
