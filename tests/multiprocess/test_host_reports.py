@@ -8,15 +8,15 @@ import pytest
 
 from paceline.errors import CollectiveError, PeerLostError
 from paceline.health.peer_monitor import MemoryPeerMonitor
-from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.host_reports import HostReports
+from paceline.reducer.process_group_waits import STATUS, ProcessGroupWaits
 from tests.harness import ranks
 from tests.multiprocess.meeting import tell, until_told
 
 
 def gather(reports: HostReports, payload: bytes, rank: int, world_size: int) -> list[bytes]:
     gathering, rows = reports.begin(payload)
-    waits = EngineWaits(rank, world_size, engine="memory", timeout_s=60.0, warn_after_s=60.0)
+    waits = ProcessGroupWaits(rank, world_size, engine="memory", timeout_s=60.0, warn_after_s=60.0)
     waits.poll(gathering.is_completed, STATUS)
     gathering.wait()
     return rows()

@@ -28,7 +28,7 @@ from paceline.health.control_channel import How, allowed_silence_s, form_channel
 from paceline.health.failure_messages import unpack_failure
 from paceline.health.handshake import Facts, Seal, misfit
 from paceline.health.peer_monitor import ChannelPeerMonitor
-from paceline.reducer.engine_waits import EngineWaits
+from paceline.reducer.process_group_waits import ProcessGroupWaits
 from paceline.rendezvous.frames import Frame, FrameStream, frame
 from paceline.rendezvous.messages import join_payloads, split_payloads
 from paceline.rendezvous.secret import NO_SECRET, find_secret
@@ -235,7 +235,7 @@ def test_a_channel_that_nobody_holds_leaves(channels):
 
 def waits_of(channel):
     """The waits of rank 1 for an engine that never ends its work."""
-    return EngineWaits(
+    return ProcessGroupWaits(
         1, 4, engine="a group", timeout_s=60.0, warn_after_s=60.0, peer_monitor=ChannelPeerMonitor(channel)
     )
 

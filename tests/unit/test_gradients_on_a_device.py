@@ -13,8 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from paceline.reducer.engine import EngineReducer  # noqa: E402
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
+from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
 from paceline.reducer.protocol import PassStatus  # noqa: E402
 from paceline.torch.link import transport as transport_module  # noqa: E402
 from paceline.torch.link.arena import Arena  # noqa: E402
@@ -114,7 +114,11 @@ def make(monkeypatch):
         monkeypatch.setattr(transport_module, "reports_of", lambda peers: reports)
         made = ProcessGroupTransport(arena, peers, **options)
         return SimpleNamespace(
-            reducer=EngineReducer(plan, made), arena=arena, device=device, transport=made, reports=reports
+            reducer=ProcessGroupReducer(plan, made),
+            arena=arena,
+            device=device,
+            transport=made,
+            reports=reports,
         )
 
     return world

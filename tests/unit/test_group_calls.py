@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError
-from paceline.reducer.engine_waits import STATUS
+from paceline.reducer.process_group_waits import STATUS
 from paceline.torch.ddp.join import NamingJoin
 from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.transport import ProcessGroupTransport

@@ -14,7 +14,7 @@ from paceline.health import channel_tree, control_channel, liveness_check
 from paceline.health.handshake import Member
 from paceline.health.liveness_check import Answer, Seen
 from paceline.health.peer_monitor import ChannelPeerMonitor
-from paceline.reducer.engine_waits import EngineWaits
+from paceline.reducer.process_group_waits import ProcessGroupWaits
 from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.messages import MessageError
 from tests.unit.test_control_channel import HOSTS, end, form
@@ -265,7 +265,7 @@ def test_where_the_hub_has_left_nobody_is_said_to_be_stopped(channels):
 
 def waits_of(channel):
     count = len(channel.members)
-    return EngineWaits(
+    return ProcessGroupWaits(
         1, count, engine="a group", timeout_s=0.2, warn_after_s=60, peer_monitor=ChannelPeerMonitor(channel)
     )
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import DeadlineError, PeerLostError
 from paceline.health.peer_monitor import MemoryPeerMonitor
-from paceline.reducer.engine_waits import _USUAL_NAPS, EngineWaits, is_of_a_late_peer
+from paceline.reducer.process_group_waits import _USUAL_NAPS, ProcessGroupWaits, is_of_a_late_peer
 
 
 class Core:
@@ -50,8 +50,8 @@ def core():
     return Core()
 
 
-def waits_of(core: Core, timeout_s: float = 0.05) -> EngineWaits:
-    return EngineWaits(
+def waits_of(core: Core, timeout_s: float = 0.05) -> ProcessGroupWaits:
+    return ProcessGroupWaits(
         0, 3, engine="a group", timeout_s=timeout_s, warn_after_s=60.0, peer_monitor=MemoryPeerMonitor(core)
     )
 

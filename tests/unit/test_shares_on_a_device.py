@@ -18,8 +18,8 @@ torch = pytest.importorskip("torch")
 
 from paceline.errors import ConfigError  # noqa: E402
 from paceline.reducer.between_hosts.shares import Shares, plan_of_shares  # noqa: E402
-from paceline.reducer.engine import EngineReducer  # noqa: E402
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
+from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
 from paceline.reducer.protocol import PassStatus  # noqa: E402
 from paceline.torch.link import transport as transport_module  # noqa: E402
 from paceline.torch.link.arena import Arena  # noqa: E402
@@ -147,7 +147,7 @@ def world(monkeypatch):
     )
     transport._on_device.take = list  # which asks the device, in the first pass
     yield SimpleNamespace(
-        reducer=EngineReducer(plan, transport, beside=shares),
+        reducer=ProcessGroupReducer(plan, transport, beside=shares),
         arena=arena,
         device=device,
         copies=copies,

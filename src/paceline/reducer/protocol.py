@@ -1,7 +1,7 @@
 """What a front end asks of a reducer: the calls of one backward pass, whoever moves the bytes.
 
 Three classes satisfy it: `paceline._core.Reducer`, in C++ over memory that the ranks share;
-`paceline.reducer.engine.EngineReducer`, over somebody else's asynchronous all-reduce; and
+`paceline.reducer.process_group.ProcessGroupReducer`, over somebody else's asynchronous all-reduce; and
 `HierarchicalReducer` of `paceline.reducer.between_hosts`, over the memory of several hosts and messages
 between them. All give the same answers, so a front end has one code path.
 """

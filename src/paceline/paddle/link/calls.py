@@ -27,8 +27,8 @@ from paceline.health.peer_monitor import PeerMonitor
 from paceline.paddle import internals
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.model.parameters import dtype_name, nbytes
-from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.plan import Plan
+from paceline.reducer.process_group_waits import ProcessGroupWaits
 from paceline.rendezvous.limits import start_thread
 
 WARN_AFTER_S = 10.0
@@ -83,9 +83,9 @@ class GroupCalls:
         self._engine = f"Paddle's {self.backend} group{fixed}"
         self._thread = _thread_of(self.group) if self.on_host and self.world_size > 1 else None
 
-    def waits(self, plan: Plan | None = None, timeout_s: float | None = None) -> EngineWaits:
+    def waits(self, plan: Plan | None = None, timeout_s: float | None = None) -> ProcessGroupWaits:
         """How this rank waits for these calls, and words their failures."""
-        return EngineWaits(
+        return ProcessGroupWaits(
             self.rank,
             self.world_size,
             engine=self._engine,
@@ -232,7 +232,7 @@ class MemoryCalls(GroupCalls):
 
 
 @contextlib.contextmanager
-def _worded(waits: EngineWaits, what: str) -> Iterator[None]:
+def _worded(waits: ProcessGroupWaits, what: str) -> Iterator[None]:
     """Failures of the engine become errors of ours."""
     try:
         yield

@@ -29,7 +29,6 @@ from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts
 from paceline.reducer.between_hosts.reducers import HostReducers
 from paceline.reducer.between_hosts.routes import BUCKET_BYTES
 from paceline.reducer.comm_hooks import CommHook
-from paceline.reducer.engine import EngineReducer
 from paceline.reducer.link import (
     CORE_DTYPES,
     Reduction,
@@ -41,6 +40,7 @@ from paceline.reducer.link import (
     sum_rows,
 )
 from paceline.reducer.plan import Plan
+from paceline.reducer.process_group import ProcessGroupReducer
 
 
 class Link(link.Link[paddle.Tensor], Protocol):
@@ -285,7 +285,7 @@ def _over(
     calls: GroupCalls, arena: Arena, options: ReductionOptions, hook: BucketHook | None = None
 ) -> Reduction[paddle.Tensor]:
     transport = PaddleTransport(arena, calls, checks_finite=options.checks_finite, hook=hook)
-    reducer = EngineReducer(arena.plan, transport, skip_unused=options.skip_unused)
+    reducer = ProcessGroupReducer(arena.plan, transport, skip_unused=options.skip_unused)
     adopt = None if hook is None else hook.shown.end
     return Reduction(
         arena.plan, arena.places, reducer, most_pointer_bytes=0, order=reducer.order, adopt_errors=adopt

@@ -1,6 +1,6 @@
 """Buckets through a group of paddle.distributed, between hosts and on GPUs.
 
-A `paceline.reducer.engine.Transport`: the arena is ordinary tensors on the parameters' own device, and a
+A `Transport` of `reducer.process_group`: the arena is ordinary tensors on the parameters' own device, and a
 bucket is one asynchronous `paddle.distributed.all_reduce` of a flat range of it.
 """
 
@@ -16,9 +16,9 @@ from paceline.paddle.link.arena import Arena
 from paceline.paddle.link.calls import Call, GroupCalls
 from paceline.paddle.link.comm_hook import BucketHook, HookedCall
 from paceline.reducer.call_order import call_order_of
-from paceline.reducer.engine import ROUNDING, may_overflow, overflowed_in
-from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.plan import pieces_in
+from paceline.reducer.process_group import ROUNDING, may_overflow, overflowed_in
+from paceline.reducer.process_group_waits import STATUS, ProcessGroupWaits
 
 
 class PaddleTransport:
@@ -115,7 +115,7 @@ class PaddleTransport:
 class BucketCall:
     """A bucket on its way."""
 
-    def __init__(self, call: Call, waits: EngineWaits, bucket: int) -> None:
+    def __init__(self, call: Call, waits: ProcessGroupWaits, bucket: int) -> None:
         self._call = call
         self._waits = waits
         self._bucket = bucket

@@ -12,7 +12,7 @@ from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerL
 from paceline.health.control_channel import ControlChannel
 from paceline.health.liveness_check import ASK_AGAIN_WITHIN_S, ASK_WITHIN_S
 from paceline.reducer.between_hosts.wire import Header, HostsTransport, Message
-from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer, late_error
+from paceline.reducer.process_group_waits import is_of_a_late_peer, is_of_a_lost_peer, late_error
 
 _SHOWN = 300  # characters of a transport's own words
 _TOLD_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows why

@@ -221,7 +221,7 @@ class _Lane(ABC):
         """What the thread does, until the connection is over."""
 
     def _carry(self, frame: Message) -> None:
-        """Raises RuntimeError: the connection is over; its words are those that `engine_waits` knows."""
+        """Raises RuntimeError: the connection is over, in words that `process_group_waits` knows."""
         began_s = time.monotonic()
         try:
             self._carry_frame(frame)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import PacelineError
-from paceline.reducer.engine import EngineReducer
 from paceline.reducer.plan import plan_gradients
+from paceline.reducer.process_group import ProcessGroupReducer
 
 if TYPE_CHECKING:
     from paceline.reducer.plan import Bucket, Plan
@@ -132,7 +132,7 @@ def _of_buckets(ddp: TorchNames) -> dict[str, Any]:
         ),
         "prev_iteration_grad_ready_order_indices": _joined(now.order),
         "num_buckets_reduced": reducer.num_launched
-        if isinstance(reducer, EngineReducer)
+        if isinstance(reducer, ProcessGroupReducer)
         else len(now.buckets),
         "unused_parameter_size": sum(ddp._tensors.trainable[index].nbytes for index in unused),
     }

@@ -22,8 +22,8 @@ from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.health.peer_monitor import ChannelPeerMonitor, PeerMonitor
 from paceline.reducer.channels import known_channel
-from paceline.reducer.engine_waits import EngineWaits, is_of_a_late_peer, is_of_a_lost_peer
 from paceline.reducer.plan import Plan
+from paceline.reducer.process_group_waits import ProcessGroupWaits, is_of_a_late_peer, is_of_a_lost_peer
 from paceline.reducer.sum_order import join_in_order
 from paceline.torch.link.exchange import transport_device
 from paceline.torch.link.peers import ProcessGroupPeers
@@ -76,7 +76,7 @@ class GroupCalls:
         self.serves_cpu = "cpu" in {device.type for device in self.group._device_types}
         engines = {engine_of(self.group, torch.device(each.type)) for each in self.group._device_types}
         self._wakes = "gloo" in engines and engines <= {"gloo", "nccl"}  # none of NCCL's is waited for so
-        self.waits = EngineWaits(
+        self.waits = ProcessGroupWaits(
             peers.rank,
             peers.world_size,
             engine=engine,
@@ -242,7 +242,7 @@ def exchange_over(
     if peer_monitor is None and timeout_s is None:
         start(False)
         return
-    waits = EngineWaits(
+    waits = ProcessGroupWaits(
         group.rank(),
         group.size(),
         engine=f"torch's {dist.get_backend(group)} process group",
@@ -266,7 +266,7 @@ def exchange_over(
 
 
 @contextlib.contextmanager
-def _naming(waits: EngineWaits, what: str) -> Iterator[None]:
+def _naming(waits: ProcessGroupWaits, what: str) -> Iterator[None]:
     # In the memory of one host the errors of others show what a rank is in, which is to stay.
     peer_monitor = waits.peer_monitor if isinstance(waits.peer_monitor, ChannelPeerMonitor) else None
     try:

@@ -32,7 +32,6 @@ from paceline.reducer.between_hosts.routes import BUCKET_BYTES, place_of
 from paceline.reducer.between_hosts.shares import Place, Shares, plan_of_shares, take_over
 from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.reducer.comm_hooks import CommHook
-from paceline.reducer.engine import EngineReducer
 from paceline.reducer.link import (
     CORE_DTYPES,
     Link,
@@ -43,6 +42,7 @@ from paceline.reducer.link import (
     make_host_reducer,
 )
 from paceline.reducer.plan import Plan
+from paceline.reducer.process_group import ProcessGroupReducer
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.broadcast import PreparedBroadcast
 from paceline.torch.link.calls import GroupCalls
@@ -229,7 +229,7 @@ class GroupLink:
             waits_for_finite=options.waits_for_finite,
             peer_monitor=self.peer_monitor,
         )
-        return _over(arena, transport, EngineReducer(plan, transport, skip_unused=options.skip_unused))
+        return _over(arena, transport, ProcessGroupReducer(plan, transport, skip_unused=options.skip_unused))
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
         return HookLink(self, self._peers, hook)
@@ -370,7 +370,7 @@ class DevicesLink:
             peer_monitor=self.peer_monitor,
         )
         adopt = None if reducer.codes is None else functools.partial(shares.adopt_errors, plan, place)
-        return _over(arena, transport, EngineReducer(plan, transport, beside=shares), adopt)
+        return _over(arena, transport, ProcessGroupReducer(plan, transport, beside=shares), adopt)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
         self._between_hosts.refuse(A_HOOK)
@@ -419,13 +419,13 @@ class HookLink:
             checks_finite=finite,
             peer_monitor=self.peer_monitor,
         )
-        return _over(arena, transport, EngineReducer(plan, transport), transport.shown.end)
+        return _over(arena, transport, ProcessGroupReducer(plan, transport), transport.shown.end)
 
 
 def _over(
     arena: Arena,
     transport: ProcessGroupTransport,
-    reducer: EngineReducer,
+    reducer: ProcessGroupReducer,
     adopt_errors: Callable[[Collection[int] | None], None] | None = None,
 ) -> Reduction[torch.Tensor]:
     return Reduction(

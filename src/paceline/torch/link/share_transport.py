@@ -1,6 +1,6 @@
 """Buckets on devices through the process group of each host, and their shares between the hosts.
 
-A `paceline.reducer.engine.Transport`: within the host a reduce_scatter leaves this rank its share of a
+A `paceline.reducer.process_group.Transport`: within the host a reduce_scatter leaves this rank its share of a
 bucket, which goes through pinned memory to the partners on the other hosts (`shares` of
 `paceline.reducer.between_hosts`); an all_gather within the host ends the pass. See docs/design/hosts.md.
 

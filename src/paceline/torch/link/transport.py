@@ -1,6 +1,6 @@
 """Buckets through the process group that the user has: Gloo, NCCL, MPI, or ours.
 
-A `paceline.reducer.engine.Transport`: the arena is ordinary tensors on the parameters' own devices, and a
+A `Transport` of `reducer.process_group`: the arena is ordinary tensors on the parameters' own devices, and a
 bucket is one asynchronous all-reduce of a flat range of it. The group is called itself, as
 `torch.distributed.all_reduce` does after its checks, with options that are made once.
 """
@@ -16,9 +16,9 @@ import torch.distributed as dist
 from paceline import _core
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.call_order import call_order_of
-from paceline.reducer.engine import Pending, may_overflow, overflowed_in
-from paceline.reducer.engine_waits import STATUS
 from paceline.reducer.plan import pieces_in
+from paceline.reducer.process_group import Pending, may_overflow, overflowed_in
+from paceline.reducer.process_group_waits import STATUS
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.calls import Call, GroupCalls, asynchronous
 from paceline.torch.link.finite import FiniteChecks

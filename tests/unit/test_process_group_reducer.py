@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from paceline.errors import CollectiveError, GroupClosedError, MismatchError
 from paceline.reducer.call_order import CallOrder
-from paceline.reducer.engine import EngineReducer
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
+from paceline.reducer.process_group import ProcessGroupReducer
 from paceline.reducer.protocol import Outcome, PassStatus
 
 COUNTS = (5, 40000, 0, 17)
@@ -136,7 +136,7 @@ class Rank:
     def __init__(self, plan: Plan, board: Switchboard, rank: int) -> None:
         self.rank = rank
         self.transport = ArrayTransport(plan, board, rank)
-        self.reducer = EngineReducer(plan, self.transport)
+        self.reducer = ProcessGroupReducer(plan, self.transport)
 
     def mark(self, index: int, value: float) -> None:
         self.transport.place(index)[:] = value
@@ -271,7 +271,7 @@ def test_ranks_in_passes_of_two_models_all_raise_and_go_on() -> None:
     """The engine below cannot tell whose buckets it adds up."""
 
     def body(own: Rank) -> None:
-        other = EngineReducer(own.transport.plan, own.transport)
+        other = ProcessGroupReducer(own.transport.plan, own.transport)
         first, second = (own.reducer, other) if own.rank else (other, own.reducer)
         for reducer in (first, second):
             for index in range(len(COUNTS)):
@@ -292,7 +292,7 @@ def test_buckets_of_two_models_in_another_order_on_one_rank_raise_on_all() -> No
     """In one backward through both: all sizes agree, and the engine below adds up what does not belong."""
 
     def body(own: Rank) -> None:
-        other = EngineReducer(own.transport.plan, own.transport)
+        other = ProcessGroupReducer(own.transport.plan, own.transport)
         for is_turned in (False, True, False):
             reducers = [own.reducer, other]
             for reducer in reducers[::-1] if is_turned and own.rank == 1 else reducers:
@@ -377,7 +377,7 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
     big, others = 1, (0, 2, 3)
 
     def body(own: Rank) -> None:
-        own.reducer = EngineReducer(own.transport.plan, own.transport, skip_unused=True)
+        own.reducer = ProcessGroupReducer(own.transport.plan, own.transport, skip_unused=True)
         of_big = {n for n, bucket in enumerate(own.transport.plan.buckets) if bucket.parameters == (big,)}
         everything = set(range(len(own.transport.plan.buckets)))
         assert len(of_big) > 1 and of_big < everything
@@ -404,7 +404,7 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
     on_ranks(2, body)
 
 
-def calls_of_a_pass(transport: ArrayTransport, reducer: EngineReducer) -> list[str]:
+def calls_of_a_pass(transport: ArrayTransport, reducer: ProcessGroupReducer) -> list[str]:
     """What a pass begins and waits for, in order."""
     told: list[str] = []
     launch, gather = transport.launch, transport.begin_all_gather
@@ -444,7 +444,7 @@ def test_the_status_is_on_its_way_with_the_last_buckets() -> None:
 def test_a_single_rank_asks_nobody_for_reports() -> None:
     plan = make_plan(2**20)
     transport = ArrayTransport(plan, Switchboard(1), 0)
-    told = calls_of_a_pass(transport, EngineReducer(plan, transport))
+    told = calls_of_a_pass(transport, ProcessGroupReducer(plan, transport))
     assert told == [*["begin bucket"] * len(plan.buckets), *["wait for bucket"] * len(plan.buckets)]
 
 

@@ -149,7 +149,7 @@ def overflowed_in(
     return sorted(found)
 
 
-class EngineReducer(ReportingReducer):
+class ProcessGroupReducer(ReportingReducer):
     """A `Reducer` whose bytes are moved by a `Transport`. Making one is collective.
 
     Args:

@@ -72,7 +72,7 @@ def late_error(
     )
 
 
-class EngineWaits:
+class ProcessGroupWaits:
     """One rank's waits for the engine that averages its buckets.
 
     Args:
