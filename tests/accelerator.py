@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.torch.link import local_group
+from paceline.torch.communicator import local_group
 from tests.device import torch as device
 
 IS_CUDA = torch.cuda.is_available()

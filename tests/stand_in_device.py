@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.torch.communicator import communicators
 from paceline.torch.ddp import distributed
-from paceline.torch.link import link
 
 
 class CopiesOnHost:
@@ -55,7 +55,7 @@ def be_a_device(patch: pytest.MonkeyPatch) -> None:
     """Have models on the CPU take the way of those on GPUs, on this rank, if reduce_through asks for it."""
 
     def connect(peers: Any, **options: Any) -> Any:
-        return link.connect(peers, **{**options, "on_host": False})
+        return communicators.connect(peers, **{**options, "on_host": False})
 
     patch.setattr(distributed, "connect", connect)
-    patch.setattr(link, "DeviceCopies", CopiesOnHost)
+    patch.setattr(communicators, "DeviceCopies", CopiesOnHost)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _TORCH_BUCKETS = (1 << 20, 25 << 20)  # torch's first bucket, and the others
 _ITEM_BYTES = 4  # sums travel as float32
-_MOST_HOSTS_OF_PADDLE = 16  # `MOST_HOSTS` of paceline.paddle.link.hosts
+_MOST_HOSTS_OF_PADDLE = 16  # `MOST_HOSTS` of paceline.paddle.communicator.hosts
 _MOST_HOSTS = 1 << 16  # a route is planned for each
 _ON_THE_WIRE = 1538 / 1448  # Ethernet, IP and TCP around 1448 bytes of a message
 _FUNCTION = "make_model"

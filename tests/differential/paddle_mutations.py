@@ -11,8 +11,8 @@ from typing import Any
 
 import paddle
 
+from paceline.paddle.communicator.transport import PaddleTransport
 from paceline.paddle.ddp import parallel
-from paceline.paddle.link.transport import PaddleTransport
 from paceline.paddle.passes.gradients import Gradients
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.passes.passes import Passes

@@ -9,7 +9,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.reducer.passes.passes import Passes
-from paceline.torch.link.calls import GroupCalls
+from paceline.torch.communicator.calls import GroupCalls
 from paceline.torch.passes import gradients
 
 _is_in = False

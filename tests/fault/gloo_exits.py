@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--wait-s", type=float, help="how long Paceline waits for Gloo's threads at most")
     args = parser.parse_args()
     if args.subject == "paceline":
-        from paceline.torch.link import gloo_threads  # once, for all forks
+        from paceline.torch.communicator import gloo_threads  # once, for all forks
 
         gloo_threads.LONGEST_S = gloo_threads.LONGEST_S if args.wait_s is None else args.wait_s
     gc.freeze()  # or each fork copies what the end of the interpreter looks at

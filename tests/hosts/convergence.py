@@ -23,7 +23,7 @@ from torch import nn
 
 from paceline.errors import NonFiniteGradientError
 from paceline.torch import DistributedDataParallel, LocalSGD
-from paceline.torch.link.hosts import GlooTransport
+from paceline.torch.communicator.hosts import GlooTransport
 from tests.harness import run_ranks
 from tests.hosts.measured import COMPRESSED
 from tests.several_hosts import be_on_host, noting

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from paceline.errors import MismatchError, PeerLostError, UnusedParameterError
 from paceline.reducer.host_reports import HostReports
 from paceline.torch import DistributedDataParallel
-from paceline.torch.link import reports
-from paceline.torch.link.peers import ProcessGroupPeers
+from paceline.torch.communicator import reports
+from paceline.torch.communicator.peers import ProcessGroupPeers
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import Branches, share, train, two_layers
 

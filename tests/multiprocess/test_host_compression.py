@@ -18,8 +18,8 @@ from paceline.reducer.between_hosts.routes import plan_route
 from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel
+from paceline.torch.communicator.hosts import GlooTransport
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
-from paceline.torch.link.hosts import GlooTransport
 from tests.harness import ranks
 from tests.multiprocess.test_hosts import (
     ALONE,

@@ -40,8 +40,8 @@ from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.routes import plan_route
 from paceline.reducer.between_hosts.wire import Begin, Envelope, Message, Transfer
 from paceline.torch import DistributedDataParallel
+from paceline.torch.communicator.hosts import GlooTransport
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
-from paceline.torch.link.hosts import GlooTransport
 from tests.harness import ranks, run_ranks
 from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
 from tests.multiprocess.other_ranks import until

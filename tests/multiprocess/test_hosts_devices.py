@@ -32,9 +32,9 @@ from paceline.errors import (
 )
 from paceline.reducer.between_hosts.messages import Flight
 from paceline.torch import DistributedDataParallel, LocalSGD
+from paceline.torch.communicator.local_group import LocalCalls
+from paceline.torch.communicator.share_transport import ShareTransport
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
-from paceline.torch.link.local_group import LocalCalls
-from paceline.torch.link.share_transport import ShareTransport
 from tests.harness import ranks
 from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
 from tests.multiprocess.test_hosts import (

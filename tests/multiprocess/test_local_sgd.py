@@ -29,7 +29,7 @@ from paceline.errors import (
     ReplicasDifferError,
 )
 from paceline.torch import DistributedDataParallel, LocalSGD
-from paceline.torch.link.hosts import GlooTransport
+from paceline.torch.communicator.hosts import GlooTransport
 from paceline.torch.passes.meetings import OuterParameters
 from tests.harness import ranks
 from tests.local_sgd_reference import Outer, meet, values_of

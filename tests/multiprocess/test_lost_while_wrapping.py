@@ -53,7 +53,7 @@ def wrap(rank, who, sign, at, store, deadline_s=DEADLINE_S):
     import torch.distributed as dist
 
     from paceline.torch import DistributedDataParallel
-    from paceline.torch.link.exchange import ProcessGroupExchange
+    from paceline.torch.communicator.exchange import ProcessGroupExchange
 
     init = f"file://{os.environ['TMPDIR']}/store" if store == "file" else "env://"
     meet("started", rank)
@@ -74,7 +74,7 @@ def wrap_paddles(rank, who, sign, at, deadline_s=DEADLINE_S):
     import paddle
 
     from paceline.paddle import DataParallel
-    from paceline.paddle.link.exchange import PaddleExchange
+    from paceline.paddle.communicator.exchange import PaddleExchange
     from tests.multiprocess.paddle_models import join_paddle
 
     join_paddle(rank)

@@ -18,6 +18,7 @@ from paddle import nn
 import paceline
 from paceline.errors import NonFiniteGradientError, PeerLostError
 from paceline.paddle import DataParallel
+from paceline.paddle.communicator.comm_hook import Future, HookedCall
 from paceline.paddle.compression import (
     Bf16Compression,
     EightBitCompression,
@@ -26,7 +27,6 @@ from paceline.paddle.compression import (
     eight_bit_hook,
     fp16_hook,
 )
-from paceline.paddle.link.comm_hook import Future, HookedCall
 from tests.multiprocess.paddle_models import (
     Branches,
     Words,

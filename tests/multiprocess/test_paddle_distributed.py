@@ -22,9 +22,9 @@ from paddle import nn
 import paceline.paddle
 from paceline.errors import ConfigError, ModelMismatchError, PeerLostError, RendezvousError
 from paceline.paddle import DataParallel, SyncBatchNorm
-from paceline.paddle.link import start
-from paceline.paddle.link.peers import connect_environment
-from paceline.paddle.link.start import form_paddles_group, needs_paddles_group
+from paceline.paddle.communicator import start
+from paceline.paddle.communicator.peers import connect_environment
+from paceline.paddle.communicator.start import form_paddles_group, needs_paddles_group
 from paceline.reducer import agreement
 from tests.multiprocess.meeting import meet, tell, until_told
 from tests.multiprocess.paddle_models import (
@@ -281,7 +281,7 @@ def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
     x = batch()
     SyncBatchNorm.convert_sync_batchnorm(model)
     train(DataParallel(model), share(x, rank))
-    assert model[1]._link.path == "group" and model[1]._link is model[3]._link
+    assert model[1]._communicator.path == "group" and model[1]._communicator is model[3]._communicator
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Paddle's own, of running statistics
         train(alone, paddle.to_tensor(x))

@@ -23,7 +23,7 @@ from paceline import versions as framework_versions
 from paceline.errors import ConfigError
 from paceline.health.connections import connected_sockets, copy_of
 from paceline.paddle import internals, versions
-from paceline.paddle.link.arena import shared_places
+from paceline.paddle.communicator.arena import shared_places
 from paceline.paddle.passes import graphs
 from paceline.reducer.plan import ParameterSpec, plan_buckets
 from tests.multiprocess.paddle_models import drop_grad, keeps_empty_gradients, ranks

@@ -129,10 +129,10 @@ def test_a_step_on_one_rank_only_names_the_other_at_the_deadline(rank: int, path
         until_told("given up", [0])
         return
     if path == "memory":  # from here on a short time, for this one wait
-        hasty = travel_in(optimizer._link.core.with_patience(0.5, 100.0))
+        hasty = travel_in(optimizer._communicator.core.with_patience(0.5, 100.0))
         optimizer._steps._meetings._gather = hasty.gather
     else:
-        optimizer._link._calls.waits._timeout_s = 0.5
+        optimizer._communicator._calls.waits._timeout_s = 0.5
     before = [parameter.detach().clone() for parameter in parameters]
     with pytest.raises(DeadlineError) as caught:
         optimizer.step()

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.errors import RendezvousError
-from paceline.torch.link.exchange import ProcessGroupExchange
+from paceline.torch.communicator.exchange import ProcessGroupExchange
 from tests.harness import ranks
 from tests.multiprocess.torch_groups import needs_backend, torch_group
 

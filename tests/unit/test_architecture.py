@@ -56,7 +56,7 @@ ROOMS = {
         ("ddp",),
         ("passes", "backend", "compression", "sync_batch_norm"),
         ("sharding",),
-        ("link", "data_parallel", "tensorboard"),
+        ("communicator", "data_parallel", "tensorboard"),
         ("model", "versions"),
     ),
     "paddle": (
@@ -64,7 +64,7 @@ ROOMS = {
         ("ddp", "sync_batch_norm"),
         ("passes", "compression"),
         ("sharding",),
-        ("link",),
+        ("communicator",),
         ("model",),
         ("internals", "versions"),
     ),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 
-from paceline.torch.link.broadcast import PreparedBroadcast  # noqa: E402
+from paceline.torch.communicator.broadcast import PreparedBroadcast  # noqa: E402
 
 
 @given(st.lists(st.integers(0, 70), max_size=8), st.integers(1, 100))

@@ -31,7 +31,7 @@ class Model:
         self.sparse = SimpleNamespace(squared_norm=16.0, nonfinite=[(1, 2), (0, 2)])
         buckets = [SimpleNamespace(nbytes=64), SimpleNamespace(nbytes=128)]
         self.planning = SimpleNamespace(
-            link=SimpleNamespace(rank=1, world_size=2, path=path, bits="world"),
+            communicator=SimpleNamespace(rank=1, world_size=2, path=path, bits="world"),
             reduction=SimpleNamespace(plan=SimpleNamespace(buckets=buckets), reducer=self.reducer),
             earlier=EarlierReducers(2),
         )

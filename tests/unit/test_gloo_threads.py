@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from paceline.torch.link import gloo_threads
+from paceline.torch.communicator import gloo_threads
 
 
 @contextmanager

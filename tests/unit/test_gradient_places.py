@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from paceline.reducer.plan import plan_buckets  # noqa: E402
-from paceline.torch.link.arena import Arena, is_dense  # noqa: E402
+from paceline.torch.communicator.arena import Arena, is_dense  # noqa: E402
 from paceline.torch.model.parameters import ManagedTensors  # noqa: E402
 
 

@@ -16,11 +16,11 @@ torch = pytest.importorskip("torch")
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
 from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
 from paceline.reducer.protocol import PassStatus  # noqa: E402
-from paceline.torch.link import transport as transport_module  # noqa: E402
-from paceline.torch.link.arena import Arena  # noqa: E402
-from paceline.torch.link.finite import FiniteChecks  # noqa: E402
-from paceline.torch.link.streams import Streams  # noqa: E402
-from paceline.torch.link.transport import ProcessGroupTransport  # noqa: E402
+from paceline.torch.communicator import transport as transport_module  # noqa: E402
+from paceline.torch.communicator.arena import Arena  # noqa: E402
+from paceline.torch.communicator.finite import FiniteChecks  # noqa: E402
+from paceline.torch.communicator.streams import Streams  # noqa: E402
+from paceline.torch.communicator.transport import ProcessGroupTransport  # noqa: E402
 
 DEVICE = torch.device("meta")
 COUNT = 4

@@ -11,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline.errors import ConfigError  # noqa: E402
-from paceline.torch.link.local_group import LocalCalls, LocalGroup, check_devices  # noqa: E402
+from paceline.torch.communicator.local_group import LocalCalls, LocalGroup, check_devices  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")

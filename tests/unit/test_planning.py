@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.reducer.link import Reduction
+from paceline.reducer.communicator import Reduction
 from paceline.reducer.owners import OwnedRange
 from paceline.reducer.passes.planning import Planning
 from paceline.reducer.plan import ParameterSpec
@@ -51,17 +51,20 @@ class World:
             autograd=SimpleNamespace(install=lambda: self.events.append("hooks")),
         )
         return Planning(
-            front_end, self.link(), options or Options(), lambda link, plan: self.events.append("told")
+            front_end,
+            self.communicator(),
+            options or Options(),
+            lambda communicator, plan: self.events.append("told"),
         )
 
-    def link(self) -> Any:
+    def communicator(self) -> Any:
         return SimpleNamespace(
             world_size=2,
             wants_whole_buckets=False,
             most_bucket_bytes=None,
             make_reduction=self._make_reduction,
             all_gather=lambda payload: [struct.pack(f"{COUNT}i", *self.order_of_rank_0), payload],
-            with_hook=lambda hook, process_group: self.link(),
+            with_hook=lambda hook, process_group: self.communicator(),
         )
 
     def _make_reduction(self, plan: Any, parameters: Any, options: Any, instead_of: Any) -> Any:
@@ -141,9 +144,9 @@ def test_a_hook_gets_the_buckets_in_the_order_that_is_known(world):
     world.order_of_rank_0 = (1, 2, 0)
     planning = world.planning()
     planning.adopt_order([1, 2, 0])
-    before = planning.link
+    before = planning.communicator
     planning.use_hook(object(), None)
-    assert planning.link is not before
+    assert planning.communicator is not before
     assert planning.reduction.plan.order == (1, 2, 0)
     assert planning.is_order_final
 

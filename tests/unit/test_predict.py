@@ -68,7 +68,7 @@ def test_measured_times_are_near_those_of_the_model():
 
 
 def test_paddle_goes_over_its_group_alone_with_more_hosts_than_it_has_connections_for():
-    hosts = (ROOT / "src/paceline/paddle/link/hosts.py").read_text()
+    hosts = (ROOT / "src/paceline/paddle/communicator/hosts.py").read_text()
     (most,) = re.findall(r"^MOST_HOSTS = (\d+)$", hosts, flags=re.MULTILINE)
     words = f"Paddle on more than {most} hosts"
     assert any(words in note for note in predict_times(1 << 20, [2, int(most) + 1], 8, [1.0]).notes)

@@ -21,10 +21,10 @@ from paceline.reducer.between_hosts.shares import Shares, plan_of_shares  # noqa
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
 from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
 from paceline.reducer.protocol import PassStatus  # noqa: E402
-from paceline.torch.link import transport as transport_module  # noqa: E402
-from paceline.torch.link.arena import Arena  # noqa: E402
-from paceline.torch.link.share_transport import ShareTransport  # noqa: E402
-from paceline.torch.link.streams import Streams  # noqa: E402
+from paceline.torch.communicator import transport as transport_module  # noqa: E402
+from paceline.torch.communicator.arena import Arena  # noqa: E402
+from paceline.torch.communicator.share_transport import ShareTransport  # noqa: E402
+from paceline.torch.communicator.streams import Streams  # noqa: E402
 from tests.unit.test_gradients_on_a_device import DEVICE, Device, OnStream, Reports  # noqa: E402
 
 COUNT = 4

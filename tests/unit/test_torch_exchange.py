@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import RendezvousError
-from paceline.torch.link.exchange import StoreExchange
-from paceline.torch.link.stores import store_of
+from paceline.torch.communicator.exchange import StoreExchange
+from paceline.torch.communicator.stores import store_of
 
 
 def on_ranks(program, world_size):

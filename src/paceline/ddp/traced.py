@@ -10,24 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.trace import chrome, ring_file
 from paceline.trace.recording import recording
 from paceline.trace.ring_file import TRACE_RECORDS
 
 
 @contextlib.contextmanager
-def recorded(link: Link[Any], path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record on all ranks of a link; see `WrappedModel.trace`. Collective at both ends."""
+def recorded(communicator: Communicator[Any], path: str | os.PathLike[str]) -> Iterator[None]:
+    """Record on all ranks of a communicator; see `WrappedModel.trace`. Collective at both ends."""
     output = Path(path)
-    _on_first_rank(link, lambda: chrome.check(output))
-    end = recording.enlarge(link.rank, link.world_size, TRACE_RECORDS)
+    _on_first_rank(communicator, lambda: chrome.check(output))
+    end = recording.enlarge(communicator.rank, communicator.world_size, TRACE_RECORDS)
     try:
         yield
-        rows = link.all_gather(zlib.compress(recording.snapshot(), 1))  # most of it is zeros
+        rows = communicator.all_gather(zlib.compress(recording.snapshot(), 1))  # most of it is zeros
     finally:
         end()
-    _on_first_rank(link, lambda: _write(output, rows))
+    _on_first_rank(communicator, lambda: _write(output, rows))
 
 
 def _write(output: Path, rows: list[bytes]) -> None:
@@ -35,13 +35,13 @@ def _write(output: Path, rows: list[bytes]) -> None:
     chrome.write(output, [each for each in found if each is not None])
 
 
-def _on_first_rank(link: Link[Any], act: Callable[[], None]) -> None:
+def _on_first_rank(communicator: Communicator[Any], act: Callable[[], None]) -> None:
     """What goes wrong on rank 0 is raised on every rank. Collective."""
     told = ""
-    if link.rank == 0:
+    if communicator.rank == 0:
         try:
             act()
         except ConfigError as error:
             told = str(error)
-    if told := link.all_gather(told.encode())[0].decode():
+    if told := communicator.all_gather(told.encode())[0].decode():
         raise ConfigError(told)

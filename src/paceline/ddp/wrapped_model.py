@@ -17,7 +17,7 @@ from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.buffers import BufferSync
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.meetings import (
     Meetings,
     OuterTensors,
@@ -115,23 +115,26 @@ class WrappedModel:
         """Parameters of which this rank's gradient holds an infinity or a NaN."""
 
     @abstractmethod
-    def _make_passes(self, link: Link[Any]) -> Passes[Any]:
-        """The passes of the ranks of a link. Collective, over them."""
+    def _make_passes(self, communicator: Communicator[Any]) -> Passes[Any]:
+        """The passes of the ranks of a communicator. Collective, over them."""
 
     @abstractmethod
-    def _join_member(self, between: str, link: Link[Any]) -> tuple[Link[Any], Members]:
-        """The link between the ranks that train as one in local SGD, and the ranks of each such member.
+    def _join_member(
+        self, between: str, communicator: Communicator[Any]
+    ) -> tuple[Communicator[Any], Members]:
+        """The communicator between the ranks that train as one in local SGD, and the ranks of each such
+        member.
 
         Collective, over all ranks.
 
         Args:
             between: A `LocalSGD.between`.
-            link: Between all ranks.
+            communicator: Between all ranks.
         """
 
     @abstractmethod
-    def _outer(self, link: Link[Any]) -> tuple[OuterTensors[Any], BufferSync]:
-        """What meetings over a link read and write, and what keeps buffers in step over it."""
+    def _outer(self, communicator: Communicator[Any]) -> tuple[OuterTensors[Any], BufferSync]:
+        """What meetings over a communicator read and write, and what keeps buffers in step over it."""
 
     @abstractmethod
     def _begin_again(self) -> Passes[Any]:
@@ -312,7 +315,7 @@ class WrappedModel:
         written to buffers; an evaluation on rank 0 alone does not need it.
         """
         if self._meetings is not None:
-            self._meetings.buffers.sync(range(self._meetings.link.world_size), on_demand=True)
+            self._meetings.buffers.sync(range(self._meetings.communicator.world_size), on_demand=True)
         elif self._passes is not None:
             self._passes.buffers.sync(range(self._passes.world_size), on_demand=True)
 
@@ -379,9 +382,11 @@ class WrappedModel:
         if self._passes is not None and options is not None:
             # Before anything is done that is for all ranks or for none: whether the warm-up is over, and what
             # is there to load. With uneven data hosts may have made more steps than others.
-            link = self._passes.link if self._meetings is None else self._meetings.link
+            communicator = (
+                self._passes.communicator if self._meetings is None else self._meetings.communicator
+            )
             names = [sorted(map(str, state[part])) for part in ("parameters", "momentum")]
-            check_same_state(link, min(state["steps"], options.warmup_steps), *names)
+            check_same_state(communicator, min(state["steps"], options.warmup_steps), *names)
         self._earlier_steps = state["steps"] - self.num_good_passes
         if self._warmup is not None and options is not None:
             if state["steps"] >= options.warmup_steps:
@@ -429,26 +434,26 @@ class WrappedModel:
                 argument="reduce",
             )
 
-    def _passes_over(self, link: Link[Any]) -> Passes[Any]:
+    def _passes_over(self, communicator: Communicator[Any]) -> Passes[Any]:
         """The passes of all ranks; or those of this rank's member, and its meetings with the others.
 
         Collective, over all ranks.
 
         Args:
-            link: Between all ranks.
+            communicator: Between all ranks.
         """
         options = self._config.local_sgd
         self._meetings = self._warmup = None
         steps = self._earlier_steps + self.num_good_passes
         if options is None or steps < options.warmup_steps:
-            passes = self._make_passes(link)
+            passes = self._make_passes(communicator)
             self._warmup = None if options is None else Warmup(options.warmup_steps - steps, passes)
             return passes
-        member_link, members = self._join_member(options.between, link)
-        passes = self._make_passes(member_link)
-        passes.state.where = f"rank {link.rank} of {link.world_size}"
-        tensors, buffers = self._outer(link)
-        self._meetings = Meetings(options, tensors, link, members, passes, buffers, self._config)
+        member_communicator, members = self._join_member(options.between, communicator)
+        passes = self._make_passes(member_communicator)
+        passes.state.where = f"rank {communicator.rank} of {communicator.world_size}"
+        tensors, buffers = self._outer(communicator)
+        self._meetings = Meetings(options, tensors, communicator, members, passes, buffers, self._config)
         if self._carried is not None:
             self._meetings.go_on(self._carried)
             self._carried = None
@@ -597,7 +602,7 @@ class WrappedModel:
             yield
             return
         self._note_steps()
-        with recorded(self._passes.link, path):
+        with recorded(self._passes.communicator, path):
             yield
 
     # --- what trainers read of the frameworks' own classes ---
@@ -641,7 +646,7 @@ class WrappedModel:
     def _tell_of_unused_compression(self, rank: int) -> None:
         """An argument that does nothing is told once."""
         value = self._config.compress_between_hosts
-        path = self.gradient_path if self._meetings is None else self._meetings.link.path
+        path = self.gradient_path if self._meetings is None else self._meetings.communicator.path
         if value is not None and rank == 0 and path != "hosts":
             warnings.warn(
                 f"{type(self).__name__}: compress_between_hosts={value!r} does nothing, because all ranks "

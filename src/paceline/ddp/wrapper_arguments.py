@@ -25,7 +25,7 @@ MIB = 1 << 20
 NONFINITE_POLICIES = ("warn", "raise", "ignore")
 REDUCE_THROUGH = ("auto", "memory", "group")
 HOSTS = "hosts"
-"""What `reduce_through` may be besides, in a front end that has such a link."""
+"""What `reduce_through` may be besides, in a front end that has such a communicator."""
 REDUCE = ("mean", "scatter")
 DETERMINISTIC = ("world",)
 

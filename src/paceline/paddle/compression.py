@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 
 from paceline.errors import ConfigError
-from paceline.paddle.link.comm_hook import Future, GradBucket
+from paceline.paddle.communicator.comm_hook import Future, GradBucket
 from paceline.reducer.compression import (
     Bf16Compression,
     Bytes,

@@ -17,8 +17,8 @@ from paddle.nn import functional
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, PacelineError
 from paceline.paddle import internals
-from paceline.paddle.link.link import Link
-from paceline.paddle.link.peers import common_link
+from paceline.paddle.communicator.communicators import Communicator
+from paceline.paddle.communicator.peers import common_communicator
 from paceline.paddle.model.arguments import checked_group, checked_layer
 from paceline.paddle.passes.exchanges import forwards
 from paceline.paddle.passes.graphs import keep_as_it_is, raise_after_backward, watch_backwards
@@ -57,7 +57,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 check.number(name, value, least=0)
         super().__init__(check.whole("num_features", num_features, least=1), *arguments, **options)
         self.process_group = checked_group("SyncBatchNorm", process_group, "process_group")
-        self._link: Link | None = None
+        self._communicator: Communicator | None = None
         self._has_looked = False
 
     @classmethod
@@ -107,9 +107,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         settings, statistics = internals.norm_settings_of(self), internals.running_statistics_of(self)
         assert statistics is not None
         if self.training and not settings.use_global_stats:
-            link = self._find_link(x)
-            if link is not None:
-                return self._normalise(x, settings, statistics, link)
+            communicator = self._find_communicator(x)
+            if communicator is not None:
+                return self._normalise(x, settings, statistics, communicator)
         return functional.batch_norm(
             x,
             *statistics,
@@ -123,20 +123,20 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         )
 
     @internals.untranslated
-    def _find_link(self, x: paddle.Tensor) -> Link | None:
+    def _find_communicator(self, x: paddle.Tensor) -> Communicator | None:
         is_traced = not paddle.in_dynamic_mode()
         if not self._has_looked:
             on_host = paddle.get_device() == "cpu" if is_traced else x.place.is_cpu_place()
-            self._link = common_link(self.process_group, on_host=on_host)
+            self._communicator = common_communicator(self.process_group, on_host=on_host)
             self._has_looked = True
-        if self._link is not None and is_traced:
+        if self._communicator is not None and is_traced:
             raise ConfigError(
                 "SyncBatchNorm: a static graph cannot exchange sums with other ranks.",
                 seen="training, with several ranks, traced by paddle.jit.to_static(..., full_graph=True)",
                 hint="leave out full_graph=True: then the graph ends at each SyncBatchNorm, and another one "
                 "begins after it; or model.eval() before a model is saved",
             )
-        return self._link
+        return self._communicator
 
     def _timeout_s(self) -> float | None:
         """The `timeout_s` that the user gave to the wrapper of the model that this layer is in, if any."""
@@ -151,7 +151,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         x: paddle.Tensor,
         settings: internals.NormSettings,
         statistics: tuple[paddle.Tensor, paddle.Tensor],
-        link: Link,
+        communicator: Communicator,
     ) -> paddle.Tensor:
         channel = x.ndim - 1 if _without_length(settings.data_format) == "NHWC" else 1
         axes = [axis for axis in range(x.ndim) if axis != channel]
@@ -159,11 +159,11 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         wide = x.astype("float64" if x.dtype == paddle.float64 else "float32")
         own = wide.sum(axes)
         timeout_s = self._timeout_s()
-        total, count, exchange = _first_sum(x, own, x.size // x.shape[channel], link, timeout_s)
+        total, count, exchange = _first_sum(x, own, x.size // x.shape[channel], communicator, timeout_s)
         mean = _part_of_graph(own, total, exchange) / count
         centred = wide - mean.reshape(shape)
         spread = (centred**2).sum(axes)
-        variance = _part_of_graph(spread, _summed(spread, link, timeout_s), exchange) / count
+        variance = _part_of_graph(spread, _summed(spread, communicator, timeout_s), exchange) / count
         with paddle.no_grad():
             for running, new in zip(statistics, (mean, variance)):
                 kept = settings.momentum * running + (1 - settings.momentum) * new.astype(running.dtype)
@@ -180,14 +180,14 @@ class _Exchange(NamedTuple):
     """What the backward of one forward needs to know.
 
     Attributes:
-        link: Between the ranks that share statistics.
+        communicator: Between the ranks that share statistics.
         timeout_s: Most seconds of a wait for them; None: as long as the group waits.
         weight: What this rank's backward multiplies by before it sends.
         without_backward: How many ranks' forward ran without gradients.
         samples: What this rank has put in, in words; empty: nothing.
     """
 
-    link: Link
+    communicator: Communicator
     timeout_s: float | None
     weight: ExchangeWeight
     without_backward: int
@@ -195,7 +195,7 @@ class _Exchange(NamedTuple):
 
 
 def _first_sum(
-    x: paddle.Tensor, own: paddle.Tensor, count: int, link: Link, timeout_s: float | None
+    x: paddle.Tensor, own: paddle.Tensor, count: int, communicator: Communicator, timeout_s: float | None
 ) -> tuple[paddle.Tensor, paddle.Tensor, _Exchange | None]:
     """The sums and the count over ranks, and what their backwards exchange; None: nothing, on no rank.
 
@@ -206,7 +206,7 @@ def _first_sum(
     has_gradients = paddle.is_grad_enabled()
     needs_gradient = has_gradients and not own.stop_gradient
     said = paddle.to_tensor([count, needs_gradient, not has_gradients], own.dtype, own.place)
-    total = _summed(paddle.concat([own.detach(), said]), link, timeout_s)
+    total = _summed(paddle.concat([own.detach(), said]), communicator, timeout_s)
     needed, without = total[-2:].tolist() if x.place.is_cpu_place() else (1, 0)
     if without:
         watch_backwards()
@@ -215,7 +215,7 @@ def _first_sum(
         return sums, whole_count, None
     samples = f"input of shape {x.shape}" if count else ""
     weight = ExchangeWeight("SyncBatchNorm", forwards.weights, x.grad_fn)
-    return sums, whole_count, _Exchange(link, timeout_s, weight, int(without), samples)
+    return sums, whole_count, _Exchange(communicator, timeout_s, weight, int(without), samples)
 
 
 def _part_of_graph(own: paddle.Tensor, total: paddle.Tensor, exchange: _Exchange | None) -> paddle.Tensor:
@@ -263,7 +263,7 @@ def _weighted_sum(gradient: paddle.Tensor, exchange: _Exchange) -> paddle.Tensor
         # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
         gradient = gradient * weight if weight else paddle.zeros_like(gradient)
     try:
-        total = _summed(gradient, exchange.link, exchange.timeout_s)
+        total = _summed(gradient, exchange.communicator, exchange.timeout_s)
     except PacelineError as error:
         keep_as_it_is(error)
         raise
@@ -272,9 +272,9 @@ def _weighted_sum(gradient: paddle.Tensor, exchange: _Exchange) -> paddle.Tensor
     return total / weight if weight not in (0.0, 1.0) else total
 
 
-def _summed(x: paddle.Tensor, link: Link, timeout_s: float | None) -> paddle.Tensor:
+def _summed(x: paddle.Tensor, communicator: Communicator, timeout_s: float | None) -> paddle.Tensor:
     result = x.detach().clone().contiguous()
-    link.sum(result, timeout_s)
+    communicator.sum(result, timeout_s)
     return result
 
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from paceline import _core
 from paceline.errors import ReplicasDifferError, format_ranks
 from paceline.reducer.buffer_policy import BufferPolicies
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.replica_check import Entry
 
@@ -353,7 +353,7 @@ class BufferSync:
 
     Args:
         tensors: The model's.
-        link: Between the ranks that train it.
+        communicator: Between the ranks that train it.
         options: What is done with buffers, and when.
         average: Replaces buffers of floating-point numbers by their means over some ranks. Collective.
         hash_model: Hashes buffers.
@@ -369,9 +369,9 @@ class BufferSync:
     def __init__(
         self,
         tensors: BufferedModel,
-        link: Link[Any],
+        communicator: Communicator[Any],
         options: BufferOptions,
-        average: Callable[[Link[Any], Sequence[Any], Sequence[int]], None],
+        average: Callable[[Communicator[Any], Sequence[Any], Sequence[int]], None],
         hash_model: HashModel,
         *,
         refuses_writes: bool = True,
@@ -380,12 +380,12 @@ class BufferSync:
         self.writes: BufferWrites | None = None
         self._tensors = tensors
         self._noticing = tensors if isinstance(tensors, NoticingModel) else None
-        self._link = link
+        self._communicator = communicator
         self._patterns = options.buffers
         self._broadcasts = options.broadcast_buffers
         self._average = average
         self._hash_model = hash_model
-        self.is_alone = link.world_size == 1
+        self.is_alone = communicator.world_size == 1
         self._in_forward = options.syncs_forward and not self.is_alone
         self._refuses_writes = refuses_writes
         self._has_warned = self._is_forward_synced = False
@@ -406,7 +406,7 @@ class BufferSync:
             self._tensors,
             lambda: self._policies.broadcast(on_demand=False),
             self._hash_model,
-            world_size=self._link.world_size,
+            world_size=self._communicator.world_size,
             is_synced=self._is_synced_at_wrap,
         )
         is_unread = self._tensors.is_unread
@@ -467,7 +467,7 @@ class BufferSync:
         if self.writes is not None and not self._in_forward:
             self._synced_writes = [name for name in self.writes.names() if name in chosen]
         if chosen:
-            self._sync(range(self._link.world_size), chosen, _NONE)
+            self._sync(range(self._communicator.world_size), chosen, _NONE)
 
     @property
     def has_writes(self) -> bool:
@@ -544,15 +544,15 @@ class BufferSync:
             return
         if self._refuses_writes:
             where += "; the gradients of this pass are of no use, on any rank"
-            raise _written_apart(writers, self._link.world_size, where)
+            raise _written_apart(writers, self._communicator.world_size, where)
         if not self._has_warned:
             where += "; the buffers of rank 0 are now on every rank"
-            error = _written_apart(writers, self._link.world_size, where)
+            error = _written_apart(writers, self._communicator.world_size, where)
             self._has_warned = True
             warnings.warn(f"{error}\n  (reported once)", RuntimeWarning, stacklevel=3)
 
     def _gather(self, value: object) -> list[Any]:
-        return [json.loads(row) for row in self._link.all_gather(json.dumps(value).encode())]
+        return [json.loads(row) for row in self._communicator.all_gather(json.dumps(value).encode())]
 
     def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
         """Bring the buffers in step. Collective.
@@ -576,17 +576,17 @@ class BufferSync:
         now: Mapping[str, Any] = self._tensors.current_buffers()
         written = None
         if self._noticing is not None:
-            changing = averages_of if self._link.rank == active[0] else chosen | averages_of
-            is_memory = self._link.path == "memory"
+            changing = averages_of if self._communicator.rank == active[0] else chosen | averages_of
+            is_memory = self._communicator.path == "memory"
             written = self._noticing.written_buffers(now, changing, through_pointers=is_memory)
         if written is not None:
             now = written.places
         prepared = self._prepared
         if prepared is None or not prepared.is_for(now, chosen, averages_of):
-            prepared = self._prepared = _Prepared(now, chosen, averages_of, self._link)
+            prepared = self._prepared = _Prepared(now, chosen, averages_of, self._communicator)
         prepared.broadcast(active[0])
         if prepared.averaged:
-            self._average(self._link, prepared.averaged, active)
+            self._average(self._communicator, prepared.averaged, active)
         self._left = {name: value for name, value in self._left.items() if name not in chosen}
         if written is not None:
             self._left |= written.end()
@@ -607,7 +607,7 @@ class _Prepared:
         places: What to write to, by name.
         chosen: Names of those to broadcast.
         averages_of: Names of those to average.
-        link: Between the ranks.
+        communicator: Between the ranks.
 
     Attributes:
         broadcast: Gives every rank the buffers of a root. Collective.
@@ -619,14 +619,14 @@ class _Prepared:
         places: Mapping[str, Any],
         chosen: Collection[str],
         averages_of: Collection[str],
-        link: Link[Any],
+        communicator: Communicator[Any],
     ) -> None:
         self._for = places, chosen, averages_of
         averaged = [buffer for name, buffer in places.items() if name in averages_of]
         # Counters and other integers have no mean.
         copied = [buffer for name, buffer in places.items() if name in chosen]
         copied += [buffer for buffer in averaged if not buffer.is_floating_point()]
-        self.broadcast = link.prepare_broadcast(copied)
+        self.broadcast = communicator.prepare_broadcast(copied)
         self.averaged = [buffer for buffer in averaged if buffer.is_floating_point()]
 
     def is_for(self, *of: Collection[str]) -> bool:

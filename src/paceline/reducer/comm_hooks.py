@@ -130,7 +130,7 @@ class ShownBuckets(Generic[_Tensor]):
             self._are_finite = is_finite()
 
     def end(self, unused: Collection[int] | None) -> None:
-        """See `paceline.reducer.link.Reduction.adopt_errors`."""
+        """See `paceline.reducer.communicator.Reduction.adopt_errors`."""
         shown, are_finite = self._shown, self._are_finite
         self._shown, self._are_finite = [], True
         if unused is None or not are_finite:

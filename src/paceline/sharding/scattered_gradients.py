@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from paceline.errors import ConfigError
-from paceline.reducer.link import Reduction
+from paceline.reducer.communicator import Reduction
 from paceline.reducer.owners import Ranges
 from paceline.reducer.pass_errors import shorten
 

@@ -15,7 +15,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from paceline import _core
 from paceline.arguments import Arguments
 from paceline.errors import CollectiveError, ConfigError, PacelineError
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.sharding.ledgers import Complete, Ledgers
 from paceline.sharding.lost_ranks import COMPLETE, HALF, NOTHING_WRITTEN, is_loss, telling
 from paceline.sharding.meeting import Call, Facts, Meetings, hash_options
@@ -60,7 +60,7 @@ class SharedStep(Generic[State]):
 
     Args:
         pieces: The pieces of its parameters, of all ranks.
-        link: Connects the ranks; None: there is one rank.
+        communicator: Connects the ranks; None: there is one rank.
         travel: Brings what they write to each other; None: there is one rank.
         look: The hyperparameters as they are now, to be compared with what they were: schedulers change them.
         spell: The same by name, as text.
@@ -69,7 +69,7 @@ class SharedStep(Generic[State]):
     def __init__(
         self,
         pieces: Pieces,
-        link: Link[Any] | None,
+        communicator: Communicator[Any] | None,
         travel: Travel[Any] | None,
         look: Callable[[], object],
         spell: Callable[[], dict[str, str]],
@@ -79,8 +79,10 @@ class SharedStep(Generic[State]):
         self._look, self._spell = look, spell
         self._ledgers = Ledgers(lambda: pieces.homes if travel is not None else ())
         self._meetings: Meetings | None = None
-        if link is not None and travel is not None:
-            self._meetings = Meetings(travel.gather, link.all_gather, OWNER, lambda: pieces.parameters)
+        if communicator is not None and travel is not None:
+            self._meetings = Meetings(
+                travel.gather, communicator.all_gather, OWNER, lambda: pieces.parameters
+            )
         self._seen: tuple[object, int] = (None, 0)
         self._route: tuple[object, Any] = (None, None)
         self._failure: BaseException | None = None

@@ -14,7 +14,7 @@ import numpy as np
 
 from paceline import _core
 from paceline.health.peer_monitor import MemoryPeerMonitor
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.sharding.meeting import NUMBERS_BYTES
 
 IDLE = 1
@@ -161,23 +161,23 @@ class MemoryTravel(Generic[Tensor]):
 
 
 class GroupTravel(Generic[Tensor]):
-    """A `Travel` through a link over a process group.
+    """A `Travel` through a communicator over a process group.
 
     Args:
-        link: The link.
+        communicator: The communicator.
         arrays: What the framework's tensors can do, where all that is spread lies on the CPU: how a rank
             has fared then travels in the broadcast of what it has written. None: it lies on a device, and
             the host would wait for the device.
     """
 
-    def __init__(self, link: Link[Tensor], arrays: Arrays[Tensor] | None) -> None:
-        self._link, self._arrays = link, arrays
+    def __init__(self, communicator: Communicator[Tensor], arrays: Arrays[Tensor] | None) -> None:
+        self._communicator, self._arrays = communicator, arrays
 
     def gather(self, numbers: bytes) -> bytes:
-        return b"".join(self._link.all_gather(numbers))
+        return b"".join(self._communicator.all_gather(numbers))
 
     def meet(self) -> None:
-        self._link.all_gather(b"")
+        self._communicator.all_gather(b"")
 
     def prepare(self, by_rank: Sequence[Sequence[Tensor]]) -> Any:
         if self._arrays is None:
@@ -186,7 +186,7 @@ class GroupTravel(Generic[Tensor]):
         return [self._with(byte, tensors) for byte, tensors in zip(outcomes, by_rank)], outcomes
 
     def _with(self, byte: Tensor, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What a rank broadcasts, one list after the other: a link packs the tensors of each."""
+        """What a rank broadcasts, one list after the other: a communicator packs the tensors of each."""
         assert self._arrays is not None
         place = self._arrays.place_of(tensors[0]) if len(tensors) == 1 else None
         if place is not None and place[1] > _PACKED_BYTES:
@@ -197,10 +197,10 @@ class GroupTravel(Generic[Tensor]):
         by_rank, outcomes = prepared
         values = [self._value_of(byte) for byte in outcomes]
         for rank, value in enumerate(values):
-            value.value = outcome if rank == self._link.rank and by_rank[rank] else IDLE
+            value.value = outcome if rank == self._communicator.rank and by_rank[rank] else IDLE
         for rank, broadcasts in enumerate(by_rank):
             for tensors in broadcasts:
-                self._link.broadcast(tensors, root=rank)
+                self._communicator.broadcast(tensors, root=rank)
         return bytes(value.value for value in values) or None
 
     def _value_of(self, byte: Tensor) -> ctypes.c_ubyte:
@@ -210,16 +210,16 @@ class GroupTravel(Generic[Tensor]):
 
     @property
     def compares_outcomes(self) -> bool:
-        return self._arrays is not None or isinstance(self._link.peer_monitor, MemoryPeerMonitor)
+        return self._arrays is not None or isinstance(self._communicator.peer_monitor, MemoryPeerMonitor)
 
     def outcomes(self, own: int) -> bytes:
-        if isinstance(self._link.peer_monitor, MemoryPeerMonitor):
-            return _outcomes(self._link.peer_monitor.core, own)
-        return b"".join(self._link.all_gather(bytes([own])))
+        if isinstance(self._communicator.peer_monitor, MemoryPeerMonitor):
+            return _outcomes(self._communicator.peer_monitor.core, own)
+        return b"".join(self._communicator.all_gather(bytes([own])))
 
     def fail(self, error: BaseException) -> None:
-        if self._link.peer_monitor is not None:
-            self._link.peer_monitor.fail(error)
+        if self._communicator.peer_monitor is not None:
+            self._communicator.peer_monitor.fail(error)
 
 
 def _outcomes(core: _core.HostGroup, own: int) -> bytes:

@@ -14,10 +14,10 @@ from paceline.reducer.local_sgd.options import LocalSGD  # noqa: E402
 from paceline.replacing import replace_if_asked  # noqa: E402
 from paceline.torch import backend, compression  # noqa: E402
 from paceline.torch.backend.init_process_group import init_process_group  # noqa: E402
+from paceline.torch.communicator import gloo_threads  # noqa: E402
 from paceline.torch.data_parallel.data_parallel import DataParallel  # noqa: E402
 from paceline.torch.ddp.distributed import DistributedDataParallel  # noqa: E402
 from paceline.torch.ddp.replace_ddp import replace_ddp  # noqa: E402
-from paceline.torch.link import gloo_threads  # noqa: E402
 from paceline.torch.sharding.memory_plan import plan_memory  # noqa: E402
 from paceline.torch.sharding.sharded_optimizer import ShardedOptimizer  # noqa: E402
 from paceline.torch.sharding.share import share  # noqa: E402

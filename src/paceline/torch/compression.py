@@ -22,8 +22,8 @@ from paceline.reducer.compression import (
     check_bucket,
     check_state,
 )
-from paceline.torch.link.comm_hook import GradBucket
-from paceline.torch.link.transport import as_real
+from paceline.torch.communicator.comm_hook import GradBucket
+from paceline.torch.communicator.transport import as_real
 
 __all__ = [
     "Bf16Compression",

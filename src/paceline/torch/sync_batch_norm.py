@@ -20,9 +20,9 @@ from paceline.collectives.group import Group
 from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.passes.exchanges import ExchangeWeight
 from paceline.reducer.passes.sharing import registry
-from paceline.torch.link.calls import Patience, exchange_over
-from paceline.torch.link.kept import keep
-from paceline.torch.link.peers import formed_group
+from paceline.torch.communicator.calls import Patience, exchange_over
+from paceline.torch.communicator.kept import keep
+from paceline.torch.communicator.peers import formed_group
 from paceline.torch.model.arguments import checked_group, checked_module
 from paceline.torch.model.compiling import untraced
 
@@ -274,7 +274,7 @@ def _patience_of(layer: nn.Module, group: Any) -> Patience:
     if passes is None:  # called outside of a wrapped forward, as where it is recomputed in a backward
         return Patience(registry.timeout_of(layer._parameters.values()), None)
     return Patience(
-        passes.asked_timeout_s, passes.link.peer_monitor if wrapper.process_group is group else None
+        passes.asked_timeout_s, passes.communicator.peer_monitor if wrapper.process_group is group else None
     )
 
 

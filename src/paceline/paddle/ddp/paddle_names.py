@@ -20,7 +20,7 @@ from paceline.ddp.wrapped_model import hide_inherited
 from paceline.paddle.passes.graphs import tensors_in
 
 if TYPE_CHECKING:
-    from paceline.paddle.link.peers import Peers
+    from paceline.paddle.communicator.peers import Peers
     from paceline.paddle.model.config import DataParallelConfig
     from paceline.paddle.passes.passes import GradientPasses
 

@@ -1,7 +1,8 @@
 """`DataParallel`: a layer that averages its gradients over the ranks behind backward().
 
 What it does is elsewhere: `model/config.py` (arguments), `model/parameters.py` (what is kept in step),
-`link/peers.py` (the ranks), `passes/passes.py` (each backward). This file is the layer that users hold.
+`communicator/peers.py` (the ranks), `passes/passes.py` (each backward). This file is the layer that users
+hold.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import WrappedModel, checked_norms
 from paceline.errors import ConfigError
 from paceline.paddle import internals
+from paceline.paddle.communicator.calls import WARN_AFTER_S
+from paceline.paddle.communicator.comm_hook import GradBucket
+from paceline.paddle.communicator.communicators import Communicator, MemoryCommunicator
+from paceline.paddle.communicator.peers import LonePeers, Peers, find_peers, known_exchange
+from paceline.paddle.communicator.start import attendance_of_default_group
 from paceline.paddle.ddp.paddle_names import PaddleNames, hide_paddles_own
 from paceline.paddle.ddp.wrapped_twice import check_inner, check_outer
-from paceline.paddle.link.calls import WARN_AFTER_S
-from paceline.paddle.link.comm_hook import GradBucket
-from paceline.paddle.link.link import Link, MemoryLink
-from paceline.paddle.link.peers import LonePeers, Peers, find_peers, known_exchange
-from paceline.paddle.link.start import attendance_of_default_group
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
@@ -257,7 +258,7 @@ class DataParallel(WrappedModel, PaddleNames):
         options = self._config.agreed_options() | self._tensors.agreed_options()
         description = ModelDescription(parameters, buffers, options)
         check_agreement(description, peers.exchange, peers.timeout_s)
-        link = peers.connect(
+        communicator = peers.connect(
             on_host=self._tensors.is_on_host,
             reduce_through=self._config.reduce_through,
             between_hosts=self._between_hosts(),
@@ -270,7 +271,7 @@ class DataParallel(WrappedModel, PaddleNames):
             values = list(self._tensors.all_parameters.values())
             if self._config.init_sync_buffers:
                 values += self._tensors.buffers.values()
-            link.broadcast(values)
+            communicator.broadcast(values)
         if is_sharing:
             self._home = move(
                 _SHARING,
@@ -281,7 +282,7 @@ class DataParallel(WrappedModel, PaddleNames):
                 are_equal=self._config.init_sync and is_first,
                 allows_writing=True,
             )
-        passes: GradientPasses = self._passes_over(link)
+        passes: GradientPasses = self._passes_over(communicator)
         passes.shares_parameters = self._home is not None
         torn.call_guard(self._guard_model)
         # The hooks are the parameters', which may live on and be wrapped again.
@@ -292,24 +293,24 @@ class DataParallel(WrappedModel, PaddleNames):
         for layer in self._layers.sublayers(include_self=True):
             layer.register_state_dict_hook(StateDictGuard(layer))
 
-    def _make_passes(self, link: Any) -> GradientPasses:
-        return make_passes(self._tensors, link, self._config)
+    def _make_passes(self, communicator: Any) -> GradientPasses:
+        return make_passes(self._tensors, communicator, self._config)
 
-    def _join_member(self, between: str, link: Any) -> tuple[Link, Members]:
+    def _join_member(self, between: str, communicator: Any) -> tuple[Communicator, Members]:
         peers = self._peers or LonePeers()
         return join_member(
-            link,
+            communicator,
             peers.exchange,
             between,
-            lambda core: MemoryLink(core, core),
+            lambda core: MemoryCommunicator(core, core),
             owner=type(self).__name__,
             on_host=self._tensors.is_on_host,
             timeout_s=peers.timeout_s,
             warn_after_s=self._config.warn_after_s or WARN_AFTER_S,
         )
 
-    def _outer(self, link: Any) -> tuple[OuterParameters, BufferSync]:
-        return OuterParameters(self._tensors), make_buffer_sync(self._tensors, link, self._config)
+    def _outer(self, communicator: Any) -> tuple[OuterParameters, BufferSync]:
+        return OuterParameters(self._tensors), make_buffer_sync(self._tensors, communicator, self._config)
 
     def _begin_again(self) -> GradientPasses:
         if self._passes is not None:

@@ -21,7 +21,7 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.model.parameters import ManagedTensors, dtype_name, nbytes
 from paceline.paddle.sharding.scattered_gradients import PaddleHands, Scattered, ScatteredGradient, held
-from paceline.reducer.link import Reduction
+from paceline.reducer.communicator import Reduction
 from paceline.reducer.passes.state import PassState
 from paceline.reducer.plan import ParameterSpec
 from paceline.sharding.scattered_gradients import left_over, scatter

@@ -19,7 +19,7 @@ import paddle
 from paceline import _core
 from paceline.errors import ConfigError, PacelineError
 from paceline.paddle import internals
-from paceline.paddle.link.link import Link, average_buffers
+from paceline.paddle.communicator.communicators import Communicator, average_buffers
 from paceline.paddle.model.config import DataParallelConfig
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.passes import graphs
@@ -289,13 +289,15 @@ class PaddleAutograd:
 GradientPasses: TypeAlias = Passes[PaddleAutograd]
 
 
-def make_passes(tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> GradientPasses:
-    """What averages the gradients of `tensors` over the ranks of `link` in each backward. Collective."""
-    state = PassState(link.rank, link.world_size)
+def make_passes(
+    tensors: ManagedTensors, communicator: Communicator, config: DataParallelConfig
+) -> GradientPasses:
+    """Averages the gradients of `tensors` over the ranks of `communicator` in each backward. Collective."""
+    state = PassState(communicator.rank, communicator.world_size)
     gradients = Gradients(
         tensors,
         state,
-        link.rank,
+        communicator.rank,
         live_in_arena=config.gradients_in_arena,
         reduce_dtype=config.precision.reduce_dtype,
     )
@@ -306,20 +308,22 @@ def make_passes(tensors: ManagedTensors, link: Link, config: DataParallelConfig)
     front_end = FrontEnd(
         tensors,
         gradients,
-        SparseMeans(tensors, link),
+        SparseMeans(tensors, communicator),
         autograd,
         autograd.weights,
-        make_buffer_sync(tensors, link, config),
+        make_buffer_sync(tensors, communicator, config),
         _core.IterationNotes(None, make_sampler(tensors.trainable)),
         hash_model,
     )
-    passes = Passes(front_end, state, link, config)
+    passes = Passes(front_end, state, communicator, config)
     if recording.keeps_all:
         note_steps()
     return passes
 
 
-def make_buffer_sync(tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> BufferSync:
-    """What keeps the running statistics and buffers of `tensors` in step over the ranks of `link`."""
+def make_buffer_sync(
+    tensors: ManagedTensors, communicator: Communicator, config: DataParallelConfig
+) -> BufferSync:
+    """What keeps the running statistics and buffers of `tensors` in step over the ranks of `communicator`."""
     # No error: each rank has used its own, as it would under Paddle's class.
-    return BufferSync(tensors, link, config, average_buffers, hash_model, refuses_writes=False)
+    return BufferSync(tensors, communicator, config, average_buffers, hash_model, refuses_writes=False)

@@ -16,7 +16,7 @@ import paddle
 from paceline import _core
 from paceline.errors import ConfigError, format_ranks
 from paceline.paddle import internals
-from paceline.paddle.link.link import Link
+from paceline.paddle.communicator.communicators import Communicator
 from paceline.paddle.model.parameters import ManagedTensors
 
 
@@ -25,7 +25,7 @@ class SparseMeans:
 
     Args:
         tensors: The model's.
-        link: Between the ranks.
+        communicator: Between the ranks.
 
     Attributes:
         squared_norm: 0: no norm counts them.
@@ -34,11 +34,11 @@ class SparseMeans:
 
     squared_norm = 0.0
 
-    def __init__(self, tensors: ManagedTensors, link: Link) -> None:
+    def __init__(self, tensors: ManagedTensors, communicator: Communicator) -> None:
         self.nonfinite: list[tuple[int, int]] = []
         self._first = len(tensors.names)
         self._parameters = tensors.sparse
-        self._link = link
+        self._communicator = communicator
 
     def __len__(self) -> int:
         return len(self._parameters)
@@ -47,11 +47,13 @@ class SparseMeans:
         """See `average_rows`; a rank without data has no gradients. Collective."""
         self.nonfinite = []
         for index, (name, parameter) in enumerate(self._parameters.items(), self._first):
-            ranks = average_rows(parameter, name, self._link, weight)
+            ranks = average_rows(parameter, name, self._communicator, weight)
             self.nonfinite += [(rank, index) for rank in ranks]
 
 
-def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float = 1.0) -> list[int]:
+def average_rows(
+    parameter: paddle.Tensor, name: str, communicator: Communicator, weight: float = 1.0
+) -> list[int]:
     """Replace the sparse gradient of `parameter` by the mean over ranks, weighed. Collective.
 
     A rank without a gradient contributes no rows, and gets everybody's; its weight counts all the same.
@@ -69,7 +71,7 @@ def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float 
     rows, values = internals.rows_of(gradient) if counts_here else ([], np.empty((0, *width), np.float32))
     height = int(parameter.shape[0])
     is_given = gradient is not None
-    facts = link.gather(
+    facts = communicator.gather(
         np.array([len(rows), weight, is_dense, height, math.prod(width), is_given], np.float64)
     )
     counts, weights = facts[:, 0].astype(np.int64), facts[:, 1]
@@ -86,7 +88,7 @@ def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float 
         return []
     padded_rows, padded_values = np.zeros(most, np.int64), np.zeros((most, *width), dtype)
     padded_rows[: len(rows)], padded_values[: len(rows)] = rows, values
-    all_rows, all_values = link.gather(padded_rows), link.gather(padded_values)
+    all_rows, all_values = communicator.gather(padded_rows), communicator.gather(padded_values)
     rows = np.concatenate([part[:count] for part, count in zip(all_rows, counts)]).tolist()
     parts = [part[:count] for part, count in zip(all_values, counts)]
     with _core.DefaultFloats():  # every rank computes the mean for itself, and all must get the same bits

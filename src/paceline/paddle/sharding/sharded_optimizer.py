@@ -22,8 +22,8 @@ from paceline.ddp.wrapped_model import hide_inherited
 from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.link.link import Link
-from paceline.paddle.link.peers import Peers, find_peers, known_exchange
+from paceline.paddle.communicator.communicators import Communicator
+from paceline.paddle.communicator.peers import Peers, find_peers, known_exchange
 from paceline.paddle.model.arguments import checked_group
 from paceline.paddle.model.parameters import describe_tensor, dtype_name
 from paceline.paddle.sharding.elementwise import kind_of
@@ -145,7 +145,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                 raise no_journal(f"{optimizer_class.__name__}, which gets whole parameters")
         self.rank: int = 0 if peers is None else peers.rank
         self.world_size: int = 1 if peers is None else peers.world_size
-        self._link: Link | None = None
+        self._communicator: Communicator | None = None
         self._journal: Journal[paddle.Tensor] | None = None
         self._keeps_journal = is_journaled and peers is not None
         self._timeout_s = 0.0 if peers is None else peers.timeout_s
@@ -162,7 +162,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                 **{name: str(value) for name, value in spelled_options(whole).items()},
             }
             names = _agree(everything, agreed, peers)
-            self._link = _connect(peers, everything, reduce_through)
+            self._communicator = _connect(peers, everything, reduce_through)
         pieces = _deal(everything, kinds, self.world_size)
         if self._keeps_journal:
             pieces = split(pieces, [parameter.element_size() for parameter in everything])
@@ -175,8 +175,10 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         self.optim = self.optims[0]
         self._steps: SharedStep[dict[str, Any]] = SharedStep(
             self._shards,
-            self._link,
-            None if self._link is None else travel_over(self._link, on_host=_are_on_host(everything)),
+            self._communicator,
+            None
+            if self._communicator is None
+            else travel_over(self._communicator, on_host=_are_on_host(everything)),
             lambda: spelled_options(whole),
             lambda: {name: repr(value) for name, value in spelled_options(whole).items()},
         )
@@ -455,7 +457,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                 to,
                 self.rank,
                 self.world_size,
-                lambda to: gather_state(self._shards, self._part.optimizer_of, self._link, to),
+                lambda to: gather_state(self._shards, self._part.optimizer_of, self._communicator, to),
                 self._state_in_journal,
             )
 
@@ -574,7 +576,7 @@ def _are_on_host(parameters: list[paddle.Tensor]) -> bool:
     return bool(parameters[0].place.is_cpu_place())
 
 
-def _connect(peers: Peers, parameters: list[paddle.Tensor], reduce_through: str) -> Link:
+def _connect(peers: Peers, parameters: list[paddle.Tensor], reduce_through: str) -> Communicator:
     """Connect the ranks. Collective."""
     return peers.connect(
         on_host=_are_on_host(parameters),

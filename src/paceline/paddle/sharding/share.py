@@ -10,7 +10,7 @@ import paddle
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, format_ranks
 from paceline.paddle import internals
-from paceline.paddle.link.peers import find_peers, known_exchange
+from paceline.paddle.communicator.peers import find_peers, known_exchange
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.parameters import describe_tensor
 from paceline.paddle.sharding.shared_storage import move, move_out, refuse_strange

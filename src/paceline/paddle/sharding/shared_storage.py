@@ -16,7 +16,7 @@ from paddle import nn
 
 from paceline import _core
 from paceline.paddle import internals
-from paceline.paddle.link.peers import Peers
+from paceline.paddle.communicator.peers import Peers
 from paceline.paddle.model.parameters import nbytes
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.sharding import moving, shared_parameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import paddle
 
-from paceline.paddle.link.link import Link, MemoryLink
+from paceline.paddle.communicator.communicators import Communicator, MemoryCommunicator
 from paceline.paddle.model.parameters import nbytes
 from paceline.sharding.travel import GroupTravel, MemoryTravel, Travel
 
@@ -26,8 +26,8 @@ class _PaddleArrays:
             paddle.assign(source, target)
 
 
-def travel_over(link: Link, *, on_host: bool) -> Travel[paddle.Tensor]:
-    """The best way over a link; `on_host`: all parameters lie on the CPU."""
-    if isinstance(link, MemoryLink):
-        return MemoryTravel(link.core, _PaddleArrays())
-    return GroupTravel(link, _PaddleArrays() if on_host else None)
+def travel_over(communicator: Communicator, *, on_host: bool) -> Travel[paddle.Tensor]:
+    """The best way over a communicator; `on_host`: all parameters lie on the CPU."""
+    if isinstance(communicator, MemoryCommunicator):
+        return MemoryTravel(communicator.core, _PaddleArrays())
+    return GroupTravel(communicator, _PaddleArrays() if on_host else None)

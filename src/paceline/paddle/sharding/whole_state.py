@@ -16,7 +16,7 @@ import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.link.link import Link
+from paceline.paddle.communicator.communicators import Communicator
 from paceline.paddle.model.parameters import dtype_name
 from paceline.paddle.sharding.shards import Shards, part_of
 from paceline.reducer.pass_errors import shorten
@@ -63,14 +63,14 @@ class _Memory(NamedTuple):
 
 
 def gather_state(
-    shards: Shards, optimizer_of: Callable[[int], Any], link: Link | None, to: int
+    shards: Shards, optimizer_of: Callable[[int], Any], communicator: Communicator | None, to: int
 ) -> dict[str, Any]:
     """Everybody's state, brought together on one rank. Collective.
 
     Args:
         shards: The pieces.
         optimizer_of: The optimizer of a piece of this rank, by its number.
-        link: Between the ranks; None: there is one rank.
+        communicator: Between the ranks; None: there is one rank.
         to: The rank that gets it.
 
     Returns:
@@ -85,14 +85,14 @@ def gather_state(
     forms = [[*memory[:3], list(memory.value.shape), dtype_name(memory.value.dtype)] for memory in own]
     payload = json.dumps(forms).encode()
     whole: dict[tuple[str, int, bool], paddle.Tensor] = {}
-    for rank, each in enumerate([payload] if link is None else link.all_gather(payload)):
+    for rank, each in enumerate([payload] if communicator is None else communicator.all_gather(payload)):
         told = json.loads(each)
         values = [memory.value for memory in own]
         if rank != shards.rank:
             place = shards.parameters[0].place
             values = [internals.empty_on(place, shape, dtype) for *_, shape, dtype in told]
-        if link is not None and values:
-            link.broadcast(values, root=rank)
+        if communicator is not None and values:
+            communicator.broadcast(values, root=rank)
         if to == shards.rank:
             for (index, is_of_master, kind, *_), value in zip(told, values):
                 _add(whole, shards, _Memory(index, is_of_master, kind, value))

@@ -9,7 +9,7 @@ from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hos
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.between_hosts.sum_formats import ENCODINGS, CodedSums
 from paceline.reducer.between_hosts.wire import PLANS
-from paceline.reducer.link import Reduction, ReductionOptions
+from paceline.reducer.communicator import Reduction, ReductionOptions
 from paceline.reducer.plan import Plan
 
 

@@ -29,7 +29,7 @@ from paceline.errors import (
     format_ranks,
 )
 from paceline.reducer.buffers import BufferSync
-from paceline.reducer.link import Link, ReductionOptions
+from paceline.reducer.communicator import Communicator, ReductionOptions
 from paceline.reducer.local_sgd.options import LocalSGD, outer_step
 from paceline.reducer.pass_errors import names_by_rank, shorten
 from paceline.reducer.passes.passes import Passes
@@ -140,14 +140,14 @@ class Meetings(Generic[_Tensor]):
     Args:
         options: When they meet, and the outer optimizer.
         tensors: The model's parameters.
-        link: Between all ranks.
+        communicator: Between all ranks.
         members: The ranks of each member.
         passes: What averages the gradients within this rank's member.
         buffers: Keeps buffers in step, between all ranks.
         caps: Sizes of buckets.
 
     Attributes:
-        link: Between all ranks.
+        communicator: Between all ranks.
         member: The ranks of this rank's member.
         buffers: Keeps buffers in step, between all ranks.
         number: How many meetings there were.
@@ -158,32 +158,32 @@ class Meetings(Generic[_Tensor]):
         self,
         options: LocalSGD,
         tensors: OuterTensors[_Tensor],
-        link: Link[_Tensor],
+        communicator: Communicator[_Tensor],
         members: Sequence[Sequence[int]],
         passes: Passes[Any],
         buffers: BufferSync,
         caps: BucketCaps,
     ) -> None:
-        self.link, self.buffers = link, buffers
-        self.member = next(tuple(ranks) for ranks in members if link.rank in ranks)
+        self.communicator, self.buffers = communicator, buffers
+        self.member = next(tuple(ranks) for ranks in members if communicator.rank in ranks)
         self.number = self.since = 0
         self._options, self._tensors, self._passes, self._members = options, tensors, passes, members
-        self._who = f"rank {link.rank} of {link.world_size}"
+        self._who = f"rank {communicator.rank} of {communicator.world_size}"
         self._weight = 0.0
         self._modes = ForwardModes()
         self._are_equal = False  # the members, at the last meeting; known since the first one
         self._values: list[_Tensor] = []  # at the last meeting
         self._momentum: list[_Tensor | None] = [None] * len(tensors.names)
-        most = link.most_bucket_bytes
+        most = communicator.most_bucket_bytes
         plan = plan_gradients(
             tensors.specs(), caps if most is None else CappedBuckets(caps, most), None, whole=False
         )
         places = [tensors.copy(index) for index in range(len(tensors.names))]
         self._shapes = [tuple(place.shape) for place in places]
         finds_all = ReductionOptions(gradients_in_arena=True, checks_finite=True, skip_unused=False)
-        self._reduction = link.make_reduction(plan, places, finds_all)
+        self._reduction = communicator.make_reduction(plan, places, finds_all)
         passes.after_good = self._note_pass
-        who = f"{format_ranks(self.member)} of {link.world_size}"
+        who = f"{format_ranks(self.member)} of {communicator.world_size}"
         number = members.index(self.member)
         passes.among = f"host {number}, which has {who}" if options.between == "hosts" else who
         registry.begin_member(passes, passes.among)
@@ -192,7 +192,7 @@ class Meetings(Generic[_Tensor]):
     def bits(self) -> str:
         """Which runs give the same bits; see `WrappedModel.bits`. Who trains together is the layout."""
         is_by_host = self._options.between == "hosts"
-        return "layout" if is_by_host and self.link.bits == "world" else self.link.bits
+        return "layout" if is_by_host and self.communicator.bits == "world" else self.communicator.bits
 
     # --- when ---
 
@@ -272,7 +272,7 @@ class Meetings(Generic[_Tensor]):
 
     def _meet_all(self, why: int) -> bool:
         passes, tensors = self._passes, self._tensors
-        if (tell := self.link.tell) is not None:
+        if (tell := self.communicator.tell) is not None:
             tell(f"in meeting {self.number + 1} of local SGD")
         take_over_model(passes, passes.active)
         if not self._values:
@@ -341,7 +341,7 @@ class Meetings(Generic[_Tensor]):
     def _check_values(self) -> None:
         check_replicas(
             self._tensors.hashes(dict(zip(self._tensors.names, self._values, strict=True))),
-            self.link.all_gather,
+            self.communicator.all_gather,
             where="the first meeting of local SGD: the parameters with which the ranks began to train",
         )
         self._are_equal = True
@@ -390,7 +390,7 @@ class Meetings(Generic[_Tensor]):
         digests = [
             hashlib.sha256(repr(each).encode()).digest() for each in (outer, self._tensors.hashes(own))
         ]
-        told = self.link.all_gather(b"".join(digests))
+        told = self.communicator.all_gather(b"".join(digests))
         size = len(digests[0])
         odd = [rank for rank, each in enumerate(told) if each[:size] != told[0][:size]]
         if odd:
@@ -414,7 +414,7 @@ class Meetings(Generic[_Tensor]):
         values = self._loaded(state["parameters"], "parameters")
         momentum = self._loaded(state["momentum"], "momentum")
         entries = [*self._tensors.hashes(values), *self._tensors.hashes(momentum)]
-        check_same_state(self.link, state["since_meeting"], *entries)
+        check_same_state(self.communicator, state["since_meeting"], *entries)
         self._values = [values[name] for name in names] if values else []
         self._momentum = [momentum.get(name) for name in names]
         self._are_equal = bool(values)
@@ -502,7 +502,7 @@ class Meetings(Generic[_Tensor]):
             rows.append(f"finite on every rank, but not their sum: {shorten(sums)}")
         return NonFiniteGradientError(
             f"After {self.since} steps of local SGD parameters hold an infinity or a NaN on "
-            f"{format_ranks(found)} of {self.link.world_size}."
+            f"{format_ranks(found)} of {self.communicator.world_size}."
             if found
             else "The mean of what the replicas have changed in local SGD overflowed.",
             where=f"meeting {self.number + 1}; no parameter has changed, on any rank",
@@ -526,17 +526,17 @@ def _other_copies(odd: Sequence[int], world_size: int, what: str, whose: str) ->
     )
 
 
-def check_same_state(link: Link[Any], *what: Any) -> None:
+def check_same_state(communicator: Communicator[Any], *what: Any) -> None:
     """Raise unless all ranks load the same state. Collective.
 
     Args:
-        link: Between all ranks.
+        communicator: Between all ranks.
         what: Some of the state; compared by its `repr`.
 
     Raises:
         ModelMismatchError: They do not; on all ranks.
     """
-    told = link.all_gather(hashlib.sha256(repr(what).encode()).digest())
+    told = communicator.all_gather(hashlib.sha256(repr(what).encode()).digest())
     if len(set(told)) > 1:
         odd = [rank for rank, each in enumerate(told) if each != told[0]]
         raise ModelMismatchError(

@@ -1,4 +1,4 @@
-"""The link between the ranks that train as one in local SGD: those of a host, or a single rank."""
+"""The communicator between the ranks that train as one in local SGD: those of a host, or a single rank."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from paceline import _core
 from paceline.collectives.failures import number_ranks
 from paceline.collectives.formation import form_core, share_on_each_host
 from paceline.errors import ConfigError
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.rendezvous.exchange import Exchange
 
-_Link = TypeVar("_Link", bound=Link[Any])
+_Communicator = TypeVar("_Communicator", bound=Communicator[Any])
 Members = tuple[tuple[int, ...], ...]
 """The ranks of each member."""
 
 
 def join_member(
-    link: _Link,
+    communicator: _Communicator,
     exchange: Exchange,
     between: str,
-    make_link: Callable[[_core.HostGroup], _Link],
+    make_communicator: Callable[[_core.HostGroup], _Communicator],
     *,
     owner: str,
     on_host: bool,
     timeout_s: float,
     warn_after_s: float,
-) -> tuple[_Link, Members]:
-    """The link between the ranks of this rank's member, and the ranks of each. Collective, over all ranks.
+) -> tuple[_Communicator, Members]:
+    """The communicator between the ranks of this rank's member, and the ranks of each. Collective, over all
+    ranks.
 
     Args:
-        link: Between all ranks.
+        communicator: Between all ranks.
         exchange: Between all ranks.
         between: A `LocalSGD.between`.
-        make_link: A link through the memory of a member.
+        make_communicator: A communicator through the memory of a member.
         owner: The class whose constructor got the argument.
         on_host: Whether all trainable parameters are on the CPU; the same on all ranks.
         timeout_s: Deadline of this call and of those in the memory.
@@ -51,10 +52,10 @@ def join_member(
             hint="leave it out",
             argument="local_sgd",
         )
-    if link.path == "memory" and (between == "hosts" or link.world_size == 1):
-        return link, (tuple(range(link.world_size)),)
+    if communicator.path == "memory" and (between == "hosts" or communicator.world_size == 1):
+        return communicator, (tuple(range(communicator.world_size)),)
     core, members = share_in_member(exchange, between, timeout_s, warn_after_s)
-    return make_link(core), members
+    return make_communicator(core), members
 
 
 def share_in_member(

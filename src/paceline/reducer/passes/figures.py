@@ -61,7 +61,7 @@ class Figures:
     @property
     def looks_for_nonfinite(self) -> bool:
         """Whether anybody looks at the gradients: in memory that costs nothing."""
-        return self._planning.link.path != "group" or self._asks_for_nonfinite
+        return self._planning.communicator.path != "group" or self._asks_for_nonfinite
 
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
         """Names of parameters whose gradient was not finite in the last pass, by rank."""
@@ -73,16 +73,16 @@ class Figures:
 
     def statistics(self, good_passes: int) -> Statistics:
         """All that is known of the passes so far, of which so many were good; see `Statistics`."""
-        link, earlier = self._planning.link, self._planning.earlier
+        communicator, earlier = self._planning.communicator, self._planning.earlier
         plan, reducer = self._planning.reduction.plan, self._planning.reduction.reducer
         arrivals = earlier.arrivals(reducer)
         worked = [statistics.median(times) / 1e9 for times in reducer.worked_ns if times]
         return Statistics(
-            rank=link.rank,
-            world_size=link.world_size,
+            rank=communicator.rank,
+            world_size=communicator.world_size,
             passes=good_passes,
-            path=link.path,
-            bits=link.bits,
+            path=communicator.path,
+            bits=communicator.bits,
             waited_s=earlier.waited_s(reducer),
             waited_for_s=tuple(ns / 1e9 for ns in earlier.waited_for_ns(reducer)),
             worked_s=tuple(worked),
@@ -91,5 +91,5 @@ class Figures:
             num_buckets=len(plan.buckets),
             pass_bytes=sum(bucket.nbytes for bucket in plan.buckets),
             nonfinite=self.nonfinite() if self.looks_for_nonfinite else {},
-            num_unused=len(reducer.unused(link.rank)) if good_passes else 0,
+            num_unused=len(reducer.unused(communicator.rank)) if good_passes else 0,
         )

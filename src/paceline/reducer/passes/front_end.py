@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from paceline import _core
 from paceline.errors import PacelineError
 from paceline.reducer.buffers import BufferSync
-from paceline.reducer.link import Reduction
+from paceline.reducer.communicator import Reduction
 from paceline.reducer.passes.local_backward import LocalBackward
 from paceline.reducer.passes.micro_batches import MicroBatchWeights
 from paceline.reducer.plan import BucketCaps, ParameterSpec

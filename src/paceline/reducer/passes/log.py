@@ -13,7 +13,7 @@ from typing import Any, final
 
 from paceline import _core
 from paceline.health import lifetime
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.reducer.plan import Plan
 from paceline.reducer.worked_times import Arrivals
 from paceline.trace.batches import samples_in
@@ -51,9 +51,11 @@ class PassLog:
         self._model = recording.number_model(self.totals)
         self.before_first = pass_id(self._model, 0)
 
-    def tell_plan(self, link: Link[Any], plan: Plan) -> None:
+    def tell_plan(self, communicator: Communicator[Any], plan: Plan) -> None:
         """Tell who this rank is, and what its buckets hold: a reader of the recording must know."""
-        recording.tell("model", self._model, rank=self._rank, world_size=self._world_size, path=link.path)
+        recording.tell(
+            "model", self._model, rank=self._rank, world_size=self._world_size, path=communicator.path
+        )
         buckets = []
         for bucket in plan.buckets:
             first, last = (self._names[bucket.parameters[place]] for place in (0, -1))

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Generic, final
 from paceline.errors import CollectiveError, ConfigError, MismatchError, PacelineError, ReplicaError
 from paceline.health import lifetime
 from paceline.reducer.comm_hooks import CommHook
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.reducer.owners import agreed_owners, needs_memory, nobodys, owners, several_models
 from paceline.reducer.pass_errors import (
     GraphVariety,
@@ -111,7 +111,7 @@ class Passes(Generic[AnyAutograd]):
     Args:
         front_end: What the framework gives.
         state: Shared with the framework's hooks.
-        link: Between the ranks that train the model.
+        communicator: Between the ranks that train the model.
         config: The configuration of the wrapped model.
 
     Attributes:
@@ -131,10 +131,14 @@ class Passes(Generic[AnyAutograd]):
     """
 
     def __init__(
-        self, front_end: FrontEnd[AnyAutograd], state: PassState, link: Link[Any], config: PassOptions
+        self,
+        front_end: FrontEnd[AnyAutograd],
+        state: PassState,
+        communicator: Communicator[Any],
+        config: PassOptions,
     ) -> None:
-        if config.scatters and link.path != "memory":
-            raise needs_memory(link.path)
+        if config.scatters and communicator.path != "memory":
+            raise needs_memory(communicator.path)
         tensors = front_end.tensors
         self.state = state
         self.state.arm = self._arm
@@ -148,17 +152,17 @@ class Passes(Generic[AnyAutograd]):
             front_end.notes,
         )
         self.buffers.watch()
-        self.world_size = link.world_size
-        self.active: Sequence[int] = range(link.world_size)
-        self._all_ranks = range(link.world_size)
+        self.world_size = communicator.world_size
+        self.active: Sequence[int] = range(communicator.world_size)
+        self._all_ranks = range(communicator.world_size)
         self._tensors = tensors
         self._names = tensors.names
         self._hash_model = front_end.hash_model
-        self._set_activity = link.tell
+        self._set_activity = communicator.tell
         self._begun_forwards = 0
         self._is_in_training = True  # in the last forward
         self._was_in_training = True  # in that of the last backward
-        self._log = PassLog(link.rank, link.world_size, tensors.names, self._arrivals)
+        self._log = PassLog(communicator.rank, communicator.world_size, tensors.names, self._arrivals)
         self._pass_id = self._log.before_first + 1
         self.good_passes = 0
         self.among = self.member = ""
@@ -166,12 +170,12 @@ class Passes(Generic[AnyAutograd]):
         self.refuses_uneven = False
         self.shares_parameters = False
         self.fresh = FreshGradients(self.gradients.fingerprint, self.gradients.memory)
-        self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, link.all_gather)
+        self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, communicator.all_gather)
         self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
         self.graphs = state.graphs = Graphs(self.close)
-        self._scatters = config.scatters and link.world_size > 1
+        self._scatters = config.scatters and communicator.world_size > 1
         self._is_obstructed = self._scatters
-        self.planning = Planning(front_end, link, config, self._log.tell_plan)
+        self.planning = Planning(front_end, communicator, config, self._log.tell_plan)
         asks_for_nonfinite = config.nonfinite != "ignore"
         self.figures = Figures(front_end, self.planning, self.fresh, asks_for_nonfinite=asks_for_nonfinite)
         self._front_end = front_end
@@ -202,14 +206,14 @@ class Passes(Generic[AnyAutograd]):
     def _set_config(self, config: PassOptions) -> None:
         self._config = config
         is_static = config.static_graph
-        self._static_graph = StaticGraph(self._names, self.link.all_gather) if is_static else None
+        self._static_graph = StaticGraph(self._names, self.communicator.all_gather) if is_static else None
         self._judge = Judge(
             self._tensors.all_names,
             self.world_size,
             allow_unused=config.allow_unused,
             nonfinite=config.nonfinite,
             static_graph=self._static_graph,
-            all_gather=self.link.all_gather,
+            all_gather=self.communicator.all_gather,
         )
         self._left_over = LeftOver(
             self._front_end, self.state, self._variety, self._static_graph, allow_unused=config.allow_unused
@@ -247,9 +251,9 @@ class Passes(Generic[AnyAutograd]):
         return self.planning.reduction.reducer
 
     @property
-    def link(self) -> Link[Any]:
+    def communicator(self) -> Communicator[Any]:
         """Between the ranks that train the model."""
-        return self.planning.link
+        return self.planning.communicator
 
     @property
     def asked_timeout_s(self) -> float | None:
@@ -259,12 +263,12 @@ class Passes(Generic[AnyAutograd]):
     @property
     def path(self) -> str:
         """Where gradients are averaged: "memory", "hosts" or "group"."""
-        return self.link.path
+        return self.communicator.path
 
     @property
     def bits(self) -> str:
         """Which runs give gradients of the same bits; see `WrappedModel.bits`."""
-        return self.link.bits
+        return self.communicator.bits
 
     @property
     def trainable(self) -> Sequence[object]:
@@ -302,7 +306,7 @@ class Passes(Generic[AnyAutograd]):
         Parameters that the ranks of a host share are in step: all have made the last step together.
         """
         parameters = [] if self.shares_parameters else self._tensors.all_parameters.values()
-        self.link.broadcast(list(parameters), root)
+        self.communicator.broadcast(list(parameters), root)
         self.buffers.take_over(root)
 
     def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
@@ -315,7 +319,7 @@ class Passes(Generic[AnyAutograd]):
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
         """Give every bucket to a hook from now on. Not within a pass; collective."""
         self.planning.use_hook(hook, process_group)
-        self._set_activity = self.link.tell
+        self._set_activity = self.communicator.tell
 
     def refresh_sharing(self) -> None:
         """Find out which parameters other wrapped models have, too."""
@@ -337,7 +341,7 @@ class Passes(Generic[AnyAutograd]):
         if len(told) < len(known):
             return
         self._tell_if_interrupted()
-        owned = agreed_owners(told, self.link.rank, self.world_size, self.link.all_gather)
+        owned = agreed_owners(told, self.communicator.rank, self.world_size, self.communicator.all_gather)
         self._is_obstructed = bool(self._shared)
         self.planning.use_owners(owned)
 
@@ -744,7 +748,7 @@ class Passes(Generic[AnyAutograd]):
 
     def give_up(self, error: BaseException) -> None:
         """This rank cannot go on as the others do: all raise."""
-        if (peer_monitor := self.link.peer_monitor) is not None:
+        if (peer_monitor := self.communicator.peer_monitor) is not None:
             peer_monitor.fail(error)
         self.reducer.give_up(error)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from paceline.reducer.comm_hooks import CommHook
-from paceline.reducer.link import Link, Reduction, ReductionOptions, agree
+from paceline.reducer.communicator import Communicator, Reduction, ReductionOptions, agree
 from paceline.reducer.owners import Ranges
 from paceline.reducer.passes.earlier_reducers import EarlierReducers
 from paceline.reducer.passes.front_end import FrontEnd, PlanOptions
@@ -25,12 +25,12 @@ class Planning:
 
     Args:
         front_end: What the framework gives: parameters, gradients, hooks.
-        link: Between the ranks that train the model.
+        communicator: Between the ranks that train the model.
         options: How its gradients are averaged.
-        tell_plan: Called with the link and each plan that comes into use.
+        tell_plan: Called with the communicator and each plan that comes into use.
 
     Attributes:
-        link: Between the ranks that train the model; a communication hook replaces it.
+        communicator: Between the ranks that train the model; a communication hook replaces it.
         reduction: The reduction of the plan in use.
         earlier: What the reducers of all plans before have counted.
         owned: Who gets which part of each mean, for each parameter; empty: all ranks get all.
@@ -40,12 +40,12 @@ class Planning:
     def __init__(
         self,
         front_end: FrontEnd[Any],
-        link: Link[Any],
+        communicator: Communicator[Any],
         options: PlanOptions,
-        tell_plan: Callable[[Link[Any], Plan], None],
+        tell_plan: Callable[[Communicator[Any], Plan], None],
     ) -> None:
-        self.link = link
-        self.earlier = EarlierReducers(link.world_size)
+        self.communicator = communicator
+        self.earlier = EarlierReducers(communicator.world_size)
         self.owned: tuple[Ranges, ...] = ()
         self._tensors, self._gradients, self._autograd = (
             front_end.tensors,
@@ -57,11 +57,11 @@ class Planning:
         self.reduction = self._make_reduction(self._make_plan(None), None)
         self._gradients.adopt(self.reduction)
         self.is_order_final = has_one_order(self.reduction.plan)
-        tell_plan(link, self.reduction.plan)
+        tell_plan(communicator, self.reduction.plan)
 
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
         """Give every bucket to a hook from now on."""
-        self.link = self.link.with_hook(hook, process_group)
+        self.communicator = self.communicator.with_hook(hook, process_group)
         self._replace(self._make_plan(self.reduction.plan.order))
         self.is_order_final = self.is_order_final or has_one_order(self.reduction.plan)
 
@@ -74,7 +74,7 @@ class Planning:
     def adopt_order(self, order: Sequence[int]) -> None:
         """Plan in the order in which gradients came on rank 0, from now on; once."""
         self.is_order_final = True
-        agreed = agree(self.link, complete_order(order, len(self._tensors.names)))
+        agreed = agree(self.communicator, complete_order(order, len(self._tensors.names)))
         plan = self._make_plan(agreed)
         if plan != self.reduction.plan:
             self._replace(plan)
@@ -86,13 +86,13 @@ class Planning:
         # Where the arena is free there need never be two.
         self.reduction = self._make_reduction(plan, None if must_move else before)
         self._gradients.adopt(self.reduction)
-        self._tell_plan(self.link, plan)
+        self._tell_plan(self.communicator, plan)
         if must_move:
             before.reducer.close()
         self._autograd.install()
 
     def _make_plan(self, order: Sequence[int] | None) -> Plan:
-        whole, most = self.link.wants_whole_buckets, self.link.most_bucket_bytes
+        whole, most = self.communicator.wants_whole_buckets, self.communicator.most_bucket_bytes
         caps = self._options if most is None else CappedBuckets(self._options, most)
         return plan_gradients(self._gradients.specs(whole=whole), caps, order, whole=whole)
 
@@ -101,4 +101,4 @@ class Planning:
         finite = asked.nonfinite != "ignore"
         waits = asked.nonfinite == "raise"
         options = ReductionOptions(asked.gradients_in_arena, finite, asked.skip_unused, self.owned, waits)
-        return self.link.make_reduction(plan, self._tensors.trainable, options, instead_of)
+        return self.communicator.make_reduction(plan, self._tensors.trainable, options, instead_of)

@@ -24,7 +24,7 @@ from paceline.errors import RendezvousError
 from paceline.launch.ports import who_listens
 from paceline.rendezvous.attendance import Attendance
 from paceline.rendezvous.start import Start, prepare
-from paceline.torch.link.exchange import StoreBoard
+from paceline.torch.communicator.exchange import StoreBoard
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo
 

@@ -1,7 +1,8 @@
 """`DistributedDataParallel`: a module that averages its gradients over the ranks behind backward().
 
-What it does is elsewhere: `model` (arguments, and what is kept in step), `link` (the group), `passes` (each
-backward). This file is the module that users hold; what it has in common with torch's is in `torch_names`.
+What it does is elsewhere: `model` (arguments, and what is kept in step), `communicator` (the group), `passes`
+(each backward). This file is the module that users hold; what it has in common with torch's is in
+`torch_names`.
 """
 
 # mypy: disable-error-code="override"
@@ -26,21 +27,21 @@ from paceline.reducer.agreement import ModelDescription, check_agreement, tellin
 from paceline.reducer.between_hosts.options import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.members import Members, join_member
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.reducer.passes.micro_batches import as_weight
 from paceline.rendezvous.start import refuse_latecomers
 from paceline.sharding.partial_steps import torn
 from paceline.torch.backend.init_process_group import attendance_of_default_group
+from paceline.torch.communicator.comm_hook import check_hook
+from paceline.torch.communicator.communicators import MemoryCommunicator, connect
+from paceline.torch.communicator.members import MemberPeers
+from paceline.torch.communicator.peers import Peers, find_peers, known_exchange
 from paceline.torch.ddp.logging_data import noting_errors
 from paceline.torch.ddp.pickling import refuse_backward
 from paceline.torch.ddp.torch_names import TorchNames, hide_torchs_own, moved
 from paceline.torch.ddp.wrapped_twice import check_inner, check_outer
-from paceline.torch.link.comm_hook import check_hook
-from paceline.torch.link.link import MemoryLink, connect
-from paceline.torch.link.members import MemberPeers
-from paceline.torch.link.peers import Peers, find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.compiling import refuse_compiled_autograd, untraced, untraced_itself
 from paceline.torch.model.config import DDPConfig, Weight, make_config
@@ -278,7 +279,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         peers = self._peers
         assert peers is not None
         on_host = self._tensors.device_kinds == {"cpu"}
-        link = connect(
+        communicator = connect(
             peers,
             on_host=on_host,
             reduce_through=self._config.reduce_through,
@@ -293,11 +294,11 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if are_equal:
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
             values = [*self._tensors.all_parameters.values(), *buffers]
-            link.broadcast(values)
+            communicator.broadcast(values)
         if is_sharing:
             parameters, memory = self._tensors.all_parameters, peers.share_hosts()
             self._home = move(_SHARING, parameters, peers, memory, are_equal=are_equal, allows_writing=True)
-        passes: GradientPasses = self._passes_over(link)
+        passes: GradientPasses = self._passes_over(communicator)
         passes.shares_parameters = self._home is not None
         passes.autograd.errors = self._errors
         if self._sample_rate is not None:
@@ -313,25 +314,27 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         for module in self.module.modules():
             module.register_state_dict_pre_hook(check_before_state_dict)  # type: ignore[no-untyped-call]
 
-    def _make_passes(self, link: Link[torch.Tensor]) -> GradientPasses:
-        return make_passes(self._tensors, link, self._config)
+    def _make_passes(self, communicator: Communicator[torch.Tensor]) -> GradientPasses:
+        return make_passes(self._tensors, communicator, self._config)
 
-    def _join_member(self, between: str, link: Link[torch.Tensor]) -> tuple[Link[torch.Tensor], Members]:
+    def _join_member(
+        self, between: str, communicator: Communicator[torch.Tensor]
+    ) -> tuple[Communicator[torch.Tensor], Members]:
         peers = self._peers
         assert peers is not None
         return join_member(
-            link,
+            communicator,
             peers.exchange,
             between,
-            lambda core: MemoryLink(core, MemberPeers(core, peers)),
+            lambda core: MemoryCommunicator(core, MemberPeers(core, peers)),
             owner=type(self).__name__,
             on_host=self._tensors.device_kinds == {"cpu"},
             timeout_s=peers.timeout_s,
             warn_after_s=peers.warn_after_s,
         )
 
-    def _outer(self, link: Link[torch.Tensor]) -> tuple[OuterParameters, BufferSync]:
-        return OuterParameters(self._tensors), make_buffer_sync(self._tensors, link, self._config)
+    def _outer(self, communicator: Communicator[torch.Tensor]) -> tuple[OuterParameters, BufferSync]:
+        return OuterParameters(self._tensors), make_buffer_sync(self._tensors, communicator, self._config)
 
     def _begin_again(self) -> GradientPasses:
         if self._passes is not None:

@@ -16,8 +16,8 @@ from torch.distributed.algorithms.join import Join, JoinHook
 
 from paceline.errors import ConfigError
 from paceline.reducer.passes.uneven import Shadow
-from paceline.torch.link.calls import GroupCalls
-from paceline.torch.link.peers import Peers, ProcessGroupPeers
+from paceline.torch.communicator.calls import GroupCalls
+from paceline.torch.communicator.peers import Peers, ProcessGroupPeers
 
 if TYPE_CHECKING:
     from paceline.torch.passes.passes import GradientPasses
@@ -42,7 +42,7 @@ class Joining:
                 hint="call ddp.finish() on each rank when its data ends; or torch.distributed."
                 "init_process_group() before wrapping the model",
             )
-        calls = GroupCalls(peers, None if passes is None else passes.link.peer_monitor)
+        calls = GroupCalls(peers, None if passes is None else passes.communicator.peer_monitor)
         self._device = torch.device("cpu") if calls.serves_cpu else device
         self._calls = calls
         self._passes = passes
@@ -78,14 +78,14 @@ class Joining:
         if self._shadow is not None:
             shadow, self._shadow = self._shadow, None
             shadow.end()
-        votes = self._passes.link.all_gather(bytes([is_last]))
+        votes = self._passes.communicator.all_gather(bytes([is_last]))
         self._passes.broadcast_model(votes.index(bytes([True])))
 
     def _any(self, is_syncing: bool) -> bool:
         if self._passes is None:
             return is_syncing
         votes = torch.tensor([float(is_syncing)], device=self._device)
-        self._passes.link.sum(votes)
+        self._passes.communicator.sum(votes)
         return bool(votes.item())
 
 

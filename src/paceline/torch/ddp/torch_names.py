@@ -33,20 +33,20 @@ from paceline.errors import ConfigError, ReplicaError
 from paceline.reducer.local_sgd.meetings import Meetings, Warmup
 from paceline.sharding.partial_steps import torn
 from paceline.sharding.shared_parameters import written
+from paceline.torch.communicator.buffer_hook import BufferHook
 from paceline.torch.data_parallel.scatter import gather, scatter_call
 from paceline.torch.ddp.join import DDPJoinHook, Joining, NamingJoin
 from paceline.torch.ddp.logging_data import TorchLogger, logging_data, noting_errors
 from paceline.torch.ddp.pickling import copy_of, restore, state_of
 from paceline.torch.ddp.regrouping import regroup
 from paceline.torch.ddp.wrapped_twice import AskedWhenWrapped, refuse_replicas
-from paceline.torch.link.buffer_hook import BufferHook
 from paceline.torch.model.arguments import as_device
 from paceline.torch.passes.passes import ErrorNote
 from paceline.torch.sharding.shared_storage import Home
 
 if TYPE_CHECKING:
     from paceline.reducer.comm_hooks import CommHook
-    from paceline.torch.link.peers import Peers
+    from paceline.torch.communicator.peers import Peers
     from paceline.torch.model.config import DDPConfig
     from paceline.torch.model.parameters import ManagedTensors
     from paceline.torch.passes.passes import GradientPasses

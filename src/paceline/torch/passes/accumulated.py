@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from paceline.reducer.overlaps import overlapping
-from paceline.torch.link.arena import extent
+from paceline.torch.communicator.arena import extent
 
 
 def part_accumulated(parameters: Sequence[torch.Tensor], indices: Iterable[int]) -> None:

@@ -22,7 +22,7 @@ from paceline.reducer.passes.state import PassState
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.reporting_reducer import ReportingReducer
 from paceline.sharding.scattered_gradients import left_over
-from paceline.torch.link.arena import extent
+from paceline.torch.communicator.arena import extent
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.parameters import other_gradients
 from paceline.torch.sharding.scattered_gradients import ScatteredGradient, TorchHands

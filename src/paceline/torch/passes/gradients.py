@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from paceline import _core
-from paceline.reducer.link import Reduction
+from paceline.reducer.communicator import Reduction
 from paceline.reducer.passes.state import PassState
 from paceline.reducer.plan import ParameterSpec
 from paceline.sharding.scattered_gradients import scatter
-from paceline.torch.link.arena import extent
+from paceline.torch.communicator.arena import extent
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.inner_tensors import is_plain
 from paceline.torch.model.parameters import ManagedTensors

@@ -19,14 +19,14 @@ from torch.autograd import Variable, profiler
 from paceline import _core
 from paceline.errors import PacelineError
 from paceline.reducer.buffers import BufferSync
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.reducer.passes.front_end import FrontEnd
 from paceline.reducer.passes.graphs import EndOfBackward, Graph
 from paceline.reducer.passes.local_backward import LocalBackward
 from paceline.reducer.passes.passes import Passes
 from paceline.reducer.passes.state import PassState
 from paceline.sharding.scattered_gradients import refuse_sparse
-from paceline.torch.link.link import average_buffers
+from paceline.torch.communicator.communicators import average_buffers
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors
@@ -322,15 +322,17 @@ class TorchAutograd:
 GradientPasses: TypeAlias = Passes[TorchAutograd]
 
 
-def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPConfig) -> GradientPasses:
-    """What averages the gradients of `tensors` over the ranks of `link` in each backward. Collective."""
-    state = PassState(link.rank, link.world_size)
-    gradients = Gradients(tensors, state, config, link.rank)
+def make_passes(
+    tensors: ManagedTensors, communicator: Communicator[torch.Tensor], config: DDPConfig
+) -> GradientPasses:
+    """Averages the gradients of `tensors` over the ranks of `communicator` in each backward. Collective."""
+    state = PassState(communicator.rank, communicator.world_size)
+    gradients = Gradients(tensors, state, config, communicator.rank)
     if config.scatters:
         refuse_sparse(TorchHands.words, [tensors.names[index] for index in sorted(tensors.sparse)])
     weights = TorchWeights(tensors.trainable, state)
     sparse = [(index, tensors.trainable[index]) for index in sorted(tensors.sparse)]
-    buffers, notes = make_buffer_sync(tensors, link, config), make_notes(tensors.trainable)
+    buffers, notes = make_buffer_sync(tensors, communicator, config), make_notes(tensors.trainable)
     autograd = TorchAutograd(
         tensors,
         state,
@@ -339,27 +341,29 @@ def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPCo
         buffers,
         notes,
         is_static=config.static_graph,
-        is_alone=link.world_size == 1,
+        is_alone=communicator.world_size == 1,
     )
     front_end = FrontEnd(
         tensors,
         gradients,
-        SparseMeans(sparse, link),
+        SparseMeans(sparse, communicator),
         autograd,
         weights,
         buffers,
         notes,
         hash_model,
     )
-    passes = Passes(front_end, state, link, config)
+    passes = Passes(front_end, state, communicator, config)
     if recording.keeps_all:
         note_steps()
     return passes
 
 
-def make_buffer_sync(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPConfig) -> BufferSync:
-    """What keeps the buffers of `tensors` in step over the ranks of `link`."""
-    return BufferSync(tensors, link, config, average_buffers, hash_model)
+def make_buffer_sync(
+    tensors: ManagedTensors, communicator: Communicator[torch.Tensor], config: DDPConfig
+) -> BufferSync:
+    """What keeps the buffers of `tensors` in step over the ranks of `communicator`."""
+    return BufferSync(tensors, communicator, config, average_buffers, hash_model)
 
 
 @untraced

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from paceline import _core
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 
 _HEADER = struct.Struct("<d??qq")
 
@@ -36,16 +36,18 @@ class SparseMeans:
 
     Args:
         parameters: Those that have them, and their indices in the plan.
-        link: Between the ranks.
+        communicator: Between the ranks.
 
     Attributes:
         squared_norm: The squared norm of the last pass's means.
         nonfinite: (rank, parameter) of each gradient of the last pass that was not finite.
     """
 
-    def __init__(self, parameters: Sequence[tuple[int, torch.Tensor]], link: Link[torch.Tensor]) -> None:
+    def __init__(
+        self, parameters: Sequence[tuple[int, torch.Tensor]], communicator: Communicator[torch.Tensor]
+    ) -> None:
         self._parameters = parameters
-        self._link = link
+        self._communicator = communicator
         self.squared_norm = 0.0
         self.nonfinite: list[tuple[int, int]] = []
 
@@ -65,7 +67,7 @@ class SparseMeans:
         """
         self.squared_norm, self.nonfinite = 0.0, []
         for index, parameter in self._parameters:
-            payloads = self._link.all_gather(_pack(parameter.grad if has_data else None, weight))
+            payloads = self._communicator.all_gather(_pack(parameter.grad if has_data else None, weight))
             rows = [_unpack(payload, parameter) for payload in payloads]
             self.nonfinite += [
                 (rank, index)

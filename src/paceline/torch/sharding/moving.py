@@ -14,8 +14,8 @@ from paceline.rendezvous.shared_memory import HostMemory
 from paceline.sharding import moving
 from paceline.sharding.moving import overlapping
 from paceline.sharding.shared_parameters import home_of, homes_of
-from paceline.torch.link.arena import extent
-from paceline.torch.link.peers import Peers
+from paceline.torch.communicator.arena import extent
+from paceline.torch.communicator.peers import Peers
 from paceline.torch.model.inner_tensors import is_disjoint, is_wrapper
 from paceline.torch.sharding.guards import watch_optimizers
 from paceline.torch.sharding.shared_storage import PLACING, Home

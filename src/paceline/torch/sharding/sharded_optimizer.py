@@ -23,7 +23,7 @@ from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.between_hosts.options import BetweenHosts
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.reducer.passes.sharing import registry
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import CACHED_BYTES, deal, fit_into_caches
@@ -33,9 +33,9 @@ from paceline.sharding.kinds import Kind
 from paceline.sharding.meeting import Call, spell_options
 from paceline.sharding.shared_parameters import check_step_allowed, homes_of
 from paceline.sharding.shared_step import OWNER, SharedStep, coupled, no_step, refuse_copies
-from paceline.torch.link.arena import is_dense
-from paceline.torch.link.link import connect
-from paceline.torch.link.peers import find_peers, known_exchange
+from paceline.torch.communicator.arena import is_dense
+from paceline.torch.communicator.communicators import connect
+from paceline.torch.communicator.peers import find_peers, known_exchange
 from paceline.torch.model.parameters import describe_tensors
 from paceline.torch.sharding.elementwise import kind_of
 from paceline.torch.sharding.groups import (
@@ -179,11 +179,13 @@ class ShardedOptimizer(Optimizer, Joinable):
         self._loads = [0] * self.world_size
         self._agree(self.param_groups, kinds)
         self._cached_bytes = CACHED_BYTES * self._most_threads()
-        self._link = None if self.world_size == 1 else self._connect(reduce_through)
+        self._communicator = None if self.world_size == 1 else self._connect(reduce_through)
         self._steps: SharedStep[State] = SharedStep(
             self._shards,
-            self._link,
-            None if self._link is None else travel_over(self._link, on_host=self._is_on_host()),
+            self._communicator,
+            None
+            if self._communicator is None
+            else travel_over(self._communicator, on_host=self._is_on_host()),
             lambda: looked_at(self.param_groups),
             lambda: spell_options(plain_options(self.param_groups)),
         )
@@ -364,16 +366,16 @@ class ShardedOptimizer(Optimizer, Joinable):
         self, joined: Sequence[int], gradients: list[torch.Tensor | None] | None, has_gradient: bytes
     ) -> bytes:
         """Give ranks that have no data any more their parts of the gradients. Collective."""
-        assert self._link is not None
+        assert self._communicator is not None
         root = next(rank for rank in range(self.world_size) if rank not in joined)
-        # On the parameters' device, which the link serves.
+        # On the parameters' device, which the communicator serves.
         device = self._shards.parameters[0].device
         known = torch.tensor(list(has_gradient) or [0] * len(self._shards.parameters), dtype=torch.uint8)
         known = known.to(device)
-        self._link.broadcast([known], root=root)
+        self._communicator.broadcast([known], root=root)
         has_gradient = bytes(known.tolist())
         for rank in joined:
-            self._shards.lend_gradients(self._link, rank, root, gradients, has_gradient)
+            self._shards.lend_gradients(self._communicator, rank, root, gradients, has_gradient)
         return has_gradient
 
     @property
@@ -488,7 +490,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Whether all parameters lie on the CPU."""
         return all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
 
-    def _connect(self, reduce_through: str) -> Link[torch.Tensor]:
+    def _connect(self, reduce_through: str) -> Communicator[torch.Tensor]:
         """Connect the ranks. Collective."""
         return connect(
             self._peers,
@@ -564,7 +566,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             to,
             self.rank,
             self.world_size,
-            lambda to: WholeState(self._shards, self.optim.state, self._link, to).by_parameter,
+            lambda to: WholeState(self._shards, self.optim.state, self._communicator, to).by_parameter,
             self._state_in_journal,
         )
 

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.sharding.cuts import Extent, Piece
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.ownership import tell_owners
 from paceline.sharding.shared_parameters import check_step_allowed, home_of, homes_of
 from paceline.sharding.shared_step import OWNER
-from paceline.torch.link.arena import is_dense
+from paceline.torch.communicator.arena import is_dense
 from paceline.torch.sharding.scattered_gradients import ScatteredGradient
 from paceline.torch.sharding.shared_storage import Home
 
@@ -230,7 +230,7 @@ class Shards:
 
     def lend_gradients(
         self,
-        link: Link[torch.Tensor],
+        communicator: Communicator[torch.Tensor],
         to: int,
         root: int,
         gradients: Sequence[torch.Tensor | None] | None,
@@ -239,7 +239,7 @@ class Shards:
         """Give a rank without data its part of the gradients of another. Collective.
 
         Args:
-            link: Between the ranks.
+            communicator: Between the ranks.
             to: The rank that gets them; its pieces have them afterwards.
             root: The rank that gives them.
             gradients: All gradients of this rank; None: it has none.
@@ -258,7 +258,7 @@ class Shards:
             if self.rank == to:
                 tensor.grad = parts[-1]
         if parts:
-            link.broadcast(parts, root=root)
+            communicator.broadcast(parts, root=root)
 
     def clear_gradients(self, numbers: Sequence[int] | None = None) -> None:
         """Let go of them: their memory belongs to whoever calls zero_grad()."""

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
-from paceline.torch.link.peers import find_peers, known_exchange
+from paceline.torch.communicator.peers import find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.sharding.moving import move, move_out, refuse_strange

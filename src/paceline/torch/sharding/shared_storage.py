@@ -10,7 +10,7 @@ import torch
 from paceline import _core
 from paceline.sharding import shared_parameters
 from paceline.sharding.shared_parameters import WrapperNames
-from paceline.torch.link.arena import extent
+from paceline.torch.communicator.arena import extent
 
 Home = shared_parameters.Home[torch.Tensor]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from paceline import _core
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.sharding.travel import GroupTravel, MemoryTravel, Travel
-from paceline.torch.link.arena import is_dense
-from paceline.torch.link.link import MemoryLink
+from paceline.torch.communicator.arena import is_dense
+from paceline.torch.communicator.communicators import MemoryCommunicator
 
 
 class _TorchArrays:
@@ -32,8 +32,8 @@ def travel_in(core: _core.HostGroup) -> Travel[torch.Tensor]:
     return MemoryTravel(core, _TorchArrays())
 
 
-def travel_over(link: Link[torch.Tensor], *, on_host: bool) -> Travel[torch.Tensor]:
-    """The best way over a link; `on_host`: all parameters lie on the CPU."""
-    if isinstance(link, MemoryLink):
-        return travel_in(link.core)
-    return GroupTravel(link, _TorchArrays() if on_host else None)
+def travel_over(communicator: Communicator[torch.Tensor], *, on_host: bool) -> Travel[torch.Tensor]:
+    """The best way over a communicator; `on_host`: all parameters lie on the CPU."""
+    if isinstance(communicator, MemoryCommunicator):
+        return travel_in(communicator.core)
+    return GroupTravel(communicator, _TorchArrays() if on_host else None)

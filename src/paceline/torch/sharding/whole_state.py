@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
-from paceline.reducer.link import Link
+from paceline.reducer.communicator import Communicator
 from paceline.sharding.cuts import Piece
 from paceline.torch.sharding.shards import Shards, like, part_of
 
@@ -50,7 +50,7 @@ class WholeState:
     Args:
         shards: The pieces.
         state: What this rank's optimizer remembers, by piece.
-        link: Between the ranks; None: there is one rank.
+        communicator: Between the ranks; None: there is one rank.
         to: The rank that gets it.
 
     Attributes:
@@ -61,20 +61,24 @@ class WholeState:
     """
 
     def __init__(
-        self, shards: Shards, state: Mapping[torch.Tensor, Any], link: Link[torch.Tensor] | None, to: int
+        self,
+        shards: Shards,
+        state: Mapping[torch.Tensor, Any],
+        communicator: Communicator[torch.Tensor] | None,
+        to: int,
     ) -> None:
         self.by_parameter: State = {}
         self._shards = shards
         self._is_target = to == shards.rank
         own = _describe(shards, state)
         payload = json.dumps([own.tree, [[list(t.shape), str(t.dtype)] for t in own.tensors], own.failure])
-        payloads = [payload.encode()] if link is None else link.all_gather(payload.encode())
+        payloads = [payload.encode()] if communicator is None else communicator.all_gather(payload.encode())
         told = [json.loads(each) for each in payloads]
         _raise_failures([failure for _, _, failure in told])
         for rank, (tree, forms, _) in enumerate(told):
             tensors = own.tensors if rank == shards.rank else _rooms(forms, shards)
-            if link is not None and tensors:
-                link.broadcast(tensors, root=rank)
+            if communicator is not None and tensors:
+                communicator.broadcast(tensors, root=rank)
             if self._is_target:
                 states = [(shards.pieces[index], _built(described, tensors)) for index, described in tree]
                 self.by_parameter = put_together(shards, states, self.by_parameter)

@@ -25,8 +25,8 @@ from paceline.reducer.channels import known_channel
 from paceline.reducer.plan import Plan
 from paceline.reducer.process_group_waits import ProcessGroupWaits, is_of_a_late_peer, is_of_a_lost_peer
 from paceline.reducer.sum_order import join_in_order
-from paceline.torch.link.exchange import transport_device
-from paceline.torch.link.peers import ProcessGroupPeers
+from paceline.torch.communicator.exchange import transport_device
+from paceline.torch.communicator.peers import ProcessGroupPeers
 from paceline.torch.model.parameters import dtype_name
 
 _Options = TypeVar("_Options")

@@ -21,11 +21,11 @@ from torch._C._distributed_c10d import AllgatherOptions, PrefixStore
 
 from paceline.errors import RegionError
 from paceline.reducer.host_reports import HostReports
-from paceline.torch.link.calls import Call, asynchronous
-from paceline.torch.link.exchange import transport_device
-from paceline.torch.link.kept import keep
-from paceline.torch.link.peers import ProcessGroupPeers
-from paceline.torch.link.stores import store_of
+from paceline.torch.communicator.calls import Call, asynchronous
+from paceline.torch.communicator.exchange import transport_device
+from paceline.torch.communicator.kept import keep
+from paceline.torch.communicator.peers import ProcessGroupPeers
+from paceline.torch.communicator.stores import store_of
 
 _reports: weakref.WeakKeyDictionary[dist.ProcessGroup, Reports] = weakref.WeakKeyDictionary()
 

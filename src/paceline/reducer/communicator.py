@@ -1,9 +1,9 @@
 """What moves values and gradients between the ranks of one model, whoever they are.
 
 The one idea: the memory that the ranks of one host share and a process group of the framework do the same few
-things, so nothing above knows which it is. Each front end has a `MemoryLink`, a `GroupLink`, one between
-hosts, whose reducer sums within each host first (`hierarchical.py`), and one that gives buckets to a user's
-hook and leaves all else to another link.
+things, so nothing above knows which it is. Each front end has a `MemoryCommunicator`, a `GroupCommunicator`,
+one between hosts, whose reducer sums within each host first (`hierarchical.py`), and one that gives buckets
+to a user's hook and leaves all else to another communicator.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Reduction(Generic[_Tensor]):
     adopt_errors: Callable[[Collection[int] | None], None] | None = None
 
 
-class Link(Protocol[_Tensor]):
+class Communicator(Protocol[_Tensor]):
     """Between all ranks that train a model. Its methods are collective, but for `tell` and `with_hook`.
 
     Attributes:
@@ -148,8 +148,8 @@ class Link(Protocol[_Tensor]):
         """
         ...
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Link[_Tensor]:
-        """A link that gives buckets to a hook of the user's, and does all else as this one.
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[_Tensor]:
+        """A communicator that gives buckets to a hook of the user's, and does all else as this one.
 
         Args:
             hook: The same on all ranks.
@@ -158,18 +158,18 @@ class Link(Protocol[_Tensor]):
         ...
 
 
-def agree(link: Link[Any], numbers: Sequence[int]) -> list[int]:
+def agree(communicator: Communicator[Any], numbers: Sequence[int]) -> list[int]:
     """Rank 0's numbers, on every rank. Collective.
 
     Args:
-        link: Between the ranks.
+        communicator: Between the ranks.
         numbers: Below 2**31.
 
     Example:
         Rank 0 passes [2, 0, 1] and rank 1 [0, 1, 2]; both get [2, 0, 1].
     """
     own = np.array(numbers, np.int32).tobytes()
-    return [int(number) for number in np.frombuffer(link.all_gather(own)[0], np.int32)]
+    return [int(number) for number in np.frombuffer(communicator.all_gather(own)[0], np.int32)]
 
 
 def make_host_reducer(

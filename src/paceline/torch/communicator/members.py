@@ -1,4 +1,4 @@
-"""The ranks that train as one in local SGD, those of a host or a single one, as a link asks for them."""
+"""The ranks that train as one in local SGD, those of a host or a single one, for a communicator."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline import _core
 from paceline.collectives.whole_exchange import WholeExchange
 from paceline.errors import ConfigError
 from paceline.rendezvous.shared_memory import HostMemory
-from paceline.torch.link.peers import Peers
+from paceline.torch.communicator.peers import Peers
 
 
 class MemberPeers:
-    """The ranks of a member, as `MemoryLink` asks for them; they count from 0.
+    """The ranks of a member, as `MemoryCommunicator` asks for them; they count from 0.
 
     Args:
         core: The memory that they share.

@@ -30,9 +30,9 @@ from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.partner_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import place_of
 from paceline.reducer.plan import Plan
-from paceline.torch.link.calls import GroupCalls, abort_on_devices, engine_of
-from paceline.torch.link.peers import ProcessGroupPeers
-from paceline.torch.link.stores import store_of
+from paceline.torch.communicator.calls import GroupCalls, abort_on_devices, engine_of
+from paceline.torch.communicator.peers import ProcessGroupPeers
+from paceline.torch.communicator.stores import store_of
 
 ENGINES = ("nccl", "gloo")
 """Backends that a host's group can have: that of the process group of all ranks for their device."""

@@ -41,8 +41,8 @@ from paceline.reducer.between_hosts.hierarchical import Hosts
 from paceline.reducer.between_hosts.routes import num_shares, place_of
 from paceline.reducer.between_hosts.wire import Message
 from paceline.rendezvous.shared_memory import HostMemory
-from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
-from paceline.torch.link.stores import store_of
+from paceline.torch.communicator.peers import Peers, ProcessGroupPeers, control_of
+from paceline.torch.communicator.stores import store_of
 
 
 def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.reducer.link import BROADCAST_BYTES, pack
+from paceline.reducer.communicator import BROADCAST_BYTES, pack
 from paceline.torch.model.inner_tensors import is_dense, plain_tensors
 
 _KEPT_BYTES = 1 << 20

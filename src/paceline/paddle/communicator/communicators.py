@@ -1,7 +1,7 @@
 """What moves values and gradients between the ranks of one model.
 
-See `paceline.reducer.link`: the memory that the ranks of one host share and a group of paddle.distributed do
-the same few things, so that nothing above knows which it is.
+See `paceline.reducer.communicator`: the memory that the ranks of one host share and a group of
+paddle.distributed do the same few things, so that nothing above knows which it is.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.health.peer_monitor import MemoryPeerMonitor, PeerMonitor, Tell, tell_on_host_too
 from paceline.paddle import internals
-from paceline.paddle.link.arena import Arena, shared_places
-from paceline.paddle.link.calls import GroupCalls, MemoryCalls
-from paceline.paddle.link.comm_hook import BucketHook
-from paceline.paddle.link.transport import PaddleTransport
+from paceline.paddle.communicator.arena import Arena, shared_places
+from paceline.paddle.communicator.calls import GroupCalls, MemoryCalls
+from paceline.paddle.communicator.comm_hook import BucketHook
+from paceline.paddle.communicator.transport import PaddleTransport
 from paceline.paddle.model.parameters import dtype_name, nbytes
-from paceline.reducer import link
+from paceline.reducer import communicator as common
 from paceline.reducer.between_hosts.hierarchical import MOST_POINTER_BYTES, Hosts
 from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts
 from paceline.reducer.between_hosts.reducers import HostReducers
 from paceline.reducer.between_hosts.routes import BUCKET_BYTES
 from paceline.reducer.comm_hooks import CommHook
-from paceline.reducer.link import (
+from paceline.reducer.communicator import (
     CORE_DTYPES,
     Reduction,
     ReductionOptions,
@@ -43,24 +43,26 @@ from paceline.reducer.plan import Plan
 from paceline.reducer.process_group import ProcessGroupReducer
 
 
-class Link(link.Link[paddle.Tensor], Protocol):
-    """A `Link` that gathers arrays, too."""
+class Communicator(common.Communicator[paddle.Tensor], Protocol):
+    """A `Communicator` that gathers arrays, too."""
 
     def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
         ...
 
     def sum(self, tensor: paddle.Tensor, timeout_s: float | None = None) -> None:
-        """See `paceline.reducer.link.Link`. `timeout_s`: most seconds of this wait; None: as of all."""
+        """See `paceline.reducer.communicator.Communicator`. `timeout_s`: most seconds of this wait; None: as
+        of all.
+        """
         ...
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Link:
-        """See `paceline.reducer.link.Link`."""
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator:
+        """See `paceline.reducer.communicator.Communicator`."""
         ...
 
 
-class MemoryLink:
-    """A `Link` through the memory that all ranks share. Tensors are on the CPU.
+class MemoryCommunicator:
+    """A `Communicator` through the memory that all ranks share. Tensors are on the CPU.
 
     Args:
         core: The memory.
@@ -115,12 +117,12 @@ class MemoryLink:
         places = shared_places(plan, parameters, reducer.arena_pointer, reducer)
         return Reduction(plan, places, reducer, most_pointer_bytes=sys.maxsize, owned=options.owned)
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Link:
-        return HookLink(self, MemoryCalls(self.core), hook, process_group)
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator:
+        return HookCommunicator(self, MemoryCalls(self.core), hook, process_group)
 
 
-class GroupLink:
-    """A `Link` through a group of paddle.distributed.
+class GroupCommunicator:
+    """A `Communicator` through a group of paddle.distributed.
 
     Args:
         calls: On the group.
@@ -184,15 +186,16 @@ class GroupLink:
     ) -> Reduction[paddle.Tensor]:
         return _over(self._calls, Arena(plan, parameters), options)
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Link:
-        return HookLink(self, self._calls, hook, process_group)
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator:
+        return HookCommunicator(self, self._calls, hook, process_group)
 
 
-class HostsLink:
-    """A `Link` between several hosts: gradients meet in the memory of each, all else goes over the group.
+class HostsCommunicator:
+    """A `Communicator` between several hosts: gradients meet in the memory of each, all else goes over the
+    group.
 
     Args:
-        link: For all else.
+        communicator: For all else.
         calls: Between all ranks, for a hook.
         hosts: Who is where, and their connections.
         between_hosts: What is asked of the way between them.
@@ -201,15 +204,25 @@ class HostsLink:
     wants_whole_buckets = False
     most_bucket_bytes: int | None = BUCKET_BYTES
 
-    def __init__(self, link: GroupLink, calls: GroupCalls, hosts: Hosts, between_hosts: BetweenHosts) -> None:
+    def __init__(
+        self, communicator: GroupCommunicator, calls: GroupCalls, hosts: Hosts, between_hosts: BetweenHosts
+    ) -> None:
         self._reducers = HostReducers(hosts, between_hosts)
         self.path, self.bits = "hosts", self._reducers.bits
-        self.rank, self.world_size, self.peer_monitor = link.rank, link.world_size, link.peer_monitor
-        self.tell = tell_on_host_too(hosts.group, link.peer_monitor)
-        self.broadcast, self.all_gather, self.gather = link.broadcast, link.all_gather, link.gather
-        self.prepare_broadcast = link.prepare_broadcast
-        self.sum = link.sum if between_hosts.deterministic is None else link.sum_in_order
-        self._link, self._calls, self._between_hosts = link, calls, between_hosts
+        self.rank, self.world_size, self.peer_monitor = (
+            communicator.rank,
+            communicator.world_size,
+            communicator.peer_monitor,
+        )
+        self.tell = tell_on_host_too(hosts.group, communicator.peer_monitor)
+        self.broadcast, self.all_gather, self.gather = (
+            communicator.broadcast,
+            communicator.all_gather,
+            communicator.gather,
+        )
+        self.prepare_broadcast = communicator.prepare_broadcast
+        self.sum = communicator.sum if between_hosts.deterministic is None else communicator.sum_in_order
+        self._communicator, self._calls, self._between_hosts = communicator, calls, between_hosts
 
     def make_reduction(
         self,
@@ -223,19 +236,19 @@ class HostsLink:
             places = shared_places(plan, parameters, reducer.arena_pointer, reducer.memory)
             adopt = None if reducer.codes is None else reducer.adopt_errors
             return Reduction(plan, places, reducer, most_pointer_bytes=MOST_POINTER_BYTES, adopt_errors=adopt)
-        self.path, self.bits = self._link.path, self._link.bits
-        return self._link.make_reduction(plan, parameters, options)
+        self.path, self.bits = self._communicator.path, self._communicator.bits
+        return self._communicator.make_reduction(plan, parameters, options)
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Link:
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator:
         self._between_hosts.refuse(A_HOOK)
-        return HookLink(self, self._calls, hook, process_group)
+        return HookCommunicator(self, self._calls, hook, process_group)
 
 
-class HookLink:
-    """A `Link` that gives buckets to a user's hook, and leaves all else to another link.
+class HookCommunicator:
+    """A `Communicator` that gives buckets to a user's hook, and leaves all else to another communicator.
 
     Args:
-        link: The other one.
+        communicator: The other one.
         calls: Between the same ranks, for the hook.
         hook: Averages buckets, which hold whole parameters.
         process_group: The process group of the wrapped model, for the hook.
@@ -245,12 +258,18 @@ class HookLink:
     wants_whole_buckets = True
     most_bucket_bytes: int | None = None
 
-    def __init__(self, link: Link, calls: GroupCalls, hook: CommHook, process_group: Any) -> None:
-        self.rank, self.world_size, self.tell = link.rank, link.world_size, link.tell
-        self.peer_monitor = link.peer_monitor
-        self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
-        self.prepare_broadcast = link.prepare_broadcast
-        self.gather, self.with_hook = link.gather, link.with_hook
+    def __init__(
+        self, communicator: Communicator, calls: GroupCalls, hook: CommHook, process_group: Any
+    ) -> None:
+        self.rank, self.world_size, self.tell = communicator.rank, communicator.world_size, communicator.tell
+        self.peer_monitor = communicator.peer_monitor
+        self.broadcast, self.sum, self.all_gather = (
+            communicator.broadcast,
+            communicator.sum,
+            communicator.all_gather,
+        )
+        self.prepare_broadcast = communicator.prepare_broadcast
+        self.gather, self.with_hook = communicator.gather, communicator.with_hook
         self._calls = calls
         self._hook = hook
         self._process_group = process_group
@@ -270,7 +289,7 @@ class HookLink:
 
 
 def average_buffers(
-    through: link.Link[paddle.Tensor], buffers: Sequence[paddle.Tensor], active: Sequence[int]
+    through: common.Communicator[paddle.Tensor], buffers: Sequence[paddle.Tensor], active: Sequence[int]
 ) -> None:
     """Replace each buffer by its mean over the ranks `active`, summed in float32 or wider. Collective."""
     with paddle.no_grad():

@@ -1,4 +1,4 @@
-"""What links have in common: values packed into pieces, bytes of any lengths gathered."""
+"""What communicators have in common: values packed into pieces, bytes of any lengths gathered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.reducer.link import gather_bytes, pack
+from paceline.reducer.communicator import gather_bytes, pack
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 60))

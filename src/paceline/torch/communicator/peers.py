@@ -24,8 +24,8 @@ from paceline.reducer.channels import channel_of
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import HostMemory
-from paceline.torch.link.exchange import ProcessGroupExchange
-from paceline.torch.link.restarts import warn_of_shared_store
+from paceline.torch.communicator.exchange import ProcessGroupExchange
+from paceline.torch.communicator.restarts import warn_of_shared_store
 from paceline.torch.model.arguments import checked_group
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from paceline.errors import RendezvousError, format_ranks
 from paceline.rendezvous.roll_call import Roll
 from paceline.rendezvous.secret import find_secret
 from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures, SignedBoard
-from paceline.torch.link.kept import keep
-from paceline.torch.link.stores import store_of
+from paceline.torch.communicator.kept import keep
+from paceline.torch.communicator.stores import store_of
 
 _HOLDER = 0  # the rank of the default group that serves torch's store, where no agent does
 _HEADER_BYTES = 4

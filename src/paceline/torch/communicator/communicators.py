@@ -1,6 +1,6 @@
 """What moves values and gradients between the ranks of one model: memory that they share, or a process group.
 
-See `paceline.reducer.link`. The hooks see no difference between the kinds.
+See `paceline.reducer.communicator`. The hooks see no difference between the kinds.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from paceline.reducer.between_hosts.routes import BUCKET_BYTES, place_of
 from paceline.reducer.between_hosts.shares import Place, Shares, plan_of_shares, take_over
 from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.reducer.comm_hooks import CommHook
-from paceline.reducer.link import (
+from paceline.reducer.communicator import (
     CORE_DTYPES,
-    Link,
+    Communicator,
     Reduction,
     ReductionOptions,
     gather_bytes,
@@ -43,16 +43,16 @@ from paceline.reducer.link import (
 )
 from paceline.reducer.plan import Plan
 from paceline.reducer.process_group import ProcessGroupReducer
-from paceline.torch.link.arena import Arena
-from paceline.torch.link.broadcast import PreparedBroadcast
-from paceline.torch.link.calls import GroupCalls
-from paceline.torch.link.comm_hook import HookTransport
-from paceline.torch.link.device_copies import DeviceCopies
-from paceline.torch.link.hosts import join_hosts, join_partners
-from paceline.torch.link.local_group import LocalCalls, LocalGroup, check_devices, local_group_of
-from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
-from paceline.torch.link.share_transport import ShareTransport
-from paceline.torch.link.transport import ProcessGroupTransport
+from paceline.torch.communicator.arena import Arena
+from paceline.torch.communicator.broadcast import PreparedBroadcast
+from paceline.torch.communicator.calls import GroupCalls
+from paceline.torch.communicator.comm_hook import HookTransport
+from paceline.torch.communicator.device_copies import DeviceCopies
+from paceline.torch.communicator.hosts import join_hosts, join_partners
+from paceline.torch.communicator.local_group import LocalCalls, LocalGroup, check_devices, local_group_of
+from paceline.torch.communicator.peers import Peers, ProcessGroupPeers, control_of
+from paceline.torch.communicator.share_transport import ShareTransport
+from paceline.torch.communicator.transport import ProcessGroupTransport
 from paceline.torch.model.inner_tensors import plain_tensors
 from paceline.torch.model.parameters import dtype_name
 
@@ -66,8 +66,8 @@ def connect(
     reduce_through: str,
     between_hosts: BetweenHosts,
     devices: Collection[torch.device] = (),
-) -> Link[torch.Tensor]:
-    """The best link between these ranks. Collective.
+) -> Communicator[torch.Tensor]:
+    """The best communicator between these ranks. Collective.
 
     Args:
         peers: The ranks that train the model.
@@ -85,11 +85,13 @@ def connect(
     tries_memory = on_host and reduce_through != "group"
     memory = peers.share_hosts() if tries_memory else None
     if memory is not None and len(memory.hosts) == 1:
-        return MemoryLink(memory.host_group, peers)
+        return MemoryCommunicator(memory.host_group, peers)
     hosts = join_hosts(peers, memory) if memory is not None and reduce_through in ("auto", "hosts") else None
     if hosts is not None:
         assert isinstance(peers, ProcessGroupPeers)
-        return HostsLink(GroupLink(peers, ChannelPeerMonitor(hosts.control)), peers, hosts, between_hosts)
+        return HostsCommunicator(
+            GroupCommunicator(peers, ChannelPeerMonitor(hosts.control)), peers, hosts, between_hosts
+        )
     if memory is not None:
         memory.host_group.close()
     _check_group(peers, on_host, reduce_through, between_hosts.owner)
@@ -98,12 +100,12 @@ def connect(
         between_hosts.refuse(seen if on_host else "parameters on a GPU")
     assert isinstance(peers, ProcessGroupPeers)
     if memory is None:
-        return GroupLink(peers, _find_peer_monitor(peers))
-    return GroupLink(peers, ChannelPeerMonitor(control_of(peers, memory.hosts)))
+        return GroupCommunicator(peers, _find_peer_monitor(peers))
+    return GroupCommunicator(peers, ChannelPeerMonitor(control_of(peers, memory.hosts)))
 
 
-class MemoryLink:
-    """A `Link` through the memory that all ranks share. The parameters are on the CPU.
+class MemoryCommunicator:
+    """A `Communicator` through the memory that all ranks share. The parameters are on the CPU.
 
     Args:
         core: The memory.
@@ -160,12 +162,12 @@ class MemoryLink:
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
         return Reduction(plan, arena.views, reducer, most_pointer_bytes=sys.maxsize, owned=options.owned)
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
-        return HookLink(self, self._peers, hook)
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[torch.Tensor]:
+        return HookCommunicator(self, self._peers, hook)
 
 
 class _MemoryBroadcast:
-    """See `Link.prepare_broadcast`; of tensors on the CPU, by their addresses."""
+    """See `Communicator.prepare_broadcast`; of tensors on the CPU, by their addresses."""
 
     def __init__(self, core: _core.HostGroup, tensors: Tensors) -> None:
         self._core = core
@@ -184,8 +186,8 @@ class _MemoryBroadcast:
                 tensor.copy_(copy)
 
 
-class GroupLink:
-    """A `Link` through a process group of torch.
+class GroupCommunicator:
+    """A `Communicator` through a process group of torch.
 
     Args:
         peers: The ranks of the group.
@@ -231,15 +233,16 @@ class GroupLink:
         )
         return _over(arena, transport, ProcessGroupReducer(plan, transport, skip_unused=options.skip_unused))
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
-        return HookLink(self, self._peers, hook)
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[torch.Tensor]:
+        return HookCommunicator(self, self._peers, hook)
 
 
-class HostsLink:
-    """A `Link` between several hosts: gradients meet in the memory of each, all else goes over the group.
+class HostsCommunicator:
+    """A `Communicator` between several hosts: gradients meet in the memory of each, all else goes over the
+    group.
 
     Args:
-        link: For all else.
+        communicator: For all else.
         peers: The ranks.
         hosts: Who is where, and their connections.
         between_hosts: What is asked of the way between them.
@@ -249,17 +252,21 @@ class HostsLink:
     most_bucket_bytes: int | None = BUCKET_BYTES
 
     def __init__(
-        self, link: GroupLink, peers: ProcessGroupPeers, hosts: Hosts, between_hosts: BetweenHosts
+        self,
+        communicator: GroupCommunicator,
+        peers: ProcessGroupPeers,
+        hosts: Hosts,
+        between_hosts: BetweenHosts,
     ) -> None:
         self._reducers = HostReducers(hosts, between_hosts)
         self.path, self.bits = "hosts", self._reducers.bits
-        self.rank, self.world_size = link.rank, link.world_size
-        self.tell = tell_on_host_too(hosts.group, link.peer_monitor)
-        self.peer_monitor = link.peer_monitor
-        self.broadcast, self.all_gather = link.broadcast, link.all_gather
-        self.prepare_broadcast = link.prepare_broadcast
-        self.sum = link.sum if between_hosts.deterministic is None else link.sum_in_order
-        self._link, self._peers, self._between_hosts = link, peers, between_hosts
+        self.rank, self.world_size = communicator.rank, communicator.world_size
+        self.tell = tell_on_host_too(hosts.group, communicator.peer_monitor)
+        self.peer_monitor = communicator.peer_monitor
+        self.broadcast, self.all_gather = communicator.broadcast, communicator.all_gather
+        self.prepare_broadcast = communicator.prepare_broadcast
+        self.sum = communicator.sum if between_hosts.deterministic is None else communicator.sum_in_order
+        self._communicator, self._peers, self._between_hosts = communicator, peers, between_hosts
 
     def make_reduction(
         self,
@@ -270,26 +277,26 @@ class HostsLink:
     ) -> Reduction[torch.Tensor]:
         reducer = self._reducers.make(plan, options, instead_of)
         if reducer is None:
-            self.path, self.bits = self._link.path, self._link.bits
-            return self._link.make_reduction(plan, parameters, options)
+            self.path, self.bits = self._communicator.path, self._communicator.bits
+            return self._communicator.make_reduction(plan, parameters, options)
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer.memory)
         adopt = None if reducer.codes is None else reducer.adopt_errors
         return Reduction(
             plan, arena.views, reducer, most_pointer_bytes=MOST_POINTER_BYTES, adopt_errors=adopt
         )
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[torch.Tensor]:
         self._between_hosts.refuse(A_HOOK)
-        return HookLink(self, self._peers, hook)
+        return HookCommunicator(self, self._peers, hook)
 
 
-class DevicesLink:
-    """A `Link` between several hosts for gradients on devices; all else goes over the group.
+class DevicesCommunicator:
+    """A `Communicator` between several hosts for gradients on devices; all else goes over the group.
 
     The process group of each host leaves its ranks a share of each bucket, which they exchange.
 
     Args:
-        link: For all else.
+        communicator: For all else.
         peers: The ranks.
         partners: Who exchanges this rank's shares, as hosts of one rank each.
         group: The process group of this rank's host.
@@ -304,7 +311,7 @@ class DevicesLink:
 
     def __init__(
         self,
-        link: GroupLink,
+        communicator: GroupCommunicator,
         peers: ProcessGroupPeers,
         partners: Hosts,
         group: LocalGroup,
@@ -313,12 +320,16 @@ class DevicesLink:
         between_hosts: BetweenHosts,
     ) -> None:
         self._reducers = HostReducers(partners, between_hosts)
-        self.rank, self.world_size = link.rank, link.world_size
+        self.rank, self.world_size = communicator.rank, communicator.world_size
         self.tell: Tell | None = peer_monitor.tell
-        self.peer_monitor = link.peer_monitor
-        self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
-        self.prepare_broadcast = link.prepare_broadcast
-        self._link, self._peers, self._between_hosts = link, peers, between_hosts
+        self.peer_monitor = communicator.peer_monitor
+        self.broadcast, self.sum, self.all_gather = (
+            communicator.broadcast,
+            communicator.sum,
+            communicator.all_gather,
+        )
+        self.prepare_broadcast = communicator.prepare_broadcast
+        self._communicator, self._peers, self._between_hosts = communicator, peers, between_hosts
         self._partners, self._group, self._of_host = partners, group, peer_monitor
         self._memory = memory
         self._coded: tuple[CodedSums, Plan] | None = None  # those of the latest plan
@@ -333,8 +344,8 @@ class DevicesLink:
         if instead_of is not None:
             instead_of.reducer.close()
         if not plan.buckets:
-            self.path = self._link.path
-            return self._link.make_reduction(plan, parameters, options)
+            self.path = self._communicator.path
+            return self._communicator.make_reduction(plan, parameters, options)
         before = None if instead_of is None else (instead_of.plan, instead_of.sections)
         arena = Arena.allocate(plan, parameters, before)
         device = arena.sections[0].device
@@ -372,16 +383,16 @@ class DevicesLink:
         adopt = None if reducer.codes is None else functools.partial(shares.adopt_errors, plan, place)
         return _over(arena, transport, ProcessGroupReducer(plan, transport, beside=shares), adopt)
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[torch.Tensor]:
         self._between_hosts.refuse(A_HOOK)
-        return HookLink(self._link, self._peers, hook)
+        return HookCommunicator(self._communicator, self._peers, hook)
 
 
-class HookLink:
-    """A `Link` that gives buckets to a user's hook, and leaves all else to another link.
+class HookCommunicator:
+    """A `Communicator` that gives buckets to a user's hook, and leaves all else to another communicator.
 
     Args:
-        link: The other one.
+        communicator: The other one.
         peers: The ranks of a process group, which the hook uses.
         hook: Averages buckets, which hold whole parameters.
     """
@@ -390,12 +401,20 @@ class HookLink:
     wants_whole_buckets = True
     most_bucket_bytes: int | None = None
 
-    def __init__(self, link: Link[torch.Tensor], peers: Peers, hook: CommHook) -> None:
-        self.rank, self.world_size, self.peer_monitor = link.rank, link.world_size, link.peer_monitor
-        self.tell: Tell | None = None if link.peer_monitor is None else link.peer_monitor.tell
-        self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
-        self.prepare_broadcast = link.prepare_broadcast
-        self.with_hook = link.with_hook
+    def __init__(self, communicator: Communicator[torch.Tensor], peers: Peers, hook: CommHook) -> None:
+        self.rank, self.world_size, self.peer_monitor = (
+            communicator.rank,
+            communicator.world_size,
+            communicator.peer_monitor,
+        )
+        self.tell: Tell | None = None if communicator.peer_monitor is None else communicator.peer_monitor.tell
+        self.broadcast, self.sum, self.all_gather = (
+            communicator.broadcast,
+            communicator.sum,
+            communicator.all_gather,
+        )
+        self.prepare_broadcast = communicator.prepare_broadcast
+        self.with_hook = communicator.with_hook
         self._peers = peers
         self._hook = hook
 
@@ -442,8 +461,8 @@ def _over(
 
 def _connect_devices(
     peers: Peers, devices: Collection[torch.device], between_hosts: BetweenHosts
-) -> Link[torch.Tensor]:
-    """The link for reduce_through="hosts" and parameters on devices. Collective; see `connect`."""
+) -> Communicator[torch.Tensor]:
+    """The communicator for reduce_through="hosts" and parameters on devices. Collective; see `connect`."""
     owner = between_hosts.owner
     _check_group(peers, False, "hosts", owner)
     assert isinstance(peers, ProcessGroupPeers)
@@ -451,10 +470,10 @@ def _connect_devices(
         owner, between_hosts.deterministic, "parameters on a GPU, which its process group adds up"
     )
     if peers.world_size == 1:
-        return GroupLink(peers, _find_peer_monitor(peers))
+        return GroupCommunicator(peers, _find_peer_monitor(peers))
     memory = peers.share_hosts()
     if len(memory.hosts) == 1:
-        return GroupLink(peers, MemoryPeerMonitor(memory.host_group))
+        return GroupCommunicator(peers, MemoryPeerMonitor(memory.host_group))
     check_devices(peers, memory.hosts, devices, owner)
     control = control_of(peers, memory.hosts)
     (device,) = devices
@@ -462,8 +481,10 @@ def _connect_devices(
     of_host = HostPeerMonitor(of_all, memory.host_group, memory.hosts[place_of(memory.hosts, peers.rank)[0]])
     group = local_group_of(peers, memory.hosts, device, of_host)
     partners = join_partners(peers, memory.hosts, control)
-    link = GroupLink(peers, of_all)
-    return DevicesLink(link, peers, partners, group, memory.host_group, of_host, between_hosts)
+    communicator = GroupCommunicator(peers, of_all)
+    return DevicesCommunicator(
+        communicator, peers, partners, group, memory.host_group, of_host, between_hosts
+    )
 
 
 def _find_peer_monitor(peers: ProcessGroupPeers) -> PeerMonitor | None:
@@ -500,7 +521,9 @@ def _check_group(peers: Peers, on_host: bool, reduce_through: str, owner: str) -
         )
 
 
-def average_buffers(link: Link[torch.Tensor], buffers: Sequence[torch.Tensor], active: Sequence[int]) -> None:
+def average_buffers(
+    communicator: Communicator[torch.Tensor], buffers: Sequence[torch.Tensor], active: Sequence[int]
+) -> None:
     """Replace each buffer by its mean over the ranks `active`, summed in float32 or wider. Collective.
 
     Autograd does not notice; `WrittenBuffers` lets it know.
@@ -512,9 +535,9 @@ def average_buffers(link: Link[torch.Tensor], buffers: Sequence[torch.Tensor], a
     with torch.no_grad():
         for (_, dtype), group in kinds.items():
             flat = torch.cat([buffer.detach().to(dtype).flatten() for buffer in group])
-            if link.rank not in active:
+            if communicator.rank not in active:
                 flat.zero_()
-            link.sum(flat)
+            communicator.sum(flat)
             flat /= len(active)
             means = torch.split(flat, [buffer.numel() for buffer in group])
             for buffer, mean in zip(group, means):

@@ -19,11 +19,11 @@ from paceline.errors import ConfigError
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share
 from paceline.reducer.plan import Plan
-from paceline.torch.link.arena import Arena
-from paceline.torch.link.device_copies import DeviceCopies
-from paceline.torch.link.local_group import LocalCalls
-from paceline.torch.link.peers import ProcessGroupPeers
-from paceline.torch.link.transport import ProcessGroupTransport
+from paceline.torch.communicator.arena import Arena
+from paceline.torch.communicator.device_copies import DeviceCopies
+from paceline.torch.communicator.local_group import LocalCalls
+from paceline.torch.communicator.peers import ProcessGroupPeers
+from paceline.torch.communicator.transport import ProcessGroupTransport
 
 
 class ShareTransport(ProcessGroupTransport):

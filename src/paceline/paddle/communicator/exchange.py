@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 
 from paceline.paddle import internals
-from paceline.paddle.link.calls import GroupCalls
+from paceline.paddle.communicator.calls import GroupCalls
 from paceline.rendezvous.roll_call import Roll
 from paceline.rendezvous.secret import find_secret
 from paceline.rendezvous.signatures import LOSSLESS, Signatures, SignedBoard

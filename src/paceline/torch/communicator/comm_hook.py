@@ -24,9 +24,9 @@ from paceline.reducer.comm_hooks import (
     check_callable,
     wrong_result,
 )
-from paceline.torch.link.arena import Arena
-from paceline.torch.link.peers import ProcessGroupPeers
-from paceline.torch.link.transport import ProcessGroupTransport, as_real
+from paceline.torch.communicator.arena import Arena
+from paceline.torch.communicator.peers import ProcessGroupPeers
+from paceline.torch.communicator.transport import ProcessGroupTransport, as_real
 
 
 class GradBucket(HookedBucket[torch.Tensor]):

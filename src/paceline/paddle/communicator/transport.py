@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 import paddle
 
 from paceline.errors import CollectiveError
-from paceline.paddle.link.arena import Arena
-from paceline.paddle.link.calls import Call, GroupCalls
-from paceline.paddle.link.comm_hook import BucketHook, HookedCall
+from paceline.paddle.communicator.arena import Arena
+from paceline.paddle.communicator.calls import Call, GroupCalls
+from paceline.paddle.communicator.comm_hook import BucketHook, HookedCall
 from paceline.reducer.call_order import call_order_of
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.process_group import ROUNDING, may_overflow, overflowed_in

@@ -1,7 +1,7 @@
 """The ranks that train one model, however they were started.
 
 The one idea: whoever brings the ranks together (a `paceline.Group`, paddle.distributed, or only a launcher's
-environment variables), what DataParallel needs is a `Link` between them.
+environment variables), what DataParallel needs is a `Communicator` between them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from paceline.collectives.init import init
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError, RegionError
 from paceline.health.peer_monitor import ChannelPeerMonitor, MemoryPeerMonitor, report_no_peer_monitor
+from paceline.paddle.communicator.calls import WARN_AFTER_S, GroupCalls, LoneCalls
+from paceline.paddle.communicator.communicators import (
+    Communicator,
+    GroupCommunicator,
+    HostsCommunicator,
+    MemoryCommunicator,
+)
+from paceline.paddle.communicator.exchange import PaddleExchange
+from paceline.paddle.communicator.hosts import MOST_HOSTS, control_of, join_hosts
+from paceline.paddle.communicator.start import export_place, form_paddles_group, needs_paddles_group
 from paceline.paddle.internals import GLOO_LIMIT_S
-from paceline.paddle.link.calls import WARN_AFTER_S, GroupCalls, LoneCalls
-from paceline.paddle.link.exchange import PaddleExchange
-from paceline.paddle.link.hosts import MOST_HOSTS, control_of, join_hosts
-from paceline.paddle.link.link import GroupLink, HostsLink, Link, MemoryLink
-from paceline.paddle.link.start import export_place, form_paddles_group, needs_paddles_group
 from paceline.paddle.model.arguments import checked_group
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
@@ -51,7 +56,7 @@ class Peers(Ranks, Protocol):
 
     def connect(
         self, *, on_host: bool, reduce_through: str = "auto", between_hosts: BetweenHosts | None = None
-    ) -> Link:
+    ) -> Communicator:
         """What moves gradients and values between the ranks. Collective.
 
         Args:
@@ -86,14 +91,14 @@ class GroupPeers(PatientGroup):
 
     def connect(
         self, *, on_host: bool, reduce_through: str = "auto", between_hosts: BetweenHosts | None = None
-    ) -> Link:
+    ) -> Communicator:
         if not on_host or reduce_through == "group":
             raise ConfigError(
                 f"{self._owner}: a paceline.Group works in host memory only.",
                 seen=f"reduce_through={reduce_through!r}" if on_host else "parameters on a device",
                 hint="call paddle.distributed.init_parallel_env() before, and leave out the group",
             )
-        return MemoryLink(self.core, self.group)
+        return MemoryCommunicator(self.core, self.group)
 
     def share_hosts(self) -> HostMemory:
         return HostMemory(self.core, (tuple(range(self.world_size)),))
@@ -113,24 +118,26 @@ class PaddlePeers:
 
     def connect(
         self, *, on_host: bool, reduce_through: str = "auto", between_hosts: BetweenHosts | None = None
-    ) -> Link:
+    ) -> Communicator:
         memory = self.share_hosts() if on_host and reduce_through != "group" else None
         if memory is not None and len(memory.hosts) == 1:
-            return MemoryLink(memory.host_group, memory.host_group)
+            return MemoryCommunicator(memory.host_group, memory.host_group)
         self._check(on_host, reduce_through)
         if memory is None:
             self._watch()
         else:
             self._calls.peer_monitor = ChannelPeerMonitor(control_of(self.group, self, memory.hosts))
-        link = GroupLink(self._calls)
+        communicator = GroupCommunicator(self._calls)
         if memory is not None and between_hosts is not None and len(memory.hosts) <= MOST_HOSTS:
-            return HostsLink(link, self._calls, join_hosts(self.group, self, memory), between_hosts)
+            return HostsCommunicator(
+                communicator, self._calls, join_hosts(self.group, self, memory), between_hosts
+            )
         if memory is not None:
             memory.host_group.close()
         if between_hosts is not None:
             between_hosts.refuse(_why_alone(on_host, reduce_through))
             self._tell_limit()
-        return link
+        return communicator
 
     def _tell_limit(self) -> None:
         """Say what nobody would expect who has set a longer time-out, or none."""
@@ -209,11 +216,11 @@ class LonePeers:
 
     def connect(
         self, *, on_host: bool, reduce_through: str = "auto", between_hosts: BetweenHosts | None = None
-    ) -> Link:
+    ) -> Communicator:
         if on_host and reduce_through != "group":
             group = init(rank=0, world_size=1, name="paceline.paddle")
-            return MemoryLink(group._core, group)
-        return GroupLink(LoneCalls(on_host=on_host))
+            return MemoryCommunicator(group._core, group)
+        return GroupCommunicator(LoneCalls(on_host=on_host))
 
     def share_hosts(self) -> HostMemory:
         group = init(rank=0, world_size=1, name="paceline.paddle")
@@ -303,10 +310,10 @@ def _group_of_mesh(mesh: Any, group: Any) -> Any:
     return mesh.get_group()
 
 
-_common_links: weakref.WeakKeyDictionary[Any, dict[bool, Link]] = weakref.WeakKeyDictionary()
+_common_communicators: weakref.WeakKeyDictionary[Any, dict[bool, Communicator]] = weakref.WeakKeyDictionary()
 
 
-def common_link(group: Any, *, on_host: bool) -> Link | None:
+def common_communicator(group: Any, *, on_host: bool) -> Communicator | None:
     """What moves values between the ranks of a group: one for all layers that ask, None in a single process.
 
     Collective on the first call for a group.
@@ -314,10 +321,10 @@ def common_link(group: Any, *, on_host: bool) -> Link | None:
     peers = find_peers(group)
     if not isinstance(peers, PaddlePeers):
         return None if peers is None else peers.connect(on_host=on_host)
-    links = _common_links.setdefault(peers.group, {})
-    if on_host not in links:
-        links[on_host] = peers.connect(on_host=on_host)
-    return links[on_host]
+    communicators = _common_communicators.setdefault(peers.group, {})
+    if on_host not in communicators:
+        communicators[on_host] = peers.connect(on_host=on_host)
+    return communicators[on_host]
 
 
 def _paddles_timeout_s() -> float:

@@ -19,12 +19,12 @@ from paceline.reducer.call_order import call_order_of
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.process_group import Pending, may_overflow, overflowed_in
 from paceline.reducer.process_group_waits import STATUS
-from paceline.torch.link.arena import Arena
-from paceline.torch.link.calls import Call, GroupCalls, asynchronous
-from paceline.torch.link.finite import FiniteChecks
-from paceline.torch.link.peers import ProcessGroupPeers
-from paceline.torch.link.reports import reports_of
-from paceline.torch.link.streams import Streams
+from paceline.torch.communicator.arena import Arena
+from paceline.torch.communicator.calls import Call, GroupCalls, asynchronous
+from paceline.torch.communicator.finite import FiniteChecks
+from paceline.torch.communicator.peers import ProcessGroupPeers
+from paceline.torch.communicator.reports import reports_of
+from paceline.torch.communicator.streams import Streams
 from paceline.torch.model.parameters import DTYPES
 
 _CODES = {DTYPES[name]: code for name, code in _core.DTYPES.items() if name in DTYPES}

@@ -14,8 +14,8 @@ import paddle
 
 from paceline.errors import ConfigTypeError
 from paceline.paddle import internals
-from paceline.paddle.link.arena import Arena
-from paceline.paddle.link.calls import GroupCalls
+from paceline.paddle.communicator.arena import Arena
+from paceline.paddle.communicator.calls import GroupCalls
 from paceline.reducer.comm_hooks import CommHook, HookedBucket, ShownBuckets, wrong_result
 from paceline.reducer.plan import Plan
 
