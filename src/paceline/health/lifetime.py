@@ -40,7 +40,6 @@ def announce(error: BaseException) -> None:
     """
     if _leaves_in_good_order(error):
         return
-    _core.expect_end()
     for core in list(_live):
         announce_in(core, error)
     for told in _at_failure:
@@ -89,7 +88,6 @@ def before_leaving(farewell: Callable[[], object], *, is_last: bool = False) -> 
 
 
 def _end() -> None:
-    _core.expect_end()
     with contextlib.ExitStack() as rest:  # what one farewell raises must not keep the others from being said
         rest.callback(close_all)
         if getattr(sys, "last_value", None) is None:
