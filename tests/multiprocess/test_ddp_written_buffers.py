@@ -359,6 +359,38 @@ def test_a_broadcast_in_forward_where_data_is_uneven_and_ranks_evaluate(rank):
 
 
 @ranks(2, group="gloo")
+def test_a_broadcast_in_forward_where_a_rank_evaluates_between_forward_and_backward(rank: int) -> None:
+    """The rank without data follows the forwards of the last backward, and not the evaluation after them."""
+    ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
+    loss = ddp(BATCH[rank::2]).square().mean()
+    if rank == 0:
+        ddp.eval()
+        ddp(BATCH[:4])
+        ddp.train()
+    loss.backward()
+    for _ in ddp.iterate(range(2 * rank)):
+        ddp(BATCH[rank::2]).square().mean().backward()
+    losses = [ddp(BATCH[rank::2]).square().mean() for _ in range(2)]
+    for loss in losses:
+        loss.backward()
+    for _ in ddp.iterate(range(2 * rank)):
+        ddp(BATCH[rank::2]).square().mean().backward()
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@ranks(2, group="gloo")
+def test_rank_0s_values_are_broadcast_in_the_first_forward_after_uneven_data(rank: int, more: int) -> None:
+    ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
+    for epoch in range(3):
+        if rank == 0:
+            put(ddp.module, 2.0 + epoch)
+        for number, _ in enumerate(ddp.iterate(range(2 + more * rank))):
+            ddp.zero_grad()
+            ddp(BATCH[rank::2]).square().mean().backward()
+            assert number or ddp.module.factor == 2.0 + epoch
+
+
+@ranks(2, group="gloo")
 def test_a_broadcast_in_forward_where_data_ends_within_accumulation(rank):
     """A forward in no_sync() has synchronised already what the end of the data belongs to."""
     ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)

@@ -389,6 +389,9 @@ class BufferSync:
         self._in_forward = options.syncs_forward and not self.is_alone
         self._refuses_writes = refuses_writes
         self._has_warned = self._is_forward_synced = False
+        # Whether any forward since the last pass was in training mode (None: there was none), and before it.
+        self._is_in_training: bool | None = None
+        self._was_in_training = True
         self._syncs_next: Set[str] = _NONE
         self._synced_writes: list[str] = []  # written to before the forward that has synchronised them
         # Hashes of what the last synchronisation has left, as far as known.
@@ -444,7 +447,10 @@ class BufferSync:
         if self.hook is not None:
             return
         if is_training:
+            self._is_in_training = True
             self.sync_forward()
+        elif is_trained and self._is_in_training is None:
+            self._is_in_training = False
         if self.writes is not None:
             self.writes.begin_forward(is_trained=is_trained, after_local_backward=after_local_backward)
 
@@ -469,6 +475,12 @@ class BufferSync:
         if chosen:
             self._sync(range(self._communicator.world_size), chosen, _NONE)
 
+    def sync_without_forward(self) -> None:
+        """As `sync_forward`, for a rank without data, if the last forwards were in training mode."""
+        self._is_in_training = None  # an evaluation since the last pass
+        if self._was_in_training:
+            self.sync_forward()
+
     @property
     def has_writes(self) -> bool:
         """Whether the end of backward is to report that this rank's program has written to buffers."""
@@ -488,8 +500,12 @@ class BufferSync:
             self.writes.end_backward()
 
     def end_pass(self, active: Sequence[int]) -> None:
-        """The means are in place, for ranks of which these had data. Collective, if `is_needed`."""
+        """The means are in place, for ranks of which these had data, if any. Collective, if `is_needed`."""
         self._is_forward_synced = False
+        if self._is_in_training is not None:
+            self._was_in_training, self._is_in_training = self._is_in_training, None
+        if not active:
+            return
         if self.hook is not None:
             self.hook.end_pass()
         elif self.is_needed and not self.is_alone:

@@ -160,8 +160,6 @@ class Passes(Generic[AnyAutograd]):
         self._hash_model = front_end.hash_model
         self._set_activity = communicator.tell
         self._begun_forwards = 0
-        self._is_in_training = True  # in the last forward
-        self._was_in_training = True  # in that of the last backward
         self._log = PassLog(communicator.rank, communicator.world_size, tensors.names, self._arrivals)
         self._pass_id = self._log.before_first + 1
         self.good_passes = 0
@@ -396,7 +394,6 @@ class Passes(Generic[AnyAutograd]):
         if self._is_obstructed and is_syncing:
             self._check_scattering(is_training=is_training)
         self._begun_forwards += 1
-        self._is_in_training = is_training
         self.tell_forward(is_syncing=is_syncing, is_training=is_training)
         state.begin_forward(is_syncing, is_training=is_training, in_backward=in_backward)
         if recording.note is not None:
@@ -461,7 +458,6 @@ class Passes(Generic[AnyAutograd]):
             SkippedPassError: The backward before this one ended in an exception, on this rank.
         """
         state = self.state
-        self._was_in_training = self._is_in_training
         try:
             self.autograd.prepare()
             state.check_process()
@@ -687,7 +683,7 @@ class Passes(Generic[AnyAutograd]):
                     ending.stage = Ending.IN_HOOK
                 elif self.buffers.is_needed:
                     ending.stage = Ending.IN_BUFFERS
-                self.buffers.end_pass(self.active)
+            self.buffers.end_pass(self.active)
             if recording.keeps_all and (note := recording.note) is not None:
                 note(_SYNCED_BUFFERS, number, 0)
             ending.stage = Ending.GOOD
@@ -910,8 +906,7 @@ class Passes(Generic[AnyAutograd]):
         self._tell_if_interrupted()
         self.gradients.restore({})  # those of the last such pass
         self.micro_batches.forget_given()
-        if self._was_in_training:
-            self.buffers.sync_forward()
+        self.buffers.sync_without_forward()
         self._weigh(weight)
         reducer = self.reducer
         completed = reducer.completed
