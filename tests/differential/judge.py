@@ -28,6 +28,8 @@ INVALID = "an error in the reference, too"
 ENGINE_CRASH = "a crash of the engine below"
 KNOWN = "a known difference of the framework's own wrapper"
 FINE = (EQUAL, REFUSED, USER_ERROR, INVALID, ENGINE_CRASH, KNOWN)
+# Of sums of some ranks' gradients in float32.
+_TOO_LARGE = float(np.finfo(np.float32).max) / 64
 
 
 @dataclass(frozen=True)
@@ -274,6 +276,8 @@ def _means(records: Sequence[Record], expected: Sequence[Record], tolerance: flo
             if event.kind in ("error", "norm", "finished") or event.tainted or wanted.tainted:
                 continue
             floor = max((_scale(value) for value in wanted.values.values()), default=0.0)
+            if floor > _TOO_LARGE:
+                break  # training has diverged: the reference computes on where float32 has no numbers
             for name, value in wanted.values.items():
                 told = _wrong(event.values.get(name), value, tolerance, floor)
                 if told:

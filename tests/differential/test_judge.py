@@ -84,3 +84,12 @@ def test_a_mean_that_came_before_the_error_of_its_backward_counts():
 def test_a_norm_may_be_as_wrong_as_its_type_makes_it(told, kind):
     event = Event("clip", "norm", told=told, true=1.0, within=2**-7 + 2e-4)
     assert judge([Record([event])], None, tolerance=0.1).kind == kind
+
+
+@pytest.mark.parametrize(("mean", "kind"), [(1e30, "wrong mean"), (4e40, EQUAL)])
+def test_what_float32_cannot_hold_is_not_compared(mean, kind):
+    ranks = [_record([1, np.inf, np.nan]) for _ in range(2)]
+    values = [{"weight": Value.of(np.full(3, each))} for each in (1.0, mean, mean)]
+    wanted = [Event("backward", "gradients", each, shared=True) for each in values]
+    expected = [Record(wanted, None) for _ in ranks]
+    assert judge(ranks, expected, tolerance=1e-3).kind == kind
