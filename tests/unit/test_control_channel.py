@@ -887,10 +887,13 @@ def reset(channels, *ranks):
     """
     with channels[0]._lock:
         for rank in ranks:
-            channels[rank]._is_closed = True
-            for connection in list(channels[rank]._connections.values()):
+            connections = list(channels[rank]._connections.values())
+            for connection in connections:
                 connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                connection.socket.shutdown(socket.SHUT_RD)  # which wakes its thread, and that closes it
+            channels[rank]._is_closed = True  # from here on its thread may close them at any moment
+            for connection in connections:
+                with contextlib.suppress(OSError):
+                    connection.socket.shutdown(socket.SHUT_RD)  # which wakes its thread
         for rank in ranks:
             channels[rank]._thread.join(30.0)
         for rank in ranks:

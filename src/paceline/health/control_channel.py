@@ -490,8 +490,9 @@ class ControlChannel:
         try:
             piece = connection.socket.recv(_RECEIVE_BYTES)
             if not piece:
-                if rank in self._reset_while_sending:
-                    raise ConnectionResetError(errno.ECONNRESET, "reset while a beat was sent")
+                with self._lock:  # another thread may be in send(), and has not noted yet what it was told
+                    if rank in self._reset_while_sending:
+                        raise ConnectionResetError(errno.ECONNRESET, "reset while a beat was sent")
                 raise ConnectionResetError
             with self._lock:  # other threads say something meanwhile
                 plain, answer = connection.decrypt(piece)
