@@ -24,6 +24,7 @@ void bind_model_memory(nanobind::module_& m);
 void bind_module_snapshot(nanobind::module_& m);
 void bind_pass_marks(nanobind::module_& m);
 void bind_pass_records(nanobind::module_& m);
+void bind_pass_reports(nanobind::module_& m);
 void bind_pass_status(nanobind::module_& m);
 void bind_permutation(nanobind::module_& m);
 void bind_recorder(nanobind::module_& m);

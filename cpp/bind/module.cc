@@ -24,6 +24,7 @@ NB_MODULE(_core, m) {
   bind_pass_marks(m);
   bind_pass_records(m);
   bind_pass_status(m);
+  bind_pass_reports(m);
   bind_recorder(m);
   bind_reducer(m);
   bind_host_sums(m);

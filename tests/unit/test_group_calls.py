@@ -104,9 +104,10 @@ def test_the_end_of_a_pass_names_a_lost_rank_and_ends_what_waits_for_it_on_the_d
         Group(cuda=backend, **on_cpu),
         PeerMonitor(PeerLostError("Rank 1 of 2 on host node1 died.", lost=(1,))),
     )
-    transport._are_on_streams, transport.pointers = True, ()
+    transport._reports = SimpleNamespace(begin=lambda payload: (Work(backend), list))
+    wait_for_reports = transport.begin_all_gather(b"report")
     with pytest.raises(PeerLostError, match="Rank 1 of 2 on host node1 died") as caught:
-        transport.wait(Work(backend), STATUS)
+        wait_for_reports()
     assert caught.value.lost == (1,)
     assert backend.is_aborted.wait(WITHIN_S)
     assert not any(each.is_aborted.is_set() for each in on_cpu.values())

@@ -42,7 +42,8 @@ class CallOrder:
     """
 
     def __init__(self) -> None:
-        self._digest = 0
+        self._calls: list[tuple[int, int]] = []  # since the last pass
+        self._known: tuple[list[tuple[int, int]], int] = [], 0  # those of the last pass, and their number
         # Held, as long as a pass is under way: one that was interrupted is given up at the same place on all
         # ranks, and not where somebody has collected the garbage.
         self._under_way: list[Caller] = []
@@ -72,12 +73,15 @@ class CallOrder:
 
     def note(self, reducer: int, bucket: int) -> None:
         """A reducer has begun to average one of its buckets."""
-        self._digest = zlib.crc32(_CALL.pack(reducer, bucket), self._digest)
+        self._calls.append((reducer, bucket))
 
     def take(self, reducer: int) -> int:
         """A number that ranks have in common if their calls were the same, up to this reducer's status."""
-        digest, self._digest = zlib.crc32(_CALL.pack(reducer, 0), self._digest), 0
-        return digest
+        calls, self._calls = self._calls, []
+        calls.append((reducer, 0))
+        if calls != self._known[0]:  # as they nearly always are
+            self._known = calls, zlib.crc32(b"".join(_CALL.pack(*call) for call in calls))
+        return self._known[1]
 
 
 _call_orders: weakref.WeakKeyDictionary[Any, CallOrder] = weakref.WeakKeyDictionary()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
@@ -22,7 +22,7 @@ class HostReports:
 
     def __init__(self, core: _core.HostGroup) -> None:
         self._core = core
-        self._peers = [rank for rank in range(core.world_size) if rank != core.rank]
+        self._spare: dict[int, HostGathering] = {}  # by the length of a report; most are of one length
         self._under_way: list[HostGathering] = []
 
     def begin(self, payload: bytes) -> tuple[HostGathering, Callable[[], list[bytes]]]:
@@ -34,36 +34,46 @@ class HostReports:
         Returns:
             What tells when those of all ranks have come, and what returns them then, by rank.
         """
-        # The backward that gave one up has let go of it, but the core may still write into its memory.
-        self._under_way = [each for each in self._under_way if not each.forget()]
-        gathering = HostGathering(self._core, payload)
+        if self._under_way:
+            # The backward that gave one up has let go of it, but the core may still write into its memory.
+            self._under_way = [each for each in self._under_way if not each.forget()]
+        gathering = self._spare.pop(len(payload), None) or HostGathering(self._core, len(payload))
         self._under_way.append(gathering)
-        gathering.start(self._peers)
-        return gathering, gathering.rows
+        gathering.start(payload)
+
+        def rows() -> list[bytes]:
+            self._under_way.remove(gathering)
+            self._spare[len(payload)] = gathering
+            return gathering.rows()
+
+        return gathering, rows
 
 
 class HostGathering:
-    """The reports of all ranks on their way, as messages between each two.
+    """Memory for the reports of all ranks, and these on their way, as messages between each two.
 
     Args:
         core: See `HostReports`.
-        payload: This rank's.
+        size: The length of a report in bytes.
     """
 
-    def __init__(self, core: _core.HostGroup, payload: bytes) -> None:
-        self._core = core
-        self._rows = np.empty((core.world_size, len(payload)), np.uint8)
-        self._rows[core.rank] = np.frombuffer(payload, np.uint8)
+    def __init__(self, core: _core.HostGroup, size: int) -> None:
+        self._core, self._size = core, size
+        memory = np.empty((core.world_size, size), np.uint8)
+        self._rows = [row.data for row in memory]  # which keep the memory
+        begin = memory.ctypes.data
+        self._own = begin + core.rank * size
+        self._peers = [(rank, begin + rank * size) for rank in range(core.world_size) if rank != core.rank]
         self._transfers: list[int] = []
         self._error: CollectiveError | None = None
 
-    def start(self, peers: Sequence[int]) -> None:
-        """Start the messages to and from these ranks."""
-        core, size, begin = self._core, self._rows.shape[1], self._rows.ctypes.data
-        own = begin + core.rank * size
-        for peer in peers:
-            self._transfers.append(core.start_send(own, size, peer))
-            self._transfers.append(core.start_receive(begin + peer * size, size, peer))
+    def start(self, payload: bytes) -> None:
+        """Start the messages to and from the other ranks. Once those that it started before are over."""
+        core, own, size, transfers = self._core, self._own, self._size, self._transfers
+        self._rows[core.rank][:] = payload
+        for peer, place in self._peers:
+            transfers.append(core.start_send(own, size, peer))
+            transfers.append(core.start_receive(place, size, peer))
 
     def is_completed(self) -> bool:
         """Whether all have come, or some will not, which `wait` raises."""
@@ -84,7 +94,7 @@ class HostGathering:
 
     def rows(self) -> list[bytes]:
         """The reports, by rank."""
-        return [row.tobytes() for row in self._rows]
+        return [bytes(row) for row in self._rows]
 
     def forget(self) -> bool:
         """Whether the core is done with the memory; what has come is let go."""

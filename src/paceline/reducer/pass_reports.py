@@ -1,72 +1,33 @@
-"""What each rank tells of its pass at its end, and what follows from all of it: the same on every rank.
+"""What follows from the reports of all ranks at the end of a backward: the same on every rank.
 
-The one idea: a rank's report is a few bytes, and the verdict on the pass is a function of everybody's.
-Whoever moves the bytes, a process group or the messages between hosts, asks here what they mean.
+A rank's report is a few bytes. The core packs, reads and judges them (`_core.PassReports`). Here is
+what needs to know which parameters they count.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
-from functools import lru_cache
-from typing import NamedTuple
 
-from paceline.reducer.protocol import Outcome, PassStatus
+from paceline import _core
+from paceline.reducer.protocol import Outcome
 
-_REPORT = struct.Struct("<dIQIIII?I")
-_MOST_WORKED_US = 2**32 - 1
-REPORT_BYTES = _REPORT.size
+REPORT_BYTES = _core.PassReports.NBYTES
 """The size of one report, packed."""
 
-
-class RankReport(NamedTuple):
-    """What one rank says of its pass. A tuple, because Python makes one for every rank in every pass.
-
-    Attributes:
-        weight: What its gradients weigh.
-        identity: What the rank has called; ranks with another one have averaged another model's gradients.
-        word: PassStatus.pack().
-        unused: How many parameters it left without a gradient.
-        nonfinite: How many gradients it has found that hold an infinity or a NaN.
-        overflowed: How many parameters it has found whose sum does.
-        note: See `Reducer.set_note`.
-        refuses_unused: Whether it left any and did not allow it.
-        worked_us: How long it has worked since the pass before; 0: there was none.
-    """
-
-    weight: float
-    identity: int
-    word: int
-    unused: int
-    nonfinite: int
-    overflowed: int
-    note: int
-    refuses_unused: bool
-    worked_us: int = 0
-
-    def pack(self) -> bytes:
-        counts = (self.word, self.unused, self.nonfinite, self.overflowed)
-        worked_us = min(self.worked_us, _MOST_WORKED_US)
-        return _REPORT.pack(self.weight, self.identity, *counts, self.note, self.refuses_unused, worked_us)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> RankReport:
-        return cls._make(_REPORT.unpack_from(payload))
-
-    @property
-    def status(self) -> PassStatus:
-        return PassStatus.unpack(self.word)
+# As members of an enumeration they would cost every backward more than the question.
+_NONFINITE, _OVERFLOWED, _SKIPPED = int(Outcome.NONFINITE), int(Outcome.OVERFLOWED), int(Outcome.SKIPPED)
+_UNUSED, _NOBODYS = int(Outcome.UNUSED), int(Outcome.NOBODYS)
 
 
 def judge(
-    reports: Sequence[RankReport],
+    reports: _core.PassReports,
     unused: Sequence[Sequence[int]],
     *,
     allow_nobodys: bool,
     nonfinite: bool,
     overflowed: bool,
-) -> tuple[Outcome, bool]:
-    """The outcome of a pass, and whether it is void.
+) -> tuple[int, bool]:
+    """The outcome of a backward, and whether it is void.
 
     Args:
         reports: What the ranks say.
@@ -75,32 +36,21 @@ def judge(
         nonfinite: Whether some rank's gradient was not finite.
         overflowed: Whether a sum of finite ones was not.
     """
-    words, notes, any_unused, is_refused = set(), {0}, 0, False
-    for _, _, word, num_unused, _, _, note, refuses_unused, _ in reports:  # in every pass, so only once
-        words.add(word)
-        notes.add(note)
-        any_unused |= num_unused
-        # Not by what this rank allows: one without data has nothing to allow.
-        is_refused |= refuses_unused
-    outcome = _told_by(frozenset(words))
-    if any_unused:
-        outcome |= Outcome.UNUSED
-    if len(notes) > 2:
-        outcome |= Outcome.NOTES_DIFFER
+    outcome, is_refused = reports.outcome, reports.refuses_unused
     if nonfinite:
-        outcome |= Outcome.NONFINITE
+        outcome |= _NONFINITE
     if overflowed:
-        outcome |= Outcome.OVERFLOWED
+        outcome |= _OVERFLOWED
     if is_refused and allow_nobodys and _is_unused_alike(reports, unused):
-        outcome ^= Outcome.UNUSED | Outcome.NOBODYS
+        outcome ^= _UNUSED | _NOBODYS
         is_refused = False
-    return outcome, is_refused or bool(outcome & Outcome.SKIPPED)
+    return outcome, is_refused or bool(outcome & _SKIPPED)
 
 
-def unused_by_all(reports: Sequence[RankReport], unused: Sequence[Sequence[int]], count: int) -> list[int]:
-    """The parameters, of so many, that no rank with data has marked; none before the first pass."""
-    everything = range(count if reports else 0)
-    return sorted(set(everything).intersection(*_with_data(reports, unused)))
+def unused_by_all(reports: _core.PassReports, unused: Sequence[Sequence[int]], count: int) -> list[int]:
+    """The parameters, of so many, that no rank with data has marked; none before the first backward."""
+    rows = _with_data(reports, unused)
+    return sorted(set(range(count if reports.statuses else 0)).intersection(*rows))
 
 
 def pack_bits(indices: Sequence[int], count: int) -> bytes:
@@ -121,27 +71,11 @@ def unpack_bits(bits: bytes) -> list[int]:
     return [8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
 
 
-@lru_cache(maxsize=8)
-def _told_by(words: frozenset[int]) -> Outcome:
-    """What follows from the statuses of the ranks, packed; they are the same in nearly every pass."""
-    outcome = Outcome.GOOD
-    told = [PassStatus.unpack(word) for word in words]
-    active = [status for status in told if not status.finished]
-    if len(active) < len(told):
-        outcome |= Outcome.FINISHED
-    is_interrupted = any(status.interrupted for status in active)
-    if is_interrupted or not PassStatus.agree([status.pack() for status in active]):
-        outcome |= Outcome.SKIPPED
-    if not all(status.is_plain for status in active):
-        outcome |= Outcome.TOLD
-    return outcome
-
-
-def _with_data(reports: Sequence[RankReport], unused: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+def _with_data(reports: _core.PassReports, unused: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """Parameters that are unused, for each rank that has data."""
-    return [row for row, report in zip(unused, reports) if not report.status.finished]
+    return [row for row, status in zip(unused, reports.statuses) if not status.finished]
 
 
-def _is_unused_alike(reports: Sequence[RankReport], unused: Sequence[Sequence[int]]) -> bool:
+def _is_unused_alike(reports: _core.PassReports, unused: Sequence[Sequence[int]]) -> bool:
     """Whether all ranks with data have left the same parameters unused."""
     return len(set(map(tuple, _with_data(reports, unused)))) <= 1

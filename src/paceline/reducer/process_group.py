@@ -28,7 +28,7 @@ from typing import Protocol, TypeVar
 from paceline import _core
 from paceline.errors import MismatchError, format_ranks
 from paceline.reducer.call_order import CallOrder
-from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
+from paceline.reducer.pass_reports import pack_bits, unpack_bits
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
@@ -171,6 +171,7 @@ class ProcessGroupReducer(ReportingReducer):
         super().__init__(plan, transport.world_size, who, transport.pointers)
         self._skip_unused = skip_unused
         self._idle: list[int] = []  # buckets that no rank used in the last pass
+        self._sequence: Sequence[int] = range(len(plan.buckets))  # the others
         self._transport = transport
         self.note_stream = transport.note_stream
         self._expected_weight = float(transport.world_size)
@@ -178,7 +179,7 @@ class ProcessGroupReducer(ReportingReducer):
         self._identity = zlib.crc32(b"".join(self._begin_all_gather(os.urandom(8))()))
         self._called = 0  # what this rank has told of its calls at the end of the last pass
         self._strangers: list[int] = []
-        self._weights = [1.0] * transport.world_size  # of the last pass
+        self._all_used: list[list[int]] = [[] for _ in range(transport.world_size)]
         self._num_launched = len(plan.buckets)
         self._beside = beside
         if beside is not None:
@@ -215,13 +216,11 @@ class ProcessGroupReducer(ReportingReducer):
 
     def _take_complete(self) -> bool:
         try:
-            self._launch_complete()
+            return self._launch_complete()
         except BaseException as error:
             if self._beside is not None:  # others wait for it
                 self._fail(error)
             raise
-        is_some_left = len(self._pending) < len(self._sequence)
-        return is_some_left and self.marks.is_complete(self._sequence[len(self._pending)])
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
@@ -241,10 +240,11 @@ class ProcessGroupReducer(ReportingReducer):
         for pending in [self._launch(number, scale) for number in woken]:
             pending.wait()
         self._idle = idle
+        self._sequence = [n for n in range(len(self._plan.buckets)) if n not in idle]
         self._num_launched += len(woken)
         if woken:
             nonfinite, overflowed = self._gather_bits(
-                self._transport.take_nonfinite(), self._find_overflowed(self._largest_weight())
+                self._transport.take_nonfinite(), self._find_overflowed(self._reports.largest_weight)
             )
             late = {(rank, index) for rank, row in enumerate(nonfinite) for index in row}
             self._note_nonfinite(late.union(self._nonfinite), overflowed)
@@ -255,7 +255,8 @@ class ProcessGroupReducer(ReportingReducer):
         for index in unused:
             self._transport.clear(index)
             self.marks.leave_out(index)
-        self._launch_complete(is_last=True)
+        if len(self._pending) < len(self._sequence):
+            self._launch_complete(is_last=True)
         self._num_launched = len(self._pending)
         is_serial = self._transport.is_serial
         if is_serial:
@@ -263,14 +264,20 @@ class ProcessGroupReducer(ReportingReducer):
         nonfinite = self._transport.take_nonfinite()
         overflowed = self._find_overflowed(self._weight) if is_serial else []
         self._called = self._transport.order.take(self._identity)
-        counts = {"nonfinite": len(nonfinite), "overflowed": len(overflowed)}
-        own = self._report(status, unused, allow_unused, identity=self._called, **counts)
-        wait_for_reports = self._begin_all_gather(own.pack())
+        own = self._report(
+            status,
+            unused,
+            allow_unused,
+            nonfinite=len(nonfinite),
+            overflowed=len(overflowed),
+            identity=self._called,
+        )
+        wait_for_reports = self._begin_all_gather(own)
         if not is_serial:
             self._wait_for_buckets()
-        self._reports = [RankReport.unpack(row) for row in wait_for_reports()]
+        self._reports.read(wait_for_reports())
         # Ranks that made other calls, so that buckets of several models were added up.
-        self._strangers = [rank for rank, each in enumerate(self._reports) if each.identity != self._called]
+        self._strangers = self._reports.strangers(self._called)
         if self._strangers:  # their details would not be of these parameters
             return
         self._gather_details(unused, nonfinite, overflowed)
@@ -307,43 +314,42 @@ class ProcessGroupReducer(ReportingReducer):
 
     def _begin_pass(self) -> None:
         super()._begin_pass()
-        self._sequence = [n for n in range(len(self._plan.buckets)) if n not in self._idle]
         self._pending: list[Pending] = []
 
-    def _launch_complete(self, *, is_last: bool = False) -> None:
+    def _launch_complete(self, *, is_last: bool = False) -> bool:
         """Launch buckets in order, up to the first one that still misses a gradient.
 
         Args:
             is_last: The pass ends, so nobody launches later what waits for its turn.
+
+        Returns:
+            Whether a complete bucket waits for its turn.
         """
         order, scale = self._transport.order, self._weight / self._expected_weight
-        while len(self._pending) < len(self._sequence):
-            number = self._sequence[len(self._pending)]
-            if not self.marks.is_complete(number) or not (is_last or order.is_turn_of(self)):
-                return
+        for number in self._sequence[len(self._pending) :]:
+            if not self.marks.is_complete(number):
+                return False
+            if not (is_last or order.is_turn_of(self)):
+                return True
             self._note_complete_bucket(number)
             self._pending.append(self._launch(number, scale))
+        return False
 
     def _launch(self, number: int, scale: float) -> Pending:
         self._transport.order.note(self._identity, number)
         return self._transport.launch(number, scale)
 
-    def _largest_weight(self) -> float:
-        return max(report.weight for report in self._reports)
-
     def _gather_details(
         self, unused: Sequence[int], nonfinite: Sequence[int], overflowed: Sequence[int]
     ) -> None:
         """Learn which parameters the statuses only count, or could not know. All ranks agree whether to."""
-        self._unused = [[] for _ in range(self._transport.world_size)]
-        self._nonfinite, self._overflowed = [], []
+        self._unused, self._nonfinite, self._overflowed = self._all_used, [], []
         may_have_overflowed = not self._transport.is_serial and self._transport.may_have_overflowed(
-            self._largest_weight() / self._expected_weight
+            self._reports.largest_weight / self._expected_weight
         )
         if may_have_overflowed:
             overflowed = self._transport.find_overflowed()
-        is_told = any(status.unused or status.nonfinite or status.overflowed for status in self._reports)
-        if is_told or may_have_overflowed:
+        if may_have_overflowed or self._reports.counts_any:
             self._unused, rows, sums = self._gather_bits(unused, nonfinite, overflowed)
             self._note_nonfinite({(rank, index) for rank, row in enumerate(rows) for index in row}, sums)
 
@@ -365,12 +371,10 @@ class ProcessGroupReducer(ReportingReducer):
 
     def _finish_means(self) -> None:
         """Divide by the weights that the ranks had, where others were expected."""
-        weights = [report.weight for report in self._reports]
-        if weights == self._weights:  # as nearly always
+        if not self._reports.take_new_weights():  # as nearly always
             return
-        self._weights = weights
         with _core.DefaultFloats():  # every rank corrects for itself, and all must get the same bits
-            total = sum(weights)
+            total = sum(self._reports.weights)
             if total not in (0, self._expected_weight):  # 0: there are only zeros
                 self._transport.rescale(self._expected_weight / total)
                 self._expected_weight = total

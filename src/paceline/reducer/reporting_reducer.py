@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 
 from paceline import _core
 from paceline.errors import GroupClosedError, MismatchError
-from paceline.reducer.pass_reports import RankReport, judge, unused_by_all
+from paceline.reducer.pass_reports import judge, unused_by_all
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import PassStatus
-from paceline.reducer.worked_times import Arrivals, WorkedTimes
+from paceline.reducer.worked_times import Arrivals
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
 
@@ -51,10 +51,9 @@ class ReportingReducer(ABC):
         self._lock = threading.Lock()
         self._weight, self._note, self._recorded_pass = 1.0, 0, -1
         self._notes_first_bucket, self._first_bucket_ns = False, 0
-        self._waited_s = 0.0
-        self._worked = WorkedTimes(world_size)
+        self._waited_ns = 0
         self._passes = self._completed = self._outcome = 0
-        self._reports: list[RankReport] = []
+        self._reports = _core.PassReports(world_size)
         self._unused: list[list[int]] = [[] for _ in range(world_size)]
         self._nonfinite: list[tuple[int, int]] = []
         self._overflowed: list[int] = []
@@ -64,19 +63,19 @@ class ReportingReducer(ABC):
 
     @property
     def waited_s(self) -> float:
-        return self._waited_s
+        return self._waited_ns / 1e9
 
     @property
     def waited_for_ns(self) -> list[int]:
-        return list(self._worked.waited_for_ns)
+        return self._reports.waited_for_ns
 
     @property
     def worked_ns(self) -> list[list[int]]:
-        return self._worked.by_rank()
+        return self._reports.worked_ns
 
     @property
     def arrivals(self) -> Arrivals:
-        return self._worked.arrivals
+        return Arrivals(*self._reports.arrivals)
 
     def note_first_bucket(self) -> None:
         self._notes_first_bucket, self._first_bucket_ns = True, 0
@@ -116,14 +115,14 @@ class ReportingReducer(ABC):
         if (note := recording.note) is not None and self._recorded_pass >= 0:
             note(_BACKWARD_ENDED, self._recorded_pass, status.finished)
         self._recorded_pass = -1
-        started = time.monotonic()
-        self._worked.end_backward(started)
+        started_ns = time.monotonic_ns()
+        self._reports.end_backward(started_ns)
         self._has_no_means = True  # until it has
         has_met = False
         try:
             self._complete(status, allow_unused)
             has_met = True
-            outcome = self._conclude(status, started, allow_nobodys)
+            outcome = self._conclude(status, started_ns, allow_nobodys)
         except BaseException as error:
             # After a mismatch, which all ranks find, the next pass may be good. But what was done of a pass
             # when a signal handler raised, nobody knows.
@@ -135,13 +134,14 @@ class ReportingReducer(ABC):
         self._completed += 1
         return outcome
 
-    def _conclude(self, status: PassStatus, started: float, allow_nobodys: bool) -> int:
+    def _conclude(self, status: PassStatus, started_ns: int, allow_nobodys: bool) -> int:
         """All ranks have told of the pass: what it comes to."""
-        ended = time.monotonic()
-        self._waited_s += ended - started
-        last = self._worked.end_pass(ended, ended - started, [each.worked_us for each in self._reports])
+        ended_ns = time.monotonic_ns()
+        waited_ns = ended_ns - started_ns
+        self._waited_ns += waited_ns
+        last = self._reports.end_pass(ended_ns, waited_ns)
         if (note := recording.note) is not None:
-            note(_WAITED, round(started * 1e9), last)
+            note(_WAITED, started_ns, last)
         # Whoever caught what has interrupted a backward may have cleared the gradients since.
         self._overlapping = self.marks.end_pass(status.interrupted)
         self._begin_pass()
@@ -158,7 +158,7 @@ class ReportingReducer(ABC):
             self._finish_means()
             self._has_no_means = False
             self.marks.copy_back()
-        return int(outcome)
+        return outcome
 
     def unused(self, rank: int) -> list[int]:
         return list(self._unused[rank])
@@ -170,10 +170,10 @@ class ReportingReducer(ABC):
         return self._overlapping
 
     def statuses(self) -> list[PassStatus]:
-        return [report.status for report in self._reports]
+        return self._reports.statuses
 
     def notes_by_rank(self) -> list[int]:
-        return [report.note for report in self._reports]
+        return self._reports.notes
 
     def nonfinite(self) -> list[tuple[int, int]]:
         return list(self._nonfinite)
@@ -198,7 +198,7 @@ class ReportingReducer(ABC):
     def _complete(self, status: PassStatus, allow_unused: bool) -> None:
         """Give zeros for what was not marked, and wait until the arena holds the sums or means of all.
 
-        Sets `_reports`, `_unused`, `_nonfinite` and `_overflowed`.
+        Reads `_reports`, and sets `_unused`, `_nonfinite` and `_overflowed`.
         """
 
     def _check_reports(self) -> None:  # noqa: B027  # nothing to look for is an answer
@@ -224,26 +224,28 @@ class ReportingReducer(ABC):
     # --- pieces for subclasses ---
 
     def _report(
-        self, status: PassStatus, unused: Sequence[int], allow_unused: bool, **more: int
-    ) -> RankReport:
-        """What this rank tells of its pass.
+        self,
+        status: PassStatus,
+        unused: Sequence[int],
+        allow_unused: bool,
+        *,
+        nonfinite: int = 0,
+        overflowed: int = 0,
+        identity: int = 0,
+    ) -> bytes:
+        """What this rank tells of its pass, packed.
 
         Args:
             status: What `finish` was given.
             unused: Parameters that it left without a gradient.
             allow_unused: See `Reducer.finish`.
-            more: `identity`, `nonfinite` and `overflowed` of a RankReport; each is 0 if left out.
+            nonfinite: How many gradients it has found that hold an infinity or a NaN.
+            overflowed: How many parameters it has found whose sum does.
+            identity: What it has called; ranks with another one have averaged another model's gradients.
         """
-        told = {"identity": 0, "nonfinite": 0, "overflowed": 0, **more}
-        told["worked_us"] = self._worked.own_us
-        return RankReport(
-            weight=self._weight,
-            word=status.pack(),
-            unused=len(unused),
-            note=self._note,
-            refuses_unused=bool(unused) and not allow_unused,
-            **told,
-        )
+        refuses = bool(unused) and not allow_unused
+        counts = nonfinite, overflowed
+        return self._reports.pack(status, self._weight, self._note, len(unused), refuses, *counts, identity)
 
     def _make_marks(self, pointers: Sequence[int]) -> _core.PassMarks:
         plan, me = self._plan, weakref.ref(self)

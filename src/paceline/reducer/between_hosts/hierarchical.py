@@ -46,7 +46,7 @@ from paceline.reducer.between_hosts.share_exchange import ShareExchange
 from paceline.reducer.between_hosts.sum_formats import CodedSums, PlainSums, SumFormat
 from paceline.reducer.between_hosts.wire import HostsTransport
 from paceline.reducer.pass_errors import shorten
-from paceline.reducer.pass_reports import REPORT_BYTES, RankReport, pack_bits, unpack_bits
+from paceline.reducer.pass_reports import REPORT_BYTES, pack_bits, unpack_bits
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
@@ -262,7 +262,7 @@ class HierarchicalReducer(ReportingReducer):
         def make_report() -> bytes:
             report = self._report(status, unused, allow_unused, nonfinite=len(self._found))
             bits = pack_bits(unused, len(plan.parameters)) if unused else self._no_bits
-            packed = report.pack() + bits
+            packed = report + bits
             self._core.write_slot(self._hosts.rank, packed)
             return b"".join([packed, *map(self._core.read_slot, self._spoken_for)])
 
@@ -274,17 +274,14 @@ class HierarchicalReducer(ReportingReducer):
             self._launch(bucket, make_report if bucket == self._last else None)
 
     def _read_reports(self) -> None:
-        slots, any_nonfinite = self._core.read_slots(), 0
-        self._reports = []
-        for rank, slot in enumerate(slots):
-            report = RankReport.unpack(slot)
-            self._reports.append(report)
-            if report.unused or self._unused[rank]:
-                self._unused[rank] = unpack_bits(slot[REPORT_BYTES:]) if report.unused else []
-            any_nonfinite |= report.nonfinite
+        slots, reports = self._core.read_slots(), self._reports
+        reports.read(slots)
+        if reports.counts_any or any(self._unused):
+            pairs = zip(slots, reports.unused)
+            self._unused = [unpack_bits(slot[REPORT_BYTES:]) if count else [] for slot, count in pairs]
         self._nonfinite, self._overflowed = [], []
         # All ranks see the same reports, and the same means.
-        self.saw_nonfinite = any_nonfinite > 0 or self._core.has_overflow
+        self.saw_nonfinite = reports.counts_nonfinite or self._core.has_overflow
         if self.saw_nonfinite and self._hosts.gather is not None:
             self._gather_nonfinite(self._hosts.gather)
             if self.codes is not None:

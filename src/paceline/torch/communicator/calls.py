@@ -125,7 +125,9 @@ class GroupCalls:
             CollectiveError: It failed otherwise.
         """
         try:
-            if on_host and not (self._wakes and not on_device and _is_over_soon(work)):
+            if on_host and not work.is_completed():
+                if self._wakes and not on_device and _is_over_soon(work):
+                    return
                 # Polled, because Work.wait(timeout) is ignored by some backends and ends the group in others.
                 self.waits.poll(work.is_completed, what)
             try:

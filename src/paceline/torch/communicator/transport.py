@@ -83,7 +83,10 @@ class ProcessGroupTransport:
 
     def launch(self, bucket: int, scale: float) -> Pending:
         self._prepare(bucket, scale)
-        work = self._calls.begin(lambda: self._group.allreduce(self._sent[bucket], self._sums), bucket)
+        try:
+            work = self._group.allreduce(self._sent[bucket], self._sums)
+        except RuntimeError as error:
+            raise self._calls.waits.failed(error, bucket) from error
         return BucketWork(self, work, bucket)
 
     def _prepare(self, bucket: int, scale: float) -> torch.Tensor:
@@ -100,7 +103,7 @@ class ProcessGroupTransport:
     def _complete(self, bucket: int) -> torch.Tensor:
         """The bucket, with all its gradients, on the current stream."""
         flat = self._buckets[bucket]
-        gradients, places = self._arena.take_waiting(bucket)
+        gradients, places = self._arena.take_waiting(bucket) if self._arena.waiting else ((), ())
         if self._streams is not None:
             self._streams.join(flat.device, gradients)
         if gradients:
@@ -117,12 +120,13 @@ class ProcessGroupTransport:
         self._arena.views[param].zero_()
 
     def take_nonfinite(self) -> list[int]:
-        if self._streams is not None:
+        if self._streams is not None:  # some are on a device
             self._streams.forget()
-        if self._checks_finite and not self._is_captured():
-            self._nonfinite.update(self._on_device.take())
-        found = sorted(self._nonfinite)
-        self._nonfinite.clear()
+            if self._checks_finite and not self._is_captured():
+                self._nonfinite.update(self._on_device.take())
+        if not self._nonfinite:
+            return []
+        found, self._nonfinite = sorted(self._nonfinite), set()
         return found
 
     def may_have_overflowed(self, scale: float) -> bool:
@@ -139,27 +143,28 @@ class ProcessGroupTransport:
         return sum(float(section.double().square().sum()) for section in sections)
 
     def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
-        call, rows = self._calls.begin(lambda: self._reports.begin(payload), STATUS)
+        try:
+            call, rows = self._reports.begin(payload)
+        except RuntimeError as error:
+            raise self._calls.waits.failed(error, STATUS) from error
 
         def finish() -> list[bytes]:
-            self.wait(call, STATUS)
+            # The end of a pass needs the reports at once, and nothing has been computed from the means yet:
+            # here a rank that is lost can be told, wherever the reports lie.
+            self._calls.wait(call, STATUS, on_host=True)
             return rows()
 
         return finish
 
-    def wait(self, work: Call, what: int | str) -> None:
-        """Block until the work on a bucket (its number), or other work, is done, at most until the deadline.
+    def wait(self, work: Call, bucket: int) -> None:
+        """Block until the work on a bucket is done, at most until the deadline; on streams, let these wait.
 
         Raises:
             DeadlineError: It was not done in time.
             PeerLostError: The process group lost a connection.
             CollectiveError: It failed otherwise.
         """
-        # The end of a pass needs the reports at once, and nothing has been computed from the means yet: here
-        # a rank that is lost can be told, wherever the reports lie.
-        is_report = what == STATUS
-        on_host = is_report or not self._are_on_streams
-        self._calls.wait(work, what, on_host=on_host, on_device=not (is_report or self.pointers))
+        self._calls.wait(work, bucket, on_host=not self._are_on_streams, on_device=not self.pointers)
 
     def _is_captured(self) -> bool:
         """Whether a CUDA graph is being made, which can hold no question of the host."""
