@@ -114,6 +114,31 @@ def test_gradients_are_copied_a_bucket_at_a_time(
     assert_trained(model, 2)
 
 
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2, group=NCCL)
+def test_all_buckets_but_the_last_are_under_way_before_the_last_gradient(
+    rank: int, view: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = network().to(KIND)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-5, gradient_as_bucket_view=view)
+    train(ddp, rank, 2, steps=2)  # the buckets come in the order of backward from now on
+    begun = 0
+    begun_at: list[int] = []  # how many were, at each gradient
+    allreduce = dist.ProcessGroup.allreduce
+
+    def note(*args: Any) -> Any:
+        nonlocal begun
+        begun += 1
+        return allreduce(*args)
+
+    monkeypatch.setattr(dist.ProcessGroup, "allreduce", note)
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: begun_at.append(begun))
+    train(ddp, rank, 2, steps=1)
+    assert begun == len(ddp.bucket_layout()) > 4
+    assert begun_at[-1] == begun - 1
+
+
 @ranks(2, group=NCCL)
 def test_communication_hooks(rank: int) -> None:
     def mean(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -326,13 +326,14 @@ class ProcessGroupReducer(ReportingReducer):
             Whether a complete bucket waits for its turn.
         """
         order, scale = self._transport.order, self._weight / self._expected_weight
-        for number in self._sequence[len(self._pending) :]:
-            if not self.marks.is_complete(number):
+        pending, is_complete = self._pending, self.marks.is_complete
+        for number in self._sequence[len(pending) :]:
+            if not is_complete(number):
                 return False
             if not (is_last or order.is_turn_of(self)):
                 return True
             self._note_complete_bucket(number)
-            self._pending.append(self._launch(number, scale))
+            pending.append(self._launch(number, scale))
         return False
 
     def _launch(self, number: int, scale: float) -> Pending:

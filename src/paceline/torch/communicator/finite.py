@@ -99,12 +99,16 @@ class _Look:
         """A tensor of the device and the dtype of what it leaves behind."""
         return self._flat
 
-    def leave(self, traces: torch.Tensor) -> None:
-        """Leave behind as many elements as `size` says."""
+    def parts(self, traces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each of the two calls leaves its numbers, in a tensor of as many elements as `size` says."""
+        return traces[: self._count], traces[self._count :]
+
+    def leave(self, norms: torch.Tensor, copies: torch.Tensor) -> None:
+        """Leave behind what there is to be told, in these `parts`."""
         if self._chunks is not None:
-            torch.linalg.vector_norm(self._chunks, math.inf, dim=1, out=traces[: self._count])
+            torch.linalg.vector_norm(self._chunks, math.inf, dim=1, out=norms)
         if len(self._apart):
-            torch.index_select(self._flat, 0, self._index, out=traces[self._count :])
+            torch.index_select(self._flat, 0, self._index, out=copies)
 
     def blame(self, traces: torch.Tensor) -> set[int]:
         """The parameters that have left what is not finite. Waits for the device."""
@@ -139,6 +143,28 @@ class _Traces:
         return self._norm
 
 
+class _Backward:
+    """Memory for what the buckets of one backward leave behind, with its views, made once.
+
+    Args:
+        looks: How each bucket is looked at.
+        places: For each bucket its kind, and where its traces lie.
+        sizes: For each kind its number of elements, and a tensor like them.
+    """
+
+    def __init__(
+        self,
+        looks: Sequence[_Look],
+        places: Sequence[tuple[int, slice]],
+        sizes: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        self.kinds = [_Traces(*each) for each in sizes]
+        self.parts = [
+            look.parts(self.kinds[kind].elements[place]) if look.size else None
+            for look, (kind, place) in zip(looks, places)
+        ]
+
+
 class FiniteChecks:
     """Looks at one rank's gradients on devices.
 
@@ -163,9 +189,9 @@ class FiniteChecks:
         self._looks: list[_Look] = []
         self._places: list[tuple[int, slice]] = []  # of each bucket: its kind, and where its traces lie
         self._sizes: list[tuple[int, torch.Tensor]] = []  # of each kind: of a device and a dtype
-        self._now: list[_Traces] | None = None
-        self._under_way: deque[list[_Traces]] = deque()
-        self._free: list[list[_Traces]] = []
+        self._now: _Backward | None = None
+        self._under_way: deque[_Backward] = deque()
+        self._free: list[_Backward] = []
 
     @property
     def is_late(self) -> bool:
@@ -176,27 +202,25 @@ class FiniteChecks:
         """Begin to look at the gradients in a bucket."""
         if not self._looks:
             self._lay_out()
-        if not self._looks[bucket].size:
-            return
         if self._now is None:
-            self._now = self._free.pop() if self._free else [_Traces(*each) for each in self._sizes]
-        kind, place = self._places[bucket]
-        self._looks[bucket].leave(self._now[kind].elements[place])
+            self._now = self._free.pop() if self._free else _Backward(self._looks, self._places, self._sizes)
+        if (parts := self._now.parts[bucket]) is not None:
+            self._looks[bucket].leave(*parts)
 
     def take(self) -> list[int]:
         """Parameters of which some gradient was not finite, since last asked, as far as that is told."""
         found: set[int] = set()
         now, self._now = self._now, None
         if now is not None and self.is_late:
-            for kind in now:
+            for kind in now.kinds:
                 norm = kind.measure()
                 kind.copy = kind.copy or self._make_copy(norm)
                 kind.copy.begin(norm)
             self._under_way.append(now)
         elif now is not None:
-            found |= self._tell(now, [float(kind.measure().item()) for kind in now])
+            found |= self._tell(now, [float(kind.measure().item()) for kind in now.kinds])
         while self._under_way:
-            copies = [kind.copy for kind in self._under_way[0] if kind.copy is not None]
+            copies = [kind.copy for kind in self._under_way[0].kinds if kind.copy is not None]
             if not all(copy.is_done() for copy in copies) and len(self._under_way) <= _MOST_UNDER_WAY:
                 break
             found |= self._tell(self._under_way.popleft(), [copy.read() for copy in copies])
@@ -217,7 +241,7 @@ class FiniteChecks:
             self._places.append((kind, slice(begin, begin + look.size)))
             self._sizes[kind] = (begin + look.size, look.like)
 
-    def _tell(self, backward: list[_Traces], norms: Sequence[float]) -> set[int]:
+    def _tell(self, backward: _Backward, norms: Sequence[float]) -> set[int]:
         """Whom to blame for a backward, which is over."""
         bad = [not math.isfinite(norm) for norm in norms]
         if not any(bad):
@@ -226,5 +250,5 @@ class FiniteChecks:
         found: set[int] = set()
         for look, (kind, place) in zip(self._looks, self._places):
             if look.size and bad[kind]:
-                found |= look.blame(backward[kind].elements[place])
+                found |= look.blame(backward.kinds[kind].elements[place])
         return found

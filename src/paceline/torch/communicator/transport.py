@@ -66,6 +66,7 @@ class ProcessGroupTransport:
         numbers = range(len(arena.plan.buckets))
         self._buckets = [arena.bucket(number) for number in numbers]
         self._sent = [[as_real(flat)] for flat in self._buckets]
+        self._wide = [_wide(flat.dtype) for (flat,) in self._sent]
         self._sums = asynchronous(dist.AllreduceOptions())
         self._pieces = [pieces_in(arena.plan, arena.sections, number) for number in numbers]
         self._nonfinite: set[int] = set()
@@ -178,7 +179,7 @@ class ProcessGroupTransport:
             return
         # A finite sum proves that all is finite; another may be an overflow, so look at each element then.
         (real,) = self._sent[bucket]
-        if not math.isfinite(real.sum(dtype=_wide(real.dtype)).item()):
+        if not math.isfinite(real.sum(dtype=self._wide[bucket]).item()):
             pieces = self._pieces[bucket]
             self._nonfinite.update(param for param, piece in pieces if not torch.isfinite(piece).all())
 
