@@ -89,3 +89,12 @@ def pytest_collection_finish() -> None:
 
 def pytest_report_header() -> list[str]:
     return [] if _has_paddle else ["paddle: not installed, test_paddle_*.py are left out"]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Let the ranks that the tests of a file have kept end with the file."""
+    if nextitem is None or nextitem.path != item.path:
+        from tests.harness.run import end_kept_ranks
+
+        end_kept_ranks()

@@ -9,11 +9,16 @@ from typing import Any
 from paceline.reducer.between_hosts import routes
 from paceline.reducer.between_hosts.wire import Begin, Message, Transfer
 from paceline.rendezvous import shared_memory
+from tests.harness.rank_main import after_test
 
 
 def be_on_host(number: int) -> None:
     """Have this rank tell others, from now on, that it is on that host."""
+    after_test(lambda: setattr(shared_memory, "_host_hint", _usual_host_hint))
     shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
+
+
+_usual_host_hint = shared_memory._host_hint
 
 
 @contextlib.contextmanager
@@ -32,6 +37,7 @@ def send_values(*, of_small_models: bool) -> None:
 
     For models that are wrapped from now on; the same on all ranks.
     """
+    after_test(lambda: setattr(routes, "VALUES_BYTES", _USUAL_VALUES_BYTES))
     routes.VALUES_BYTES = 1 if of_small_models else _USUAL_VALUES_BYTES
 
 

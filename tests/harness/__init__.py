@@ -20,9 +20,9 @@ docs/design/testing.md tells how.
     leftovers.py     what nobody may leave behind
 """
 
-from tests.harness.decorator import needs_paddle, ranks
+from tests.harness.decorator import kept_ranks, needs_paddle, ranks
 from tests.harness.report import RanksFailed
 from tests.harness.run import run_ranks
 from tests.harness.side_by_side import run_side_by_side
 
-__all__ = ["RanksFailed", "needs_paddle", "ranks", "run_ranks", "run_side_by_side"]
+__all__ = ["RanksFailed", "kept_ranks", "needs_paddle", "ranks", "run_ranks", "run_side_by_side"]

@@ -25,6 +25,7 @@ def ranks(
     framework: str = "torch",
     dies: Mapping[int, Death] | None = None,
     deadline_s: float = 120.0,
+    kept: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the decorated test in `world_size` processes.
 
@@ -43,6 +44,10 @@ def ranks(
             not installed.
         dies: Ranks that must not return, and how they end: a signal, an exit status, or an exception type.
         deadline_s: After this many seconds the stacks of all ranks are shown and the test fails.
+        kept: The processes are those of the test before in the same file, if it had `kept`, and they stay
+            for the next one: a process costs more than a small program. Not for tests of how a process begins
+            or ends, of signals, or of what it may hold. What a program changes in its process besides
+            fixtures like monkeypatch, it takes back with `after_test`.
 
     Example:
         >>> @ranks(2)
@@ -67,7 +72,13 @@ def ranks(
             imported = kwargs.get(framework, framework).partition(".")[0]
             if imported == "paddle" and importlib.util.find_spec("paddle") is None:
                 pytest.skip(NO_PADDLE)
-            options = {"group": group, "framework": imported, "dies": dies, "deadline_s": deadline_s}
+            options = {
+                "group": group,
+                "framework": imported,
+                "dies": dies,
+                "deadline_s": deadline_s,
+                "kept": kept,
+            }
             try:
                 run_ranks(test, count, kwargs, **options)
             except RanksFailed as failed:
@@ -78,3 +89,7 @@ def ranks(
         return test
 
     return decorate
+
+
+kept_ranks = functools.partial(ranks, kept=True)
+"""`ranks` whose processes stay from one test of a file to the next."""

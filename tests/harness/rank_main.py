@@ -1,5 +1,7 @@
 """The child: one rank. Sets its process up, runs the program, and files what came of it.
 
+A rank that is kept then waits for the next program.
+
 The outcome goes through a file that is renamed when complete: the parent never waits on a pipe that a
 stopped or killed rank holds half-written.
 """
@@ -9,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import importlib
 import os
 import pickle
@@ -25,6 +28,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import numpy
+import pytest
 
 STACKS_SIGNAL = signal.SIGRTMAX
 _TESTS = str(Path(__file__).resolve().parents[1]) + os.sep
@@ -61,17 +67,72 @@ class Outcome:
     value: Any = None
     error: str = ""  # the traceback; empty: the program returned
     error_type: str = ""
+    is_used_up: bool = False  # no other program may follow in this process: see `use_up`
 
 
-def main(plan: Plan, rank: int, lifeline: Connection) -> None:
-    """Run the program of `rank`; exit status 1 if it raised."""
+_after_test: list[Callable[[], object]] = []
+_is_used_up = False
+
+
+def after_test(undo: Callable[[], object]) -> None:
+    """Have this rank call `undo` when its program has ended, before the next one begins in this process."""
+    _after_test.append(undo)
+
+
+def use_up() -> None:
+    """Have this process end with this program, because what the program did to it can't be undone."""
+    global _is_used_up
+    _is_used_up = True
+
+
+def main(plan: Plan, rank: int, lifeline: Connection, plans: Connection | None = None) -> None:
+    """Run the program of `rank`; exit status 1 if it raised.
+
+    With `plans`, the rank is kept: it tells there that the program has ended, and gets the next plan, until
+    the other end is closed.
+    """
     die_with(lifeline.fileno())
+    os.setsid()  # the parent finds what the rank started, and left, by its process group
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if plans is None:
+        sys.exit(1 if _run(plan, rank).error else 0)
+    restore = _random_state()
+    while True:
+        restore()
+        _run(plan, rank, _undo)
+        gc.collect()  # what the program has left in cycles ends now, and not within the next one
+        plans.send_bytes(b"ended")
+        try:
+            plan = plans.recv()
+        except EOFError:
+            sys.exit(0)
+
+
+def _random_state() -> Callable[[], None]:
+    """Takes the frameworks' random numbers back to where they are now, the same on all ranks."""
+    of_numpy = numpy.random.get_state()
+    torch, paddle = sys.modules.get("torch"), sys.modules.get("paddle")
+    of_torch = torch and torch.get_rng_state()
+    of_paddle = paddle and paddle.get_rng_state()
+
+    def restore() -> None:
+        numpy.random.set_state(of_numpy)
+        if torch:
+            torch.set_rng_state(of_torch)
+        if paddle:
+            paddle.set_rng_state(of_paddle)
+
+    return restore
+
+
+def _run(plan: Plan, rank: int, undo: Callable[[Plan], object] = lambda _: None) -> Outcome:
     _set_up(plan, rank)
     try:
         program = find_program(plan.module, plan.name)
         with _first_argument(plan, rank) as first:
             value = program(first, **plan.kwargs)
-        outcome = Outcome(time.monotonic(), value)
+        undo(plan)
+        outcome = Outcome(time.monotonic(), value, is_used_up=_is_used_up)
         filed = pickle.dumps(outcome)
     except BaseException as error:  # SystemExit and pytest's Skipped are failures of a rank, too
         outcome = Outcome(time.monotonic(), None, describe(error, plan.module), type(error).__name__)
@@ -80,7 +141,18 @@ def main(plan: Plan, rank: int, lifeline: Connection) -> None:
     partial = complete.with_suffix(".partial")
     partial.write_bytes(filed)
     partial.rename(complete)
-    sys.exit(1 if outcome.error else 0)
+    return outcome
+
+
+def _undo(plan: Plan) -> None:
+    """Take back what the program has changed in this process."""
+    for value in plan.kwargs.values():
+        if isinstance(value, pytest.MonkeyPatch):
+            value.undo()
+    while _after_test:
+        _after_test.pop()()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
 
 
 def find_program(module: str, name: str) -> Callable[..., Any]:
@@ -107,8 +179,6 @@ def die_with(fd: int, *, is_group: bool = False) -> None:
 
 
 def _set_up(plan: Plan, rank: int) -> None:
-    os.setsid()  # the parent finds what the rank started, and left, by its process group
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     log = os.open(plan.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -32,13 +33,22 @@ class Failure:
 class RanksFailed(AssertionError):
     """Some rank failed, or something was left behind. `failures` lists the ranks, likely culprit first."""
 
-    def __init__(self, program: str, world_size: int, failures: list[Failure], leftovers: list[str]) -> None:
+    def __init__(
+        self,
+        program: str,
+        world_size: int,
+        failures: list[Failure],
+        leftovers: list[str],
+        earlier: Sequence[str] = (),
+    ) -> None:
         self.failures = sorted(failures, key=lambda f: (f.cause, f.at_s, f.rank))
         self.leftovers = leftovers
-        super().__init__(_render(program, world_size, self.failures, leftovers))
+        super().__init__(_render(program, world_size, self.failures, leftovers, earlier))
 
 
-def _render(program: str, world_size: int, failures: list[Failure], leftovers: list[str]) -> str:
+def _render(
+    program: str, world_size: int, failures: list[Failure], leftovers: list[str], earlier: Sequence[str]
+) -> str:
     parts = []
     if failures:
         parts.append(f"{program}: {len(failures)} of {world_size} ranks failed")
@@ -46,6 +56,8 @@ def _render(program: str, world_size: int, failures: list[Failure], leftovers: l
     else:
         parts.append(f"{program}: every rank was fine, but something was left behind")
     parts.extend(f"  left behind: {leftover}" for leftover in leftovers)
+    if earlier:
+        parts.append(f"  the same processes had run before, the latest last: {', '.join(earlier)}")
     for failure in failures:
         parts.extend(_section(failure))
     return "\n".join(parts)

@@ -1,4 +1,9 @@
-"""The parent: starts the ranks, waits for them with a deadline, and judges every one of them."""
+"""The parent: starts the ranks, waits for them with a deadline, and judges every one of them.
+
+Kept ranks (`kept=True`) run the programs of one file of tests one after the other. What a process costs
+besides its program (the fork, the pages that it copies, what the framework makes at its first use, its end)
+is then paid once. Each program has its own job, group, folder, environment and random numbers.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +30,8 @@ from tests.harness.verdict import Death, judge
 
 # When a rank failed unexpectedly, the others get this long to notice before they count as hung.
 _GRACE_S = 10.0
+# For the processes of kept ranks to end, when nothing is left to do.
+_ENDING_S = 60.0
 _LAUNCHER_PREFIXES = ("PADDLE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI_")
 
 
@@ -38,12 +45,15 @@ def run_ranks(
     dies: Mapping[int, Death] | None = None,
     deadline_s: float = 120.0,
     warning_filters: list[Any] | None = None,
+    kept: bool = False,
 ) -> list[Any]:
     """Run `program(group or rank, **kwargs)` in `world_size` processes; return what each rank returned.
 
     `program` is a function of a module, or a test under `@ranks`. `warning_filters` are those of the ranks;
-    None: the filters that this process has now. The other arguments are those of `ranks`. What a rank returns
-    is pickled; a rank that was to die returns None.
+    None: the filters that this process has now. With `kept`, the processes are those of the latest such run
+    of the same file of tests, and stay for the next one; what outlives them is found by `end_kept_ranks`.
+    The other arguments are those of `ranks`. What a rank returns is pickled; a rank that was to die returns
+    None.
 
     Raises:
         RanksFailed: Some rank raised, died, left early or hung, a rank that was to die did not, or
@@ -53,20 +63,73 @@ def run_ranks(
         raise TypeError(
             f"{program.__qualname__} must be a function of a module: every rank imports it by name"
         )
-    before = leftovers.shm_names()
     filters = list(warnings.filters) if warning_filters is None else warning_filters
-    with _plan(program, world_size, dict(kwargs or {}), group, filters) as plan:
+    described = (program, world_size, dict(kwargs or {}), group, filters)
+    if kept:
+        if dies:
+            raise TypeError(f"{program.__qualname__}: a rank that is to die is not kept")
+        return _run_kept(described, framework, deadline_s)
+    before = leftovers.shm_names()
+    with _new_folder() as folder, _plan(*described, folder) as plan:
         run = _Run(plan, framework, dict(dies or {}), deadline_s)
         try:
             run.start()
             run.wait()
         finally:
-            run.kill()
-        found = run.left_behind(before)
+            _kill(run.children)
+        found = _left_behind(run.children, before, [folder])
         failures = run.failures()
         if failures or found:
             raise RanksFailed(plan.name, world_size, failures, found)
-        return [ended.outcome.value if ended.outcome else None for ended in run.children]
+        return run.values()
+
+
+def _run_kept(described: tuple[Any, ...], framework: str, deadline_s: float) -> list[Any]:
+    program, world_size = described[:2]
+    kept = _kept.get(framework)
+    if kept is None or kept.module != program.__module__:
+        end_kept_ranks()
+        kept = _kept[framework] = _KeptRanks(framework, program.__module__)
+    folder = kept.next_folder()
+    earlier = list(kept.programs)
+    kept.programs.append(os.environ.get("PYTEST_CURRENT_TEST", program.__name__).split("::")[-1].split()[0])
+    with _plan(*described, folder) as plan:
+        run = _Run(plan, framework, {}, deadline_s, kept.children[:world_size])
+        try:
+            run.start(are_kept=True)
+            kept.children[:world_size] = run.children
+            run.wait()
+            failures = run.failures()
+        except BaseException:
+            kept.children[: len(run.children)] = run.children
+            kept.forget()
+            raise
+        if failures:
+            kept.forget()
+            raise RanksFailed(plan.name, world_size, failures, [], earlier)
+        if any(child.outcome is not None and child.outcome.is_used_up for child in run.children):
+            kept.end()
+        return run.values()
+
+
+def end_kept_ranks() -> None:
+    """End the ranks that were kept, whose file of tests has ended.
+
+    Raises:
+        RanksFailed: One of them did not end as it should, or something was left behind.
+    """
+    while _kept:
+        next(iter(_kept.values())).end()
+
+
+@contextlib.contextmanager
+def _new_folder() -> Iterator[Path]:
+    # Short, because a Unix socket's path ends at 107 bytes.
+    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -76,9 +139,8 @@ def _plan(
     kwargs: dict[str, Any],
     group: str | None,
     filters: list[Any],
+    folder: Path,
 ) -> Iterator[Plan]:
-    # Short, because a Unix socket's path ends at 107 bytes.
-    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     temporary = folder / "tmp"
     temporary.mkdir()
     job_id = uuid.uuid4().hex
@@ -97,10 +159,7 @@ def _plan(
             "TMPDIR": str(temporary),
         }
         name = program.__name__
-        try:
-            yield Plan(program.__module__, name, world_size, group, kwargs, job_id, folder, environ, filters)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        yield Plan(program.__module__, name, world_size, group, kwargs, job_id, folder, environ, filters)
 
 
 def inherited_variables() -> dict[str, str]:
@@ -124,10 +183,34 @@ class _Child:
     rank: int
     process: ForkServerProcess
     lifeline: connection.Connection  # closed, by us or by our death: the rank is killed
+    plans: connection.Connection | None = None  # of a kept rank, which gets its programs there
     pid: int = 0
     outcome: Outcome | None = None
-    ended_s: float | None = None
+    ended_s: float | None = None  # when its program did; then a kept rank goes on living
     hung_because: str = ""
+    has_told: bool = False  # a kept rank, that its program has ended
+
+    def begin(self, plan: Plan) -> None:
+        """Give a kept rank its next program."""
+        assert self.plans is not None
+        self.outcome, self.ended_s, self.has_told = None, None, False
+        with contextlib.suppress(OSError):  # it has died, which is found when it is waited for
+            self.plans.send(plan)
+
+    def await_end(self) -> None:
+        """Until the process has ended, or until a kept rank has told that its program has."""
+        if self.plans is not None and self.plans.poll():
+            with contextlib.suppress(EOFError, OSError):
+                self.has_told = bool(self.plans.recv_bytes())
+        if not self.has_told:
+            _reap(self.process)
+
+    def status(self) -> int | None:
+        """The exit status of the process, or what it would be if the process of a kept rank ended here."""
+        if self.has_told:
+            return 1 if self.outcome is not None and self.outcome.error else 0
+        with server.lock:
+            return self.process.exitcode
 
 
 @dataclass
@@ -139,19 +222,26 @@ class _Run:
     children: list[_Child] = field(default_factory=list)
     started_s: float = 0.0
 
-    def start(self) -> None:
+    def start(self, *, are_kept: bool = False) -> None:
+        """Start the ranks, or those that have not been kept from an earlier run."""
         with server.starting_from(self.framework):
             self.started_s = time.monotonic()  # importing it once, in the server, is nobody's delay
-            for number in range(self.plan.world_size):
-                self._start_rank(number)
+            for child in self.children:
+                child.begin(self.plan)
+            for number in range(len(self.children), self.plan.world_size):
+                self._start_rank(number, are_kept)
 
-    def _start_rank(self, number: int) -> None:
+    def _start_rank(self, number: int, is_kept: bool) -> None:
         context = server.context()
         theirs, ours = context.Pipe(duplex=False)
-        process = context.Process(target=rank_main.main, args=(self.plan, number, theirs), daemon=False)
-        child = _Child(number, process, ours)
+        their_plans, our_plans = context.Pipe() if is_kept else (None, None)
+        arguments = (self.plan, number, theirs, their_plans)
+        process = context.Process(target=rank_main.main, args=arguments, daemon=False)
+        child = _Child(number, process, ours, our_plans)
         process.start()
         theirs.close()
+        if their_plans is not None:
+            their_plans.close()
         child.pid = process.pid or 0
         self.children.append(child)
 
@@ -160,60 +250,42 @@ class _Run:
         limit_s = self.started_s + self.deadline_s
         because = f"after {self.deadline_s:g} s"
         while running := self._running():
-            sentinels = {child.process.sentinel: child for child in running}
-            ready = connection.wait(list(sentinels), max(0.0, limit_s - time.monotonic()))
+            ends: dict[Any, _Child] = {child.process.sentinel: child for child in running}
+            ends |= {child.plans: child for child in running if child.plans is not None}
+            ready = connection.wait(list(ends), max(0.0, limit_s - time.monotonic()))
             if not ready:
                 self._dump_stacks(running, because)
                 return
-            for sentinel in ready:
-                child = sentinels[sentinel]  # type: ignore[index]
+            for child in {id(ends[end]): ends[end] for end in ready}.values():
                 self._collect(child)
                 grace_s = time.monotonic() + _GRACE_S
                 if grace_s < limit_s and self._judge(child) is not None:
                     limit_s = grace_s
                     because = f"{_GRACE_S:g} s after rank {child.rank} had failed"
 
-    def kill(self) -> None:
-        """End whatever still runs. Idempotent."""
-        for child in self.children:
-            child.process.kill()
-        for child in self.children:
-            _reap(child.process, 10.0)
-            child.lifeline.close()
-
     def failures(self) -> list[Failure]:
         return [failure for child in self.children if (failure := self._judge(child)) is not None]
 
-    def left_behind(self, shm_before: frozenset[str]) -> list[str]:
-        """What outlived the ranks; called when none of them is left."""
-        ranks = {child.pid: child.rank for child in self.children if child.pid}
-        running = leftovers.left_running(ranks)
-        found = [
-            f"process {pid}, started by rank {ranks[pgid]}" for pgid, pids in running.items() for pid in pids
-        ]
-        found += [f"/dev/shm/{name}" for name in leftovers.left_in_shm(shm_before)]
-        found += [f"$TMPDIR/{name}" for name in leftovers.left_in_folder(self.plan.folder / "tmp")]
-        return found
+    def values(self) -> list[Any]:
+        """What each rank returned."""
+        return [child.outcome.value if child.outcome else None for child in self.children]
 
     def _running(self) -> list[_Child]:
         return [child for child in self.children if child.ended_s is None]
 
     def _collect(self, child: _Child) -> None:
-        _reap(child.process)
+        child.await_end()
         child.ended_s = time.monotonic()
         with contextlib.suppress(FileNotFoundError):
             child.outcome = pickle.loads(self.plan.outcome(child.rank).read_bytes())
 
     def _judge(self, child: _Child) -> Failure | None:
         """The failure of a rank that ended or hung, None if it did what it should."""
-        with server.lock:
-            status = child.process.exitcode
-        verdict = judge(status, child.outcome, self.dies.get(child.rank), child.hung_because)
+        verdict = judge(child.status(), child.outcome, self.dies.get(child.rank), child.hung_because)
         if verdict is None:
             return None
         at_s = child.outcome.at_s if child.outcome else child.ended_s or time.monotonic()
-        log = self.plan.log(child.rank)
-        text = log.read_text(errors="replace") if log.exists() else ""
+        text = _text_of(self.plan.folder, child.rank)
         details = child.outcome.error if child.outcome else ""
         return Failure(child.rank, *verdict, at_s - self.started_s, details, text)
 
@@ -238,6 +310,91 @@ class _Run:
     def _log_bytes(self, number: int) -> int:
         log = self.plan.log(number)
         return log.stat().st_size if log.exists() else 0
+
+
+@dataclass
+class _KeptRanks:
+    """Ranks that run programs of one file of tests, one after the other."""
+
+    framework: str
+    module: str
+    children: list[_Child] = field(default_factory=list)
+    programs: list[str] = field(default_factory=list)
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="ranks-")))
+    shm_before: frozenset[str] = field(default_factory=leftovers.shm_names)
+
+    def next_folder(self) -> Path:
+        """An own one for each program, which stays until the ranks have ended: see `end`."""
+        folder = self.folder / str(len(self.programs))
+        folder.mkdir()
+        return folder
+
+    def _folders(self) -> list[Path]:
+        return [self.folder / str(number) for number in range(len(self.programs))]
+
+    def end(self) -> None:
+        """Let the ranks end; an error unless all do, with nothing left behind."""
+        for child in self.children:
+            assert child.plans is not None
+            child.plans.close()
+        limit_s = time.monotonic() + _ENDING_S
+        for child in self.children:
+            _reap(child.process, max(0.0, limit_s - time.monotonic()))
+        failures = [failure for child in self.children if (failure := self._judge_end(child)) is not None]
+        _kill(self.children)
+        found = _left_behind(self.children, self.shm_before, self._folders())
+        self.forget()
+        if failures or found:
+            name = f"kept ranks of {self.module}, after their last program"
+            raise RanksFailed(name, len(self.children), failures, found, self.programs)
+
+    def forget(self) -> None:
+        """Have the next run start ranks anew; those that still run are killed."""
+        _kept.pop(self.framework, None)
+        _kill(self.children)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _judge_end(self, child: _Child) -> Failure | None:
+        with server.lock:
+            status = child.process.exitcode
+        hung_because = f"{_ENDING_S:g} s after it was to end" if status is None else ""
+        verdict = judge(status, Outcome(0.0), None, hung_because)
+        if verdict is None:
+            return None
+        logs = [_text_of(folder, child.rank) for folder in self._folders()]
+        return Failure(child.rank, *verdict, log="".join(logs))
+
+
+_kept: dict[str, _KeptRanks] = {}  # by framework
+
+
+def _kill(children: list[_Child]) -> None:
+    """End whatever still runs. Idempotent."""
+    for child in children:
+        child.process.kill()
+    for child in children:
+        _reap(child.process, 10.0)
+        child.lifeline.close()
+        if child.plans is not None:
+            child.plans.close()
+
+
+def _left_behind(children: list[_Child], shm_before: frozenset[str], folders: list[Path]) -> list[str]:
+    """What outlived the ranks; called when none of them is left."""
+    ranks = {child.pid: child.rank for child in children if child.pid}
+    running = leftovers.left_running(ranks)
+    found = [
+        f"process {pid}, started by rank {ranks[pgid]}" for pgid, pids in running.items() for pid in pids
+    ]
+    found += [f"/dev/shm/{name}" for name in leftovers.left_in_shm(shm_before)]
+    found += [f"$TMPDIR/{name}" for each in folders for name in leftovers.left_in_folder(each / "tmp")]
+    return found
+
+
+def _text_of(folder: Path, rank: int) -> str:
+    """What the rank printed into the log of a program."""
+    log = folder / f"rank-{rank}.log"
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 def _reap(process: ForkServerProcess, timeout_s: float | None = None) -> None:

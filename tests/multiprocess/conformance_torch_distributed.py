@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.torch import DistributedDataParallel
+from tests.harness.rank_main import after_test
 from tests.multiprocess.conformance_torch import *  # noqa: F403
 
 
@@ -17,6 +18,7 @@ def join(rank: int, world_size: int) -> None:
     if not dist.is_initialized():
         store = dist.FileStore(f"{os.environ['TMPDIR']}/store", world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        after_test(dist.destroy_process_group)
 
 
 def wrap(model: nn.Module, group: Any, **options: Any) -> DistributedDataParallel:

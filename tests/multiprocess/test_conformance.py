@@ -31,7 +31,7 @@ from tests.multiprocess.meeting import tell, until_told
 
 both = pytest.mark.parametrize("framework", ["torch", "torch.distributed", "paddle", "paddle.distributed"])
 views = pytest.mark.parametrize("view", [False, True])
-on_two_ranks = ranks(2, framework="framework")
+on_two_ranks = ranks(2, framework="framework", kept=True)
 
 
 def adapter(framework: str) -> ModuleType:

@@ -11,7 +11,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 PATHS = ["memory", "group"]
 
@@ -31,7 +31,7 @@ class Waves(nn.Module):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_complex_parameters(rank: int, path: str) -> None:
     x = torch.randn(2, 3, generator=torch.Generator().manual_seed(8))
     for view in (False, True):
@@ -68,7 +68,7 @@ class Alternating(nn.Module):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_dtypes_in_turn(rank: int, path: str) -> None:
     x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10))
     for cap_mb in (25, 0.0001):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import SkippedPassError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.forward_orders import (
     EPISODES,
     ORDERS,
@@ -50,7 +50,7 @@ OPTIONS = pytest.mark.parametrize(
 
 
 @OPTIONS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_backward_is_averaged_as_its_forward_asks(rank: int, options: dict[str, Any]) -> None:
     for order in ORDERS:
         ddp = DistributedDataParallel(Scale(), **options)
@@ -76,7 +76,7 @@ def run_one(ddp: DistributedDataParallel, order: str, rank: int) -> None:
 
 
 @OPTIONS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_ranks_may_make_episodes_of_different_lengths(rank: int, options: dict[str, Any]) -> None:
     """And leave different outputs out of their loss."""
     for orders in EPISODES:
@@ -88,7 +88,7 @@ def test_ranks_may_make_episodes_of_different_lengths(rank: int, options: dict[s
 
 
 @OPTIONS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_that_skips_a_backward_is_told_by_all(rank: int, options: dict[str, Any]) -> None:
     for orders in SKIPS:
         ddp = DistributedDataParallel(Scale(), **options)
@@ -102,7 +102,7 @@ def test_a_rank_that_skips_a_backward_is_told_by_all(rank: int, options: dict[st
         assert_close(ddp.module.a.grad, torch.tensor([expected_of(["Ff", "Ff"])]))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_that_makes_a_backward_more_is_told_by_all(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     loss = ddp(torch.tensor(1.0 + rank))
@@ -115,7 +115,7 @@ def test_a_rank_that_makes_a_backward_more_is_told_by_all(rank: int) -> None:
     assert "a backward that some ranks alone make" in str(caught.value)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_that_forgot_to_go_back_to_training_is_told_by_all(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     ddp.train(rank == 1)
@@ -134,7 +134,7 @@ class Policy(nn.Module):
 
 
 @pytest.mark.parametrize("way", ["all", "some", "acts first"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_episodes_of_a_policy(rank: int, way: str) -> None:
     """Whose forwards return distributions, and actions that have no backward."""
     torch.manual_seed(0)
@@ -161,7 +161,7 @@ def test_episodes_of_a_policy(rank: int, way: str) -> None:
         assert_close(parameter.grad, wanted)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_some_backward_has_met_counts_for_no_later_one(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     x = torch.tensor(1.0, requires_grad=True)
@@ -172,7 +172,7 @@ def test_what_some_backward_has_met_counts_for_no_later_one(rank: int) -> None:
         loss.backward(inputs=list(ddp.parameters()))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_forward_that_raised_weighs_nothing(rank: int) -> None:
     ddp = DistributedDataParallel(Scale(), weight=lambda x, **_: float(x))
     with pytest.raises(MemoryError):
@@ -186,7 +186,7 @@ def test_a_forward_that_raised_weighs_nothing(rank: int) -> None:
     assert_close(ddp.module.a.grad, torch.tensor([(1.0 * 1.0 + 3.0 * 3.0) / 4.0]))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_may_look_at_its_own_outputs_in_between(rank: int) -> None:
     """A forward in no_sync() on one rank alone, for a log say."""
     ddp = DistributedDataParallel(Scale())
@@ -200,7 +200,7 @@ def test_a_rank_may_look_at_its_own_outputs_in_between(rank: int) -> None:
         assert_close(ddp.module.a.grad, torch.tensor([1.5]))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_backward_of_some_parameters_is_averaged_as_its_forward_asks(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     x = torch.tensor(1.0 + rank)
@@ -219,7 +219,7 @@ def test_a_backward_of_some_parameters_is_averaged_as_its_forward_asks(rank: int
         assert_close(ddp.module.a.grad, torch.tensor([2.5 + rank]))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_a_trainer_prepares_is_averaged_whatever_its_forward_was(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     with ddp.no_sync():
@@ -248,7 +248,7 @@ class Hidden:
         self.tensor = tensor
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_forwards_whose_outputs_are_hidden_must_be_as_many(rank: int) -> None:
     ddp = DistributedDataParallel(Hiding())
     for _ in range(2):
@@ -263,7 +263,7 @@ class Hiding(Scale):
         return Hidden(super().forward(x))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_backward_that_comes_to_no_known_output_is_averaged_if_any_is_due(rank: int) -> None:
     """As with torch, whose hooks wait for gradients from the forward on."""
     for is_looked_at in (True, rank == 0):  # by all, and by one rank alone
@@ -283,7 +283,7 @@ def test_a_backward_that_comes_to_no_known_output_is_averaged_if_any_is_due(rank
                     assert_close(net.a.grad, torch.ones(1))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_local_loss_that_lingers_keeps_no_hooks_of_a_wrapper_that_is_gone(rank: int) -> None:
     net = Scale()
     ddp = DistributedDataParallel(net)
@@ -300,7 +300,7 @@ def test_a_local_loss_that_lingers_keeps_no_hooks_of_a_wrapper_that_is_gone(rank
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_a_checkpoint_repeats_is_averaged_as_what_it_stands_for(rank: int, use_reentrant: bool) -> None:
     ddp = DistributedDataParallel(Scale())
     x = torch.tensor(1.0 + rank, requires_grad=True)

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError, ModelMismatchError, ReplicasDifferError
 from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer, plan_memory, share
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.torch_groups import torch_group
 from tests.tensor_subclasses import Forwarding, Opaque, Quantised
 
@@ -47,7 +47,7 @@ def step(model: nn.Module, rank: int, world_size: int = 2) -> None:
 
 @pytest.mark.parametrize("as_buffer", [False, True])
 @PATHS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_quantised_base_trains_beside_what_is_trained(rank: int, path: str, as_buffer: bool) -> None:
     base = Quantised.make(rank) if as_buffer else frozen(rank)
     ddp = DistributedDataParallel(Lora(base), reduce_through=path, check_replicas_every=1)
@@ -63,7 +63,7 @@ def test_a_quantised_base_trains_beside_what_is_trained(rank: int, path: str, as
 
 
 @PATHS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_check_of_replicas_looks_into_tensors(rank: int, path: str) -> None:
     options: dict[str, Any] = {"init_sync": False, "check_replicas_every": 1, "reduce_through": path}
     ddp = DistributedDataParallel(Lora(frozen(0)), **options)
@@ -141,7 +141,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 @TRAINED
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @PATHS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_trained_subclass(rank: int, path: str, options: dict[str, Any], kind: type[Trained]) -> None:
     model = kind(Forwarding, 0 if "init_sync" in options else rank)
     ddp = DistributedDataParallel(model, reduce_through=path, **options)
@@ -157,7 +157,7 @@ def test_a_trained_subclass(rank: int, path: str, options: dict[str, Any], kind:
 
 
 @TRAINED
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_sharded_optimizer_of_a_trained_subclass(rank: int, kind: type[Trained]) -> None:
     model = kind(Forwarding)
     ddp = DistributedDataParallel(model)
@@ -170,7 +170,7 @@ def test_a_sharded_optimizer_of_a_trained_subclass(rank: int, kind: type[Trained
         assert_close(plain(ours.detach()), expected)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_sharded_optimizer_beside_a_quantised_base(rank: int) -> None:
     model, alone = Lora(frozen(rank)), Lora(frozen(0))
     ddp = DistributedDataParallel(model)
@@ -186,7 +186,7 @@ def test_a_sharded_optimizer_beside_a_quantised_base(rank: int) -> None:
     assert_close(model.a, alone.a, rtol=1e-3, atol=1e-4)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_local_sgd_of_a_trained_subclass(rank: int) -> None:
     models = [Unwrapping(Forwarding), Unwrapping(lambda tensor: tensor)]
     for model in models:
@@ -201,7 +201,7 @@ def test_local_sgd_of_a_trained_subclass(rank: int) -> None:
 
 
 @pytest.mark.parametrize("takes", ["share_parameters", "share"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_sharing_refuses_a_quantised_base_by_name(rank: int, takes: str) -> None:
     with pytest.raises(ConfigError, match=r"'base'.*Quantised"):
         if takes == "share":
@@ -257,7 +257,7 @@ def assert_same(ours: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of kinds of tensors that it calls prototypes
 @PATHS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_buffers_of_every_kind_are_rank_0s(rank: int, path: str) -> None:
     model = nn.Linear(3, 2)
     for name, make in BUFFERS.items():
@@ -275,7 +275,7 @@ def test_buffers_of_every_kind_are_rank_0s(rank: int, path: str) -> None:
 
 
 @PATHS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_an_expanded_buffer_is_averaged(rank: int, path: str) -> None:
     model = nn.Linear(3, 2)
     model.register_buffer("mask", torch.full((2, 1), 1.0 + rank).expand(2, 3))
@@ -308,7 +308,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("only_rank", [None, 1])
 @pytest.mark.parametrize("kind", REFUSED)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_has_no_memory_is_refused_by_name_on_every_rank(
     rank: int, kind: str, only_rank: int | None
 ) -> None:
@@ -323,7 +323,7 @@ def test_what_has_no_memory_is_refused_by_name_on_every_rank(
 
 
 @pytest.mark.filterwarnings("ignore")
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_another_quantisation_on_a_rank_is_refused_by_name(rank: int) -> None:
     held = torch.quantize_per_tensor(torch.ones(3), 0.1 * (1 + rank), 0, torch.quint8)
     model = nn.Linear(3, 2)
@@ -343,7 +343,7 @@ TRAINED_REFUSED: dict[str, Callable[[], torch.Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", TRAINED_REFUSED)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_cannot_be_trained_is_refused_by_name(rank: int, kind: str) -> None:
     model = nn.Linear(3, 2)
     model.held = nn.Parameter(TRAINED_REFUSED[kind]())
@@ -351,7 +351,7 @@ def test_what_cannot_be_trained_is_refused_by_name(rank: int, kind: str) -> None
         DistributedDataParallel(model)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_buffer_without_a_mean_is_not_averaged(rank: int) -> None:
     model = nn.Linear(3, 2)
     model.register_buffer("held", torch.eye(3).to_sparse())
@@ -362,7 +362,7 @@ def test_a_buffer_without_a_mean_is_not_averaged(rank: int) -> None:
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.9 and older have none")
 @pytest.mark.parametrize("when", ["before", "after"])
 @PATHS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_gradients_of_another_dtype_than_the_parameter_name_the_cause(
     rank: int, path: str, when: str
 ) -> None:
@@ -376,7 +376,7 @@ def test_gradients_of_another_dtype_than_the_parameter_name_the_cause(
     assert ".half()" not in str(caught.value)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_gradient_that_is_a_subclass_of_a_plain_parameter(rank: int) -> None:
     class Rewrap(torch.autograd.Function):
         @staticmethod
@@ -428,7 +428,7 @@ def strange(kind: str) -> Any:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["quantised", "zeros", "nested", "expanded"])
 @pytest.mark.parametrize("call", COLLECTIVES)
-@ranks(2, group=None)
+@kept_ranks(2, group=None)
 def test_collectives_refuse_tensors_without_memory(rank: int, call: str, kind: str) -> None:
     with torch_group(rank):
         if (kind, call) in POSSIBLE:

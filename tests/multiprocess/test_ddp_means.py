@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks, run_ranks
+from tests.harness import kept_ranks, run_ranks
 from tests.multiprocess.ddp_models import bits, gradients, mixed, share, train, two_layers
 
 PATHS = ["group", "memory"]
@@ -21,7 +21,7 @@ WORLD = 2
 
 # Torch's own DDP makes torch import its compiler, which a loaded machine does in a minute.
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo", deadline_s=240)
+@kept_ranks(WORLD, group="gloo", deadline_s=240)
 def test_bits_equal_those_of_torch(rank: int, path: str) -> None:
     """Halving is exact, so with two ranks nobody may differ by a bit."""
     x = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(rank))
@@ -63,7 +63,7 @@ def test_bits_do_not_depend_on_rank_or_bucket_size() -> None:
             assert all(weights == results[0][0] for result in results for weights in result)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_twenty_runs_give_the_same_bits(group: object) -> None:
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(group.rank))
     seen = set()
@@ -89,7 +89,7 @@ class NegatedLazily(torch.autograd.Function):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_gradient_that_one_rank_negates_lazily(rank: int, path: str, view: bool) -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -109,7 +109,7 @@ def test_a_gradient_that_one_rank_negates_lazily(rank: int, path: str, view: boo
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_layouts_of_memory(rank: int, path: str) -> None:
     """Channels last, transposed, expanded gradients: each arrives where its parameter expects it."""
     for view in (False, True):
@@ -129,7 +129,7 @@ def test_layouts_of_memory(rank: int, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_the_order_of_the_first_pass_becomes_the_plan(rank: int, path: str, view: bool) -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     model = nn.Module()

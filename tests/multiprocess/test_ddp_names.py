@@ -23,7 +23,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError, UnusedParameterError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import Branches, train, two_layers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-ddp.md"
@@ -62,7 +62,7 @@ def public(names: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options), "defaults"))
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_what_objects_of_torchs_class_have_ours_have(rank: int, options: dict[str, Any]) -> None:
     model = with_buffers()
     theirs = TorchDDP(model, **options)
@@ -81,7 +81,7 @@ def test_what_objects_of_torchs_class_have_ours_have(rank: int, options: dict[st
     assert public(vars(theirs)) | public(vars(TorchDDP)) <= told | {"training"}
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_device_mesh_is_the_argument(rank: int) -> None:
     model = two_layers()
     model.device_mesh = "the model's own"
@@ -92,7 +92,7 @@ def test_the_device_mesh_is_the_argument(rank: int) -> None:
     assert DistributedDataParallel(model, device_mesh=mesh).module.device_mesh == "the model's own"
 
 
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_the_parameters_of_a_module_but_for_ignored_ones(rank: int) -> None:
     model = two_layers()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
@@ -103,7 +103,7 @@ def test_the_parameters_of_a_module_but_for_ignored_ones(rank: int) -> None:
     assert [id(p) for p in found] == [id(p) for p in named.values()]
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_hooks_that_were_removed_average_nothing(rank: int) -> None:
     model = two_layers()
     before = DistributedDataParallel(model)
@@ -147,7 +147,7 @@ class Slow(nn.Module):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_times_are_those_of_forward_backward_and_averaging(rank: int, path: str) -> None:
     """Lower bounds only: a sleep is never shorter than it says, and what waits for one is not either."""
     forward_s, backward_s = 0.02, 0.03
@@ -186,7 +186,7 @@ def test_times_are_those_of_forward_backward_and_averaging(rank: int, path: str)
     assert data["backward_comm_time"] == ended - launched
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_one_pass_in_so_many_is_timed(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     x = torch.ones(1, 4)
@@ -206,7 +206,7 @@ def facts_of(ddp: nn.Module, *names: str) -> list[Any]:
     return [data.get(name) for name in names]
 
 
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_torchs_own_facts(rank: int) -> None:
     """What torch says of the same model, in the same words and units."""
     for model in (with_buffers(), two_layers().double()):
@@ -231,7 +231,7 @@ def test_torchs_own_facts(rank: int) -> None:
         assert ddp._get_ddp_logging_data()["comm_hook"] == str(builtin)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_errors_are_told_under_torchs_names(rank: int) -> None:
     for wrap in (TorchDDP, DistributedDataParallel):
         ddp = wrap(two_layers())
@@ -253,7 +253,7 @@ def test_errors_are_told_under_torchs_names(rank: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_buckets_and_order_as_torch_tells_them(rank: int, path: str) -> None:
     model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(3)))  # a layer has 1.87 MiB
     theirs = TorchDDP(model, bucket_cap_mb=2)
@@ -287,7 +287,7 @@ def used_by(kind: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(("kind", "is_static"), [("the same", 1), ("not the same", 0), ("sometimes all", 0)])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_static_graph_is_told(rank: int, kind: str, is_static: int) -> None:
     """Whatever is left in `.grad`: with zeros there, an unused parameter takes part in the mean."""
     for set_to_none in (True, False):
@@ -302,7 +302,7 @@ def test_a_static_graph_is_told(rank: int, kind: str, is_static: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_profilers_show_each_average(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     x = torch.ones(1, 4)
@@ -320,7 +320,7 @@ def test_profilers_show_each_average(rank: int, path: str) -> None:
     train(ddp, x)  # and nothing is left of it
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_profiled_pass_that_raises_is_told_as_any_other(rank: int) -> None:
     ddp = DistributedDataParallel(Branches())
     with torch.autograd.profiler.profile(), pytest.raises(RuntimeError, match="got no gradient"):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ConfigError, GraphChangedError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 PATHS = ["memory", "group"]
 # What a loop may do with gradients between two steps.
@@ -45,7 +45,7 @@ def step(ddp: nn.Module, rank: int, *names: str) -> None:
 
 @pytest.mark.parametrize("cleared", CLEARED)
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_parameter_that_comes_later_breaks_the_promise(rank: int, path: str, cleared: str) -> None:
     for who in ([1], [0, 1]):  # on one rank, or on both alike
         ddp = DistributedDataParallel(Fork(), static_graph=True, reduce_through=path)
@@ -62,7 +62,7 @@ def test_a_parameter_that_comes_later_breaks_the_promise(rank: int, path: str, c
 @pytest.mark.parametrize("cleared", CLEARED)
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_parameter_that_drops_out_breaks_the_promise(
     rank: int, path: str, view: bool, cleared: str
 ) -> None:
@@ -85,7 +85,7 @@ def test_a_parameter_that_drops_out_breaks_the_promise(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_each_rank_has_a_graph_of_its_own(rank: int, path: str) -> None:
     """What ranks leave out may differ between them, whatever is left in `.grad` where a rank has none."""
     ddp = DistributedDataParallel(Fork(), static_graph=True, reduce_through=path)
@@ -102,7 +102,7 @@ def test_each_rank_has_a_graph_of_its_own(rank: int, path: str) -> None:
     assert "no gradient in the first pass, rank 0: left.weight" in str(caught.value)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_micro_batches_count_together(rank: int) -> None:
     ddp = DistributedDataParallel(Fork(), static_graph=True)
     for _ in range(3):
@@ -117,7 +117,7 @@ def test_micro_batches_count_together(rank: int) -> None:
     assert caught.value.changed == ("left.weight",)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_without_data_keeps_the_promise_of_its_first_pass(rank: int) -> None:
     ddp = DistributedDataParallel(Fork(), static_graph=True)
     for epoch in range(2):
@@ -135,7 +135,7 @@ def test_a_rank_without_data_keeps_the_promise_of_its_first_pass(rank: int) -> N
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_promise_after_training_is_refused(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Fork(), reduce_through=path, find_unused_parameters=True)
     ddp.eval()
@@ -168,7 +168,7 @@ class Repeats(nn.Module):
         return x
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_gradient_that_comes_twice_is_named(rank: int) -> None:
     """On one rank, or on both: every rank raises in that pass, and the next one is good."""
     for options in (
@@ -188,7 +188,7 @@ def test_a_gradient_that_comes_twice_is_named(rank: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_static_graph_learns_what_comes_several_times(rank: int, path: str) -> None:
     """As torch's: a layer in several reentrant checkpoints."""
     for options in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 25}):

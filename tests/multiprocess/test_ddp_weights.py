@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from paceline.errors import ConfigError, NonFiniteGradientError
 from paceline.reducer.call_order import call_order_of
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import Blocked, Branches, two_layers
 
 PATHS = ["group", "memory"]
@@ -68,7 +68,7 @@ def assert_mean(ddp: DistributedDataParallel, expected: dict[str, torch.Tensor])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.filterwarnings("error")
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_ragged_micro_batches_equal_one_process_in_float64(rank: int, path: str, view: bool) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(
@@ -87,7 +87,7 @@ def test_ragged_micro_batches_equal_one_process_in_float64(rank: int, path: str,
 
 
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_micro_batches_without_weight_leave_nothing_wherever_they_come(rank: int, view: bool) -> None:
     ddp = DistributedDataParallel(two_layers(), gradient_as_bucket_view=view)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
@@ -107,7 +107,7 @@ def test_micro_batches_without_weight_leave_nothing_wherever_they_come(rank: int
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_weight_may_be_computed_from_the_inputs(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, weight=lambda x, scale=1: len(x))
     x = torch.randn(7, 4, generator=torch.Generator().manual_seed(3))
@@ -123,7 +123,7 @@ def test_the_weight_may_be_computed_from_the_inputs(rank: int, path: str) -> Non
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_constant_weight_and_none_at_all(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, weight=1 + 2 * rank)
     x = torch.full((1, 4), 1.0 + rank)
@@ -137,7 +137,7 @@ def test_a_constant_weight_and_none_at_all(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_only_the_weight_of_0_hides_a_nan(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, nonfinite="raise")
     x = torch.full((1, 4), torch.nan if rank else 1.0)
@@ -149,7 +149,7 @@ def test_only_the_weight_of_0_hides_a_nan(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_unused_parameters_weigh_nothing_but_count(rank: int, path: str) -> None:
     model = Branches()
     ddp = DistributedDataParallel(model, reduce_through=path, find_unused_parameters=True)
@@ -163,7 +163,7 @@ def test_unused_parameters_weigh_nothing_but_count(rank: int, path: str) -> None
     assert model.never.bias.grad is None
 
 
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_alone_micro_batches_are_weighed_as_well(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(3))
@@ -172,7 +172,7 @@ def test_alone_micro_batches_are_weighed_as_well(rank: int) -> None:
     assert_mean(ddp, expected)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_autograd_grad_is_not_weighed(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     x = torch.ones(1, 4)
@@ -186,7 +186,7 @@ def test_autograd_grad_is_not_weighed(rank: int) -> None:
     assert_close(ddp.module[2].bias.grad, torch.ones(2))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_weights_that_make_no_sense(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     for wrong in (-1, math.nan, math.inf, "three", torch.ones(2)):
@@ -204,7 +204,7 @@ def test_weights_that_make_no_sense(rank: int) -> None:
         ddp(x).sum().backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_weight_that_is_refused_leaves_the_turn_to_other_models(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through="group")
     x = torch.ones(1, 4)
@@ -216,7 +216,7 @@ def test_a_weight_that_is_refused_leaves_the_turn_to_other_models(rank: int) -> 
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_no_sync_around_the_backward_alone(rank: int, path: str) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path)
@@ -249,7 +249,7 @@ class MayBlock(nn.Module):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_an_undefined_gradient_counts_as_zeros_of_its_weight(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(MayBlock(), reduce_through=path)
     x = torch.tensor([1.0 + rank])

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ReplicasDifferError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 BATCH = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 STEPS = 4
@@ -122,7 +122,7 @@ def without_warnings() -> Any:
 
 @pytest.mark.parametrize("who", [[0], [1], [0, 1]], ids=["rank 0", "rank 1", "each its own"])
 @pytest.mark.parametrize("way", WAYS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_other_values_on_some_ranks_are_an_error_on_all(rank: int, way: Any, who: list[int]) -> None:
     path = PATHS[WAYS.index(way) % 2]
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
@@ -138,7 +138,7 @@ def test_other_values_on_some_ranks_are_an_error_on_all(rank: int, way: Any, who
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("way", WAYS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_same_values_on_all_ranks_train_on(rank: int, way: Any, path: str) -> None:
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
     with without_warnings():
@@ -147,7 +147,7 @@ def test_the_same_values_on_all_ranks_train_on(rank: int, way: Any, path: str) -
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("way", [w for w in WAYS if w is not add])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_rank_0s_values_are_broadcast_in_forward_where_asked_for(rank: int, way: Any, path: str) -> None:
     ddp = DistributedDataParallel(Scaled(), reduce_through=path, forward_sync_buffers=True)
     assert ddp.forward_sync_buffers
@@ -156,13 +156,13 @@ def test_rank_0s_values_are_broadcast_in_forward_where_asked_for(rank: int, way:
     check(found, expected(way))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_buffers_registered_after_wrapping_are_broadcast_in_forward(rank: int) -> None:
     ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
     check(train(ddp, rank, lambda step: add(ddp.module, 2.0 ** (step + 1) + 7 * rank)), expected(add))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_sync_buffers_after_the_write_is_enough(rank: int) -> None:
     ddp = DistributedDataParallel(Scaled())
 
@@ -174,7 +174,7 @@ def test_sync_buffers_after_the_write_is_enough(rank: int) -> None:
     check(train(ddp, rank, write), expected(put))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_schedule_of_rank_0_that_begins_with_the_present_value_is_followed(rank: int) -> None:
     ddp = DistributedDataParallel(Scaled())
 
@@ -185,7 +185,7 @@ def test_a_schedule_of_rank_0_that_begins_with_the_present_value_is_followed(ran
     check(train(ddp, rank, write), expected(put, first=0))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_error_comes_again_until_buffers_are_synchronised(rank: int) -> None:
     ddp = DistributedDataParallel(Scaled())
     if rank == 0:
@@ -208,7 +208,7 @@ def test_the_error_comes_again_until_buffers_are_synchronised(rank: int) -> None
     ],
     ids=str,
 )
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_buffers_that_are_not_broadcast_may_differ(rank: int, arguments: dict[str, Any]) -> None:
     ddp = DistributedDataParallel(Scaled(), **arguments)
     with without_warnings():
@@ -216,7 +216,7 @@ def test_buffers_that_are_not_broadcast_may_differ(rank: int, arguments: dict[st
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_forward_writes_is_no_reason(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
     model = ddp.module
@@ -244,7 +244,7 @@ def test_what_forward_writes_is_no_reason(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_weights_swapped_for_an_evaluation_and_back_are_no_reason(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
     ddp.module.keeps_own = True
@@ -267,7 +267,7 @@ def normed() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_running_statistics_that_are_being_trained_are_not_read(rank: int) -> None:
     """So that writing them on some ranks changes no gradient; rank 0's count, as in torch."""
     ddp = DistributedDataParallel(normed())
@@ -280,7 +280,7 @@ def test_running_statistics_that_are_being_trained_are_not_read(rank: int) -> No
     ddp.check_replicas()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_running_statistics_that_are_read_are_compared(rank: int) -> None:
     ddp = DistributedDataParallel(normed())
     ddp.module[1].eval()
@@ -293,7 +293,7 @@ def test_running_statistics_that_are_read_are_compared(rank: int) -> None:
         ddp(BATCH[:4]).mean().backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_broadcasts_in_forward_with_uneven_data(rank: int) -> None:
     ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
     for step, x in enumerate(ddp.iterate([BATCH[:2]] * (2 + rank))):
@@ -305,7 +305,7 @@ def test_broadcasts_in_forward_with_uneven_data(rank: int) -> None:
 
 
 @pytest.mark.parametrize("path", ["auto", "group"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_wrapping_a_second_model_with_the_same_module_is_no_write(rank, path):
     shared = Scaled()
     shared.keeps_own = True
@@ -320,7 +320,7 @@ def test_wrapping_a_second_model_with_the_same_module_is_no_write(rank, path):
         first(BATCH[rank::2]).sum().backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_write_that_the_program_broadcasts_itself_is_right(rank):
     """torch counts no write of its collectives, and the middle of a large buffer is not looked at."""
     ddp = DistributedDataParallel(Scaled())
@@ -333,7 +333,7 @@ def test_a_write_that_the_program_broadcasts_itself_is_right(rank):
     assert ddp.module.large.sum() == 400
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_sync_buffers_of_another_wrapper_of_the_same_module_is_enough(rank):
     shared = Scaled()
     first = DistributedDataParallel(nn.Sequential(shared))
@@ -347,7 +347,7 @@ def test_sync_buffers_of_another_wrapper_of_the_same_module_is_enough(rank):
     assert shared.factor == 0.5
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_broadcast_in_forward_where_data_is_uneven_and_ranks_evaluate(rank):
     """The rank without data takes part in the broadcast, though its last forward was in evaluation mode."""
     ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
@@ -358,7 +358,7 @@ def test_a_broadcast_in_forward_where_data_is_uneven_and_ranks_evaluate(rank):
         ddp.train()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_broadcast_in_forward_where_a_rank_evaluates_between_forward_and_backward(rank: int) -> None:
     """The rank without data follows the forwards of the last backward, and not the evaluation after them."""
     ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
@@ -378,7 +378,7 @@ def test_a_broadcast_in_forward_where_a_rank_evaluates_between_forward_and_backw
 
 
 @pytest.mark.parametrize("more", [0, 1])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_rank_0s_values_are_broadcast_in_the_first_forward_after_uneven_data(rank: int, more: int) -> None:
     ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
     for epoch in range(3):
@@ -390,7 +390,7 @@ def test_rank_0s_values_are_broadcast_in_the_first_forward_after_uneven_data(ran
             assert number or ddp.module.factor == 2.0 + epoch
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_broadcast_in_forward_where_data_ends_within_accumulation(rank):
     """A forward in no_sync() has synchronised already what the end of the data belongs to."""
     ddp = DistributedDataParallel(Scaled(), forward_sync_buffers=True)
@@ -400,7 +400,7 @@ def test_a_broadcast_in_forward_where_data_ends_within_accumulation(rank):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_equal_values_that_rank_0_alone_loads_before_the_first_step(rank: int, path: str) -> None:
     """Also of a buffer that the first forward writes, which has other values when the ranks compare."""
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
@@ -411,7 +411,7 @@ def test_equal_values_that_rank_0_alone_loads_before_the_first_step(rank: int, p
         train(ddp, rank, lambda step: None)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_other_values_before_the_first_step_in_a_buffer_that_forward_writes(rank: int) -> None:
     ddp = DistributedDataParallel(Scaled())
     ddp.module.keeps_own = True
@@ -421,7 +421,7 @@ def test_other_values_before_the_first_step_in_a_buffer_that_forward_writes(rank
         ddp(BATCH[:4]).mean().backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_equal_values_loaded_where_ranks_began_with_buffers_of_their_own(rank: int) -> None:
     model = Scaled()
     model.factor.fill_(1.0 + rank)
@@ -455,7 +455,7 @@ def spectral(make: Callable[[], nn.Module]) -> nn.Module:
 
 @pytest.mark.parametrize("reader", [0, 1])
 @pytest.mark.parametrize("make", [with_parametrization, with_hook])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_spectral_norm_that_one_rank_alone_goes_on_with(rank: int, make: Any, reader: int) -> None:
     """From the second such step on, the gradients are those of one process with what rank 0 has done."""
     ddp = DistributedDataParallel(spectral(make))
@@ -476,7 +476,7 @@ def test_a_spectral_norm_that_one_rank_alone_goes_on_with(rank: int, make: Any, 
             ddp.check_replicas()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_spectral_norm_that_is_evaluated_is_compared(rank: int) -> None:
     ddp = DistributedDataParallel(spectral(with_parametrization))
     ddp.eval()
@@ -486,7 +486,7 @@ def test_a_spectral_norm_that_is_evaluated_is_compared(rank: int) -> None:
         ddp(BATCH).mean().backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_wrapper_that_leaves_a_buffer_alone_settles_no_write_to_it(rank: int) -> None:
     shared = Scaled()
     first = DistributedDataParallel(nn.Sequential(shared))
@@ -500,7 +500,7 @@ def test_a_wrapper_that_leaves_a_buffer_alone_settles_no_write_to_it(rank: int) 
     assert "large" not in str(caught.value)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_a_wrapper_over_some_ranks_settles_no_write_for_all(rank: int) -> None:
     shared = Scaled()
     groups = [torch.distributed.new_group(each) for each in ([0, 1], [2, 3])]
@@ -514,7 +514,7 @@ def test_a_wrapper_over_some_ranks_settles_no_write_for_all(rank: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_statistics_that_are_written_when_training_of_them_ends_are_compared(rank: int, path: str) -> None:
     """While they were trained, nothing looked at their bytes."""
     ddp = DistributedDataParallel(normed(), reduce_through=path)
@@ -535,7 +535,7 @@ def test_statistics_that_are_written_when_training_of_them_ends_are_compared(ran
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_buffers_that_get_other_memory_are_broadcast_from_there(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
     model = ddp.module
@@ -556,7 +556,7 @@ def test_buffers_that_get_other_memory_are_broadcast_from_there(rank: int, path:
             ddp.check_replicas()
 
 
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_one_rank_broadcasts_no_buffers(rank: int) -> None:
     ddp = DistributedDataParallel(normed(), reduce_through="group", weight=1.0)
     with torch.profiler.profile() as profile:
@@ -567,7 +567,7 @@ def test_one_rank_broadcasts_no_buffers(rank: int) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("end", ["finish", "join"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_model_that_ends_uneven_data_is_no_write(rank: int, end: str, path: str) -> None:
     """Over a process group a copy counts as a write, and the evaluation writes other values on each rank."""
     ddp = DistributedDataParallel(Scaled(), reduce_through=path)
@@ -586,7 +586,7 @@ def test_the_model_that_ends_uneven_data_is_no_write(rank: int, end: str, path: 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("is_in_training", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_forward_that_writes_over_what_all_ranks_have_written(
     rank: int, is_in_training: bool, path: str
 ) -> None:
@@ -627,7 +627,7 @@ def of_each(shared: Scaled, shares: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("before", ["uneven data", "a schedule"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_forward_reads_what_that_of_another_model_has_written_on_this_rank(
     rank: int, before: str, path: str
 ) -> None:
@@ -655,7 +655,7 @@ def test_a_forward_reads_what_that_of_another_model_has_written_on_this_rank(
     check([shared.linear.weight.grad], [right])
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_running_statistics_that_all_ranks_write_and_one_evaluates(rank: int) -> None:
     """With gradients that nobody uses: the other rank trains its statistics and does not read them."""
     ddp = DistributedDataParallel(normed())

@@ -20,7 +20,7 @@ from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel
 from paceline.torch.communicator.hosts import GlooTransport
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.test_hosts import (
     ALONE,
     BLOCKS,
@@ -77,7 +77,7 @@ def undelivered(wrapped: DistributedDataParallel) -> list[np.ndarray]:
 
 @each_kind
 @pytest.mark.parametrize("world_size, layout, num_hosts", LAYOUTS)
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_what_has_been_sent_and_what_is_kept_are_the_gradients(rank, world_size, layout, num_hosts, kind):
     place(rank, layout, num_hosts)
     net = network()
@@ -99,7 +99,7 @@ def test_what_has_been_sent_and_what_is_kept_are_the_gradients(rank, world_size,
 
 
 @each_kind
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_what_an_owner_sends_is_what_it_keeps(rank, kind):
     """Three hosts and large shares: sums over all hosts are encoded, too."""
     place(rank, ALONE, 3)
@@ -123,7 +123,7 @@ def test_what_an_owner_sends_is_what_it_keeps(rank, kind):
 
 @each_kind
 @pytest.mark.parametrize("layout", [BLOCKS, (0, 0, 1, 1, 1, 2)])
-@ranks(6, group="gloo")
+@kept_ranks(6, group="gloo")
 def test_weighted_means(rank, layout, kind):
     place(rank, layout, 3)
     net = network()
@@ -145,7 +145,7 @@ def test_weighted_means(rank, layout, kind):
 
 @pytest.mark.parametrize("layout", [BLOCKS, (0, 0, 0, 1)])
 @each_kind
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_no_infinity_is_hidden(rank, kind, layout):
     place(rank, layout)
     net = network()
@@ -172,7 +172,7 @@ def test_no_infinity_is_hidden(rank, kind, layout):
 
 
 @pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE])
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_errors_move_with_parameters_when_buckets_are_laid_out_anew(rank, layout):
     place(rank, layout)
 
@@ -207,7 +207,7 @@ def test_errors_move_with_parameters_when_buckets_are_laid_out_anew(rank, layout
 
 
 @each_kind
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_bytes_between_hosts(rank, kind, monkeypatch):
     place(rank, ALONE)
     sizes: list[int] = []
@@ -220,7 +220,7 @@ def test_bytes_between_hosts(rank, kind, monkeypatch):
     assert share * 2**20 <= sum(sizes) < share * 2**20 + 5000  # headers and a report
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_other_types_than_float32(rank):
     place(rank)
     for dtype, allowed in ((torch.float64, 1e-9), (torch.bfloat16, 3e-2), (torch.complex64, 2e-2)):
@@ -240,7 +240,7 @@ def test_other_types_than_float32(rank):
 
 
 @pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE])
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_passes_without_a_parameter_or_without_data(rank, layout):
     place(rank, layout)
     wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True, compress_between_hosts="int8")
@@ -261,7 +261,7 @@ def test_passes_without_a_parameter_or_without_data(rank, layout):
     wrapped.finish()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_on_one_host_it_does_nothing_and_says_so_once(rank):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -275,7 +275,7 @@ def test_on_one_host_it_does_nothing_and_says_so_once(rank):
         assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_where_it_is_not_possible_it_is_refused(rank):
     for options in ({"reduce_through": "group"}, {"skip_all_reduce_unused_params": True}):
         with pytest.raises(ConfigError, match="compress_between_hosts") as caught:

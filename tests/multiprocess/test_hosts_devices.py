@@ -35,7 +35,7 @@ from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.communicator.local_group import LocalCalls
 from paceline.torch.communicator.share_transport import ShareTransport
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
 from tests.multiprocess.test_hosts import (
     BLOCKS,
@@ -81,7 +81,7 @@ def assert_means(net: nn.Module, step: int, world_size: int, weights: list[float
 @pytest.mark.parametrize(
     "world_size, layout, num_hosts", [(4, BLOCKS, 2), (4, ROUND_ROBIN, 2), THREE_PER_HOST, (6, BLOCKS, 3)]
 )
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_means_are_those_of_the_whole_batch(rank, world_size, layout, num_hosts, in_arena, monkeypatch):
     place(rank, layout, num_hosts)
     be_a_device(monkeypatch)
@@ -99,7 +99,7 @@ def test_means_are_those_of_the_whole_batch(rank, world_size, layout, num_hosts,
     assert math.isclose(float(wrapped.clip_grad_norm_(math.inf)), norm, rel_tol=1e-6)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_weighted_means(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
@@ -124,7 +124,7 @@ class Products(nn.Module):
 
 
 @pytest.mark.parametrize("world_size, layout, num_hosts", [(4, BLOCKS, 2), THREE_PER_HOST])
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_dtypes_side_by_side(rank, world_size, layout, num_hosts, monkeypatch):
     place(rank, layout, num_hosts)
     be_a_device(monkeypatch)
@@ -142,7 +142,7 @@ def test_dtypes_side_by_side(rank, world_size, layout, num_hosts, monkeypatch):
                 assert_allclose(parameter.grad, mean, rtol=1e-6)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_more_buckets_than_are_under_way_at_a_time(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
@@ -161,7 +161,7 @@ def test_more_buckets_than_are_under_way_at_a_time(rank, monkeypatch):
             assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_calls_within_a_host_come_in_the_order_of_the_plan(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
@@ -185,7 +185,7 @@ def test_calls_within_a_host_come_in_the_order_of_the_plan(rank, monkeypatch):
     assert {thread for _, _, thread in called} == {threading.current_thread()}
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_unused_parameters(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
@@ -202,7 +202,7 @@ def test_unused_parameters(rank, monkeypatch):
         assert net.right.bias.grad is None
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
@@ -230,7 +230,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, monkeypatch):
     assert_means(net, 4, 4)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_void_passes(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
@@ -256,7 +256,7 @@ def test_void_passes(rank, monkeypatch):
     assert_means(net, 4, 4)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_two_models_and_ranks_that_run_out_of_data(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
@@ -277,7 +277,7 @@ def test_two_models_and_ranks_that_run_out_of_data(rank, monkeypatch):
     pair[0].finish()
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_buffers_and_gradients_that_accumulate(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
@@ -295,7 +295,7 @@ def test_buffers_and_gradients_that_accumulate(rank, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["int8", "bf16", "topk"])
 @pytest.mark.parametrize("world_size, layout, num_hosts", [(4, BLOCKS, 2), THREE_PER_HOST])
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_compression_between_hosts(rank, world_size, layout, num_hosts, kind, monkeypatch):
     place(rank, layout, num_hosts)
     be_a_device(monkeypatch)
@@ -340,7 +340,7 @@ class Upwards(nn.Module):
 
 @pytest.mark.parametrize("kind", ["topk", "int8"])
 @pytest.mark.parametrize("world_size, layout, num_hosts", [(4, BLOCKS, 2), (6, BLOCKS, 3)])
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_what_encoding_keeps_of_the_first_pass_is_sent_later(
     rank, world_size, layout, num_hosts, kind, monkeypatch
 ):
@@ -366,7 +366,7 @@ def test_what_encoding_keeps_of_the_first_pass_is_sent_later(
         assert_allclose(sum_, expected, atol=scale * (5e-3 if kind == "topk" else 1e-4))
 
 
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_hosts_of_different_sizes_are_refused_on_every_rank(rank, monkeypatch):
     place(rank, (0, 0, 1))
     be_a_device(monkeypatch)
@@ -378,7 +378,7 @@ def test_hosts_of_different_sizes_are_refused_on_every_rank(rank, monkeypatch):
     backward(DistributedDataParallel(network(), reduce_through="group"), 0, rank, 3)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_what_else_is_refused_on_every_rank(rank, monkeypatch):
     place(rank)
     with pytest.raises(ConfigError, match="skip_all_reduce_unused_params"):
@@ -401,7 +401,7 @@ def _halves(bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return work.get_future().then(lambda future: future.value()[0])
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_on_one_host_there_is_nothing_between(rank, monkeypatch):
     with pytest.warns(UserWarning, match="does nothing") if rank == 0 else contextlib.nullcontext():
         wrapped = DistributedDataParallel(network(), reduce_through="hosts", compress_between_hosts="int8")
@@ -416,7 +416,7 @@ def test_on_one_host_there_is_nothing_between(rank, monkeypatch):
     assert_means(net, 0, 2)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_parameters_on_the_cpu_take_the_way_that_they_take_by_themselves(rank):
     place(rank)
     net = network()
@@ -433,7 +433,7 @@ def test_parameters_on_the_cpu_take_the_way_that_they_take_by_themselves(rank):
         )
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_a_model_goes_on_with_other_ranks(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
@@ -446,7 +446,7 @@ def test_a_model_goes_on_with_other_ranks(rank, monkeypatch):
         assert_means(net, step, 4)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_models_that_are_gone_leave_no_thread_and_no_connection(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
@@ -520,7 +520,7 @@ def test_a_rank_that_raises_is_quoted_on_all_ranks(rank, in_backward, monkeypatc
     assert time.monotonic() - started < 10
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_a_late_rank_is_named_by_the_ranks_of_its_host_and_told_to_the_others(rank, monkeypatch):
     _, wrapped = lose(rank, monkeypatch, timeout_s=3)
     if rank == 3:
@@ -530,7 +530,7 @@ def test_a_late_rank_is_named_by_the_ranks_of_its_host_and_told_to_the_others(ra
     assert caught.value.late == (3,)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_a_late_host_is_named(rank, monkeypatch):
     _, wrapped = lose(rank, monkeypatch, timeout_s=3)
     if rank > 1:
@@ -541,7 +541,7 @@ def test_a_late_host_is_named(rank, monkeypatch):
         backward(wrapped, 2, rank, 4)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_a_message_that_does_not_come_is_named_by_all_ranks(rank, monkeypatch):
     """Rank 1 alone waits for it, and rank 0 waits for rank 1, which is not to blame."""
     _, wrapped = lose(rank, monkeypatch, timeout_s=3)
@@ -560,7 +560,7 @@ def test_a_message_that_does_not_come_is_named_by_all_ranks(rank, monkeypatch):
 
 
 @pytest.mark.parametrize("at", ["_prepare", "_gather_all"])
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_an_interrupted_hook_is_told_to_all_hosts_at_once(rank, at, monkeypatch):
     _, wrapped = lose(rank, monkeypatch)
 

@@ -27,7 +27,7 @@ from paceline.torch.compression import (
     eight_bit_hook,
     fp16_hook,
 )
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.test_hosts import ALONE, BLOCKS, Layout, place
 from tests.stand_in_device import be_a_device
 
@@ -179,7 +179,7 @@ def check_discarded(rank: int, world_size: int, kind: str, fault: Any, **more: A
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("fault", list(FAULTS))
 @pytest.mark.parametrize("kind", ["int8", "topk", "8 bit hook"])
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_a_backward_that_is_of_no_use_leaves_nothing(rank: int, kind: str, fault: str) -> None:
     place(rank, BLOCKS, 2)
     check_discarded(rank, 4, kind, FAULTS[fault])
@@ -187,7 +187,7 @@ def test_a_backward_that_is_of_no_use_leaves_nothing(rank: int, kind: str, fault
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp16 hook", "bf16 hook"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_it_leaves_nothing_in_any_encoding_and_with_gradients_in_the_arena(rank: int, kind: str) -> None:
     place(rank, ALONE, 2)
     for in_arena in (False, True):
@@ -196,7 +196,7 @@ def test_it_leaves_nothing_in_any_encoding_and_with_gradients_in_the_arena(rank:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("layout", [ALONE, (0, 0, 1)])
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_sums_over_all_hosts_leave_nothing_either(rank: int, layout: Layout, monkeypatch: Any) -> None:
     """Three hosts and large shares: each value is encoded twice."""
     monkeypatch.setattr(Parts, "SIZES", (40_000, 3, 50_000, 40, 129))
@@ -207,7 +207,7 @@ def test_sums_over_all_hosts_leave_nothing_either(rank: int, layout: Layout, mon
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("policy", ["ignored", "refused"])
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_shares_of_devices_leave_nothing(rank: int, policy: str, monkeypatch: Any) -> None:
     """The infinity is in the share of one rank of a host, and the others have to know."""
     place(rank, BLOCKS, 2)
@@ -216,7 +216,7 @@ def test_shares_of_devices_leave_nothing(rank: int, policy: str, monkeypatch: An
         check_discarded(rank, 4, kind, FAULTS[policy], reduce_through="hosts")
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_scaler_skips_a_step_as_a_whole(rank: int) -> None:
     """GradScaler looks at the means, and a run with a bad batch ends as one without it."""
     place(rank, ALONE, 2)
@@ -273,21 +273,21 @@ def check_sums(rank: int, world_size: int, kind: str, how: str, num_steps: int, 
 
 @each_kind
 @pytest.mark.parametrize("how", ["unused", "frozen"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_error_of_a_parameter_that_is_left_out_waits(rank: int, kind: str, how: str) -> None:
     place(rank, ALONE, 2)
     check_sums(rank, 2, kind, how, 300 if kind == "topk" else 90)
 
 
 @pytest.mark.parametrize("layout", [ALONE, (0, 0, 1, 2)])
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_so_do_those_of_sums_over_all_hosts(rank: int, layout: Layout, monkeypatch: Any) -> None:
     monkeypatch.setattr(Parts, "SIZES", (40_000, 3, 50_000, 40, 129))
     place(rank, layout, 4)
     check_sums(rank, 4, "topk", "unused", 240, bucket_cap_mb=1)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_so_do_those_of_shares_of_devices(rank: int, monkeypatch: Any) -> None:
     place(rank, BLOCKS, 2)
     be_a_device(monkeypatch)
@@ -296,7 +296,7 @@ def test_so_do_those_of_shares_of_devices(rank: int, monkeypatch: Any) -> None:
 
 
 @each_kind
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_parameter_that_one_rank_alone_uses_gets_what_all_have_kept(rank: int, kind: str) -> None:
     """All use it, then one alone, with nothing: it arrives all the same, if it takes its time."""
     place(rank, ALONE, 2)
@@ -316,7 +316,7 @@ def test_a_parameter_that_one_rank_alone_uses_gets_what_all_have_kept(rank: int,
         assert np.abs(arrived - mean_of(0, 2, 0)).max() < 0.02
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_hook_of_the_users_hears_of_good_backwards(rank: int) -> None:
     heard: list[list[int]] = []
 
@@ -360,7 +360,7 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("kind, num_steps", [("topk", 360), ("int8", 60)])
 @pytest.mark.parametrize("how", ["unused", "frozen"])
 @pytest.mark.parametrize("world_size, layout, num_hosts", [(2, ALONE, 2), (4, BLOCKS, 2)])
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_halves_of_local_sgd_that_take_turns(
     rank: int, world_size: int, layout: Layout, num_hosts: int, how: str, kind: str, num_steps: int
 ) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ConfigError, NonFiniteGradientError, PacelineError, UnusedParameterError
 from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -68,7 +68,7 @@ def loop(ddp: Any, optimizer: Any, rank: int, steps: int, between: Callable[[Any
     return norms
 
 
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_the_bits_are_those_of_whole_gradients(rank: int) -> None:
     def clip(ddp: Any, step: int) -> None:
         """By the norm that the pass has found, in both ways."""
@@ -127,7 +127,7 @@ def loss(ddp: Any, rank: int, step: int = 0) -> Any:
     return ddp(torch.randn(4, 9, generator=generator)).square().mean()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_gradient_that_is_there_in_part_is_never_taken_for_a_whole_one(rank: int) -> None:
     """Whatever reads one raises, on every rank, and training goes on afterwards."""
     for shares in (False, True):
@@ -180,7 +180,7 @@ def _read_in_all_ways(rank: int, ddp: Any, optimizer: ShardedOptimizer) -> None:
         step_and_compare()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_gradient_lives_until_its_hook_has_handed_it_over(rank: int) -> None:
     """There is memory for one copy of the gradients, and no second one grows in each backward."""
     torch.manual_seed(0)
@@ -222,7 +222,7 @@ class CheckpointedTwice(nn.Module):
         return x
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_second_gradient_in_one_backward(rank: int) -> None:
     """Refused, where it comes; in a static graph, and without reentrant checkpoints, it counts."""
     x = torch.full((2, 9), 1.0 + rank, requires_grad=True)
@@ -254,7 +254,7 @@ class Branches(nn.Module):
         return x * (self.always.square().sum() + (self.sometimes.square().sum() if uses_all else 0))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_unused_frozen_and_left_over_parameters(rank: int) -> None:
     """As with whole gradients, and what is left of an earlier backward is refused."""
 
@@ -295,7 +295,7 @@ def train_cleared(reduce: str, rank: int) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in ddp.parameters()]
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_who_owns_what(rank: int) -> None:
     """Optimizers may be made before the model is wrapped, in several parts, and anew."""
     expected = DistributedDataParallel(small())
@@ -348,7 +348,7 @@ def test_who_owns_what(rank: int) -> None:
         ShardedOptimizer(ddp.parameters(), optim.SGD, process_group=alone, lr=0.1)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_it_does_not_go_together_with_is_refused_on_every_rank(rank: int) -> None:
     module = small()
     first, *_, last = module.named_parameters()
@@ -387,7 +387,7 @@ class Reduced:
     param_dtype, reduce_dtype, buffer_dtype = None, torch.bfloat16, None
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_uneven_data_infinities_and_scaled_losses(rank: int) -> None:
     def uneven(reduce: str) -> list[torch.Tensor]:
         ddp = DistributedDataParallel(small(), reduce=reduce, static_graph=True)

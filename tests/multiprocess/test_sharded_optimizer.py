@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 PATHS = pytest.mark.parametrize("path", ["memory", "group"])
 
@@ -134,7 +134,7 @@ def in_two_groups(parameters: Sequence[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": parameters[:3]}, {"params": parameters[3:], "weight_decay": 0.1}]
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_elementwise_optimizers_have_the_bits_of_the_whole_one(group: Any) -> None:
     """On parameters of many kinds; `test_sharded_optimizer_shared.py` makes 200 steps."""
     for optimizer_class, options in ELEMENTWISE:
@@ -157,7 +157,7 @@ def test_elementwise_optimizers_have_the_bits_of_the_whole_one(group: Any) -> No
         assert kinds == pytest.approx(round(2 * kinds) / 2, abs=0.2), "half of the state"
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_elementwise_optimizers_over_a_process_group(rank: int) -> None:
     for optimizer_class, options in ELEMENTWISE[:2]:
         expected, parameters = make_parameters(), make_parameters()
@@ -169,7 +169,7 @@ def test_elementwise_optimizers_over_a_process_group(rank: int) -> None:
 
 
 @PATHS
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_other_optimizers_get_whole_parameters_and_have_the_same_bits(rank: int, path: str) -> None:
     for optimizer_class, options in WHOLE:
         expected, parameters = [
@@ -184,7 +184,7 @@ def test_other_optimizers_get_whole_parameters_and_have_the_same_bits(rank: int,
 
 
 @pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch has Muon since 2.9")
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_matrices_alone_for_an_optimizer_that_takes_nothing_else(rank: int) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -203,7 +203,7 @@ def test_matrices_alone_for_an_optimizer_that_takes_nothing_else(rank: int) -> N
     assert [piece.rank for piece in sharded._shards.pieces] == [0, 1]
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_all_dtypes(group: Any) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float64, torch.complex64):
         for optimizer_class, options in ((optim.SGD, {"lr": 0.1, "momentum": 0.9}), (optim.AdamW, {})):
@@ -214,7 +214,7 @@ def test_all_dtypes(group: Any) -> None:
             assert all(map(same_bits, parameters, expected)), (dtype, optimizer_class)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_groups_schedulers_and_groups_that_come_later_on_four_ranks(rank: int) -> None:
     results = []
     for make in (optim.AdamW, lambda params, **options: ShardedOptimizer(params, optim.AdamW, **options)):
@@ -234,7 +234,7 @@ def test_groups_schedulers_and_groups_that_come_later_on_four_ranks(rank: int) -
 
 
 @PATHS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_beside_zero_redundancy_optimizer_behind_wrapped_models(rank: int, path: str) -> None:
     """A few steps of training on different data: the same losses and weights, with clipping and a closure."""
     with warnings.catch_warnings():  # of torch about itself
@@ -268,7 +268,7 @@ def test_beside_zero_redundancy_optimizer_behind_wrapped_models(rank: int, path:
     ddp.check_replicas(ours)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_writes_are_counted_alike_on_all_ranks_and_autograd_sees_them(rank: int) -> None:
     parameters = make_parameters()
     optimizer = ShardedOptimizer(parameters, optim.SGD, lr=0.1)
@@ -283,7 +283,7 @@ def test_writes_are_counted_alike_on_all_ranks_and_autograd_sees_them(rank: int)
         out.backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_gradients_that_are_laid_out_otherwise(rank: int) -> None:
     """Transposed, expanded, conjugated: as users set them."""
     for values in (
@@ -304,7 +304,7 @@ def test_gradients_that_are_laid_out_otherwise(rank: int) -> None:
         assert same_bits(parameter, expected)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_gradients_are_let_go_and_parameters_may_get_other_memory(rank: int) -> None:
     expected, parameters = make_parameters(), make_parameters()
     whole, sharded = optim.Adam(expected, lr=0.1), ShardedOptimizer(parameters, optim.Adam, lr=0.1)
@@ -319,7 +319,7 @@ def test_gradients_are_let_go_and_parameters_may_get_other_memory(rank: int) -> 
     assert all(map(same_bits, parameters, expected))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_hooks_are_called_once_and_a_scaler_skips_a_step_on_all_ranks(rank: int) -> None:
     calls: list[str] = []
     for fused in (False, True):
@@ -343,7 +343,7 @@ def test_hooks_are_called_once_and_a_scaler_skips_a_step_on_all_ranks(rank: int)
 
 
 @PATHS
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_rank_whose_data_has_ended_makes_its_part_of_the_others_steps(rank: int, path: str) -> None:
     """torch's Join, against one process that takes the mean over the ranks that still have a batch."""
     torch.manual_seed(0)
@@ -371,7 +371,7 @@ def test_a_rank_whose_data_has_ended_makes_its_part_of_the_others_steps(rank: in
         assert_close(one, another, rtol=1e-4, atol=1e-6)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_over_a_group_of_ours_and_two_models(group: Any) -> None:
     both = [make_parameters(), make_parameters()]
     expected = make_parameters()
@@ -383,7 +383,7 @@ def test_over_a_group_of_ours_and_two_models(group: Any) -> None:
     assert optimizers[0].process_group is None
 
 
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_alone(rank: int) -> None:
     expected, parameters = make_parameters(), make_parameters()
     whole, ours = optim.Adamax(expected), ShardedOptimizer(parameters, optim.Adamax)

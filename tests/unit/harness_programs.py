@@ -10,7 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
+
+from tests.harness.rank_main import after_test, use_up
 
 
 def square(rank: int, offset: int = 0) -> int:
@@ -141,3 +144,22 @@ def meet_another_run(rank: int, folder: str, own: str, other: str) -> str:
     while not (Path(folder) / other).exists():
         time.sleep(0.01)
     return own
+
+
+def change_process(rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, float]:
+    """Its process, job and folder, and a random number; and changes of all sorts to the process."""
+    found = os.getpid(), f"{os.environ['PACELINE_JOB_ID']} {os.environ['TMPDIR']}", numpy.random.random()
+    assert "CHANGED" not in os.environ and not _notes and square(2) == 4
+    os.environ["CHANGED"] = "yes"
+    monkeypatch.setitem(globals(), "square", lambda rank: 0)
+    _notes.append("changed")
+    after_test(_notes.clear)
+    return found
+
+
+_notes: list[str] = []
+
+
+def use_up_process(rank: int) -> int:
+    use_up()
+    return os.getpid()

@@ -30,7 +30,7 @@ from tests.harness import (
 )
 from tests.harness.rank_main import die_with
 from tests.harness.report import Cause
-from tests.harness.run import inherited_variables
+from tests.harness.run import end_kept_ranks, inherited_variables
 from tests.unit import harness_programs as programs
 
 
@@ -283,6 +283,67 @@ def test_a_process_left_running_is_a_failure_and_is_ended(impatient):
 
 def test_a_socket_left_in_the_temporary_folder_is_a_failure():
     assert fails(programs.leave_socket, 2).leftovers == ["$TMPDIR/paceline-left"]
+
+
+@pytest.fixture
+def run_kept():
+    """Runs programs in ranks that are kept, until the end of the test."""
+    yield partial(run_ranks, group=None, kept=True)
+    end_kept_ranks()
+
+
+def test_kept_ranks_run_each_program_as_if_it_were_the_first(run_kept, monkeypatch):
+    first = run_kept(programs.change_process, 2, {"monkeypatch": monkeypatch})
+    second = run_kept(programs.change_process, 3, {"monkeypatch": monkeypatch})
+    pids, jobs, numbers = zip(*first, *second, strict=True)
+    assert pids[:2] == pids[2:4] and len(set(pids)) == 3
+    assert len(set(jobs)) == 2
+    assert len(set(numbers)) == 1
+
+
+def test_a_failure_in_kept_ranks_names_their_earlier_programs_and_is_their_last(run_kept, monkeypatch):
+    (before, _, _), *_ = run_kept(programs.change_process, 2, {"monkeypatch": monkeypatch})
+    error = fails(programs.fail_on_last, 3, {"world_size": 3}, kept=True)
+    assert [(f.rank, f.summary) for f in error.failures] == [(2, "raised AssertionError")]
+    assert "about to fail" in error.failures[0].log
+    assert f"had run before, the latest last: {name_of_test()}" in str(error)
+    (after, _, _), *_ = run_kept(programs.change_process, 2, {"monkeypatch": monkeypatch})
+    assert after != before and is_gone(before)
+
+
+def name_of_test() -> str:
+    return os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].split()[0]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_kept_rank_that_dies_is_reported(run_kept, signum):
+    run_kept(programs.square, 2)
+    error = fails(programs.kill_myself, 2, {"victim": 1, "signum": signum}, kept=True)
+    assert [(f.rank, f.summary) for f in error.failures] == [(1, f"was killed by {signum.name}")]
+    assert run_kept(programs.square, 2) == [0, 1]
+
+
+def test_kept_ranks_that_are_used_up_end_with_their_program(run_kept):
+    pids = run_kept(programs.use_up_process, 2)
+    assert all(is_gone(pid) for pid in pids)
+    assert not set(run_kept(programs.use_up_process, 2)) & set(pids)
+
+
+def test_what_kept_ranks_have_left_is_found_when_they_end(impatient):
+    name = f"left-{uuid.uuid4().hex}"
+    try:
+        run_ranks(programs.leave_shared_memory, 2, {"name": name}, group=None, kept=True)
+        run_ranks(programs.leave_socket, 2, group=None, kept=True)
+        with pytest.raises(RanksFailed, match="something was left behind") as caught:
+            end_kept_ranks()
+    finally:
+        Path("/dev/shm", name).unlink()
+    assert caught.value.leftovers == [f"/dev/shm/{name}", "$TMPDIR/paceline-left"]
+
+
+def test_a_rank_that_is_to_die_is_not_kept():
+    with pytest.raises(TypeError, match="is not kept"):
+        run_ranks(programs.square, 2, dies={0: signal.SIGKILL}, kept=True)
 
 
 def test_ranks_die_with_the_parent(tmp_path):
