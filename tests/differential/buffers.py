@@ -73,6 +73,14 @@ def generate(seed: int, framework: str = "torch") -> Program:
         if op["op"] not in ("inner", "load"):
             is_apart = op["op"] == "train" or (op["op"] == "evaluate" and writes_in_eval)
         ops.append(op)
+    # By another generator, so that a seed makes the program that it made before one rank could load alone.
+    # Not before an evaluation, which reads running statistics: the other rank keeps no hash of them while it
+    # trains, so equal values are reported as written apart.
+    loads = random.Random(f"loads {seed}")
+    for op, following in zip(ops, [*ops[1:], {"op": "step"}], strict=True):
+        if op["op"] == "load":
+            who = loads.choice(["all", "rank 0", "rank 1"])
+            op["who"] = who if following["op"] in ("step", "micro", "two", "lost") else "all"
     ops += [{"op": "step"}, {"op": "step"}]
     options = {
         "gradient_as_bucket_view": random_.random() < 0.3,
@@ -189,7 +197,7 @@ def run(rank: int, program: Program, is_torchs: bool) -> Seen:
         elif what == "write":
             for buffer in net.buffers():
                 buffer.fill_(2)
-        else:
+        elif op["who"] in ("all", f"rank {rank}"):  # the values that it has, which are those of all ranks
             net.load_state_dict(copy.deepcopy(net.state_dict()), strict=False)
         if rank == 0:
             seen.append(("buffers", [_array(buffer) for buffer in net.buffers()]))

@@ -114,6 +114,19 @@ def test_who_speaks_one_byte_at_a_time_holds_nobody_up(rank):
         group.barrier()
 
 
+@ranks(2, group=None)
+def test_a_rank_that_is_told_to_come_again_does(rank):
+    """As rank 0 tells the oldest of too many connections that have said nothing yet."""
+    if rank == 0:
+        with listen(meeting_place()[1:]) as listener:
+            peer, _ = listener.accept()
+        with peer:
+            receive_frame(peer, Deadline(60))
+            send_frame(peer, Frame.FULL, b"", Deadline(60))
+    with init(rank, 2) as group:
+        group.barrier()
+
+
 def flood(count, address):
     """Connections that say nothing."""
     return [dial(address) for _ in range(count)]

@@ -16,7 +16,7 @@ from paceline.errors import RendezvousError
 from paceline.rendezvous.acceptor import Acceptor
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.descriptors import DescriptorServer, take_descriptor
-from paceline.rendezvous.frames import Frame, connect_local, listen, receive_frame, send_frame
+from paceline.rendezvous.frames import Frame, connect_local, frame, listen, receive_frame, send_frame
 
 WITHIN_S = 60
 Dial = Callable[[str], socket.socket]
@@ -92,6 +92,31 @@ def test_a_descriptor_among_silent_connections(dial: Dial) -> None:
                 assert not os.get_inheritable(taken)
                 os.close(taken)
             assert receive_frame(held[0], Deadline(WITHIN_S)) == (Frame.FULL, b"")
+    finally:
+        os.close(fd)
+
+
+def test_a_rank_that_is_told_to_come_again_gets_the_descriptor_then() -> None:
+    fd = os.memfd_create("handed-out")
+    try:
+        with listen("") as listener:
+
+            def serve() -> None:
+                for is_first in (True, False):
+                    peer, _ = listener.accept()
+                    with peer:
+                        receive_frame(peer, Deadline(WITHIN_S))
+                        if is_first:
+                            send_frame(peer, Frame.FULL, b"", Deadline(WITHIN_S))
+                        else:
+                            socket.send_fds(peer, [frame(Frame.WELCOME, b"")], [fd])
+
+            server = threading.Thread(target=serve, daemon=True)
+            server.start()
+            taken = take_descriptor(f"{address_of(listener)}/key", Deadline(WITHIN_S), 0)
+            server.join()
+            assert os.path.sameopenfile(fd, taken)
+            os.close(taken)
     finally:
         os.close(fd)
 

@@ -886,18 +886,23 @@ def reset(channels, *ranks):
     has read what became of the connections: the kernel tells an error once, to the beat.
     """
     with channels[0]._lock:
-        for rank in ranks:
-            connections = list(channels[rank]._connections.values())
-            for connection in connections:
-                connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            channels[rank]._is_closed = True  # from here on its thread may close them at any moment
-            for connection in connections:
-                with contextlib.suppress(OSError):
-                    connection.socket.shutdown(socket.SHUT_RD)  # which wakes its thread
-        for rank in ranks:
-            channels[rank]._thread.join(30.0)
+        close_by_reset(channels, *ranks)
         for rank in ranks:
             channels[0]._send(rank, Frame.BEAT, b"")
+
+
+def close_by_reset(channels, *ranks):
+    """Let the threads of these ranks close their connections, and the kernel reset them."""
+    for rank in ranks:
+        connections = list(channels[rank]._connections.values())
+        for connection in connections:
+            connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        channels[rank]._is_closed = True  # from here on its thread may close them at any moment
+        for connection in connections:
+            with contextlib.suppress(OSError):
+                connection.socket.shutdown(socket.SHUT_RD)  # which wakes its thread
+    for rank in ranks:
+        channels[rank]._thread.join(30.0)
 
 
 def test_a_rank_whose_connection_is_reset_alone_has_died(channels):
@@ -913,6 +918,46 @@ def test_ranks_of_a_host_whose_connections_are_all_reset_are_not_said_to_have_di
     assert error.lost == (2, 3) and "killed" not in str(error)
     assert error.summary == "The connection to ranks 2-3 of 4 on host node1 was reset."
     assert "the network between node0 and node1" in error.likely
+
+
+class Withheld:
+    """A socket whose reader waits until it may read, and then reads to the end."""
+
+    def __init__(self, link):
+        self.link = link
+        self.is_read, self.may_be_read, self.has_ended = (threading.Event() for _ in range(3))
+
+    def recv(self, size):
+        self.is_read.set()
+        self.may_be_read.wait(60.0)
+        while self.link.recv(size):
+            pass
+        self.has_ended.set()
+        return b""
+
+    def __getattr__(self, name):
+        return getattr(self.link, name)
+
+
+def test_a_reset_that_another_thread_has_met_and_not_noted_yet_is_no_death(channels):
+    """A thread that sends holds the lock, and the kernel tells a reset once: here to that thread."""
+    hub = channels[0]
+    with hub._lock:
+        link = hub._connections[2].socket = Withheld(hub._connections[2].socket)
+    with channels[2]._lock:
+        channels[2]._send(0, Frame.BEAT, b"")
+    assert link.is_read.wait(60.0)
+    with hub._lock:
+        close_by_reset(channels, 2, 3)
+        for rank in (2, 3):
+            with pytest.raises(OSError):
+                hub._connections[rank].socket.send(b"a beat")
+        link.may_be_read.set()
+        assert link.has_ended.wait(60.0)
+        hub._reset_while_sending |= {2, 3}
+    error = channels[1].wait(30.0)
+    assert error.lost == (2, 3) and "killed" not in str(error)
+    assert error.summary == "The connection to ranks 2-3 of 4 on host node1 was reset."
 
 
 def test_ranks_of_a_host_are_asked_at_once_where_one_is_reset(channels, monkeypatch):
@@ -965,6 +1010,14 @@ def test_all_connections_with_a_silent_host_end_together(channels, monkeypatch):
         error = channels[rank].wait(30.0)
         assert error.lost == (2, 3)
         assert error.summary == "Ranks 2-3 of 4 on host node1 cannot be reached any more."
+
+
+def test_no_kernel_gives_up_a_connection_before_its_host_counts_as_silent(channels):
+    """By itself it would, after some ten probes, while other connections show that the host is there."""
+    for each in channels:
+        for connection in each._connections.values():
+            gives_up_ms = connection.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert gives_up_ms > 1000 * 3600
 
 
 def test_an_end_that_gives_up_says_why(channels):
