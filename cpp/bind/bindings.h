@@ -31,5 +31,6 @@ void bind_recorder(nanobind::module_& m);
 void bind_reducer(nanobind::module_& m);
 void bind_region(nanobind::module_& m);
 void bind_step_ledger(nanobind::module_& m);
+void bind_storage_uses(nanobind::module_& m);
 
 }  // namespace paceline

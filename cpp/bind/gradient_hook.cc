@@ -47,13 +47,14 @@ class Slot {
 class GradientHook {
  public:
   GradientHook(nb::object in_python, nb::object state, size_t parameter,
-               nb::object taker, nb::object place, bool gradient_in_arena,
-               const std::string& transformed, nb::object stand_in,
-               nb::object waiting, nb::object note_stream)
+               nb::object taker, nb::object place, nb::object dtype,
+               bool gradient_in_arena, const std::string& transformed,
+               nb::object stand_in, nb::object waiting, nb::object note_stream)
       : state_(std::move(state)),
         is_syncing_(state_, "is_syncing"),
         is_armed_(state_, "is_armed"),
         parameter_(parameter),
+        dtype_object_(std::move(dtype)),
         handed_object_(state_.attr("handed")),
         handed_(nb::cast<HandedGradients*>(handed_object_)),
         taker_object_(std::move(taker)),
@@ -101,6 +102,10 @@ class GradientHook {
         handed_->find(parameter_) == nullptr &&  // else it came twice
         taker_->is_open();
     if (!is_usual) return call_python(parameter);
+    // Its gradient may have been kept in the dtype from before.
+    const nb::object dtype = nb::steal(dtype_of_.get(parameter));
+    if (!dtype.is_valid()) return nullptr;
+    if (!dtype.is(dtype_object_)) return call_python(parameter);
     nb::object gradient = nb::steal(grad_.get(parameter));
     if (!gradient.is_valid()) return nullptr;
     void* pointer = nullptr;
@@ -149,9 +154,9 @@ class GradientHook {
   enum class Asks : uint8_t { kNever, kOnce, kAlways };
 
   // Whoever takes gradients holds nothing that leads back here.
-  std::array<nb::object*, 8> held_objects() {
-    return {&in_python_, &state_,  &handed_object_, &place_,
-            &left_,      &staged_, &waiting_,       &note_stream_};
+  std::array<nb::object*, 9> held_objects() {
+    return {&in_python_, &state_,  &dtype_object_, &handed_object_, &place_,
+            &left_,      &staged_, &waiting_,      &note_stream_};
   }
 
   /// The framework copies the gradient to its place once its bucket is
@@ -223,6 +228,8 @@ class GradientHook {
   Slot is_syncing_;
   Slot is_armed_;
   size_t parameter_;
+  nb::object dtype_object_;  ///< of the parameter, as it was wrapped
+  TensorAttribute dtype_of_{"dtype"};
   nb::object handed_object_;
   HandedGradients* handed_;
   nb::object taker_object_;
@@ -288,13 +295,13 @@ GradientTaker* gradient_taker(nb::handle object) {
 void bind_gradient_hook(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<GradientHook>(m, "GradientHook", nb::type_slots(slots))
-      .def(
-          nb::init<nb::object, nb::object, size_t, nb::object, nb::object, bool,
-                   const std::string&, nb::object, nb::object, nb::object>(),
-          "in_python"_a, "state"_a, "param"_a, "taker"_a, "place"_a,
-          "gradient_in_arena"_a, "transformed"_a = "",
-          "stand_in"_a = nb::none(), "waiting"_a = nb::none(),
-          "note_stream"_a = nb::none());
+      .def(nb::init<nb::object, nb::object, size_t, nb::object, nb::object,
+                    nb::object, bool, const std::string&, nb::object,
+                    nb::object, nb::object>(),
+           "in_python"_a, "state"_a, "param"_a, "taker"_a, "place"_a, "dtype"_a,
+           "gradient_in_arena"_a, "transformed"_a = "",
+           "stand_in"_a = nb::none(), "waiting"_a = nb::none(),
+           "note_stream"_a = nb::none());
 }
 
 }  // namespace paceline

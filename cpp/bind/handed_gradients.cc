@@ -1,10 +1,13 @@
 #include "bind/handed_gradients.h"
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <utility>
 
 #include "bind/bindings.h"
 #include "bind/garbage_collected.h"
@@ -86,19 +89,78 @@ PyType_Slot slots[] = {
 
 }  // namespace
 
-std::vector<size_t> HandedGradients::changed() {
-  std::vector<size_t> found;
-  for (const size_t parameter : order_) {
-    if (!gradient_.has_value() || parameter >= parameters_.size()) continue;
-    const nb::handle held = parameters_[parameter];
-    if (held.is_none()) continue;
-    const nb::object now = nb::steal(gradient_->get(held.ptr()));
-    if (!now.is_valid()) throw nb::python_error();
-    if (!now.is(gradients_[parameter]) ||
-        version_of(now.ptr()) != versions_[parameter])
-      found.push_back(parameter);
+void HandedGradients::watch(nb::list parameters, const std::string& gradient,
+                            const std::string& version, nb::object uses,
+                            const std::vector<size_t>& in_own_memory) {
+  parameters_ = std::move(parameters);
+  gradient_.emplace(gradient.c_str());
+  version_.emplace(version.c_str());
+  uses_object_ = std::move(uses);
+  uses_ =
+      uses_object_.is_none() ? nullptr : nb::cast<StorageUses*>(uses_object_);
+  in_own_memory_.assign(parameters_.size(), false);
+  is_new_.assign(parameters_.size(), false);
+  if (uses_ == nullptr) return;
+  for (const size_t parameter : in_own_memory)
+    in_own_memory_.at(parameter) = true;
+}
+
+void HandedGradients::begin() {
+  for (size_t i = 0; i < in_own_memory_.size(); ++i) {
+    if (!in_own_memory_[i]) continue;
+    const nb::object gradient = gradient_of(i);
+    is_new_[i] = gradient.is_valid() && gradient.is_none();
   }
+}
+
+HandedGradients::Found HandedGradients::look() {
+  Found found;
+  used_.clear();
+  for (const size_t parameter : order_) {
+    const nb::object now = gradient_of(parameter);
+    if (!now.is_valid()) continue;
+    if (!now.is(gradients_[parameter]) ||
+        version_of(now.ptr()) != versions_[parameter]) {
+      found.changed.push_back(parameter);
+    } else {
+      note_uses(parameter, now.ptr());
+    }
+  }
+  found.shared = take_shared();
   return found;
+}
+
+std::vector<size_t> HandedGradients::shared_among(
+    const std::vector<size_t>& parameters) {
+  used_.clear();
+  for (const size_t parameter : parameters) {
+    const nb::object gradient = gradient_of(parameter);
+    if (gradient.is_valid()) note_uses(parameter, gradient.ptr());
+  }
+  return take_shared();
+}
+
+std::vector<size_t> HandedGradients::take_shared() {
+  std::vector<size_t> shared;
+  for (const Used& each : used_) {
+    if (!is_new_[each.parameter]) continue;
+    const auto are_here = static_cast<size_t>(
+        std::count_if(used_.begin(), used_.end(), [&](const Used& other) {
+          return other.use.storage == each.use.storage;
+        }));
+    if (are_here < each.use.count) shared.push_back(each.parameter);
+  }
+  used_.clear();
+  return shared;
+}
+
+nb::object HandedGradients::gradient_of(size_t parameter) {
+  if (!gradient_.has_value() || parameter >= parameters_.size()) return {};
+  const nb::handle held = parameters_[parameter];
+  if (held.is_none()) return {};
+  nb::object gradient = nb::steal(gradient_->get(held.ptr()));
+  if (!gradient.is_valid()) throw nb::python_error();
+  return gradient;
 }
 
 long long HandedGradients::version_of(PyObject* gradient) {
@@ -120,8 +182,16 @@ void bind_handed_gradients(nb::module_& m) {
       .def("discard", &HandedGradients::discard, "param"_a)
       .def("clear", &HandedGradients::clear)
       .def("watch", &HandedGradients::watch, "parameters"_a, "gradient"_a,
-           "version"_a)
-      .def("changed", &HandedGradients::changed);
+           "version"_a, "uses"_a = nb::none(),
+           "in_own_memory"_a = std::vector<size_t>())
+      .def("begin", &HandedGradients::begin)
+      .def("look",
+           [](HandedGradients& handed) {
+             HandedGradients::Found found = handed.look();
+             return std::pair(std::move(found.changed),
+                              std::move(found.shared));
+           })
+      .def("shared_among", &HandedGradients::shared_among, "parameters"_a);
 }
 
 }  // namespace paceline

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/storage_uses.h"
 #include "bind/tensor_attribute.h"
 
 namespace paceline {
@@ -42,16 +43,27 @@ class HandedGradients {
   /// Looks from now on, when asked, whether parameters still hold what was
   /// handed over. `parameters` holds None for one that is not looked at;
   /// `version` is an attribute of gradients that each change in place counts
-  /// up.
+  /// up. `uses` tells how many tensors lie in a storage, for the parameters
+  /// `in_own_memory`: those whose gradients stay where the framework made them.
   void watch(nb::list parameters, const std::string& gradient,
-             const std::string& version) {
-    parameters_ = std::move(parameters);
-    gradient_.emplace(gradient.c_str());
-    version_.emplace(version.c_str());
-  }
-  /// Parameters whose gradient is another, or was changed, since it was handed
-  /// over.
-  std::vector<size_t> changed();
+             const std::string& version, nb::object uses,
+             const std::vector<size_t>& in_own_memory);
+  /// A backward begins: notes which parameters have no gradient yet.
+  void begin();
+
+  struct Found {
+    /// Parameters whose gradient is another, or was changed, since it was
+    /// handed over.
+    std::vector<size_t> changed;
+    /// Parameters whose gradient has come since begin(), into memory that
+    /// other tensors hold than gradients of these parameters. What was there
+    /// before lies where the user has it lie, in one tensor for all, perhaps.
+    std::vector<size_t> shared;
+  };
+  /// Looks at what was handed over.
+  Found look();
+  /// `Found::shared` among parameters whose gradients were not handed over.
+  std::vector<size_t> shared_among(const std::vector<size_t>& parameters);
   const std::vector<size_t>& order() const { return order_; }
   /// As if it had not been handed over.
   void discard(size_t parameter) {
@@ -74,12 +86,29 @@ class HandedGradients {
   int traverse(visitproc visit, void* arg) const {
     for (const size_t parameter : order_) Py_VISIT(gradients_[parameter].ptr());
     Py_VISIT(parameters_.ptr());
+    Py_VISIT(uses_object_.ptr());
     return 0;
   }
 
  private:
+  /// A gradient whose storage other tensors use, too.
+  struct Used {
+    StorageUses::Use use;
+    size_t parameter;
+  };
+
   /// 0 where it has none.
   long long version_of(PyObject* gradient);
+  /// The gradient of a parameter; invalid: it is not looked at.
+  nb::object gradient_of(size_t parameter);
+  void note_uses(size_t parameter, PyObject* gradient) {
+    if (parameter >= in_own_memory_.size() || !in_own_memory_[parameter])
+      return;
+    const StorageUses::Use use = uses_->of(gradient);
+    if (use.count > 1) used_.push_back({use, parameter});
+  }
+  /// Those of `used_` that are shared with others than each other. Ends empty.
+  std::vector<size_t> take_shared();
 
   std::vector<nb::object> gradients_;  ///< by parameter; invalid: none yet
   std::vector<size_t> order_;
@@ -87,6 +116,11 @@ class HandedGradients {
   nb::list parameters_;
   std::optional<TensorAttribute> gradient_;
   std::optional<TensorAttribute> version_;
+  nb::object uses_object_ = nb::none();
+  StorageUses* uses_ = nullptr;
+  std::vector<bool> in_own_memory_;
+  std::vector<bool> is_new_;  ///< had no gradient when this backward began
+  std::vector<Used> used_;
 };
 
 }  // namespace paceline

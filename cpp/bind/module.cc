@@ -28,6 +28,7 @@ NB_MODULE(_core, m) {
   bind_recorder(m);
   bind_reducer(m);
   bind_host_sums(m);
+  bind_storage_uses(m);
   bind_handed_gradients(m);
   bind_hook_order(m);
   bind_iteration_notes(m);

@@ -1,5 +1,4 @@
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/vector.h>
 
 #include <array>
 #include <string>
@@ -90,65 +89,19 @@ class ModuleSnapshot {
   std::vector<nb::object> held_;  ///< what the dictionaries held
 };
 
-/// What an attribute of some tensors was: their dtype, say. Every backward asks
-/// which of them have another one now.
-class AttributeSnapshot {
- public:
-  AttributeSnapshot(nb::list tensors, const std::string& attribute)
-      : tensors_(std::move(tensors)), attribute_(attribute.c_str()) {
-    for (const nb::handle tensor : tensors_) values_.append(value_of(tensor));
-  }
-
-  /// Indices of the tensors whose attribute is another object now.
-  std::vector<size_t> changed() {
-    std::vector<size_t> found;
-    if (!tensors_.is_valid()) return found;  // the garbage collector was here
-    for (size_t i = 0; i < tensors_.size(); ++i)
-      if (!value_of(tensors_[i]).is(values_[i])) found.push_back(i);
-    return found;
-  }
-
-  int traverse(visitproc visit, void* arg) {
-    for (nb::list* list : lists()) Py_VISIT(list->ptr());
-    return 0;
-  }
-  void clear() {
-    for (nb::list* list : lists()) list->reset();
-  }
-
- private:
-  std::array<nb::list*, 2> lists() { return {&tensors_, &values_}; }
-
-  nb::object value_of(nb::handle tensor) {
-    nb::object value = nb::steal(attribute_.get(tensor.ptr()));
-    if (!value.is_valid()) throw nb::python_error();
-    return value;
-  }
-
-  nb::list tensors_;
-  nb::list values_;
-  TensorAttribute attribute_;
-};
-
-template <class Snapshot>
 PyType_Slot slots[] = {
-    {Py_tp_traverse, reinterpret_cast<void*>(traverse_slot<Snapshot>)},
-    {Py_tp_clear, reinterpret_cast<void*>(clear_slot<Snapshot>)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_slot<ModuleSnapshot>)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_slot<ModuleSnapshot>)},
     {0, nullptr}};
 
 }  // namespace
 
 void bind_module_snapshot(nb::module_& m) {
   using namespace nb::literals;
-  nb::class_<ModuleSnapshot>(m, "ModuleSnapshot",
-                             nb::type_slots(slots<ModuleSnapshot>))
+  nb::class_<ModuleSnapshot>(m, "ModuleSnapshot", nb::type_slots(slots))
       .def(nb::init<nb::list, const std::string&, nb::list, nb::list>(),
            "dicts"_a, "flag"_a, "with_flag"_a, "without_flag"_a)
       .def("is_unchanged", &ModuleSnapshot::is_unchanged);
-  nb::class_<AttributeSnapshot>(m, "AttributeSnapshot",
-                                nb::type_slots(slots<AttributeSnapshot>))
-      .def(nb::init<nb::list, const std::string&>(), "tensors"_a, "attribute"_a)
-      .def("changed", &AttributeSnapshot::changed);
 }
 
 }  // namespace paceline

@@ -58,6 +58,12 @@ void bind_pass_marks(nb::module_& m) {
       .def("mark_copied", &PyPassMarks::mark_copied, "param"_a,
            "grad_pointer"_a, "nbytes"_a, "is_shared"_a = false)
       .def(
+          "add_foreign",
+          [](PyPassMarks& p, Pointer begin, size_t nbytes) {
+            p.marks().add_foreign(as_pointer(begin), nbytes);
+          },
+          "pointer"_a, "nbytes"_a)
+      .def(
           "leave_out",
           [](PyPassMarks& p, size_t index) { p.marks().leave_out(index); },
           "param"_a)

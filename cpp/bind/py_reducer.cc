@@ -69,6 +69,12 @@ void bind_reducer(nb::module_& m) {
       .def("mark_ready", &PyReducer::mark_ready, "param"_a, "grad_pointer"_a)
       .def("mark_copied", &PyReducer::mark_copied, "param"_a, "grad_pointer"_a,
            "nbytes"_a, "is_shared"_a = false)
+      .def(
+          "add_foreign",
+          [](PyReducer& r, Pointer begin, size_t nbytes) {
+            r.reducer().add_foreign(as_pointer(begin), nbytes);
+          },
+          "pointer"_a, "nbytes"_a)
       .def("finish", &PyReducer::finish, "status"_a, "allow_unused"_a,
            "allow_nobodys"_a = false)
       .def(

@@ -6,7 +6,8 @@
 // read as that other's gradient. So such means stay in the arena, and the front
 // end gives each of these gradients memory of its own. This holds between all
 // passes that one thread runs at a time: several models may get their gradients
-// in one backward.
+// in one backward. The gradient of an input, or what a hook has kept, may share
+// the memory as well: the front end says where such tensors are (add_foreign).
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,7 @@ namespace paceline {
 struct Extent {
   const std::byte* begin;
   const std::byte* end;
-  /// kForeign: of another pass than the one that asks.
+  /// kForeign: of no parameter of the pass that asks.
   size_t parameter;
   /// Whether other models have the parameter, too.
   bool is_shared = false;
@@ -37,6 +38,12 @@ class OpenPass {
  public:
   OpenPass(const OpenPass&) = delete;
   OpenPass& operator=(const OpenPass&) = delete;
+
+  /// A tensor that is no gradient of any pass holds this memory, too. For the
+  /// pass that this thread has entered.
+  void add_foreign(const void* begin, size_t bytes) {
+    add_copied(kForeign, begin, bytes, false);
+  }
 
  protected:
   OpenPass() = default;

@@ -17,6 +17,7 @@ namespace paceline {
 
 class PassMarks final : OpenPass {
  public:
+  using OpenPass::add_foreign;
   /// A parameter's place in the arena, and the buckets that hold any of it.
   struct Place {
     size_t offset;

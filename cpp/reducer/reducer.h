@@ -142,6 +142,7 @@ inline constexpr uint32_t kPassLeftDiffer = 512;
 
 class Reducer final : OpenPass {
  public:
+  using OpenPass::add_foreign;
   /// Collective: allocates the arena and the counters.
   /// `assigns_chunks`: gradients will lie outside of the arena; see the words.
   /// `owned`: passes scatter; all bytes of all parameters, the same on all

@@ -16,12 +16,16 @@ from tests.differential.paddle_refusals import expected_refusal
 from tests.differential.paddle_subjects import MODES, PADDLE, PADDLES, make_rank
 from tests.differential.programs import Program, numbered
 from tests.differential.records import Lost
+from tests.differential.walk import Parting
 
 INCUMBENT = PADDLE
 """The mode in which the framework's own wrapper runs the program."""
 
 INCUMBENTS = tuple(PADDLES)
 """All modes in which it does."""
+
+PARTINGS = tuple(Parting)
+"""The readings of which a run of ours must be one."""
 
 __all__ = [
     "CORPUS",
@@ -30,6 +34,7 @@ __all__ = [
     "MODES",
     "MUTATIONS",
     "OPEN",
+    "PARTINGS",
     "expected_refusal",
     "generate",
     "incumbent_can_run",

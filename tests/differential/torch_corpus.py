@@ -50,6 +50,14 @@ CORPUS: dict[str, Program] = {
         _op("forward", batch=1),
         _op("backward"),
     ),
+    "a parameter and an input have one memory as their gradients": _program(
+        ["default", "tiny", "gloo", "gloo memory", "hosts tiny"],
+        [{"kind": "trap"}, {"kind": "add", "view": "cat"}, {"kind": "checkpoint", "layers": []}],
+        _op("wrap"),
+        _op("forward", batch=1),
+        _op("backward", retain=True),
+        _op("backward"),
+    ),
     "a hook that is registered after wrapping runs too late": _program(
         ["default", "view", "gloo"],
         [_LINEAR],

@@ -15,12 +15,16 @@ from tests.differential.torch_mutations import MUTATIONS
 from tests.differential.torch_reference import make_reference
 from tests.differential.torch_refusals import expected_refusal
 from tests.differential.torch_subjects import MODES, TORCH, TORCHS, make_rank
+from tests.differential.walk import Parting
 
 INCUMBENT = TORCH
 """The mode in which the framework's own wrapper runs the program."""
 
 INCUMBENTS = tuple(TORCHS)
 """All modes in which it does."""
+
+PARTINGS = (Parting.AFTER_BACKWARD, Parting.AT_ONCE)
+"""The readings of which a run of ours must be one: no backward adds to what another tensor holds, too."""
 
 __all__ = [
     "CORPUS",
@@ -29,6 +33,7 @@ __all__ = [
     "MODES",
     "MUTATIONS",
     "OPEN",
+    "PARTINGS",
     "expected_refusal",
     "generate",
     "incumbent_can_run",

@@ -6,6 +6,7 @@ is written there while backward runs, others would read.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 
@@ -176,3 +177,87 @@ def test_models_whose_gradients_share_memory(rank: int, size: int, num_hosts: in
         backward_behind(step % 2, rank, chain, batch(rank, size))
         check(both, expected)
         assert_close(chain[0].module.added[0].grad, chain[1].module.added[0].grad)
+
+
+class Joined(nn.Module):
+    """Adds two halves of a row, and keeps the gradient of the sum, whose memory autograd gives them.
+
+    Args:
+        size: Elements of a row.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.halves = nn.ParameterList([nn.Parameter(torch.zeros(size // 2)) for _ in range(2)])
+        self.row = nn.Parameter(torch.zeros(size))
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        added = x + torch.cat(list(self.halves)).view(1, -1)
+        if added.requires_grad:
+            added.register_hook(self.seen.append)
+        return added + self.row.view(1, -1)
+
+
+def backward_with_outsiders(rank: int, size: int, ddp: nn.Module, first: str) -> list[torch.Tensor]:
+    """Two backwards through one graph. Returns the gradients of tensors outside of the model."""
+    before = torch.zeros(1, size, requires_grad=True)
+    after = torch.zeros(1, size, requires_grad=True)
+    loss = loss_of(ddp(before) + after, rank)
+    with ddp.no_sync() if first == "local" else contextlib.nullcontext():
+        loss.backward(retain_graph=True)
+    loss.backward()
+    return [before.grad, after.grad]
+
+
+# Of 200,000 elements, the chunks of a gradient are assigned to ranks.
+@pytest.mark.parametrize("size", [8, 200_000])
+@pytest.mark.parametrize("first", ["averaged", "local"])
+@pytest.mark.parametrize("num_hosts", [1, 2])
+@ranks(2, group="gloo")
+def test_memory_of_a_gradient_that_other_tensors_hold(
+    rank: int, num_hosts: int, first: str, size: int
+) -> None:
+    """Nothing is written to it, and nothing is added to it twice."""
+    for places in places_of_gradients(rank, num_hosts):
+        model = Joined(size)
+        ddp = DistributedDataParallel(model, **places)
+        own = torch.arange(1.0, 1.0 + size) * (1 + rank)
+        mean = torch.arange(1.0, 1.0 + size) * 1.5
+        outside = backward_with_outsiders(rank, size, ddp, first)
+        for gradient in outside:
+            assert_close(gradient, 2 * own[None])
+        for gradient in model.seen:
+            assert_close(gradient, own[None])
+        expected = [mean[: size // 2], mean[size // 2 :], mean]
+        for parameter, each in zip([*model.halves, model.row], expected, strict=True):
+            assert_close(parameter.grad, 2 * each)
+
+
+@ranks(2, group="gloo")
+def test_gradients_that_the_program_has_put_into_one_tensor_stay_there(rank: int) -> None:
+    """Means are written where the user has gradients lie, and whoever holds that memory sees them."""
+    size = 8
+    for places in ({}, {"reduce_through": "group"}):
+        model = Joined(size)
+        ddp = DistributedDataParallel(model, **places)
+        flat = torch.zeros(2 * size)
+        parts = [flat[8:], flat[:4], flat[4:8]]  # its parameters, in their order
+        for parameter, part in zip(model.parameters(), parts, strict=True):
+            parameter.grad = part
+        mean = torch.arange(1.0, 1.0 + size) * 1.5
+        for _ in range(2):
+            flat.zero_()
+            backward_with_outsiders(rank, size, ddp, "averaged")
+            assert_close(flat, 2 * torch.cat([mean, mean]))
+        aliases = [parameter.grad.data for parameter in model.parameters()]
+        ddp.zero_grad(set_to_none=False)
+        backward_with_outsiders(rank, size, ddp, "local")
+        for parameter, alias in zip(model.parameters(), aliases, strict=True):
+            assert_close(alias, parameter.grad)
+        ddp.zero_grad()
+        backward_with_outsiders(rank, size, ddp, "averaged")
+        aliases = [parameter.grad.data for parameter in model.parameters()]
+        ddp.zero_grad(set_to_none=False)
+        backward_with_outsiders(rank, size, ddp, "averaged")
+        assert_close(torch.cat(aliases), 2 * torch.cat([mean, mean]))

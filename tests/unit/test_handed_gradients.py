@@ -106,20 +106,20 @@ def test_it_tells_whose_gradient_is_not_what_was_handed_over():
     parameters = [Parameter() for _ in range(4)]
     handed = HandedGradients()
     handed[0] = parameters[1].grad
-    assert handed.changed() == []  # nobody told it where to look
+    assert handed.look()[0] == []  # nobody told it where to look
     handed.clear()
     handed.watch([*parameters[:3], None], "grad", "version")
     for index in (3, 1, 2):
         handed[index] = parameters[index].grad
     parameters[3].grad.version += 1  # not looked at
-    assert handed.changed() == []
+    assert handed.look()[0] == []
     parameters[2].grad.version += 1
-    assert handed.changed() == [2]
+    assert handed.look()[0] == [2]
     parameters[1].grad = None
-    assert handed.changed() == [1, 2]
+    assert handed.look()[0] == [1, 2]
     handed.clear()
     handed[2] = parameters[2].grad
-    assert handed.changed() == []
+    assert handed.look()[0] == []
 
 
 def test_our_hooks_are_the_last_ones():

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline._core import AttributeSnapshot, ModuleSnapshot
+from paceline._core import ModuleSnapshot
 
 
 class Tensor:
@@ -74,26 +74,5 @@ def test_a_circle_through_it_is_collected() -> None:
     )
     alive = weakref.ref(parameters["weight"])
     del parameters
-    gc.collect()
-    assert alive() is None
-
-
-def test_tensors_whose_attribute_is_another_one() -> None:
-    tensors = [Tensor(True), Tensor(False), Tensor(True)]
-    snapshot = AttributeSnapshot(list(tensors), "requires_grad")
-    assert snapshot.changed() == []
-    tensors[0].requires_grad, tensors[1].requires_grad = False, True
-    assert snapshot.changed() == [0, 1]
-    tensors[0].requires_grad = True
-    assert snapshot.changed() == [1]
-    with pytest.raises(AttributeError):
-        AttributeSnapshot(tensors, "elsewhere")
-
-
-def test_what_an_attribute_snapshot_holds_goes_with_it() -> None:
-    tensor = Tensor(True)
-    tensor.requires_grad = AttributeSnapshot([tensor], "__class__")  # type: ignore[assignment]
-    alive = weakref.ref(tensor)
-    del tensor
     gc.collect()
     assert alive() is None

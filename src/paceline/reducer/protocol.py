@@ -133,6 +133,13 @@ class Reducer(Protocol):
         """
         ...
 
+    def add_foreign(self, pointer: int, nbytes: int) -> None:
+        """A tensor that is no parameter's gradient holds this memory of one that was handed over, too.
+
+        Nothing is written there: that gradient is one of `overlapping`. It is the gradient of an input, say.
+        """
+        ...
+
     def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
         """End this rank's pass; block until the arena holds the means. Returns an `Outcome`.
 

@@ -110,6 +110,9 @@ class ReportingReducer(ABC):
         self._check_usable()
         self.marks.mark_copied(param, grad_pointer, nbytes, is_shared)
 
+    def add_foreign(self, pointer: int, nbytes: int) -> None:
+        self.marks.add_foreign(pointer, nbytes)
+
     def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
         self._check_usable()
         if (note := recording.note) is not None and self._recorded_pass >= 0:

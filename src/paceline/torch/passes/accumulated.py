@@ -2,8 +2,8 @@
 
 Autograd may give two parameters one memory as their gradients (behind `stack`, `cat` or an addition). Nobody
 notices after one backward; the next one adds to that memory once for each of them, so that both become wrong.
-A synchronised pass gives such gradients memory of their own at its end; here those are parted that it has not
-seen.
+The same goes for a parameter and an input of the model, or whatever else gets a gradient. A synchronised pass
+gives such gradients memory of their own at its end; here those are parted that it has not seen.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from paceline.reducer.overlaps import overlapping
 from paceline.torch.communicator.arena import extent
 
 
-def part_accumulated(parameters: Sequence[torch.Tensor], indices: Iterable[int]) -> None:
-    """Give gradients that share memory a copy each.
+def part_accumulated(
+    parameters: Sequence[torch.Tensor], indices: Iterable[int], shared: Iterable[int]
+) -> None:
+    """Give gradients that share memory, with each other or with another tensor, a copy each.
 
     Those that are sparse or part of a graph (create_graph=True) stay as they are.
 
     Args:
         parameters: The parameters of the model.
         indices: Those that have accumulated gradients.
+        shared: Those of them whose memory another tensor holds: the gradient of an input, say.
     """
     gradients = {index: parameters[index].grad for index in indices}
     dense = {
@@ -32,5 +35,6 @@ def part_accumulated(parameters: Sequence[torch.Tensor], indices: Iterable[int])
         if gradient is not None and gradient.layout is torch.strided and not gradient.requires_grad
     }
     places = ((each.data_ptr(), extent(each), index) for index, each in dense.items())
-    for index in overlapping(place for place in places if place[0]):  # 0: it consists of other tensors
+    found = overlapping(place for place in places if place[0])  # 0: it consists of other tensors
+    for index in found.union(shared).intersection(dense):
         parameters[index].grad = dense[index].clone()

@@ -59,6 +59,7 @@ def pointer_hook(
         if (
             gradient is None
             or gradient.dtype is not dtype
+            or parameter.dtype is not dtype
             or gradient.is_sparse
             or gradient.shape != shape
             or type(gradient) is not torch.Tensor
@@ -77,7 +78,7 @@ def pointer_hook(
         handed[index] = gradient
         mark_ready(index, pointer)
 
-    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=False)
+    return in_core(hand_over, state, index, view, reducer, dtype, gradient_in_arena=False)
 
 
 def copy_hook(
@@ -108,7 +109,13 @@ def copy_hook(
         if not state.is_armed:
             state.arm()
         gradient = parameter.grad
-        if gradient is None or gradient.dtype is not dtype or gradient.is_sparse or gradient.shape != shape:
+        if (
+            gradient is None
+            or gradient.dtype is not dtype
+            or parameter.dtype is not dtype
+            or gradient.is_sparse
+            or gradient.shape != shape
+        ):
             refuse_unsupported(state, index, name, parameter, dtype, shape)
             return
         if index in handed:
@@ -126,7 +133,7 @@ def copy_hook(
 
     if waiting is None:
         return hand_over
-    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=False, waiting=waiting)
+    return in_core(hand_over, state, index, view, reducer, dtype, gradient_in_arena=False, waiting=waiting)
 
 
 def taking_hook(
@@ -164,14 +171,20 @@ def taking_hook(
         if type(gradient) is ScatteredGradient:  # autograd has brought nothing, and cannot add to it
             state.refuse(index, left_over(name, state.where, TorchHands.words))
             return
-        if gradient is None or gradient.dtype is not dtype or gradient.is_sparse or gradient.shape != shape:
+        if (
+            gradient is None
+            or gradient.dtype is not dtype
+            or parameter.dtype is not dtype
+            or gradient.is_sparse
+            or gradient.shape != shape
+        ):
             refuse_unsupported(state, index, name, parameter, dtype, shape)
             return
         copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
         parameter.grad = handed[index] = stand_in
         mark_ready(index, 0)
 
-    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=True, stand_in=stand_in)
+    return in_core(hand_over, state, index, view, reducer, dtype, gradient_in_arena=True, stand_in=stand_in)
 
 
 def view_hook(
@@ -201,6 +214,9 @@ def view_hook(
         if pointer() != arena_pointer() + offset:
             state.refuse(index, moved_gradient(name, state.where, view))
             return
+        if parameter.dtype is not dtype:
+            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            return
         if gradient is not view:
             if (
                 gradient is None
@@ -225,7 +241,7 @@ def view_hook(
 
     if view.is_cpu:
         waiting = None  # while it is in the processor's caches, the core copies it faster
-    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=True, waiting=waiting)
+    return in_core(hand_over, state, index, view, reducer, dtype, gradient_in_arena=True, waiting=waiting)
 
 
 def sparse_hook(
@@ -252,7 +268,7 @@ def sparse_hook(
             state.status.twice = index
             return
         gradient = parameter.grad
-        if gradient is None:
+        if gradient is None or parameter.dtype is not dtype:
             refuse_unsupported(state, index, name, parameter, dtype, shape)
             return
         if gradient.shape != shape:
@@ -270,6 +286,7 @@ def in_core(
     index: int,
     view: torch.Tensor,
     reducer: Reducer,
+    dtype: torch.dtype,
     *,
     gradient_in_arena: bool,
     stand_in: ScatteredGradient | None = None,
@@ -294,6 +311,7 @@ def in_core(
             index,
             taker,
             view,
+            dtype,
             gradient_in_arena,
             transformed="is_neg" if waiting is None else "",  # torch copies, and knows how to read any
             stand_in=stand_in,
@@ -364,7 +382,11 @@ def refuse_unsupported(
     that steps within backward, with the gradients of this rank alone.
     """
     gradient = parameter.grad
-    if gradient is not None or _has_hooks_of_users(parameter):
+    is_as_wrapped = gradient is not None and gradient.dtype is dtype and gradient.shape == shape
+    if is_as_wrapped and parameter.dtype is not dtype:
+        # Autograd adds to a gradient that was kept in that one's dtype, and the optimizer rounds to this.
+        state.refuse(index, converted_parameter(name, state.where, parameter.dtype, dtype))
+    elif gradient is not None or _has_hooks_of_users(parameter):
         state.refuse(index, unsupported_gradient(name, state.where, parameter, dtype, shape))
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from paceline import _core
 from paceline.reducer.communicator import Reduction
 from paceline.reducer.passes.state import PassState
 from paceline.reducer.plan import ParameterSpec
@@ -65,7 +64,6 @@ class Gradients:
         self._kinds: list[set[int]] = []  # parameters whose places are of one device and dtype
         self._shapes = [parameter.shape for parameter in tensors.trainable]
         self._dtypes = [parameter.dtype for parameter in tensors.trainable]
-        self._dtypes_now = _core.AttributeSnapshot(list(tensors.trainable), "dtype")
 
     @property
     def is_on_host(self) -> bool:
@@ -131,6 +129,18 @@ class Gradients:
             return copied if dtype.is_complex else pointer_hook
         return copied
 
+    def in_own_memory(self) -> list[int]:
+        """Parameters whose gradients stay where autograd has made them, so that means are written there."""
+        if self.scattered is not None:
+            return []
+        in_arena, shared, dtypes = self._config.gradients_in_arena, self._shared, self._dtypes
+        return [
+            index
+            for index, place in enumerate(self.reduction.places)
+            if index not in self._tensors.sparse
+            and (not in_arena or index in shared or place.dtype is not dtypes[index])
+        ]
+
     def exists(self, index: int) -> bool:
         return self._parameters[index].grad is not None
 
@@ -148,20 +158,26 @@ class Gradients:
         state, names, trainable = self._state, self._names, self._parameters
         if state.refusal is not None or state.status.twice is not None:
             return
-        for changed in state.handed.changed():
+        changed_ones, shared = state.handed.look()
+        for changed in changed_ones:
             handed, now = state.handed[changed], trainable[changed].grad
             if handed is not now or not self._shares_version(changed):
                 state.refuse(changed, changed_gradient(names[changed], state.where, handed, now))
                 break
-        for index in self._dtypes_now.changed():
-            # Autograd adds to a gradient that was kept in that one's dtype, and the optimizer rounds to this.
-            dtype, expected = trainable[index].dtype, self._dtypes[index]
-            state.refuse(index, converted_parameter(names[index], state.where, dtype, expected))
+        for index in shared:  # its mean gets memory of its own
+            gradient = state.handed[index]
+            if not gradient.requires_grad:
+                self.reduction.reducer.add_foreign(gradient.data_ptr(), extent(gradient))
         if len(state.handed) == len(names):
             return
         for index, shape in enumerate(self._shapes):  # those without a gradient get the others' mean
-            if trainable[index].shape != shape and index not in state.handed:
-                error = reshaped_parameter(names[index], state.where, trainable[index].shape, shape)
+            parameter, dtype = trainable[index], self._dtypes[index]
+            if index in state.handed:
+                continue
+            if parameter.shape != shape:
+                state.refuse(index, reshaped_parameter(names[index], state.where, parameter.shape, shape))
+            elif parameter.dtype is not dtype:
+                error = converted_parameter(names[index], state.where, parameter.dtype, dtype)
                 state.refuse(index, error)
 
     def _shares_version(self, index: int) -> bool:

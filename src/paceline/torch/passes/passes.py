@@ -49,6 +49,7 @@ from paceline.torch.passes.pass_times import PassTimes, profiled
 from paceline.torch.passes.recorded_steps import note_steps
 from paceline.torch.passes.replica_state import hash_model, make_notes
 from paceline.torch.passes.sparse import SparseMeans
+from paceline.torch.passes.storage_uses import uses_of_storages
 from paceline.torch.sharding.scattered_gradients import Scattered, ScatteredGradient, TorchHands
 from paceline.trace.recording import recording
 
@@ -152,7 +153,8 @@ class TorchAutograd:
         self._not_last = self._last_hooks.not_last
         # Another wrapped model brings its own means to what both have, in the same backward.
         watched = [None if index in self._shared else p for index, p in enumerate(trainable)]
-        self._state.handed.watch(watched, "grad", "_version")
+        own = self._gradients.in_own_memory()
+        self._state.handed.watch(watched, "grad", "_version", uses_of_storages(), own)
 
     def share(self, indices: set[int]) -> None:
         self._shared = indices
@@ -233,8 +235,7 @@ class TorchAutograd:
                 end = EndOfBackward(state.unfollow, state.unfollow)
                 Variable._execution_engine.queue_callback(functools.partial(_call, end))
         if not state.is_syncing:
-            if state.accumulated:
-                part_accumulated(self._tensors.trainable, state.accumulated)
+            self._part_accumulated()
             if self._weights.is_used:
                 self._weights.watch_local()
             return
@@ -249,6 +250,14 @@ class TorchAutograd:
                 self._direct.note_call(has_passes=self._has_passes)
         elif call is RunningCall.BACKWARD_OF_SOME:
             self._met.append((self.backward(), weakref.ref(graph)))
+
+    def _part_accumulated(self) -> None:
+        """A backward begins: from now on, autograd adds to the gradients that local ones have left."""
+        state = self._state
+        if accumulated := state.accumulated:
+            shared = state.handed.shared_among(list(accumulated))
+            part_accumulated(self._tensors.trainable, accumulated, shared)
+        state.handed.begin()
 
     def is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -266,8 +275,7 @@ class TorchAutograd:
     @untraced
     def prepare(self) -> None:
         self._direct.returned = None
-        if self._state.accumulated:
-            part_accumulated(self._tensors.trainable, self._state.accumulated)
+        self._part_accumulated()
         if (scattered := self._gradients.scattered) is not None:
             scattered.forget()
         if self._met:

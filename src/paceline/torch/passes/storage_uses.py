@@ -1,0 +1,31 @@
+"""How many tensors lie in one storage: autograd may let a gradient share its memory with any tensor."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from paceline import _core
+
+
+@functools.cache
+def uses_of_storages() -> _core.StorageUses | None:
+    """Tells how often the storage of a tensor is used; None: this torch does not say.
+
+    Every backward asks for each gradient, so the core learns where torch keeps the number.
+    """
+    if not hasattr(torch._C, "_storage_Use_Count"):
+        return None
+    first, second = torch.empty(1, device="cpu"), torch.empty(2, device="cpu")
+    alias = second.detach()
+    return _core.StorageUses([first, second, alias], _tell)
+
+
+def _tell(tensor: torch.Tensor) -> tuple[int, int, int]:
+    """The addresses of torch's objects of a tensor and its storage, and how many tensors lie in that."""
+    if not torch._C._has_storage(tensor):
+        return tensor._cdata, 0, 0
+    storage = tensor.untyped_storage()
+    # The Python object of the storage is one more.
+    return tensor._cdata, storage._cdata, torch._C._storage_Use_Count(storage._cdata) - 1
