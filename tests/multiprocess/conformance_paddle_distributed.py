@@ -8,7 +8,6 @@ import paddle.distributed as dist
 from paddle import nn
 
 from paceline.paddle import DataParallel
-from tests.harness.rank_main import use_up
 from tests.multiprocess.conformance_paddle import *  # noqa: F403
 from tests.multiprocess.paddle_models import join_paddle
 
@@ -17,7 +16,6 @@ def join(rank: int, world_size: int) -> None:
     """Join paddle.distributed, unless that has been done."""
     if not dist.is_initialized():
         join_paddle(rank)
-        use_up()  # a process joins paddle.distributed once
 
 
 def wrap(model: nn.Layer, group: Any, **options: Any) -> DataParallel:

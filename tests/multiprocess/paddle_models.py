@@ -15,10 +15,12 @@ import pytest
 from paddle import nn
 
 from tests import harness
+from tests.harness.rank_main import use_up
 
 STORE_S = 20.0
 
 ranks = functools.partial(harness.ranks, framework="paddle")
+kept_ranks = functools.partial(harness.kept_ranks, framework="paddle")
 # In memory with gradients of their own and with views, and through a process group.
 paths = pytest.mark.parametrize(("path", "view"), [("memory", False), ("memory", True), ("group", False)])
 
@@ -144,4 +146,5 @@ def join_paddle(rank: int, backend: str = "gloo") -> None:
         "PADDLE_DISTRI_BACKEND": backend,
     }
     await_store(rank)
+    use_up()  # a process joins paddle.distributed once
     dist.init_parallel_env()

@@ -22,7 +22,7 @@ from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import two_layers
 from tests.multiprocess.torch_groups import needs_backend, torch_group
 
@@ -115,7 +115,7 @@ def test_torchs_hooks_over_our_backend(rank: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_builtin_hooks_and_the_fused_optimizer(rank: int) -> None:
     ddp = DistributedDataParallel(model())
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
@@ -132,7 +132,7 @@ def test_builtin_hooks_and_the_fused_optimizer(rank: int) -> None:
 
 
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_hook_may_lengthen_its_buffer_for_a_while(rank: int, view: bool) -> None:
     """As batched PowerSGD does, which torch 2.13 then ends itself: its _orthogonalize refuses the shape."""
 
@@ -152,7 +152,7 @@ def test_a_hook_may_lengthen_its_buffer_for_a_while(rank: int, view: bool) -> No
         assert_close([p.grad for p in net.parameters()], list(expected))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_weighted_mean_through_a_hook(rank: int) -> None:
     ddp = DistributedDataParallel(model())
     ddp.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -172,7 +172,7 @@ def returning(value: Any) -> Any:
     return hook
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_hook_with_another_annotation_is_refused(rank: int) -> None:
     annotated = returning(None)
     annotated.__annotations__ = {"bucket": int}
@@ -180,7 +180,7 @@ def test_a_hook_with_another_annotation_is_refused(rank: int) -> None:
         DistributedDataParallel(model()).register_comm_hook(None, annotated)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_group_of_ours_has_no_hooks(group: Any) -> None:
     with pytest.raises(ValueError, match="needs a process group of torch"):
         DistributedDataParallel(model(), process_group=group).register_comm_hook(None, returning(None))
@@ -232,7 +232,7 @@ def test_optimizers_within_backward_step_with_the_mean(rank: int) -> None:
             assert_close(list(net.parameters()), list(alone.parameters()))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_hook_keeps_buffers_in_step(rank: int) -> None:
     def add(state: str, buffers: dict[str, torch.Tensor]) -> Any:
         assert state == "state"

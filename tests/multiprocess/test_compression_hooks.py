@@ -23,7 +23,7 @@ from paceline.torch.compression import (
     eight_bit_hook,
     fp16_hook,
 )
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.torch_groups import needs_backend, torch_group
 
 KINDS = [(Fp16Compression, fp16_hook), (Bf16Compression, bf16_hook), (EightBitCompression, eight_bit_hook)]
@@ -94,7 +94,7 @@ def check_sum_of_means(make: Any, hook: Any, rank: int, weights: list[float]) ->
     assert len(state._codes._buckets) > 1
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_is_received_and_what_is_kept_add_up_to_the_true_means(rank: int) -> None:
     for make, hook in KINDS:
         check_sum_of_means(make, hook, rank, [1.0, 1.0])
@@ -146,7 +146,7 @@ def test_16_bits_are_torchs_hooks_to_a_rounding(rank: int) -> None:
             assert (ours - true).norm() < (other - true).norm()  # rounded once, theirs twice
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_is_not_finite_arrives_so_and_is_gone_with_the_next_step(rank: int) -> None:
     for make, hook in KINDS:
         state = make()
@@ -181,7 +181,7 @@ class Numbers(nn.Module):
         return (self.double_ * x).sum() + turned.sum() + (self.short * x).sum()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_other_kinds_of_parameters_and_wrong_ones(rank: int) -> None:
     for make, hook in KINDS:
         net = Numbers()

@@ -24,14 +24,14 @@ from paceline.errors import (
     SkippedPassError,
     UnusedParameterError,
 )
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess import conformance_numpy as reference
 from tests.multiprocess.conformance_numpy import Arrays, batch
 from tests.multiprocess.meeting import tell, until_told
 
 both = pytest.mark.parametrize("framework", ["torch", "torch.distributed", "paddle", "paddle.distributed"])
 views = pytest.mark.parametrize("view", [False, True])
-on_two_ranks = ranks(2, framework="framework", kept=True)
+on_two_ranks = kept_ranks(2, framework="framework")
 
 
 def adapter(framework: str) -> ModuleType:
@@ -319,7 +319,7 @@ def test_a_skipped_backward_is_named_on_every_rank(group: object, framework: str
 
 
 @both
-@ranks(3, framework="framework")
+@kept_ranks(3, framework="framework")
 def test_different_models_are_refused_on_every_rank(group: object, framework: str) -> None:
     do = adapter(framework)
     with pytest.raises(ModelMismatchError, match=r"left\.weight"):

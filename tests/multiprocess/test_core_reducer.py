@@ -13,7 +13,7 @@ from numpy.testing import assert_array_equal
 from paceline import _core
 from paceline.errors import ConfigError, GroupClosedError
 from paceline.reducer.protocol import PassStatus
-from tests.harness import ranks, run_ranks
+from tests.harness import kept_ranks, run_ranks
 from tests.multiprocess.reducer_world import (
     FINISHED,
     FORWARDS_DIFFER,
@@ -36,7 +36,7 @@ def run_pass(world, step, *, order=None, elsewhere=(), forwards=1, allow_unused=
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@ranks("world_size")
+@kept_ranks("world_size")
 def test_mean_of_all_gradients(group, world_size):
     for cap_bytes in (1, 100_000, 1 << 30):
         world = World(group, cap_bytes=cap_bytes)
@@ -52,7 +52,7 @@ def test_mean_of_all_gradients(group, world_size):
         world.reducer.close()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_assigned_chunks_give_the_bits_of_claimed_ones(group):
     """In large buckets each rank reduces its own chunks; some gradients lie in the arena all the same."""
     model = [(300_000, "float32"), (10, "float32"), (200_001, "float64")]
@@ -76,7 +76,7 @@ def test_assigned_chunks_give_the_bits_of_claimed_ones(group):
     assigned.check(got, 9, [1.0, 8.0])
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_notes_that_differ_are_told_and_change_nothing(group):
     world = World(group)
     cases = [
@@ -96,7 +96,7 @@ def test_notes_that_differ_are_told_and_change_nothing(group):
         group.barrier()  # or a fast rank may be in the next pass already
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_who_waits_in_a_pass_that_this_rank_has_not_ended(group):
     world = World(group)
     run_pass(world, 0)
@@ -108,7 +108,7 @@ def test_who_waits_in_a_pass_that_this_rank_has_not_ended(group):
         run_pass(world, 1)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_weights(group):
     world = World(group)
     all_weights = ([1.0, 2.0, 1.0], [1.0, 1.0, 1.0], [0.25, 0.0, 8.0], [3.0, 3.0, 3.0])
@@ -119,7 +119,7 @@ def test_weights(group):
         world.check(got, step, weights)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_unused_parameters(group):
     """Allowed: they count as zeros. Not allowed: nothing is reduced, everybody learns whose they were."""
     world = World(group)
@@ -152,7 +152,7 @@ def test_unused_parameters(group):
 
 
 @pytest.mark.parametrize("assigns", [False, True])
-@ranks(3)
+@kept_ranks(3)
 def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed(group, assigns):
     """Void if a rank uses one of them; a rank without data has no say, whether it marks all or nothing."""
     world = World(group, assigns_chunks=assigns)
@@ -182,7 +182,7 @@ def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed(group, ass
         group.barrier()
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_forwards_that_differ(group):
     """Nothing is reduced, everybody learns the counts, and the next passes are good."""
     world = World(group)
@@ -207,7 +207,7 @@ def test_forwards_that_differ(group):
     world.check(got, 7)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_nonfinite_gradients_are_told_by_rank_and_parameter(group):
     world = World(group)
     bad = {0: {2: np.inf}, 1: {}, 2: {2: np.nan, 7: -np.inf}}
@@ -260,7 +260,7 @@ def test_same_bits_for_all_bucket_sizes_orders_and_instruction_sets():
         assert all(run == first for runs in everybody for run in runs)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_several_reducers_in_one_group(group):
     """Two models at once, their passes interleaved, collectives between; opened and closed in between."""
     small = [(100, "float32"), (40_000, "float16"), (5, "float64")]
@@ -283,7 +283,7 @@ def test_several_reducers_in_one_group(group):
         three.reducer.close()
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_closing_at_once_does_not_take_the_verdict_from_the_others(group):
     """The counters live in rank 0's memory, which may close as soon as it is through."""
     for step in range(40):
@@ -301,7 +301,7 @@ def test_closing_at_once_does_not_take_the_verdict_from_the_others(group):
             assert norm == pytest.approx(float((world.mean(0, step) ** 2).sum()), rel=1e-6)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_long_run_with_random_order_and_delays(group):
     """300 passes; each rank has its own order and its own pauses, and some passes are void."""
     own, shared = random.Random(group.rank), random.Random(77)
@@ -323,7 +323,7 @@ def test_long_run_with_random_order_and_delays(group):
             world.check(got, step)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_misuse(group):
     world = World(group, [(10, "float32"), (20, "float32")])
     world.mark(0, 0)

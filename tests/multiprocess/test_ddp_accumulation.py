@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import Branches
 
 PATHS = ["group", "memory"]
@@ -15,7 +15,7 @@ WORLD = 2
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_what_accumulated_counts_even_if_the_last_backward_leaves_it_out(rank: int, path: str) -> None:
     model = Branches()
     del model.never

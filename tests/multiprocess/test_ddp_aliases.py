@@ -17,7 +17,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.several_hosts import be_on_host
 
 WAYS = {
@@ -123,7 +123,7 @@ each_way = pytest.mark.parametrize(
 
 
 @each_way
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_no_gradient_flows_on_from_a_mean(rank: int, way: str, size: int, num_hosts: int) -> None:
     model = Positions(way, size)
     expected = expected_gradients(model, size, (), ())
@@ -161,7 +161,7 @@ def test_gradients_that_share_memory_get_their_own_means(
 
 @each_size
 @pytest.mark.parametrize("num_hosts", [1, 2])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_models_whose_gradients_share_memory(rank: int, size: int, num_hosts: int) -> None:
     """Two wrapped models in one backward: the pass of one ends before that of the other."""
     if num_hosts > 1:

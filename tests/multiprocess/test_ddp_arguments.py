@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import two_layers
 
 
@@ -34,7 +34,7 @@ def train(ddp: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Tensor]
     return [p.detach() for p in ddp.parameters()]
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_arguments_that_change_no_result(rank: int) -> None:
     alone = train(two_layers(), inputs())
     mesh = dist.init_device_mesh("cpu", (2,))
@@ -87,7 +87,7 @@ def note_what_is_sent(ddp: DistributedDataParallel, *triggers: nn.Parameter) -> 
 
 
 @pytest.mark.parametrize("path", ["memory", "group"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_delayed_parameters_wait_for_the_one_that_was_named(rank: int, path: str) -> None:
     expected = train(Delayed(), inputs())
     for view in (False, True):
@@ -114,7 +114,7 @@ def test_delayed_parameters_wait_for_the_one_that_was_named(rank: int, path: str
 
 
 @pytest.mark.parametrize("batched", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_gradients_are_copied_a_bucket_at_a_time(
     rank: int, batched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +132,7 @@ def test_gradients_are_copied_a_bucket_at_a_time(
     assert_close(ddp.module[1].bias.grad, torch.full((300,), 1.5))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_lazy_allocation_changes_nothing(rank: int) -> None:
     """An argument of torch 2.15, accepted with any torch."""
     ddp = DistributedDataParallel(two_layers(), lazy_bucket_allocation=True)
@@ -143,7 +143,7 @@ def test_lazy_allocation_changes_nothing(rank: int) -> None:
         assert_close(ddp.module[2].bias.grad, torch.full((2,), 1.5))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_wrong_arguments_are_refused(rank: int) -> None:
     net = two_layers()
     stranger = nn.Parameter(torch.zeros(1))
@@ -171,7 +171,7 @@ def test_wrong_arguments_are_refused(rank: int) -> None:
 
 
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_mixed_precision_on_the_cpu(rank: int, view: bool) -> None:
     """The reference: autocast by hand, each rank's gradient rounded to the dtype in which it is averaged."""
     x = inputs()

@@ -12,14 +12,14 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import bits, mixed, train
 
 PATHS = ["group", "memory"]
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_buffers_are_those_of_rank_0_after_each_pass(rank: int, path: str) -> None:
     x = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(rank))
     synced = mixed()
@@ -34,7 +34,7 @@ def test_buffers_are_those_of_rank_0_after_each_pass(rank: int, path: str) -> No
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_buffers_of_all_kinds(rank: int, path: str) -> None:
     """Small and large, without elements, not contiguous, integers; and one that forward puts anew."""
 
@@ -69,7 +69,7 @@ def test_buffers_of_all_kinds(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_buffers_are_averaged_broadcast_or_left_alone_by_name(rank: int, path: str) -> None:
     model = mixed()
     model.register_buffer("seen", torch.zeros(2, dtype=torch.float64))
@@ -101,7 +101,7 @@ def test_buffers_are_averaged_broadcast_or_left_alone_by_name(rank: int, path: s
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_buffers_on_demand_only(rank: int, path: str) -> None:
     model = mixed()
     ddp = DistributedDataParallel(model, reduce_through=path, broadcast_buffers=False)

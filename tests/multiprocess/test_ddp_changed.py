@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError, DeadlineError, UnusedParameterError
 from paceline.torch import DistributedDataParallel, SyncBatchNorm
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import Blocked, bits, share, two_layers
 
 PATHS = ["group", "memory"]
@@ -54,7 +54,7 @@ def train_gan(g: nn.Module, d: nn.Module, noise: torch.Tensor, real: torch.Tenso
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_gan_trains_as_in_one_process(rank: int, path: str, view: bool) -> None:
     g = two_layers().double()
     d = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
@@ -140,7 +140,7 @@ def _freeze_around_forwards(model: nn.Module, x: torch.Tensor) -> list[list[torc
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_layers_frozen_between_a_forward_and_a_backward(
     rank: int, path: str, view: bool, find_unused: bool
 ) -> None:
@@ -164,7 +164,7 @@ def test_layers_frozen_between_a_forward_and_a_backward(
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_what_a_frozen_parameter_has_in_grad_stays(
     rank: int, path: str, view: bool, find_unused: bool
 ) -> None:
@@ -194,7 +194,7 @@ def test_what_a_frozen_parameter_has_in_grad_stays(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_model_frozen_whole_waits_for_nobody(rank: int, path: str) -> None:
     """So its gradient by the inputs may be wanted on one rank only."""
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
@@ -214,7 +214,7 @@ def test_a_model_frozen_whole_waits_for_nobody(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_parameter_that_only_some_ranks_freeze_is_unused_there(rank: int, path: str) -> None:
     x = torch.full((1, 4), 1.0 + rank)
     model = two_layers()
@@ -252,7 +252,7 @@ def test_a_parameter_that_only_some_ranks_freeze_is_unused_there(rank: int, path
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_rank_without_data_leaves_frozen_parameters_alone(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     ddp.module[0].requires_grad_(False)
@@ -266,7 +266,7 @@ def test_a_rank_without_data_leaves_frozen_parameters_alone(rank: int, path: str
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_what_a_frozen_parameter_has_in_grad_stays_while_a_rank_has_no_data(
     rank: int, path: str, view: bool, find_unused: bool
 ) -> None:
@@ -289,7 +289,7 @@ def test_what_a_frozen_parameter_has_in_grad_stays_while_a_rank_has_no_data(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_weights_and_accumulation_with_frozen_parameters(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     ddp.module[0].requires_grad_(False)
@@ -323,7 +323,7 @@ def test_a_model_that_one_rank_freezes_whole_is_an_error_at_the_deadline(rank: i
     store.set("rank 0 has raised", "")
 
 
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_delayed_parameter_may_be_frozen(rank: int) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(
@@ -353,7 +353,7 @@ class Normed(nn.Module):
         return self.last(self.act(self.norm(self.first(x))))
 
 
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_model_may_be_rebuilt_of_the_parameters_that_it_has(rank: int) -> None:
     net, alone = Normed().double(), Normed().double()
     ddp = DistributedDataParallel(net)
@@ -413,7 +413,7 @@ class Proxied(nn.Module):
 
 
 @pytest.mark.parametrize("find_unused", [False, True])
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_what_is_ignored_may_change(rank: int, find_unused: bool) -> None:
     net = Proxied(rank)
     proxy = net.fc2.weight
@@ -454,7 +454,7 @@ class MayBlock(nn.Module):
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_an_undefined_gradient_is_one_more_unused_parameter(rank: int, path: str, view: bool) -> None:
     x = torch.ones(1, 2)
     options: dict[str, Any] = {"reduce_through": path, "gradient_as_bucket_view": view}
@@ -503,7 +503,7 @@ def swap_one(module: nn.Module) -> None:
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("way", [convert, load, swap, swap_one])
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_parameters_that_become_other_tensors_train(rank: int, way: Any, path: str, unused: bool) -> None:
     torch.__future__.set_swap_module_params_on_conversion(True)
     torch.manual_seed(0)
@@ -527,7 +527,7 @@ def test_parameters_that_become_other_tensors_train(rank: int, way: Any, path: s
     assert_same_on_all_ranks(model)
 
 
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_weighted_parameter_that_becomes_another_tensor_is_named(rank: int) -> None:
     """The hook that weighs its gradient was the old tensor's."""
     model = two_layers()
@@ -564,7 +564,7 @@ class Sum(nn.Module):
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_parameter_of_another_dtype_is_refused_on_every_rank(rank: int, path: str, view: bool) -> None:
     """Autograd adds to a kept gradient in that one's dtype: the gradient alone tells nothing."""
     expected = (r"'weight' cannot be averaged on rank 1 of 2", r"(?s)'weight'.*got .*torch.float64")[rank]

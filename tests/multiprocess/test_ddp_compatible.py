@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError, ReplicaError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import train, two_layers
 
 
@@ -46,7 +46,7 @@ class Language(nn.Module):
         return 1
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_modules_own_attributes_and_methods(rank: int) -> None:
     model = Language()
     ddp = DistributedDataParallel(model)
@@ -74,7 +74,7 @@ def test_the_modules_own_attributes_and_methods(rank: int) -> None:
         assert not ddp.loss(x).requires_grad
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_weights_with_and_without_the_prefix(rank: int) -> None:
     source = two_layers()
     bare, wrapped = source.state_dict(), DistributedDataParallel(source).state_dict()
@@ -93,7 +93,7 @@ def test_weights_with_and_without_the_prefix(rank: int) -> None:
     assert not any(inner.load_state_dict(inner.state_dict()))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_copies_are_connected_when_they_are_trained(rank: int) -> None:
     model = two_layers().requires_grad_(True)
     ddp = DistributedDataParallel(model, bucket_cap_mb=1)
@@ -170,7 +170,7 @@ def _interrupt(_: torch.Tensor) -> None:
     raise ZeroDivisionError
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_static_graph_may_be_promised_later(rank: int) -> None:
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
     model.forward = lambda x: model["used"](x)
@@ -190,7 +190,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_code_that_unwraps_recognises_it(rank: int) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model)
@@ -200,7 +200,7 @@ def test_code_that_unwraps_recognises_it(rank: int) -> None:
     assert not isinstance(model, DistributedDataParallel)
 
 
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_scatter_gather_and_to_kwargs(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 2), dim=0)
     cpu = torch.device("cpu")

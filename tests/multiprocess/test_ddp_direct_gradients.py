@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 BATCH = torch.randn(8, 3, generator=torch.Generator().manual_seed(1))
 PATHS = ["memory", "group"]
@@ -38,7 +38,7 @@ def step_with(ddp: Any, optimizer: torch.optim.Optimizer, found: Any) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("ordinary_steps", [0, 2])
 @pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer", "by hand"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_step_with_own_gradients_is_reported_once(
     rank: int, by_hand: bool, ordinary_steps: int, path: str
 ) -> None:
@@ -68,7 +68,7 @@ def test_a_step_with_own_gradients_is_reported_once(
     assert len(told) == 1
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_such_a_step_before_a_join_is_reported(rank: int) -> None:
     ddp, optimizer = wrapped()
     found = torch.autograd.grad(ddp(share(rank)).square().mean(), list(ddp.parameters()))
@@ -152,7 +152,7 @@ def in_evaluation(ddp: Any, optimizer: Any, x: torch.Tensor) -> None:
         in_evaluation,
     ],
 )
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_other_uses_are_not_reported(rank: int, step: Callable[..., None]) -> None:
     ddp, optimizer = wrapped()
     with warnings.catch_warnings():

@@ -12,14 +12,14 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import two_layers
 
 PATHS = ["memory", "group"]
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_gradient_penalty_trains_as_one_process_does(rank: int, path: str) -> None:
     x = torch.randn(4, 3, generator=torch.Generator().manual_seed(2))
 
@@ -46,7 +46,7 @@ def test_a_gradient_penalty_trains_as_one_process_does(rank: int, path: str) -> 
 
 
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_backward_that_makes_a_graph_averages_too(rank: int) -> None:
     for path in PATHS:
         for view in (False, True):
@@ -58,7 +58,7 @@ def test_a_backward_that_makes_a_graph_averages_too(rank: int) -> None:
                 assert_close(net.weight.grad.detach(), torch.full((1, 3), 2.0))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_second_derivatives_may_be_taken_after_backward(rank: int) -> None:
     for view in (False, True):
         ddp = DistributedDataParallel(two_layers(), gradient_as_bucket_view=view)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 PATHS = ["group", "memory"]
 
@@ -81,7 +81,7 @@ def means(alone: nn.Module, numbers: list[int], weights: tuple[float, float] = (
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_accumulated_gradients_are_averaged(rank: int, path: str, model: type[nn.Module]) -> None:
     alone = model()
     ddp = DistributedDataParallel(model(), reduce_through=path)
@@ -95,7 +95,7 @@ def test_accumulated_gradients_are_averaged(rank: int, path: str, model: type[nn
 
 
 @pytest.mark.parametrize("model", MODELS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_every_pass_is_weighted(rank: int, model: type[nn.Module]) -> None:
     alone = model()
     ddp = DistributedDataParallel(model(), weight=lambda x: 1.0 + 2 * rank)
@@ -106,7 +106,7 @@ def test_every_pass_is_weighted(rank: int, model: type[nn.Module]) -> None:
             assert_close(ours.grad, expected)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_ranks_with_other_numbers_of_batches_join(rank: int) -> None:
     ddp = DistributedDataParallel(Hypernetwork())
     loss(ddp, rank, 9).backward()
@@ -119,7 +119,7 @@ def test_ranks_with_other_numbers_of_batches_join(rank: int) -> None:
     assert found[0] != found[1]  # rank 0 had no third batch
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_parameter_added_beside_generated_weights_is_refused(rank: int) -> None:
     ddp = DistributedDataParallel(Hypernetwork())
     loss(ddp, rank, 0).backward()
@@ -128,7 +128,7 @@ def test_a_parameter_added_beside_generated_weights_is_refused(rank: int) -> Non
         loss(ddp, rank, 1)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_frozen_layer_beside_generated_weights_gets_no_gradient(rank: int) -> None:
     alone = Hypernetwork()
     ddp = DistributedDataParallel(Hypernetwork())
@@ -143,7 +143,7 @@ def test_a_frozen_layer_beside_generated_weights_gets_no_gradient(rank: int) -> 
                 assert_close(ours.grad, expected)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_model_wrapped_after_its_first_forward(rank: int) -> None:
     """Its generated weight is already where a parameter would be."""
     alone, model = Hypernetwork(), Hypernetwork()
@@ -156,7 +156,7 @@ def test_a_model_wrapped_after_its_first_forward(rank: int) -> None:
             assert_close(ours.grad, expected)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_functional_calls_with_some_tensors_replaced(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(4, 2), find_unused_parameters=True)
     given = {"module.bias": torch.ones(2, requires_grad=True)}
@@ -167,7 +167,7 @@ def test_functional_calls_with_some_tensors_replaced(rank: int) -> None:
         assert_close(ddp.module.weight.grad, (sum(sums) / 2).expand(2, 4))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_transforms_of_functional_calls_with_some_tensors_replaced(rank: int) -> None:
     """On one rank alone: what they compute is averaged nowhere."""
     ddp = DistributedDataParallel(nn.Linear(4, 2))

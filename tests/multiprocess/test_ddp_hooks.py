@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import two_layers
 
 PATHS = ["group", "memory"]
@@ -51,7 +51,7 @@ def train(ddp: nn.Module, rank: int, before_step: Callable[[int], Any]) -> list[
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("cap_mb", CAPS_MB)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_hook_after_wrapping_runs_before_ours_as_in_torch(
     rank: int, path: str, view: bool, cap_mb: float
 ) -> None:
@@ -93,7 +93,7 @@ def node_of(parameter: torch.Tensor) -> Any:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_gradient_changed_after_it_was_handed_over_raises_on_every_rank(
     rank: int, path: str, view: bool
 ) -> None:
@@ -130,7 +130,7 @@ def test_a_gradient_changed_after_it_was_handed_over_raises_on_every_rank(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_two_models_in_one_backward_bring_each_others_means(rank: int, path: str) -> None:
     """What the first model's pass writes into a shared gradient is no change by a stranger."""
     shared = nn.Linear(4, 2)
@@ -198,7 +198,7 @@ def test_a_parameter_of_another_shape_is_refused_on_every_rank(rank: int, path: 
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_an_unused_parameter_of_another_shape_is_refused_too(rank: int, path: str) -> None:
     model = nn.ModuleDict({"left": nn.Linear(3, 2), "right": nn.Linear(3, 2)})
 
@@ -219,7 +219,7 @@ def test_an_unused_parameter_of_another_shape_is_refused_too(rank: int, path: st
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_another_shape_is_refused_in_no_sync_or_at_the_next_pass(rank: int, path: str, view: bool) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
@@ -234,7 +234,7 @@ def test_another_shape_is_refused_in_no_sync_or_at_the_next_pass(rank: int, path
         ddp(x).sum().backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_data_of_the_same_shape_may_be_swapped(rank: int) -> None:
     """Also through another dtype, for which autograd drops what it knows of the parameter."""
     model = two_layers()

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError, UnusedParameterError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import Branches, gradients, two_layers
 
 PATHS = ["group", "memory"]
@@ -34,7 +34,7 @@ def norm_of(means: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_clipping_needs_no_pass_for_the_norm(rank: int, path: str, view: bool, monkeypatch) -> None:
     ddp = DistributedDataParallel(
         two_layers(), reduce_through=path, gradient_as_bucket_view=view, bucket_cap_mb=0.0001
@@ -52,7 +52,7 @@ def test_clipping_needs_no_pass_for_the_norm(rank: int, path: str, view: bool, m
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_gradients_that_were_changed_are_looked_at_again(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     ddp.clip_grad_norm_(1.0)
@@ -76,7 +76,7 @@ PAST_TORCH = {  # version counters see none of these
 @pytest.mark.parametrize("way", PAST_TORCH)
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_gradients_that_were_changed_past_torch_are_looked_at_again(
     rank: int, path: str, view: bool, way: str
 ) -> None:
@@ -92,7 +92,7 @@ def test_gradients_that_were_changed_past_torch_are_looked_at_again(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_norm_of_a_pass_that_raised_is_computed(rank: int, path: str) -> None:
     model = Branches()
     del model.never
@@ -143,7 +143,7 @@ def test_clipping_with_a_grad_scaler(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 @pytest.mark.filterwarnings("ignore:The gradient holds")
 def test_who_had_infinities(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, bucket_cap_mb=0.0001)
@@ -158,7 +158,7 @@ def test_who_had_infinities(rank: int, path: str) -> None:
             silent.nonfinite()
 
 
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_statistics_of_a_rank_alone(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     means = backward(ddp)

@@ -16,7 +16,7 @@ from paceline import _core
 from paceline.errors import ConfigError, DeadlineError, ModelMismatchError, PeerLostError
 from paceline.torch import DistributedDataParallel
 from tests.alive import passes_alive
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import two_layers
 
 
@@ -69,7 +69,7 @@ def step(ddp: DistributedDataParallel, rank: int) -> None:
             parameter -= 0.1 * parameter.grad
 
 
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_ranks_with_other_passes_behind_them_must_have_the_same_weights(rank: int) -> None:
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     ddp = DistributedDataParallel(two_layers())

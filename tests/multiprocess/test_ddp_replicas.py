@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.errors import ConfigError, ReplicasDifferError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 
 PATHS = ["memory", "group"]
 ODD = 2  # of 3 ranks
@@ -34,7 +34,7 @@ def update(ddp: DistributedDataParallel, rate: float = 0.1) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_check_on_demand_looks_at_the_optimizer_too(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(network(), reduce_through=path)
     optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
@@ -57,7 +57,7 @@ def test_a_check_on_demand_looks_at_the_optimizer_too(rank: int, path: str) -> N
     assert caught.value.differing == dict.fromkeys(names, (ODD,))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_buffers_are_compared_as_their_policy_says(rank: int) -> None:
     policies = (
         ({}, True),
@@ -98,7 +98,7 @@ def test_equal_replicas_pass_every_check(rank: int, path: str) -> None:
         ddp.check_replicas()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_argument_makes_sense_and_is_the_same_on_all_ranks(rank: int) -> None:
     for wrong in (-1, 2.5, "often"):
         with pytest.raises(ConfigError, match="check_replicas_every"):
@@ -122,7 +122,7 @@ def train(ddp: DistributedDataParallel, steps: int = 2) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_skipped_or_additional_step_is_told_in_the_next_pass(rank: int, path: str) -> None:
     for steps, told in ((0, "ranks 0-1: 12; rank 2: 0"), (2, "ranks 0-1: 12; rank 2: 24")):
         ddp = DistributedDataParallel(network(), reduce_through=path)
@@ -138,7 +138,7 @@ def test_a_skipped_or_additional_step_is_told_in_the_next_pass(rank: int, path: 
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_drift_without_another_number_of_writes_is_a_warning(rank: int, path: str) -> None:
     """Processors of different kinds may round differently; check_replicas_every makes it an error."""
     ddp = DistributedDataParallel(network(), reduce_through=path)
@@ -157,7 +157,7 @@ def test_a_drift_without_another_number_of_writes_is_a_warning(rank: int, path: 
         backward(strict)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_writes_that_leave_the_replicas_equal_are_nobodys_business(rank: int) -> None:
     ddp = DistributedDataParallel(network())
     train(ddp)
@@ -174,7 +174,7 @@ def test_writes_that_leave_the_replicas_equal_are_nobodys_business(rank: int) ->
     train(ddp)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_replicas_that_step_alone_for_a_while_are_told_of_at_most(rank: int) -> None:
     ddp = DistributedDataParallel(network())
     train(ddp)
@@ -188,7 +188,7 @@ def test_replicas_that_step_alone_for_a_while_are_told_of_at_most(rank: int) -> 
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_batch_that_one_rank_drops_is_told_in_that_pass(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(network(), reduce_through=path)
     passes = 0

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from paceline.errors import SkippedPassError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 PATHS = ["group", "memory"]
 WIDTHS = (3, 9, 5, 17)  # buckets of other sizes: calls that do not pair cannot pass for others
@@ -85,7 +85,7 @@ def break_at(model: Blocks, block: int) -> Callable[[], None]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("chained", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_ranks_use_other_parameters_of_models_in_one_backward(rank: int, path: str, chained: bool) -> None:
     models, wrapped = pair(path)
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_ranks_use_other_parameters_of_models_in_one_backward(rank: int, path: s
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("goes_on_with", ["the other", "both", "the forwards of before"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_backward_that_raised_at_another_place_on_each_rank(
     rank: int, path: str, goes_on_with: str
 ) -> None:
@@ -121,7 +121,7 @@ def test_a_backward_that_raised_at_another_place_on_each_rank(
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("broken", [0, 1])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_backward_of_several_models_that_raised(rank: int, path: str, broken: int) -> None:
     models, wrapped = pair(path)
     joint(wrapped, rank).backward()
@@ -135,7 +135,7 @@ def test_a_backward_of_several_models_that_raised(rank: int, path: str, broken: 
     check_mean(models, joint)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_pass_that_one_rank_broke_off_is_told_where_its_model_goes_on(rank: int) -> None:
     models, wrapped = pair("group")
     joint(wrapped, rank).backward()

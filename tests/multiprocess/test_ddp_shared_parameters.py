@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
 from paceline.torch.passes.graphs import RunningCall
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 PATHS = ["memory", "group"]
 WIDTH = 256  # a weight of 256 KiB: in shared memory large buckets are treated in another way than small ones
@@ -34,7 +34,7 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_parameters_of_two_wrapped_modules(rank: int, path: str) -> None:
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
     own = x[2 * rank : 2 * rank + 2]
@@ -74,7 +74,7 @@ def check(net: nn.Module, alone: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_wrapped_twice_but_used_once(rank: int, is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a wrapper is made anew while the old one is still there; nobody may see who calls."""
     if not is_seen:

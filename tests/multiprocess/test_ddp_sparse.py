@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from paceline.errors import NonFiniteGradientError, UnusedParameterError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 PATHS = ["memory", "group"]
 
@@ -40,7 +40,7 @@ def dense_of(gradients: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_sparse_gradients(rank: int, path: str) -> None:
     net = Words()
     alone = copy.deepcopy(net)
@@ -68,7 +68,7 @@ def test_sparse_gradients(rank: int, path: str) -> None:
                 optimizer.step()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_sparse_gradients_of_weighted_unused_and_nonfinite(rank: int) -> None:
     net = nn.Embedding(4, 1, sparse=True)
     net.weight.data.zero_()
@@ -109,7 +109,7 @@ def test_sparse_gradients_of_weighted_unused_and_nonfinite(rank: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_mean_without_rows_is_added_to(rank: int, path: str) -> None:
     """Autograd makes the memory of a sparse gradient longer, so it must be torch's own."""
     net = nn.Embedding(4, 2, sparse=True)
@@ -121,7 +121,7 @@ def test_a_mean_without_rows_is_added_to(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_mean_in_which_no_rank_counts_stays_sparse(rank: int, path: str) -> None:
     """SparseAdam takes no dense gradient, and SGD with momentum none where a sparse one was."""
     net = nn.Embedding(4, 2, sparse=True)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 BATCH = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
 MICRO_BATCHES = 4
@@ -29,7 +29,7 @@ def expected() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("path", ["memory", "group"])
 @pytest.mark.parametrize("moment", ["before forward", "after forward", "first after, last before"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_flag_is_set_in_a_loop_of_micro_batches(rank: int, moment: str, path: str) -> None:
     ddp = DistributedDataParallel(model(), reduce_through=path)
     for step in range(3):
@@ -49,7 +49,7 @@ def test_the_flag_is_set_in_a_loop_of_micro_batches(rank: int, moment: str, path
         assert_close(p.grad.double(), want, rtol=1e-5, atol=1e-6)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_no_sync_and_the_flag(rank: int) -> None:
     ddp = DistributedDataParallel(model())
     x = BATCH[rank * 8 : rank * 8 + 8]

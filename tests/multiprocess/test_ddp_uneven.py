@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError, DeadlineError, PeerLostError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import Branches, bits, gradients, mixed, two_layers
 
 PATHS = ["group", "memory"]
@@ -64,7 +64,7 @@ def step(ddp: DistributedDataParallel, x: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_rank_that_has_finished_weighs_nothing(rank: int, path: str, view: bool) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(
@@ -86,7 +86,7 @@ ENDS = ["finished", "finished, stepping along", "join"]
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("end", ENDS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_passes_without_data_leave_gradients_as_they_were(rank: int, path: str, view: bool, end: str) -> None:
     """The usual loop clears gradients after a step, so what is there adds to the next epoch's first."""
     model = two_layers()
@@ -123,7 +123,7 @@ def test_passes_without_data_leave_gradients_as_they_were(rank: int, path: str, 
             assert_close(model[2].bias.grad, torch.ones(2))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_has_accumulated_is_dropped_by_finished_and_kept_by_join(rank: int) -> None:
     """As torch's Join keeps it; finish() says that it drops it, on every rank."""
     for end in ("finished", "join"):
@@ -142,7 +142,7 @@ def test_what_has_accumulated_is_dropped_by_finished_and_kept_by_join(rank: int)
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_buffers_come_from_those_who_have_data(rank: int, path: str) -> None:
     model = mixed()
     ddp = DistributedDataParallel(model, reduce_through=path)
@@ -156,7 +156,7 @@ def test_buffers_come_from_those_who_have_data(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_unused_everywhere_is_unused_though_a_rank_has_finished(rank: int, path: str) -> None:
     model = Branches()
     ddp = DistributedDataParallel(model, reduce_through=path, find_unused_parameters=True)
@@ -170,7 +170,7 @@ def test_unused_everywhere_is_unused_though_a_rank_has_finished(rank: int, path:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_weights_and_finished_ranks_together(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     for _ in range(1 + rank):
@@ -183,7 +183,7 @@ def test_weights_and_finished_ranks_together(rank: int, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("divide_by_initial", [True, False])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_join_as_torch_has_it(rank: int, path: str, divide_by_initial: bool) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path)
@@ -227,7 +227,7 @@ class Counter(Joinable):
         return dist.group.WORLD
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_join_with_another_joinable_and_no_sync(rank: int) -> None:
     ddp, counter = DistributedDataParallel(two_layers()), Counter()
     data = batches(2 + rank * 2, rank)
@@ -269,7 +269,7 @@ def test_values_over_a_group_name_a_rank_that_is_killed(rank: int) -> None:
     assert caught.value.lost == (1,)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_early_termination_raises_everywhere(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     with pytest.raises(RuntimeError, match="exhausted"), ddp.join(throw_on_early_termination=True):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import bits, share, train, two_layers
 
 PATHS = ["group", "memory"]
@@ -34,7 +34,7 @@ def scripted(*, is_loaded: bool) -> Any:
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("is_loaded", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_scripted_module(rank: int, path: str, is_loaded: bool) -> None:
     alone, model = scripted(is_loaded=is_loaded).eval(), scripted(is_loaded=is_loaded).eval()
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(7))
@@ -65,7 +65,7 @@ class WithEmpty(nn.Module):
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_parameter_of_two_dimensions_without_elements(rank: int, path: str, view: bool) -> None:
     alone, model = WithEmpty(), WithEmpty()
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(7))
@@ -121,7 +121,7 @@ class LinkedOutput(nn.Module):
         return output
 
 
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_an_output_that_refers_to_itself(rank: int) -> None:
     model = LinkedOutput()
     ddp = DistributedDataParallel(model)

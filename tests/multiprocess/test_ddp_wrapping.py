@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel
 from tests.alive import passes_alive
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import bits, mixed, train, two_layers
 
 PATHS = ["group", "memory"]
@@ -43,7 +43,7 @@ def test_wrapping_gives_all_ranks_the_weights_of_rank_0(rank: int, path: str) ->
     assert_close(model[1].running_mean, torch.ones(3))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_evaluation_on_one_rank_waits_for_nobody(rank: int) -> None:
     ddp = DistributedDataParallel(mixed())
     x = torch.randn(4, 1, 4, 4)
@@ -56,7 +56,7 @@ def test_evaluation_on_one_rank_waits_for_nobody(rank: int) -> None:
     train(ddp, x)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_module_shines_through(rank: int) -> None:
     model = mixed()
     ddp = DistributedDataParallel(model)
@@ -80,7 +80,7 @@ class Outputs(nn.Module):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone(rank: int, path: str) -> None:
     model = two_layers()
     x = torch.full((1, 4), 1.0 + rank)
@@ -126,7 +126,7 @@ def test_a_wrapper_may_be_gone_before_the_backward(rank: int, path: str) -> None
     assert passes_alive() == 0
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_structured_outputs_and_keywords(rank: int) -> None:
     ddp = DistributedDataParallel(Outputs())
     out = ddp(torch.full((1, 3), 1.0 + rank), scale=2.0)
@@ -148,7 +148,7 @@ def test_without_torch_distributed_the_environment_makes_the_group(rank: int) ->
         DistributedDataParallel(two_layers(), reduce_through="group")
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_sub_groups_and_meshes(rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -165,7 +165,7 @@ def test_sub_groups_and_meshes(rank: int) -> None:
         DistributedDataParallel(two_layers(), device_mesh=mesh["dp"], process_group=alone)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_model_changed_after_wrapping_is_noticed_at_the_next_forward(rank: int) -> None:
     x = torch.ones(1, 4)
 

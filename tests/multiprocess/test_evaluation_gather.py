@@ -9,12 +9,12 @@ from numpy.testing import assert_array_equal
 from paceline import Group
 from paceline.data import EvaluationSampler
 from paceline.errors import ConfigError
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 TRUTH = np.arange(21, dtype=np.float32).reshape(7, 3)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_over_a_group(group: Group) -> None:
     sampler = EvaluationSampler(range(7), group.world_size, group.rank)
     assert_array_equal(sampler.gather(TRUTH[list(sampler)], group), TRUTH)
@@ -22,7 +22,7 @@ def test_over_a_group(group: Group) -> None:
     assert (on_one is None) == (group.rank != 2)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_over_torch_distributed(rank: int) -> None:
     import torch
 
@@ -51,17 +51,17 @@ def gather_wrongly_on_rank_1(rank: int, world_size: int, group: Group | None = N
     assert_array_equal(sampler.gather(rows, group), TRUTH)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_what_is_wrong_on_one_rank_is_told_to_all_over_a_group(group: Group) -> None:
     gather_wrongly_on_rank_1(group.rank, 3, group)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_is_wrong_on_one_rank_is_told_to_all_over_torch_distributed(rank: int) -> None:
     gather_wrongly_on_rank_1(rank, 2)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_what_is_wrong_on_all_ranks_is_told_to_each(group: Group) -> None:
     sampler = EvaluationSampler(range(7), 2, group.rank)
     with pytest.raises(ConfigError, match=f"rows={group.rank}"):

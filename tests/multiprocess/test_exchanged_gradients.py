@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel, ShardedOptimizer, SyncBatchNorm
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.several_hosts import be_on_host
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -71,7 +71,7 @@ def assert_gradients(ddp: nn.Module, expected: Sequence[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("path", ["memory", "group"])
 @pytest.mark.parametrize("world_size", [2, 3])
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_a_norm_weighs_what_it_exchanges(rank: int, path: str, world_size: int) -> None:
     model, parts, weights = normed(), rows(SIZES[world_size]), WEIGHTS[world_size]
     expected = expect(model, [(parts, weights)])
@@ -98,7 +98,7 @@ def test_a_norm_weighs_what_it_exchanges(rank: int, path: str, world_size: int) 
 
 
 @pytest.mark.parametrize("form", ["as it is", "deterministic", "sharded", "sharded over the group"])
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_a_norm_weighs_what_it_exchanges_between_hosts(rank: int, form: str) -> None:
     be_on_host(rank // 2)
     options = {"deterministic": {"deterministic": "world"}, "sharded over the group": GROUP}.get(form, {})
@@ -110,7 +110,7 @@ def test_a_norm_weighs_what_it_exchanges_between_hosts(rank: int, form: str) -> 
 
 
 @pytest.mark.parametrize("reduce", ["scatter", "all"])
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_norm_weighs_what_it_exchanges_for_a_sharded_optimizer(rank: int, reduce: str) -> None:
     options = {"reduce": "scatter"} if reduce == "scatter" else {}
     for step, (model, parts, weights) in enumerate(cases(3)):
@@ -157,7 +157,7 @@ def assert_trained(
 
 
 @pytest.mark.parametrize("path", ["memory", "group"])
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_norm_of_16_bits_weighs_what_it_exchanges(rank: int, path: str) -> None:
     """As exactly as the 8 bits of its values allow; without weights the norm is off by much more."""
     model = normed().bfloat16()
@@ -173,7 +173,7 @@ def test_a_norm_of_16_bits_weighs_what_it_exchanges(rank: int, path: str) -> Non
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_micro_batches_and_empty_ones(rank: int, world_size: int) -> None:
     model = normed()
     sizes = [SIZES[world_size], SIZES[world_size][::-1], [0, 3, 2][:world_size]]
@@ -186,7 +186,7 @@ def test_micro_batches_and_empty_ones(rank: int, world_size: int) -> None:
     assert_gradients(ddp, expect(model, steps))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_of_weight_0_has_an_empty_batch_or_every_rank_raises(rank: int) -> None:
     model = normed()
     ddp = wrap(model)
@@ -215,7 +215,7 @@ def test_a_rank_of_weight_0_has_an_empty_batch_or_every_rank_raises(rank: int) -
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_norm_that_is_recomputed(rank: int, reentrant: bool) -> None:
     class Checkpointed(nn.Module):
         def __init__(self) -> None:
@@ -234,7 +234,7 @@ def test_a_norm_that_is_recomputed(rank: int, reentrant: bool) -> None:
     assert_gradients(ddp, expected)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_norm_outside_of_the_wrapper(rank: int) -> None:
     model, parts, weights = normed(), rows([3, 4]), [3.0, 1.0]
     expected = expect(model, [(parts, weights)])
@@ -254,7 +254,7 @@ def test_a_norm_outside_of_the_wrapper(rank: int) -> None:
         assert_close(parameter.grad, gradient * 2)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_several_models_in_one_backward(rank: int) -> None:
     model, parts = normed(), rows([3, 4])
     first, second = wrap(model[:2]), wrap(model[2:])
@@ -269,7 +269,7 @@ def test_several_models_in_one_backward(rank: int) -> None:
         plain_loss(second(first(parts[rank]))).backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_gradient_penalty_with_weights(rank: int) -> None:
     model, parts, weights = normed(), rows([3, 4]), [3.0, 1.0]
 
@@ -289,7 +289,7 @@ def test_a_gradient_penalty_with_weights(rank: int) -> None:
     assert_gradients(ddp, [parameter.grad for parameter in alone.parameters()])
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_backward_that_an_exception_has_ended_weighs_nothing_any_more(rank: int) -> None:
     """It was the weight of a norm that another model recomputes."""
     model, parts = normed(), rows([3, 4])
@@ -352,7 +352,7 @@ def gathered_by(how: str, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("how", ["the user's", "torch.distributed.nn", "functional collectives"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_exchanges_of_others_are_refused_with_weights_and_right_without(rank: int, how: str) -> None:
     model, parts = normed()[:1], rows([3, 3])
 
@@ -456,7 +456,7 @@ EXCHANGING = {
 
 
 @pytest.mark.parametrize("how", list(EXCHANGING))
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_an_exchange_that_is_switched_on_later_is_refused(rank: int, how: str) -> None:
     model, parts = Deep(), rows([3, 3])
     ddp = DistributedDataParallel(model, weight=2 + 2 * rank)
@@ -470,7 +470,7 @@ def test_an_exchange_that_is_switched_on_later_is_refused(rank: int, how: str) -
         model.inner = Shortened.apply
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_an_exchange_that_is_switched_on_later_in_a_block_that_is_recomputed(rank: int) -> None:
     model, parts = Deep(), rows([3, 3])
     inner = model.layers[1]
@@ -508,7 +508,7 @@ def test_exchanges_in_compiled_code_are_refused_and_others_are_not(rank: int, ba
             plain_loss(ddp(parts[rank])).backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_exchanges_are_right_where_the_weights_of_a_micro_batch_are_equal(rank: int) -> None:
     model, parts = normed()[:1], rows([3, 3])
 
@@ -538,7 +538,7 @@ def test_exchanges_are_right_where_the_weights_of_a_micro_batch_are_equal(rank: 
                 contrast(output, GatherLayer.apply(output)).backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_an_exchange_in_a_block_that_is_recomputed_is_found(rank: int) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -558,7 +558,7 @@ def test_an_exchange_in_a_block_that_is_recomputed_is_found(rank: int) -> None:
 
 
 @pytest.mark.parametrize("needs", [[True, False], [False, True], [False, False]])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_inputs_that_need_a_gradient_on_some_ranks_only(rank: int, needs: list[bool]) -> None:
     torch.manual_seed(3)
     for affine in (True, False):
@@ -577,7 +577,7 @@ def test_inputs_that_need_a_gradient_on_some_ranks_only(rank: int, needs: list[b
             assert_close(own.grad / 2, whole.grad.split([3, 4])[rank])
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_without_gradients_is_named_at_once(rank: int) -> None:
     norm = SyncBatchNorm(3).double()
     own = rows([3, 4])[rank].requires_grad_()

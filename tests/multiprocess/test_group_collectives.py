@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.group_inputs import (
     DTYPES,
     PIECE_BYTES,
@@ -26,7 +26,7 @@ def inputs_of(group, count, dtype):
 
 
 @WORLD_SIZES
-@ranks("world_size")
+@kept_ranks("world_size")
 def test_all_reduce(group, world_size):
     places = Places(group, 4 * PIECE_BYTES)
     for dtype in DTYPES:
@@ -41,7 +41,7 @@ def test_all_reduce(group, world_size):
 
 
 @WORLD_SIZES
-@ranks("world_size")
+@kept_ranks("world_size")
 def test_reduce_and_reduce_scatter(group, world_size):
     places = Places(group, 4 * world_size * PIECE_BYTES)
     for dtype in DTYPES:
@@ -67,7 +67,7 @@ def test_reduce_and_reduce_scatter(group, world_size):
 
 
 @WORLD_SIZES
-@ranks("world_size")
+@kept_ranks("world_size")
 def test_broadcast_gather_and_scatter(group, world_size):
     places = Places(group, 4 * world_size * PIECE_BYTES)
     for dtype in ("int16", "float64"):
@@ -95,7 +95,7 @@ def test_broadcast_gather_and_scatter(group, world_size):
 
 
 @WORLD_SIZES
-@ranks("world_size")
+@kept_ranks("world_size")
 def test_all_to_all_and_all_gather_in_place(group, world_size):
     places = Places(group, 4 * world_size * PIECE_BYTES)
     for dtype in ("int16", "float64"):
@@ -122,7 +122,7 @@ def test_all_to_all_and_all_gather_in_place(group, world_size):
 
 
 @pytest.mark.parametrize("world_size", [9, 16])
-@ranks("world_size")
+@kept_ranks("world_size")
 def test_more_ranks_than_cores_do_not_collapse(group, world_size):
     rank = group.rank
     places = Places(group, 4 * PIECE_BYTES)
@@ -141,7 +141,7 @@ def test_more_ranks_than_cores_do_not_collapse(group, world_size):
     assert_array_equal(scattered, world_size * np.arange(3.0 * rank, 3 * rank + 3))
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_bfloat16_by_its_bits(group):
     """numpy has no bfloat16; frameworks hand the core pointers."""
     for count in (1, 100_000, 300_001):
@@ -151,7 +151,7 @@ def test_bfloat16_by_its_bits(group):
         assert_array_equal((bits.astype(np.uint32) << 16).view(np.float32), np.full(count, 2.0, np.float32))
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_weighted_mean(group):
     """sum(w_r * x_r) / sum(w_r); a rank of weight 0 counts for nothing, whatever it holds."""
     places = Places(group, 4 * PIECE_BYTES)
@@ -173,7 +173,7 @@ def test_weighted_mean(group):
                 assert_array_equal(array, expected_without.astype(dtype), f"without rank 1: {dtype} {count}")
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_shapes_survive(group):
     array = np.full((3, 4, 5), group.rank + 1.0)
     group.all_reduce(array)

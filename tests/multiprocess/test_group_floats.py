@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.testing import assert_array_equal
 
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.other_floats import KINDS, delicate, other_floats
 from tests.multiprocess.reducer_world import MODEL, World
 
@@ -17,7 +17,7 @@ def sums(count: int, world_size: int) -> np.ndarray:
     return np.sum([delicate(rank, count).astype(np.float64) for rank in range(world_size)], axis=0)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_one_rank_with_other_floats_gets_the_same_bits(group):
     in_region = group.allocate(100_000)
     inputs = [delicate(group.rank, count) for count in (*_COUNTS, 100_000)]
@@ -32,7 +32,7 @@ def test_one_rank_with_other_floats_gets_the_same_bits(group):
             assert_array_equal(array.view(np.uint32), total.view(np.uint32), floats)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_the_queues_thread_and_the_callers_give_the_same_bits(group):
     mine = delicate(group.rank, 8)
     group.all_reduce(mine.copy(), async_op=True).wait()  # starts the thread, with the processor's defaults
@@ -46,7 +46,7 @@ def test_the_queues_thread_and_the_callers_give_the_same_bits(group):
         assert_array_equal(made_here.view(np.uint32), expected.view(np.uint32), floats)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_means_and_norms_of_the_reducer_have_the_same_bits(group):
     world = World(group)
     seen = {}

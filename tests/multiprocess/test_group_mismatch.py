@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from paceline.errors import ConfigError, MismatchError
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 _LARGE = 300_000
 
@@ -71,7 +71,7 @@ DISAGREEMENTS = [
 ]
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_every_kind_of_disagreement(group):
     for number, (usual, odd, said, said_odd) in enumerate(DISAGREEMENTS):
         with pytest.raises(MismatchError) as caught:
@@ -88,7 +88,7 @@ def test_every_kind_of_disagreement(group):
         assert_array_equal(total, 3)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_one_call_more_is_found_at_the_next_call(group):
     group.all_reduce(np.ones(3))
     if group.rank == 0:
@@ -100,7 +100,7 @@ def test_one_call_more_is_found_at_the_next_call(group):
     group.barrier()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_wrong_arguments_are_refused_before_anything_is_shared(group):
     square = np.zeros((4, 4))
     frozen = np.zeros(4)

@@ -42,7 +42,7 @@ from paceline.reducer.between_hosts.wire import Begin, Envelope, Message, Transf
 from paceline.torch import DistributedDataParallel
 from paceline.torch.communicator.hosts import GlooTransport
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
-from tests.harness import ranks, run_ranks
+from tests.harness import kept_ranks, ranks, run_ranks
 from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
 from tests.multiprocess.other_ranks import until
 from tests.several_hosts import be_on_host, noting, send_values
@@ -111,7 +111,7 @@ def digest(net: nn.Module) -> str:
         (5, (0, 1, 1, 2, 2), 3),
     ],
 )
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_means_are_those_of_the_whole_batch(rank, world_size, layout, num_hosts, in_arena):
     place(rank, layout, num_hosts)
     net = network()
@@ -126,7 +126,7 @@ def test_means_are_those_of_the_whole_batch(rank, world_size, layout, num_hosts,
 
 
 @pytest.mark.parametrize("num_hosts", [2, 3])
-@ranks(6, group="gloo")
+@kept_ranks(6, group="gloo")
 def test_weighted_means(rank, num_hosts):
     place(rank, BLOCKS, num_hosts)
     net = network()
@@ -213,7 +213,7 @@ def test_gradients_that_travel_as_they_are_give_the_bits_of_one_host(num_hosts, 
         assert len(set(map(tuple, one + alone))) == 1
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_gradients_of_16_bits_take_16_bits_between_hosts_of_one_rank(rank, monkeypatch):
     place(rank, ALONE)
     sent: list[int] = []
@@ -232,7 +232,7 @@ def test_gradients_of_16_bits_take_16_bits_between_hosts_of_one_rank(rank, monke
 
 # 0.6 MB go from arena to arena, 20 kB of 16 bits in one message.
 @pytest.mark.parametrize("width, dtype", [(400, torch.float32), (100, torch.bfloat16)])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_weight_of_zero_keeps_values_out_that_are_not_finite(rank, width, dtype):
     place(rank, ALONE)
     net = nn.Linear(width, width, bias=False, dtype=dtype)
@@ -258,7 +258,7 @@ def test_exact_sums_are_those_of_one_host_in_every_layout(dtype):
         assert len(set(map(tuple, one + found))) == 1, layout
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_exact_sums_are_refused_where_somebody_else_adds(rank):
     place(rank, ROUND_ROBIN)
     for options in (
@@ -278,7 +278,7 @@ def test_exact_sums_are_refused_where_somebody_else_adds(rank):
         DistributedDataParallel(network(), deterministic="world" if rank else None)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_exact_sums_are_refused_with_a_hook_on_one_host_too(rank):
     wrapped = DistributedDataParallel(network(), deterministic="world")
     assert wrapped.gradient_path == "memory" and wrapped.bits == "world"
@@ -295,7 +295,7 @@ def test_a_layout_gives_the_same_bits_on_all_ranks_in_all_runs_and_bucket_sizes(
     assert len(set(map(tuple, first + again))) == 1
 
 
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_large_shares_go_to_their_owners_and_back(rank):
     """Three hosts, shares above what goes in one round, several pieces in each message's place."""
     place(rank, ALONE, 3)
@@ -312,7 +312,7 @@ def test_large_shares_go_to_their_owners_and_back(rank):
         assert_allclose(net.weight.grad, np.full((900, 1200), 2.0 * (step + 1)), rtol=1e-6)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_more_buckets_than_are_under_way_at_a_time(rank):
     place(rank, ALONE)
     net = network(64, 12)
@@ -339,7 +339,7 @@ class Branches(nn.Module):
 
 
 @pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE])
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_unused_parameters(rank, layout):
     place(rank, layout)
     wrapped = DistributedDataParallel(Branches())
@@ -356,7 +356,7 @@ def test_unused_parameters(rank, layout):
 
 
 @pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE, ALONE])
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, layout):
     place(rank, layout)
     send_values(of_small_models=layout == ALONE)
@@ -374,7 +374,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, layout):
 
 
 @pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE, ALONE])
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_a_skipped_backward_is_told_to_all_hosts(rank, layout):
     place(rank, layout)
     send_values(of_small_models=layout == ALONE)
@@ -391,7 +391,7 @@ def test_a_skipped_backward_is_told_to_all_hosts(rank, layout):
         assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_two_models_and_ranks_that_run_out_of_data(rank):
     place(rank)
     nets = network(), network()
@@ -464,7 +464,7 @@ def test_receives_are_begun_before_the_pass(rank, monkeypatch):
         backward(wrapped, 6, rank, 2)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_the_group_alone_on_demand(rank):
     place(rank)
     for options in ({"reduce_through": "group"}, {"skip_all_reduce_unused_params": True}):
@@ -586,7 +586,7 @@ def bytes_through(connection: socket.socket) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_a_connection_carries_gradients_in_one_direction(rank, world_size, monkeypatch):
     """Gloo's thread can't read from a connection while another one writes to it, and asks in a loop."""
     place(rank, ALONE, world_size)

@@ -31,7 +31,7 @@ from paceline.errors import (
 from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.communicator.hosts import GlooTransport
 from paceline.torch.passes.meetings import OuterParameters
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.local_sgd_reference import Outer, meet, values_of
 from tests.several_hosts import be_on_host, noting
 
@@ -122,7 +122,7 @@ def assert_same_everywhere(net: nn.Module) -> None:
         (2, 1, "hosts", (0.7, 0.9, True)),
     ],
 )
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_parameters_are_those_of_the_algorithm(rank, world_size, num_hosts, between, outer):
     place(rank, num_hosts)
     lr, momentum, nesterov = outer
@@ -150,7 +150,7 @@ def test_parameters_are_those_of_the_algorithm(rank, world_size, num_hosts, betw
 
 
 @pytest.mark.parametrize("num_hosts, between", [(1, "ranks"), (2, "hosts")])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_warm_up_averages_gradients_over_all_ranks(rank, num_hosts, between):
     place(rank, num_hosts)
     ddp = DistributedDataParallel(
@@ -177,7 +177,7 @@ def test_warm_up_averages_gradients_over_all_ranks(rank, num_hosts, between):
     assert ddp.num_good_passes == 8
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_only_synchronised_backwards_count_and_others_accumulate(rank):
     ddp = DistributedDataParallel(
         network(), local_sgd=LocalSGD(2, outer_lr=1, outer_momentum=0, between="ranks")
@@ -201,7 +201,7 @@ def test_only_synchronised_backwards_count_and_others_accumulate(rank):
             assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_model_trained_in_evaluation_mode_meets_and_a_lone_forward_does_not(rank):
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, between="ranks"))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -217,7 +217,7 @@ def test_a_model_trained_in_evaluation_mode_meets_and_a_lone_forward_does_not(ra
     assert_same_everywhere(ddp)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_hosts_weigh_what_they_have_trained_on(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, outer_lr=0.5, outer_momentum=0))
@@ -236,7 +236,7 @@ def test_hosts_weigh_what_they_have_trained_on(rank):
         assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_round_in_which_nothing_has_weight_ends_with_the_same_model(rank):
     """Batches without a target: no gradient, but the optimizers' momentum moves each host in its own way."""
     place(rank, 2)
@@ -262,7 +262,7 @@ def test_a_round_in_which_nothing_has_weight_ends_with_the_same_model(rank):
 
 
 @pytest.mark.parametrize("counts", [(3, 6), (4, 4), (5, 0)])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_hosts_with_fewer_batches_take_part_in_later_meetings(rank, counts):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, outer_momentum=0.5))
@@ -284,7 +284,7 @@ def test_hosts_with_fewer_batches_take_part_in_later_meetings(rank, counts):
     assert_same_everywhere(ddp)
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_ranks_of_one_host_may_run_out_of_data_between_meetings(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
@@ -295,7 +295,7 @@ def test_ranks_of_one_host_may_run_out_of_data_between_meetings(rank):
     assert ddp._meetings.number >= 3
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_change_that_is_not_finite_is_told_to_all_and_changes_nothing(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
@@ -320,7 +320,7 @@ def test_a_change_that_is_not_finite_is_told_to_all_and_changes_nothing(rank):
     assert ddp._meetings.number == 2
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_members_that_begin_with_other_parameters_are_told(rank):
     place(rank, 2)
     net = network()
@@ -333,7 +333,7 @@ def test_members_that_begin_with_other_parameters_are_told(rank):
         train(ddp, optimizer, [1], rank, 2)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_meeting_more_on_one_rank_is_told_to_all(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
@@ -384,7 +384,7 @@ def test_an_error_that_one_host_has_caught_disturbs_no_finish(rank):
     assert_same_everywhere(ddp)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_frozen_parameters_do_not_move(rank):
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(1, between="ranks"))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -400,7 +400,7 @@ def test_frozen_parameters_do_not_move(rank):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("steps", [4, 6])  # frozen when a meeting is due, and within a round
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_parameters_that_were_frozen_after_training_are_averaged(rank, steps, dtype):
     """Members have left them at different values, which nothing else would bring together again."""
     place(rank, 2)
@@ -420,7 +420,7 @@ def test_parameters_that_were_frozen_after_training_are_averaged(rank, steps, dt
     assert_same_everywhere(ddp.float())
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_parameters_that_take_turns_are_averaged(rank):
     """As those of a GAN, whose meetings all come where the same half is frozen."""
     place(rank, 2)
@@ -435,7 +435,7 @@ def test_parameters_that_take_turns_are_averaged(rank):
 
 
 @pytest.mark.parametrize("given", ["scope", "before"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_weight_that_is_given_before_the_forward_that_ends_the_warm_up(rank, given):
     """That forward begins other passes, and the weight is theirs."""
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(8, warmup_steps=1))
@@ -456,7 +456,7 @@ def test_a_weight_that_is_given_before_the_forward_that_ends_the_warm_up(rank, g
     assert ddp._meetings is not None
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_weights_of_micro_batches_at_the_end_of_the_warm_up(rank):
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(8, warmup_steps=1))
     reference = network(torch.float64)
@@ -512,7 +512,7 @@ def test_the_end_of_an_epoch_is_no_step_of_the_warm_up(rank, go_on):
         assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_copy_does_not_warm_up_again(rank):
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, warmup_steps=2))
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(3), rank, 2)
@@ -564,7 +564,7 @@ def test_a_copy_goes_on_as_the_wrapper_would_have_done(rank, between, num_hosts,
 
 
 @pytest.mark.parametrize("how", list(COPIES))
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_copy_trains_what_was_frozen_when_it_was_made(rank, how):
     place(rank, 2)
     ends = []
@@ -583,7 +583,7 @@ def test_a_copy_trains_what_was_frozen_when_it_was_made(rank, how):
         assert_array_equal(got, expected)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_copy_has_the_state_before_it_is_connected_and_takes_another(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
@@ -629,7 +629,7 @@ def test_copies_that_do_not_belong_together_are_refused_on_all_ranks(rank, what)
         train(twin, torch.optim.SGD(twin.parameters(), lr=LR), [3], rank, 4)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_each_host_may_load_its_own_state_after_uneven_data(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
@@ -666,7 +666,7 @@ class Product(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_dtypes(rank, dtype):
     place(rank, 2)
     parameter = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, -4.0]], dtype=dtype).t())
@@ -681,7 +681,7 @@ def test_dtypes(rank, dtype):
     )
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_small_steps_of_16_bit_parameters_are_not_lost(rank):
     net = Product(nn.Parameter(torch.ones(1, dtype=torch.bfloat16)))
     ddp = DistributedDataParallel(
@@ -712,7 +712,7 @@ class Averaged(nn.Module):
         return (self.weight * x).sum()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_state_from_the_midst_of_a_round_with_weights_says_what_it_lacks(rank):
     place(rank, 1)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(3))
@@ -725,7 +725,7 @@ def test_a_state_from_the_midst_of_a_round_with_weights_says_what_it_lacks(rank)
     assert ddp.local_sgd_state_dict()["since_meeting"] == 0
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_buffers_are_in_step_within_a_host_after_each_pass_and_everywhere_after_a_meeting(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(Averaged(rank + 1.0), buffers={"mean": "average"}, local_sgd=LocalSGD(2))
@@ -736,7 +736,7 @@ def test_buffers_are_in_step_within_a_host_after_each_pass_and_everywhere_after_
     assert (ddp.module.seen.item(), ddp.module.mean.item()) == (1.0, 2.5)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(rank, tmp_path_factory=None):
     place(rank, 2)
     options = LocalSGD(2, warmup_steps=1)
@@ -768,7 +768,7 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(rank, tmp_path_f
     assert_same_everywhere(still_warm)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_wrong_states_are_refused(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
@@ -801,7 +801,7 @@ def test_wrong_states_are_refused(rank):
             call()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_does_not_go_with_it_is_refused(rank):
     with pytest.raises(ConfigError, match="deterministic"):
         DistributedDataParallel(network(), local_sgd=LocalSGD(2), deterministic="world")
@@ -838,7 +838,7 @@ def test_bytes_between_hosts_are_those_of_one_step_in_every(rank, every):
     assert size * 4 / every < sum(sent) < (size + 600) * 4 / every  # headers, gaps, reports
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_compression_between_hosts_applies_to_meetings(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(
@@ -861,7 +861,7 @@ def test_compression_between_hosts_applies_to_meetings(rank):
 @pytest.mark.parametrize(
     "compression, world_size, num_hosts", [("topk", 2, 2), ("topk", 4, 2), ("int8", 3, 3)]
 )
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 def test_what_a_failed_meeting_has_sent_comes_once(rank, world_size, compression, num_hosts):
     """It is sent again, so nothing of it may be kept for later besides: the bits are those without it."""
     place(rank, num_hosts)
@@ -889,7 +889,7 @@ def test_what_a_failed_meeting_has_sent_comes_once(rank, world_size, compression
     assert_array_equal(ends[0].numpy(), ends[1].numpy())
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_errors_within_a_host_say_which_ranks_they_count(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2), nonfinite="raise")

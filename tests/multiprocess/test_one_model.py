@@ -30,7 +30,7 @@ from paceline.errors import (
     ReplicaError,
     ReplicasDifferError,
 )
-from tests.harness import ranks, seccomp
+from tests.harness import kept_ranks, ranks, seccomp
 from tests.several_hosts import be_on_host
 
 
@@ -60,7 +60,7 @@ def gather(group, value):
     return [pickle.loads(each) for each in WholeExchange(group._core).all_gather(pickle.dumps(value), 60.0)]
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_same_bits_as_unshared(group):
     shared, unshared = wrap(group, make_model(group.rank)), wrap(group, make_model(0), share_parameters=False)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (shared, unshared)]
@@ -75,7 +75,7 @@ def test_same_bits_as_unshared(group):
     shared.check_replicas()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_stray_write_is_an_error_at_its_line_and_undone(group):
     ddp = wrap(group, make_model())
     before = values(ddp)
@@ -103,7 +103,7 @@ def test_stray_write_of_a_thread_is_told_to_the_main_one(group):
     assert all(map(torch.equal, values(ddp), before))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_plain_optimizer_is_refused_before_it_has_changed_anything(group):
     module = make_model()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)  # made before wrapping
@@ -120,7 +120,7 @@ def test_plain_optimizer_is_refused_before_it_has_changed_anything(group):
     assert all(p is q for p, q in zip(optimizer.param_groups[0]["params"], ddp.parameters()))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_there_is_one_copy(group):
     module = nn.Linear(1024, 1024)  # 4 MiB
     ddp = wrap(group, module)
@@ -146,7 +146,7 @@ def mapping_of(address: int) -> tuple[str, int]:
     raise AssertionError("nothing is mapped there")
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_writes_of_one_rank_of_the_host_count_for_all(group):
     ddp = wrap(group, make_model())
     before = values(ddp)
@@ -159,7 +159,7 @@ def test_writes_of_one_rank_of_the_host_count_for_all(group):
     assert torch.equal(ddp.module[2].weight, before[2])
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_writing_within_a_backward_is_refused(group):
     ddp = wrap(group, make_model())
 
@@ -172,7 +172,7 @@ def test_writing_within_a_backward_is_refused(group):
         ddp(batch_of(0, group.rank)).sum().backward()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_backward_that_needs_the_old_values_is_refused_on_every_rank(group):
     ddp = wrap(group, make_model())
     loss = ddp(batch_of(0, group.rank)).sum()
@@ -183,7 +183,7 @@ def test_backward_that_needs_the_old_values_is_refused_on_every_rank(group):
         loss.backward()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_every_rank_may_run_the_same_code(group):
     """Code for unshared parameters: on each rank it reads what it has written itself, and not twice."""
     ddp = wrap(group, make_model())
@@ -201,7 +201,7 @@ def test_every_rank_may_run_the_same_code(group):
     assert torch.equal(ddp.module[0].bias, 0.5 * (before[1] + 1))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_different_writes_are_an_error_and_nothing_is_written(group):
     ddp = wrap(group, make_model())
     before = values(ddp)
@@ -216,7 +216,7 @@ def test_different_writes_are_an_error_and_nothing_is_written(group):
     assert bool((ddp.module[2].bias == 7).all())
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_exception_on_one_rank_undoes_the_block_on_all(group):
     ddp = wrap(group, make_model())
     before = values(ddp)
@@ -261,7 +261,7 @@ def wait_for(condition) -> None:
         time.sleep(0.005)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_state_dict_and_load_state_dict(group):
     ddp = wrap(group, make_model())
     saved = io.BytesIO()
@@ -282,7 +282,7 @@ def test_state_dict_and_load_state_dict(group):
         ddp.load_state_dict(make_model(1).state_dict(), assign=True)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_copies_are_private(group):
     ddp = wrap(group, make_model())
     twin, module = copy.deepcopy(ddp), copy.deepcopy(ddp.module)
@@ -303,7 +303,7 @@ def test_copies_are_private(group):
     group.barrier()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_moved_parameters_are_noticed(group):
     ddp = wrap(group, make_model())
     ddp.module.float()  # moves nothing
@@ -371,7 +371,7 @@ REFUSED = {
 }
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_what_cannot_be_shared_is_refused_on_every_rank(group):
     for make, words in REFUSED.items():
         with pytest.raises(ConfigError, match=words):
@@ -383,7 +383,7 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(group):
     wrap(group, module)(batch_of(0, group.rank)).sum().backward()  # the group is as good as before
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_local_sgd_is_refused(group):
     with pytest.raises(ConfigError, match="local_sgd=LocalSGD") as caught:
         wrap(group, make_model(), local_sgd=paceline.torch.LocalSGD(every=4))
@@ -517,7 +517,7 @@ OPTIONS = (
 )
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_options_of_the_wrapper_go_together_with_it(group):
     for options in OPTIONS:
         seed = 0 if "init_sync" in options else group.rank
@@ -527,13 +527,13 @@ def test_options_of_the_wrapper_go_together_with_it(group):
         assert all(map(torch.equal, *map(values, models))), options
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_values_that_differ_without_init_sync_are_refused(group):
     with pytest.raises(ReplicasDifferError, match=r"parameter '0.weight'"):
         wrap(group, make_model(group.rank), init_sync=False)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_uneven_data(group):
     models = wrap(group, make_model()), wrap(group, make_model(), share_parameters=False)
     for ddp in models:
@@ -564,7 +564,7 @@ def test_finish_without_a_step_is_refused_where_it_would_be_missed(group):
             ddp.module[0].bias.zero_()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_over_a_process_group(rank):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -587,7 +587,7 @@ def test_over_a_process_group(rank):
     torch.distributed.barrier()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_same_training_as_torchs_own(rank):
     from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -617,7 +617,7 @@ def test_mixed_precision_and_compiled_models(group):
         assert all(map(torch.equal, *map(values, models)))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_freezing_and_wrapping_again(group):
     module = make_model()
     first = wrap(group, module)
@@ -631,7 +631,7 @@ def test_freezing_and_wrapping_again(group):
     second.check_replicas()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_buffers_stay_each_ranks_own(group):
     ddp = wrap(group, nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
     ddp(batch_of(0, group.rank)).square().mean().backward()
@@ -641,7 +641,7 @@ def test_buffers_stay_each_ranks_own(group):
     assert bool((mean == group.rank).all())
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_each_host_has_a_copy(rank):
     be_on_host(rank // 2)
     models = wrap(None, make_model(rank)), wrap(None, make_model(0), share_parameters=False)
@@ -665,7 +665,7 @@ def test_each_host_has_a_copy(rank):
     models[0].check_replicas()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_share_for_inference(group):
     from paceline.torch import share
 

@@ -13,10 +13,19 @@ from paddle import nn
 
 from paceline.errors import ConfigError, ModelMismatchError
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import Branches, batch, join_paddle, ranks, share, squares, two_layers
+from tests.multiprocess.paddle_models import (
+    Branches,
+    batch,
+    join_paddle,
+    kept_ranks,
+    ranks,
+    share,
+    squares,
+    two_layers,
+)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_static_graph_may_differ_from_rank_to_rank(group: Any) -> None:
     model = Branches()
     wrapped = DataParallel(model, group=group, static_graph=True)
@@ -45,7 +54,7 @@ class Twice(nn.Layer):
 
 
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2)
+@kept_ranks(2)
 def test_delayed_parameters_wait_for_the_end(group: Any, view: bool) -> None:
     model, alone = Twice(), Twice()
     wrapped = DataParallel(
@@ -76,7 +85,7 @@ def test_delayed_parameters_wait_for_the_end(group: Any, view: bool) -> None:
     assert wrapped._tensors.delayed == {0, 1}
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_delayed_parameters_that_are_none(group: Any) -> None:
     model = two_layers()
     named = list(model.named_parameters())
@@ -120,7 +129,7 @@ def test_the_ranks_of_a_mesh(rank: int) -> None:
 
 
 @pytest.mark.parametrize("init_sync_buffers", [None, False])
-@ranks(2)
+@kept_ranks(2)
 def test_buffers_are_broadcast_when_wrapping_or_not(group: Any, init_sync_buffers: bool | None) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1D(3))
     model[1]._mean.set_value(paddle.full([3], float(group.rank)))

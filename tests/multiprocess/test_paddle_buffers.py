@@ -14,7 +14,7 @@ from paddle import nn
 import paceline.paddle
 from paceline.errors import ModelMismatchError
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import batch, join_paddle, ranks, share, squares, two_layers
+from tests.multiprocess.paddle_models import batch, join_paddle, kept_ranks, ranks, share, squares, two_layers
 
 COO = functools.partial(paddle.sparse.sparse_coo_tensor, [[0, 1], [1, 0]], shape=[2, 2])
 CSR = functools.partial(paddle.sparse.sparse_csr_tensor, [0, 1, 2], [1, 0], shape=[2, 2])
@@ -65,7 +65,7 @@ def train(model: nn.Layer, x: paddle.Tensor) -> None:
         optimizer.step()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_recurrent_layer_is_shared_for_inference(group: Any) -> None:
     paddle.seed(1 + group.rank)
     model = paceline.paddle.share(nn.GRU(4, 3), group)
@@ -74,7 +74,7 @@ def test_a_recurrent_layer_is_shared_for_inference(group: Any) -> None:
     assert_array_equal(everybodys[0], everybodys[1])
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_buffer_with_no_sync_is_each_ranks_own(group: Any) -> None:
     model = two_layers()
     for name in ("own", "common"):
@@ -105,7 +105,7 @@ def test_a_sparse_buffer_is_each_ranks_own(rank: int, make: Any, path: str) -> N
     assert_array_equal(model.becomes_sparse.to_dense().numpy(), [[0, 3], [4 + rank, 0]])
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_buffer_that_is_sparse_on_one_rank_is_refused_on_all(group: Any) -> None:
     model = two_layers()
     dense = paddle.ones([2, 2])
@@ -114,7 +114,7 @@ def test_a_buffer_that_is_sparse_on_one_rank_is_refused_on_all(group: Any) -> No
         DataParallel(model, group=group)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_buffer_that_is_empty_at_first_is_kept_in_step(group: Any) -> None:
     model = two_layers()
     model.register_buffer("queue", paddle.zeros([0, 2]))

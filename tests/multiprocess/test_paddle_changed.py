@@ -19,6 +19,7 @@ from tests.multiprocess.paddle_models import (
     Words,
     batch,
     join_paddle,
+    kept_ranks,
     paths,
     ranks,
     share,
@@ -90,7 +91,7 @@ def test_an_unused_value_of_another_kind_is_refused_on_every_rank(
         wrapped(rank == 0).backward()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_an_embedding_of_another_shape_is_refused_on_every_rank(group: Any) -> None:
     """Its rows would be beyond the end of the other rank's."""
     model = Words(True)
@@ -154,7 +155,7 @@ def test_frozen_parameters_that_forward_changes_in_place(rank: int, path: str, v
 
 
 @pytest.mark.parametrize("name", UNFROZEN)
-@ranks(2)
+@kept_ranks(2)
 def test_what_is_unfrozen_beside_them_is_refused(group: Any, name: str) -> None:
     model, x = quantized(), share(batch(), group.rank)
     wrapped = DataParallel(model, group=group)

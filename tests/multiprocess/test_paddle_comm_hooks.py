@@ -35,6 +35,7 @@ from tests.multiprocess.paddle_models import (
     gradients,
     join_paddle,
     keeps_empty_gradients,
+    kept_ranks,
     ranks,
     share,
     squares,
@@ -136,7 +137,7 @@ def test_weights_unused_and_sparse_parameters_beside_a_hook(group: Any) -> None:
     assert_array_equal(words.head.bias.grad.numpy(), [2.0, 2.0])
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_hook_of_a_changed_model_stays(group: Any) -> None:
     calls: list[int] = []
 
@@ -162,7 +163,7 @@ def test_a_single_process_calls_its_hook(rank: int) -> None:
     assert_array_equal(model.weight.grad.numpy(), np.full((4, 1), 2.0))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_what_is_not_finite_is_named_beside_a_hook(group: Any) -> None:
     model = two_layers()
     wrapped = DataParallel(model, group=group, nonfinite="raise")
@@ -196,7 +197,7 @@ def test_a_lost_rank_is_named_beside_a_hook(group: Any) -> None:
 
 
 @keeps_empty_gradients
-@ranks(2)
+@kept_ranks(2)
 def test_an_empty_parameter_beside_a_hook(group: Any) -> None:
     class Holds(nn.Layer):
         def __init__(self) -> None:
@@ -290,7 +291,7 @@ class Scale(nn.Layer):
         return self.scale * x
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_other_kinds_of_parameters_and_wrong_states(group: Any) -> None:
     for make, hook in KINDS:
         for dtype in ("float64", "bfloat16"):

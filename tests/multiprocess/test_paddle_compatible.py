@@ -22,6 +22,7 @@ from tests.multiprocess.paddle_models import (
     batch,
     gradients,
     join_paddle,
+    kept_ranks,
     ranks,
     share,
     squares,
@@ -68,7 +69,7 @@ def test_a_wrapper_is_not_copied_as_paddles_is_not_and_its_model_is(rank: int) -
     train(wrapped, share(batch(), rank))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_nothing_of_paddles_class_runs_on_state_that_is_not_there(group: Any) -> None:
     strategy = dist.parallel.ParallelStrategy()
     strategy.nranks = 2
@@ -106,7 +107,7 @@ def test_a_wrapped_model_is_saved_for_inference(group: Any, is_static: bool, tmp
         train(wrapped, share(batch(), group.rank))  # saving has not changed what backward averages
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_wrapped_model_is_to_be_decorated_before(group: Any) -> None:
     """What amp.decorate() asks of a model on a GPU; on the CPU it asks nothing."""
     from paddle.amp.auto_cast import check_models
@@ -178,7 +179,7 @@ def test_fleet_wraps_with_it(rank: int, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2)
+@kept_ranks(2)
 def test_init_reducer_takes_note_of_changed_parameters(group: Any, view: bool) -> None:
     model = two_layers()
     model[0].weight.stop_gradient = model[0].bias.stop_gradient = True
@@ -211,7 +212,7 @@ def test_init_reducer_takes_note_of_changed_parameters(group: Any, view: bool) -
         wrapped.init_reducer()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_the_reducers_name_for_synchronising_after_no_sync(group: Any) -> None:
     """What trainers that accumulate call on Paddle's reducer."""
     model = nn.Linear(4, 1)

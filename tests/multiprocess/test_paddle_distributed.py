@@ -32,6 +32,7 @@ from tests.multiprocess.paddle_models import (
     Words,
     batch,
     join_paddle,
+    kept_ranks,
     ranks,
     share,
     squares,
@@ -323,7 +324,7 @@ def test_a_killed_rank_ends_the_others_backward(rank: int) -> None:
         wrapped(paddle.ones([1, 4])).sum().backward()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_paceline_group_is_memory(group: object) -> None:
     with pytest.raises(ConfigError, match="in host memory only"):
         DataParallel(two_layers(), group=group, reduce_through="group")

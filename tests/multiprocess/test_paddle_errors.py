@@ -9,18 +9,18 @@ from paddle import nn
 from paceline.errors import ConfigError, ModelMismatchError
 from paceline.paddle import DataParallel
 from tests.multiprocess.paddle_models import (
-    ranks,
+    kept_ranks,
     two_layers,
 )
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_the_names_of_paddles_arguments_are_told_where_they_differ(group: object) -> None:
     with pytest.raises(ModelMismatchError, match="comm_buffer_size differs"):
         DataParallel(two_layers(), group=group, comm_buffer_size=1 + group.rank)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_models_that_cannot_be_wrapped_and_changes_after_wrapping(group: object) -> None:
     frozen = two_layers()
     for parameter in frozen.parameters():

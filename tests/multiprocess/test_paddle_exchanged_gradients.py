@@ -16,7 +16,7 @@ from paddle.distributed.fleet.utils import recompute
 
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel, ShardedOptimizer, SyncBatchNorm
-from tests.multiprocess.paddle_models import join_paddle, ranks
+from tests.multiprocess.paddle_models import join_paddle, kept_ranks, ranks
 from tests.several_hosts import be_on_host
 
 SIZES = {2: [1, 4], 3: [1, 4, 2]}
@@ -74,7 +74,7 @@ def assert_gradients(model: nn.Layer, expected: Sequence[Any]) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@ranks("world_size")
+@kept_ranks("world_size")
 def test_a_norm_weighs_what_it_exchanges(group: Any, world_size: int) -> None:
     parts, weights = rows(SIZES[world_size]), WEIGHTS[world_size]
     expected = expect(normed(), [(parts, weights)])
@@ -112,7 +112,7 @@ def test_a_norm_weighs_what_it_exchanges_between_hosts(rank: int, form: str) -> 
 
 
 @pytest.mark.parametrize("reduce", ["scatter", "all"])
-@ranks(3)
+@kept_ranks(3)
 def test_a_norm_weighs_what_it_exchanges_for_a_sharded_optimizer(group: Any, reduce: str) -> None:
     options = {"reduce": "scatter"} if reduce == "scatter" else {}
     for step, (parts, weights) in enumerate(cases(3)):
@@ -195,7 +195,7 @@ def test_a_norm_of_16_bits_weighs_what_it_exchanges(group: Any) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@ranks("world_size")
+@kept_ranks("world_size")
 def test_micro_batches_and_empty_ones(group: Any, world_size: int) -> None:
     sizes = [SIZES[world_size], SIZES[world_size][::-1], [0, 3, 2][:world_size]]
     steps = [(rows(size, seed), [float(each) for each in size]) for seed, size in enumerate(sizes)]
@@ -209,7 +209,7 @@ def test_micro_batches_and_empty_ones(group: Any, world_size: int) -> None:
     assert_gradients(model, expect(normed(), steps))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_rank_of_weight_0_has_an_empty_batch_or_every_rank_raises(group: Any) -> None:
     model = wrap(group, normed())
     parts = rows([3, 2])
@@ -227,7 +227,7 @@ def test_a_rank_of_weight_0_has_an_empty_batch_or_every_rank_raises(group: Any) 
     assert_gradients(model, expect(normed(), [(parts, [1.0, 2.0])]))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_norm_that_is_recomputed(group: Any) -> None:
     class Recomputed(nn.Layer):
         def __init__(self) -> None:
@@ -245,7 +245,7 @@ def test_a_norm_that_is_recomputed(group: Any) -> None:
     assert_gradients(model, expected)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_norm_outside_of_the_wrapper_and_several_models(group: Any) -> None:
     parts, rank = rows([3, 4]), group.rank
     own = paddle.to_tensor(parts[rank])
@@ -268,7 +268,7 @@ def test_a_norm_outside_of_the_wrapper_and_several_models(group: Any) -> None:
         plain_loss(second(first(own))).backward()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_exchanges_of_others_are_refused_with_weights_and_right_without(group: Any) -> None:
     class GatherLayer(paddle.autograd.PyLayer):
         @staticmethod
@@ -347,7 +347,7 @@ def summing_gradients(exchange: Any) -> Any:
 
 
 @pytest.mark.parametrize("is_recomputed", [False, True])
-@ranks(2)
+@kept_ranks(2)
 def test_an_exchange_that_is_switched_on_later_is_refused(group: Any, is_recomputed: bool) -> None:
     def summed(gradient: paddle.Tensor) -> paddle.Tensor:
         array = np.ascontiguousarray(gradient.numpy())
@@ -372,7 +372,7 @@ def test_an_exchange_that_is_switched_on_later_is_refused(group: Any, is_recompu
         deep.inner, deep.order[2] = paddle.assign, deep.layers[2]
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_exchanges_are_right_where_the_weights_of_a_micro_batch_are_equal(group: Any) -> None:
     class GatherLayer(paddle.autograd.PyLayer):
         @staticmethod

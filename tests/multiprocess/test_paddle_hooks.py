@@ -15,6 +15,7 @@ from tests.multiprocess.paddle_models import (
     assert_same_on_all_ranks,
     drop_grad,
     join_paddle,
+    kept_ranks,
     paths,
     ranks,
     two_layers,
@@ -81,7 +82,7 @@ class SameBits:
         return [each.numpy() for each in found]
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_hook_of_the_gradient_before_it_is_accumulated_is_averaged_too(group: Any) -> None:
     model = two_layers()
     wrapped = DataParallel(model, group=group)

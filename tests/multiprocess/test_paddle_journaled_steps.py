@@ -17,7 +17,7 @@ from paddle.utils import unique_name
 from paceline.errors import ConfigError, PeerLostError
 from paceline.paddle import DataParallel, ShardedOptimizer
 from paceline.sharding import journal_layout
-from tests.multiprocess.paddle_models import drop_grad, ranks
+from tests.multiprocess.paddle_models import drop_grad, kept_ranks, ranks
 from tests.multiprocess.test_paddle_hosts import place
 from tests.multiprocess.test_paddle_sharded_optimizer import ELEMENTWISE, same_bits
 from tests.multiprocess.test_paddle_sharded_state import assert_same_state
@@ -91,7 +91,7 @@ def step_alone(reference: Any) -> None:
 
 
 @pytest.mark.parametrize("number", range(len(ELEMENTWISE)), ids=NAMES)
-@ranks(2)
+@kept_ranks(2)
 def test_bits_and_state_are_those_of_the_whole_optimizer(group: Any, number: int) -> None:
     optimizer_class, options = ELEMENTWISE[number]
     shared, optimizer, alone, reference = make(group, optimizer_class, options)
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[type[Any], Any, str]] = {
 
 @pytest.mark.parametrize("step_lost", [0, 2])
 @pytest.mark.parametrize("case", CASES)
-@ranks(3)
+@kept_ranks(3)
 def test_survivors_make_the_rest(group: Any, case: str, step_lost: int) -> None:
     """A rank raises in its second block, which is written; settings that were changed since count."""
     optimizer_class, options, dtype = CASES[case]
@@ -171,7 +171,7 @@ def test_survivors_make_the_rest(group: Any, case: str, step_lost: int) -> None:
     )
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_scaler_skips_the_steps_of_all_blocks(group: Any) -> None:
     """On CPUs a GradScaler does nothing, so the test tells the optimizers what one would."""
     shared, optimizer, alone, reference = make(group, optim.AdamW, {"learning_rate": 0.1})
@@ -198,7 +198,7 @@ class Counting(optim.SGD):
         self.set_lr(before)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_what_it_cannot_be_kept_for_is_refused_on_every_rank(group: Any) -> None:
     def refused(words: str, model: Any, optimizer_class: Any = optim.AdamW, **options: Any) -> None:
         before = [parameter.clone() for parameter in model.parameters()]

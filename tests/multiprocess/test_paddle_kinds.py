@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 DENSE = {
     "windows": lambda value: paddle.as_strided(paddle.arange(6, dtype="float32") * value, [4, 3], [1, 1]),
@@ -24,7 +24,7 @@ OTHERS = {
 }
 
 
-@ranks(2, framework="paddle")
+@kept_ranks(2, framework="paddle")
 def test_dense_buffers_in_strides_are_rank_0s_and_others_are_left_alone(group: Any) -> None:
     layer = paddle.nn.Linear(3, 2)
     for kind, make in {**DENSE, **OTHERS}.items():
@@ -39,7 +39,7 @@ def test_dense_buffers_in_strides_are_rank_0s_and_others_are_left_alone(group: A
         assert getattr(layer, kind).values().tolist() == [1.0 + group.rank] * 2
 
 
-@ranks(2, framework="paddle")
+@kept_ranks(2, framework="paddle")
 def test_parameters_that_are_not_initialised_are_refused(group: Any) -> None:
     with paddle.LazyGuard():
         layer = paddle.nn.Linear(3, 2)

@@ -15,7 +15,7 @@ from paddle import nn
 
 from paceline.errors import ConfigError, NonFiniteGradientError
 from paceline.paddle import DataParallel, LocalSGD
-from tests.multiprocess.paddle_models import Words, join_paddle, ranks, squares
+from tests.multiprocess.paddle_models import Words, join_paddle, kept_ranks, ranks, squares
 from tests.several_hosts import be_on_host
 
 LR = 0.1
@@ -100,7 +100,7 @@ def check_training(rank: int, between: str) -> None:
         again.load_local_sgd_state_dict(outer | {"parameters": {"matrix": paddle.ones([1, 2])}})
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_ranks_of_one_host_meet(group):
     check_training(group.rank, "ranks")
 
@@ -112,7 +112,7 @@ def test_hosts_meet(rank):
     check_training(rank, "hosts")
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_the_end_of_an_epoch_is_no_step_of_the_warm_up(group):
     options, reference = LocalSGD(1, between="ranks", warmup_steps=4), Simulation()
     model = Scaled()
@@ -131,7 +131,7 @@ def test_the_end_of_an_epoch_is_no_step_of_the_warm_up(group):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-@ranks(2)
+@kept_ranks(2)
 def test_dtypes(group, dtype):
     model = Scaled(dtype)
     wrapped = DataParallel(model, local_sgd=LocalSGD(1, outer_lr=1, outer_momentum=0, between="ranks"))
@@ -143,7 +143,7 @@ def test_dtypes(group, dtype):
     assert_array_equal(model.matrix.astype("float64").numpy(), START + 0.375)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_sparse_gradients_uneven_data_and_frozen_parameters(group):
     model = Words(True)
     wrapped = DataParallel(model, local_sgd=LocalSGD(2, between="ranks"), find_unused_parameters=True)
@@ -172,7 +172,7 @@ def test_sparse_gradients_uneven_data_and_frozen_parameters(group):
     assert_array_equal(held[0], held[1])
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_what_is_refused_and_what_is_told(group):
     wrapped = DataParallel(Scaled(), local_sgd=LocalSGD(2, between="ranks"))
     with pytest.raises(ConfigError, match="communication hook"):

@@ -18,6 +18,7 @@ from tests.multiprocess.paddle_models import (
     batch,
     gradients,
     join_paddle,
+    kept_ranks,
     paths,
     ranks,
     share,
@@ -36,7 +37,7 @@ def close(model: nn.Layer, alone: nn.Layer) -> None:
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@ranks(2)
+@kept_ranks(2)
 def test_a_parameter_unused_on_one_rank(group: object, view: bool) -> None:
     x = paddle.full([1, 3], 1.0 + group.rank)
     strict = DataParallel(Branches(), group=group, gradient_as_bucket_view=view)
@@ -56,7 +57,7 @@ def test_a_parameter_unused_on_one_rank(group: object, view: bool) -> None:
     assert model.right.weight.grad is None
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_backward_that_raises_is_told_to_all_and_the_next_is_good(group: object) -> None:
     class Fails(paddle.autograd.PyLayer):
         @staticmethod
@@ -113,7 +114,7 @@ def test_gradients_that_do_not_lie_in_memory_as_their_parameter(group: object, v
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-@ranks(2)
+@kept_ranks(2)
 def test_recompute_of_a_layer_that_is_used_twice(group: object, reentrant: bool) -> None:
     def call(model: nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
         return model(x)
@@ -140,7 +141,7 @@ def test_recompute_of_a_layer_that_is_used_twice(group: object, reentrant: bool)
     assert_same_on_all_ranks(model, group)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_several_backwards_of_one_forward_and_two_models(group: object) -> None:
     models, alones, x = [two_layers(), two_layers(7)], [two_layers(), two_layers(7)], batch()
     wrapped = [DataParallel(model, group=group) for model in models]
@@ -160,7 +161,7 @@ def test_several_backwards_of_one_forward_and_two_models(group: object) -> None:
                 assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_gradients_that_cannot_be_averaged_raise_on_all_ranks(group: object) -> None:
     """In the backward in which one rank gets them, with the parameter's name; and the next one is good."""
     for view in VIEWS:
@@ -181,7 +182,7 @@ def test_gradients_that_cannot_be_averaged_raise_on_all_ranks(group: object) -> 
         assert_same_on_all_ranks(model, group)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_weighed_micro_batches_of_which_a_gradient_is_undefined(group: object) -> None:
     """Paddle leaves the gradient of a batch normalisation's shift undefined where its scale is frozen."""
     model = nn.Sequential(nn.BatchNorm1D(3), nn.Linear(3, 1))

@@ -25,7 +25,7 @@ from paceline.errors import (
 )
 from paceline.paddle import DataParallel, LocalSGD, ShardedOptimizer
 from paceline.paddle import share as ours_share
-from tests.multiprocess.paddle_models import batch, join_paddle, ranks, share, squares, two_layers
+from tests.multiprocess.paddle_models import batch, join_paddle, kept_ranks, ranks, share, squares, two_layers
 from tests.multiprocess.test_paddle_hosts import BLOCKS, place
 
 
@@ -84,7 +84,7 @@ def trained(group: Any, how: str, rank: int, **options: Any) -> list[np.ndarray]
     return values(model)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_the_bits_are_those_of_replicas(group: Any) -> None:
     expected = trained(group, "unshared", group.rank)
     for how in ("plain", "sharded", "sharded before"):
@@ -113,7 +113,7 @@ CHANGES: dict[str, Callable[[nn.Layer], object]] = {
 }
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_change_that_was_not_announced_is_an_error_at_its_line_and_undone(group: Any) -> None:
     wrapped = wrap(group)
     model, before = wrapped.module, values(wrapped)
@@ -135,7 +135,7 @@ def test_a_change_that_was_not_announced_is_an_error_at_its_line_and_undone(grou
     assert np.array_equal(*everybodys)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_plain_optimizer_is_refused_before_it_has_changed_anything(group: Any) -> None:
     model = make_model()
     plain = optim.Adam(0.1, parameters=model.parameters())
@@ -153,7 +153,7 @@ def test_a_plain_optimizer_is_refused_before_it_has_changed_anything(group: Any)
     assert not same(values(model), before)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_writes_count_for_all_ranks_or_for_none(group: Any) -> None:
     wrapped = wrap(group)
     before = values(wrapped)
@@ -191,7 +191,7 @@ def test_writes_count_for_all_ranks_or_for_none(group: Any) -> None:
         loss.backward()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_writing_within_a_backward_is_refused(group: Any) -> None:
     wrapped = wrap(group)
 
@@ -226,7 +226,7 @@ class Odd(nn.Layer):
         return self.head(found + self.alone + self.empty * self.scalar) * float(self.wide.sum())
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_parameters_of_all_kinds(group: Any) -> None:
     words = paddle.to_tensor([[0, 1, 5], [2, 3, 4]][group.rank])
     results = []
@@ -251,7 +251,7 @@ def test_parameters_of_all_kinds(group: Any) -> None:
     assert same(*results)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_copies_moves_and_wrapping_again(group: Any) -> None:
     wrapped = wrap(group)
     model, before = wrapped.module, values(wrapped)
@@ -277,7 +277,7 @@ def test_copies_moves_and_wrapping_again(group: Any) -> None:
     assert moved.value.parameter == "0.weight"
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_what_cannot_be_shared_is_refused_on_every_rank(group: Any) -> None:
     with pytest.raises(ConfigError, match="local_sgd"):
         wrap(group, local_sgd=LocalSGD(every=2))
@@ -301,7 +301,7 @@ def test_what_cannot_be_shared_is_refused_on_every_rank(group: Any) -> None:
     optimizer.step()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_ranks_with_different_numbers_of_batches(group: Any) -> None:
     results = []
     for is_shared in (False, True):
@@ -334,7 +334,7 @@ def test_parameters_outlive_a_rank(group: Any) -> None:
     assert same(values(wrapped), before)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_share_for_inference(group: Any) -> None:
     paddle.seed(group.rank)
     model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1D(4))

@@ -12,7 +12,7 @@ from paddle import nn
 
 from paceline.errors import ConfigError, ModelMismatchError
 from paceline.paddle import DataParallel, MixedPrecision
-from tests.multiprocess.paddle_models import join_paddle, ranks
+from tests.multiprocess.paddle_models import join_paddle, kept_ranks, ranks
 
 X = np.random.default_rng(3).standard_normal((2, 4))
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -70,7 +70,7 @@ def test_gradients_are_averaged_in_reduce_dtype(rank: int, path: str, view: bool
                 assert_array_equal(rounded(layer.scale.grad.numpy(), name), layer.scale.grad.numpy())
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_forward_runs_in_param_dtype(group: Any) -> None:
     """The reference is float64 in numpy; float32 alone would be 1e-7 away."""
     paddle.seed(5)
@@ -102,7 +102,7 @@ def test_forward_runs_in_param_dtype(group: Any) -> None:
     assert layer.state_dict()["0.weight"].dtype == paddle.float32
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_model_stored_in_16_bits_trains_in_32(group: Any) -> None:
     """For which Paddle has no kernels on the CPU: a layer loaded in bfloat16 trains all the same."""
     layer = nn.Linear(4, 3)
@@ -119,7 +119,7 @@ def test_a_model_stored_in_16_bits_trains_in_32(group: Any) -> None:
     assert_allclose(gradient.cast("float64").numpy(), expected, rtol=2 * UNIT["bfloat16"])
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_running_statistics_have_the_dtype_of_forward(group: Any) -> None:
     norm = nn.BatchNorm1D(4)
     wrapped = DataParallel(
@@ -133,7 +133,7 @@ def test_running_statistics_have_the_dtype_of_forward(group: Any) -> None:
     assert_allclose(norm._mean.numpy(), (1 - momentum) * first.mean(0), rtol=1e-12)  # rank 0's, in float64
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_precision_that_paddle_has_not_is_refused(group: Any) -> None:
     for kind in ("matmul", "layer_norm", "relu", "softmax"):  # what the error says
         one = paddle.ones([2, 2], "bfloat16")

@@ -8,7 +8,7 @@ from paddle import nn
 
 from paceline.errors import ReplicasDifferError
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import batch, join_paddle, ranks, share, squares
+from tests.multiprocess.paddle_models import batch, join_paddle, kept_ranks, ranks, share, squares
 
 ODD = 2  # of 3 ranks
 
@@ -48,7 +48,7 @@ def test_a_check_on_demand(rank: int, way: str) -> None:
     assert name.startswith("0.") and "moment1" in name
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_a_skipped_step_is_told_in_the_next_pass(group: object) -> None:
     wrapped = DataParallel(network(), group=group)
     optimizer = paddle.optimizer.SGD(0.1, parameters=wrapped.parameters())

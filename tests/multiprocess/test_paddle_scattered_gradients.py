@@ -18,7 +18,7 @@ from paddle.utils import unique_name
 
 from paceline.errors import ConfigError, NonFiniteGradientError, PacelineError, UnusedParameterError
 from paceline.paddle import DataParallel, LocalSGD, MixedPrecision, ShardedOptimizer, internals
-from tests.multiprocess.paddle_models import drop_grad, ranks
+from tests.multiprocess.paddle_models import drop_grad, kept_ranks
 
 Gradients = list[paddle.Tensor]
 
@@ -77,7 +77,7 @@ def loop(
     return norms
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_the_bits_are_those_of_whole_gradients(group: Any) -> None:
     def clip(model: Any, step: int) -> None:
         """By the norm that the pass has found, in both ways."""
@@ -134,7 +134,7 @@ def loss(model: Any, rank: int, step: int = 0) -> Any:
     return model(paddle.to_tensor(drawn.standard_normal((4, 9)).astype("float32"))).square().mean()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_gradient_that_is_there_in_part_is_never_taken_for_a_whole_one(group: Any) -> None:
     """Whatever reads one raises, on every rank, and training goes on afterwards."""
     for shares in (False, True):
@@ -194,7 +194,7 @@ def _read_in_all_ways(group: Any, model: Any, optimizer: ShardedOptimizer) -> No
         step_and_compare()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_gradient_lives_until_it_is_handed_over(group: Any) -> None:
     """There is memory for one copy of the gradients: from the second pass on, the earlier are gone."""
     paddle.seed(0)
@@ -242,7 +242,7 @@ def train_cleared(group: Any, **options: Any) -> Gradients:
     return [parameter.detach() for parameter in model.parameters()]
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_unused_and_left_over_parameters(group: Any) -> None:
     """As with whole gradients, and what is left of an earlier backward is refused."""
     assert all(map(same_bits, train_cleared(group), train_cleared(group, reduce="scatter")))
@@ -277,7 +277,7 @@ class RecomputedTwice(nn.Layer):
         return x
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_second_gradient_in_one_backward_counts(group: Any) -> None:
     x = paddle.full([2, 9], 1.0 + group.rank)
     x.stop_gradient = False
@@ -293,7 +293,7 @@ def test_a_second_gradient_in_one_backward_counts(group: Any) -> None:
     assert all(map(same_bits, *results))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_who_owns_what(group: Any) -> None:
     """Optimizers may be made before the model is wrapped, in several parts, and anew."""
     options = {"learning_rate": 0.01}
@@ -334,7 +334,7 @@ def test_who_owns_what(group: Any) -> None:
         model(paddle.ones([1, 9]))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_what_it_does_not_go_together_with_is_refused_on_every_rank(group: Any) -> None:
     module = small()
     first, *_, last = module.named_parameters()
@@ -371,7 +371,7 @@ def test_what_it_does_not_go_together_with_is_refused_on_every_rank(group: Any) 
         DataParallel(small(), group=group, reduce="scatter" if group.rank else "mean")
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_uneven_data_and_infinities(group: Any) -> None:
     def uneven(**options: Any) -> Gradients:
         model = DataParallel(small(), group=group, **options)

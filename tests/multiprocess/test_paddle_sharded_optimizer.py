@@ -14,7 +14,16 @@ from paddle.utils import unique_name
 
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel, ShardedOptimizer, internals
-from tests.multiprocess.paddle_models import batch, drop_grad, join_paddle, ranks, share, squares, two_layers
+from tests.multiprocess.paddle_models import (
+    batch,
+    drop_grad,
+    join_paddle,
+    kept_ranks,
+    ranks,
+    share,
+    squares,
+    two_layers,
+)
 
 Gradients = list[list["np.ndarray | None"]]
 
@@ -107,7 +116,7 @@ def same_bits(one: paddle.Tensor, other: paddle.Tensor) -> bool:
     return one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_elementwise_optimizers_have_the_bits_of_the_whole_one(group: Any) -> None:
     """After 200 steps; fewer where another optimizer goes the same way."""
     for number, (optimizer_class, options) in enumerate(ELEMENTWISE):
@@ -128,7 +137,7 @@ def test_elementwise_optimizers_have_the_bits_of_the_whole_one(group: Any) -> No
         assert kinds == pytest.approx(round(2 * kinds) / 2, abs=0.2), "half of the state"
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_other_optimizers_get_whole_parameters_and_have_the_same_bits(group: Any) -> None:
     for optimizer_class, options in WHOLE:
         expected, parameters = ([p for p in make_parameters() if p.size] for _ in range(2))
@@ -154,7 +163,7 @@ def test_through_a_group_of_paddles(rank: int) -> None:
             assert {each.size for each in ours.state_dict().values()} >= {37 * 41, 1537, 1}
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_other_dtypes(group: Any) -> None:
     for dtype, optimizer_class, options in [
         ("float64", optim.AdamW, {}),
@@ -217,7 +226,7 @@ def run(case: str, how: str, group: Any) -> tuple[list[np.ndarray], list[float]]
     return [parameter.numpy() for parameter in model.parameters()], rates
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_wrapped_model_trains_as_in_one_process(group: Any) -> None:
     """With clips, schedules, groups, regularizers and functions of names and parameters."""
     for case in CASES:
@@ -230,7 +239,7 @@ def test_a_wrapped_model_trains_as_in_one_process(group: Any) -> None:
     assert run("norm", "sharded", group)[0][0].tobytes() != run("norms", "sharded", group)[0][0].tobytes()
 
 
-@ranks(2)
+@kept_ranks(2)
 @pytest.mark.parametrize("shares", [False, True])
 def test_an_optimizer_that_makes_no_step_is_refused_when_it_is_made(group: Any, shares: bool) -> None:
     """On every rank, with what it raises; the group and the parameters can be used afterwards."""

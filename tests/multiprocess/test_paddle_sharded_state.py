@@ -28,6 +28,7 @@ from paceline.paddle import DataParallel, LocalSGD, ShardedOptimizer
 from tests.multiprocess.paddle_models import (
     batch,
     drop_grad,
+    kept_ranks,
     ranks,
     share,
     squares,
@@ -60,7 +61,7 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
             assert value == other[name], name
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_a_state_is_the_whole_optimizers_and_goes_both_ways(group: Any, tmp_path: Path) -> None:
     for optimizer_class, options, dtype in (
         (optim.AdamW, {"amsgrad": True}, "float32"),
@@ -121,7 +122,7 @@ def make(group: Any, **options: Any) -> tuple[list[paddle.Tensor], ShardedOptimi
     return parameters, ShardedOptimizer(parameters, optim.SGD, group, **{"learning_rate": 0.5, **options})
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_different_steps_are_told_before_anything_is_written(group: Any) -> None:
     parameters, optimizer = make(group)
     before = [parameter.clone() for parameter in parameters]
@@ -160,7 +161,7 @@ def test_different_steps_are_told_before_anything_is_written(group: Any) -> None
     assert all(bool((parameter == 0.5).all()) for parameter in parameters)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_what_cannot_be_sharded_is_refused_on_every_rank(group: Any) -> None:
     linear = nn.Linear(30, 20)
 
@@ -201,7 +202,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank(group: Any) -> None:
         assert not hasattr(optimizer, name)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_parameters_that_change_are_followed(group: Any) -> None:
     """Other memory, frozen and thawed, other options: as the optimizer that is not sharded."""
     results = []
@@ -226,7 +227,7 @@ def test_parameters_that_change_are_followed(group: Any) -> None:
     assert all(map(same_bits, *results))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_step_is_skipped_where_a_scaler_has_found_an_infinity(group: Any) -> None:
     """As GradScaler.step() does it, which Paddle has on GPUs only."""
     parameters, optimizer = make(group)

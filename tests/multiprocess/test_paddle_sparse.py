@@ -13,12 +13,12 @@ from tests.multiprocess.paddle_models import (
     Words,
     assert_same_on_all_ranks,
     keeps_empty_gradients,
-    ranks,
+    kept_ranks,
     squares,
 )
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_sparse_rows_of_an_embedding(group: object) -> None:
     sparse, dense = Words(True), Words(False)
     wrapped = DataParallel(sparse, group=group, find_unused_parameters=True)
@@ -34,7 +34,7 @@ def test_sparse_rows_of_an_embedding(group: object) -> None:
         assert_same_on_all_ranks(sparse, group)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_dense_gradient_of_a_sparse_embedding_raises_on_all_ranks(group: object) -> None:
     model = Words(True)
     wrapped = DataParallel(model, group=group, find_unused_parameters=True)
@@ -46,7 +46,7 @@ def test_a_dense_gradient_of_a_sparse_embedding_raises_on_all_ranks(group: objec
     squares(wrapped(paddle.to_tensor([1, 2]))).backward()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_sparse_gradients_of_weighed_micro_batches(group: object) -> None:
     """Rank 0 has micro-batches of 1 and 2 words, rank 1 one of 3 and one that does not count."""
     model, alone = Words(True), Words(False)
@@ -65,7 +65,7 @@ def test_sparse_gradients_of_weighed_micro_batches(group: object) -> None:
     assert_same_on_all_ranks(model.head, group)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_sparse_gradient_that_is_not_finite_is_named(group: object) -> None:
     model = nn.Embedding(6, 3, sparse=True)
     wrapped = DataParallel(model, group=group, nonfinite="raise")
@@ -82,7 +82,7 @@ def test_a_sparse_gradient_that_is_not_finite_is_named(group: object) -> None:
 
 
 @keeps_empty_gradients
-@ranks(2)
+@kept_ranks(2)
 def test_no_rows_on_one_rank_and_no_gradient_on_the_other(group: object) -> None:
     """Adam moves a parameter with a gradient of no rows, and leaves one without a gradient."""
     model = Words(True)
@@ -94,7 +94,7 @@ def test_no_rows_on_one_rank_and_no_gradient_on_the_other(group: object) -> None
     assert_same_on_all_ranks(model, group)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_mean_without_rows_is_stepped_with(group: object) -> None:
     """Paddle's SGD ends the process if a sparse gradient has no row."""
     model = Words(True)

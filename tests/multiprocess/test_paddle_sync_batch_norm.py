@@ -14,6 +14,7 @@ from paceline.errors import ConfigError
 from paceline.paddle import DataParallel, SyncBatchNorm
 from tests.multiprocess.paddle_models import (
     batch,
+    kept_ranks,
     ranks,
     share,
     squares,
@@ -35,7 +36,7 @@ def normalised() -> nn.Sequential:
     )
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_sync_batch_norm_is_that_of_the_whole_batch(group: object) -> None:
     """With 5 samples on rank 0 and 3 on rank 1: the mean is over samples, not over ranks."""
     x = np.random.default_rng(7).standard_normal((8, 1, 3, 3)).astype(np.float32)
@@ -56,7 +57,7 @@ def test_sync_batch_norm_is_that_of_the_whole_batch(group: object) -> None:
     assert_allclose(model(own).numpy(), alone(own).numpy(), rtol=1e-4, atol=1e-5)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_sync_batch_norm_over_other_layouts(group: object) -> None:
     x = batch(8, 6).reshape(8, 3, 2)
     for layout, kind in (("NCL", nn.BatchNorm1D), ("NLC", nn.BatchNorm1D)):

@@ -17,6 +17,7 @@ from tests.multiprocess.paddle_models import (
     Words,
     assert_same_on_all_ranks,
     join_paddle,
+    kept_ranks,
     paths,
     ranks,
     squares,
@@ -54,7 +55,7 @@ def check(model: nn.Layer, expected: nn.Layer) -> None:
 
 @pytest.mark.parametrize("divide_by_all", [True, False])
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
-@ranks(3)
+@kept_ranks(3)
 def test_join_gives_the_mean_over_all_or_over_those_with_data(
     group: Any, divide_by_all: bool, options: dict[str, bool]
 ) -> None:
@@ -93,7 +94,7 @@ def test_join_over_a_group_of_paddles(rank: int) -> None:
     check(model, reference(data, divide_by_all=True))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_what_has_accumulated_is_kept_by_join(group: Any) -> None:
     model = two_layers()
     wrapped = DataParallel(model, group=group)
@@ -110,7 +111,7 @@ def test_what_has_accumulated_is_kept_by_join(group: Any) -> None:
     assert_array_equal(model[2].bias.grad.numpy(), [1.75, 1.75])
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_join_may_throw_on_all_ranks(group: Any) -> None:
     model = two_layers()
     wrapped = DataParallel(model, group=group)
@@ -129,7 +130,7 @@ def test_join_may_throw_on_all_ranks(group: Any) -> None:
             squares(wrapped(x)).backward()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_an_exception_within_join_is_not_the_end_of_data(group: Any) -> None:
     wrapped = DataParallel(two_layers(), group=group)
     with pytest.raises(KeyError), wrapped.join():
@@ -175,7 +176,7 @@ def test_uneven_data_leaves_gradients_as_it_found_them(rank: int, path: str, vie
             assert model.weight.grad.item() == 8.0
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_uneven_data_leaves_sparse_gradients_as_it_found_them(group: Any) -> None:
     model = Words(True)
     wrapped = DataParallel(model, group=group)
@@ -200,7 +201,7 @@ def test_uneven_data_leaves_sparse_gradients_as_it_found_them(group: Any) -> Non
     assert_same_on_all_ranks(model.head, group)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_without_data_an_optimizer_steps_with_the_means(group: Any) -> None:
     model = two_layers()
     wrapped = DataParallel(model, group=group, gradient_as_bucket_view=True)

@@ -22,6 +22,7 @@ from tests.multiprocess.paddle_models import (
     batch,
     gradients,
     join_paddle,
+    kept_ranks,
     ranks,
     share,
     squares,
@@ -62,7 +63,7 @@ def close(model: nn.Layer, alone: nn.Layer) -> None:
 
 
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2)
+@kept_ranks(2)
 def test_a_shared_weight_and_a_pylayer(group: object, view: bool) -> None:
     model, alone, x = Tied(), Tied(), batch()
     train(DataParallel(model, group=group, gradient_as_bucket_view=view), share(x, group.rank))
@@ -72,7 +73,7 @@ def test_a_shared_weight_and_a_pylayer(group: object, view: bool) -> None:
 
 # On the CPU Paddle says that it has no mixed precision, and goes on without.
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@ranks(2)
+@kept_ranks(2)
 def test_amp_and_its_scaler(group: object, level: str) -> None:
     model, alone, x = two_layers(), two_layers(), batch()
     for each, own in ((DataParallel(model, group=group), share(x, group.rank)), (alone, paddle.to_tensor(x))):
@@ -95,7 +96,7 @@ def test_amp_and_its_scaler(group: object, level: str) -> None:
     assert_same_on_all_ranks(model, group)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_model_that_one_rank_does_not_use_is_in_step_all_the_same(group: object) -> None:
     """Two models in one process; rank 1 leaves one of them out, in a loss that it could have been in."""
     first, second = two_layers(), two_layers()
@@ -176,7 +177,7 @@ def test_what_no_rank_uses_keeps_its_gradient_and_what_one_rank_uses_raises(
 
 
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2)
+@kept_ranks(2)
 def test_a_rank_without_data_has_no_say_in_what_nobody_uses(group: object, view: bool) -> None:
     model, x = branches(), paddle.full([1, 3], 2.0)
     wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)
@@ -202,7 +203,7 @@ def test_a_model_that_one_rank_leaves_out_is_an_error_on_every_rank(rank: int) -
 
 
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2)
+@kept_ranks(2)
 def test_clipping_sees_gradients_that_were_changed_past_paddle(group: object, view: bool) -> None:
     model = two_layers()
     wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)

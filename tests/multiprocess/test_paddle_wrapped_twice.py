@@ -11,7 +11,7 @@ from paddle.distributed import fleet
 
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import join_paddle, ranks
+from tests.multiprocess.paddle_models import join_paddle, kept_ranks, ranks
 
 
 @ranks(2, group=None)
@@ -55,7 +55,7 @@ def test_what_has_wrapped_is_named(rank: int) -> None:
     assert "the line that wraps it" in str(caught.value)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_paddles_wrapper_that_averages_nothing_is_let_be(group: object) -> None:
     with pytest.warns(UserWarning, match="single-card"):
         ours = DataParallel(paddle.DataParallel(nn.Linear(4, 2)), group=group)

@@ -21,6 +21,7 @@ from tests.multiprocess.paddle_models import (
     batch,
     gradients,
     join_paddle,
+    kept_ranks,
     ranks,
     share,
     squares,
@@ -94,7 +95,7 @@ def test_a_single_process_needs_views_only_where_it_averages(rank: int) -> None:
             needs_them()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_everybody_starts_with_rank_0s_values(group: object) -> None:
     def build() -> nn.Layer:
         paddle.seed(group.rank)
@@ -116,7 +117,7 @@ def test_everybody_starts_with_rank_0s_values(group: object) -> None:
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
-@ranks(2)
+@kept_ranks(2)
 def test_running_statistics_are_rank_0s_after_each_backward(group: object, broadcast: bool) -> None:
     class Counting(nn.BatchNorm1D):
         def __init__(self) -> None:
@@ -136,7 +137,7 @@ def test_running_statistics_are_rank_0s_after_each_backward(group: object, broad
         assert np.array_equal(everybodys[0], everybodys[1]) == broadcast
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_attributes_of_the_model_are_reached_through_the_wrapper(group: object) -> None:
     class Model(nn.Layer):
         def __init__(self) -> None:
@@ -161,7 +162,7 @@ def test_attributes_of_the_model_are_reached_through_the_wrapper(group: object) 
     assert [name for name, _ in wrapped.named_parameters()] == ["_layers.layer.weight", "_layers.layer.bias"]
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_what_is_saved_has_the_models_own_names(group: object) -> None:
     model = two_layers()
     model.register_buffer("kept", paddle.ones([1]))
@@ -211,7 +212,7 @@ ACCEPTED = [
 ]
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_torchs_and_paddles_arguments(group: object) -> None:
     x = paddle.full([1, 4], 1.0 + group.rank)
     for options in [*ACCEPTED, {"process_group": group}]:
@@ -243,7 +244,7 @@ def test_torchs_and_paddles_arguments(group: object) -> None:
             DataParallel(two_layers(), **options)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_deprecated_methods_do_nothing(group: object) -> None:
     wrapped = DataParallel(two_layers(), strategy=object(), group=group)
     loss = wrapped(paddle.ones([1, 4])).sum()
@@ -274,7 +275,7 @@ def test_a_strategy_for_one_rank_averages_nothing_as_in_paddle(rank: int) -> Non
     assert_array_equal(model.weight.grad.numpy(), np.full((4, 1), 1.5))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_the_weight_of_a_wrapped_layer_is_its_parameter(group: object) -> None:
     """Other names of ours shadow the model's; `module` is the way round."""
     model, x = nn.Linear(4, 1), paddle.full([1, 4], 1.0 + group.rank)
@@ -290,7 +291,7 @@ def test_the_weight_of_a_wrapped_layer_is_its_parameter(group: object) -> None:
     assert_array_equal(plain.module[2].bias.grad.numpy(), np.ones(2))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_model_may_be_wrapped_again_and_a_wrapper_is_let_go(group: object) -> None:
     model = two_layers()
     first = DataParallel(model, group=group)
@@ -303,7 +304,7 @@ def test_a_model_may_be_wrapped_again_and_a_wrapper_is_let_go(group: object) -> 
     assert_array_equal(model[2].bias.grad.numpy(), np.ones(2))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_gradients_of_a_penalty_are_no_pass(group: object) -> None:
     model = two_layers()
     # The slope does not depend on the last bias.

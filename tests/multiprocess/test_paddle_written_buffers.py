@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose
 from paddle import nn
 
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import batch, join_paddle, ranks, share, squares
+from tests.multiprocess.paddle_models import batch, join_paddle, kept_ranks, ranks, share, squares
 
 STEPS = 4
 
@@ -80,7 +80,7 @@ def reset(wrapped: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@ranks(2)
+@kept_ranks(2)
 def test_the_same_values_on_all_ranks_are_right(group: Any, way: Any) -> None:
     wrapped = DataParallel(Scaled(), group=group)
 
@@ -96,7 +96,7 @@ def test_the_same_values_on_all_ranks_are_right(group: Any, way: Any) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@ranks(2)
+@kept_ranks(2)
 def test_other_values_are_reported_once_on_all_ranks(group: Any, way: Any) -> None:
     wrapped = DataParallel(Scaled(), group=group)
 
@@ -113,7 +113,7 @@ def test_other_values_are_reported_once_on_all_ranks(group: Any, way: Any) -> No
 
 
 @pytest.mark.parametrize("way", WAYS)
-@ranks(2)
+@kept_ranks(2)
 def test_rank_0s_values_are_broadcast_in_forward_where_asked_for(group: Any, way: Any) -> None:
     wrapped = DataParallel(Scaled(), group=group, forward_sync_buffers=True)
 
@@ -128,7 +128,7 @@ def test_rank_0s_values_are_broadcast_in_forward_where_asked_for(group: Any, way
         assert_allclose(got, (one + other) / 2, rtol=1e-4, atol=1e-5)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_the_flag_between_forward_and_backward(group: Any) -> None:
     wrapped = DataParallel(Scaled(), group=group, broadcast_buffers=False)
     parts = [share(batch(), group.rank)[i : i + 1] for i in range(2)]
@@ -143,7 +143,7 @@ def test_the_flag_between_forward_and_backward(group: Any) -> None:
     assert wrapped.num_good_passes == 2
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_equal_values_that_one_rank_alone_sets_before_the_first_step(group: Any) -> None:
     """Also of a buffer that the first forward writes, which has other values when the ranks compare."""
     wrapped = DataParallel(Scaled(), group=group)
@@ -159,7 +159,7 @@ def test_equal_values_that_one_rank_alone_sets_before_the_first_step(group: Any)
         squares(wrapped(share(batch(), group.rank))).backward()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_estimates_of_a_spectral_norm_that_one_rank_alone_goes_on_with(group: Any) -> None:
     paddle.seed(1)
     linear = nn.utils.spectral_norm(nn.Linear(4, 4))
@@ -194,7 +194,7 @@ def test_the_model_that_ends_uneven_data_is_no_write(rank: int, end: str, path: 
 
 
 @pytest.mark.parametrize("is_in_training", [False, True])
-@ranks(2)
+@kept_ranks(2)
 def test_a_forward_that_writes_over_what_all_ranks_have_written(group: Any, is_in_training: bool) -> None:
     """Whether it is an evaluation in training mode, or of another wrapped model."""
     shared, x = Scaled(), share(batch(), group.rank)

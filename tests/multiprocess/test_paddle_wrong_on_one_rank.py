@@ -11,10 +11,10 @@ import paceline.paddle
 from paceline import Group
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import join_paddle, ranks
+from tests.multiprocess.paddle_models import join_paddle, kept_ranks, ranks
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_arguments_over_a_group(group: Group) -> None:
     for wrong, said in (
         ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big'"),

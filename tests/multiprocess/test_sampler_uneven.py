@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.data import DistributedBatchSampler, DistributedSampler, EvaluationSampler
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import bits, two_layers
 
 LENGTH = 13
@@ -56,7 +56,7 @@ def one_process(model: nn.Module, kind: str) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["samples", "batches"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_finished_ends_an_epoch_without_padding(rank: int, kind: str) -> None:
     model = two_layers()
     expected = one_process(model, kind)
@@ -87,7 +87,7 @@ def test_finished_ends_an_epoch_without_padding(rank: int, kind: str) -> None:
     assert_close(torch.from_numpy(sampler.gather(rows)), truth)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_join_ends_an_epoch_without_padding(rank: int) -> None:
     model = two_layers()
     expected = one_process(model, "samples")

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
 from paceline.torch.sharding import sharded_optimizer
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.test_sharded_optimizer import (
     ELEMENTWISE,
     in_two_groups,
@@ -42,7 +42,7 @@ def is_cut_for_caches(options: dict[str, Any]) -> bool:
     return not options.get("fused") and not options.get("foreach")
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one(group: Any) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.complex64):
         chosen = ELEMENTWISE if dtype is torch.float32 else [(optim.AdamW, {}), (optim.SGD, {"lr": 0.1})]
@@ -61,7 +61,7 @@ def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one(group: Any) ->
 
 
 @pytest.mark.parametrize("path", ["memory", "group"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_state_is_that_of_the_whole_optimizer_and_goes_both_ways(rank: int, path: str) -> None:
     expected, parameters = make_parameters(), make_parameters()
     whole = optim.AdamW(in_two_groups(expected), lr=0.01, amsgrad=True)
@@ -82,7 +82,7 @@ def test_a_state_is_that_of_the_whole_optimizer_and_goes_both_ways(rank: int, pa
     assert all(map(same_bits, copies, expected))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_of_shared_parameters_and_scattered_gradients(rank: int) -> None:
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -108,7 +108,7 @@ def test_of_shared_parameters_and_scattered_gradients(rank: int) -> None:
         assert all(map(same_bits, result, results[0]))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_groups_that_come_later_and_other_memory(rank: int) -> None:
     expected, parameters = make_parameters(), make_parameters()
     whole, ours = optim.AdamW(expected[:4]), make(parameters[:4], optim.AdamW)
@@ -122,7 +122,7 @@ def test_groups_that_come_later_and_other_memory(rank: int) -> None:
     assert all(map(same_bits, parameters, expected))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_whose_data_has_ended_makes_its_pieces(rank: int) -> None:
     torch.manual_seed(0)
     module = nn.Linear(40, 40)
@@ -157,7 +157,7 @@ def test_all_ranks_know_the_same_pieces_with_other_numbers_of_threads(rank: int)
     ours.consolidate_state_dict(to=0)
 
 
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_alone(rank: int) -> None:
     expected, parameters = make_parameters(), make_parameters()
     whole, ours = optim.AdamW(expected), make(parameters, optim.AdamW)

@@ -13,7 +13,7 @@ from torch import nn, optim
 from paceline.errors import ConfigError
 from paceline.sharding.shared_parameters import home_of
 from paceline.torch import DistributedDataParallel, ShardedOptimizer, share
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.test_sharded_optimizer import ELEMENTWISE, same_bits
 
 PATHS = pytest.mark.parametrize("path", ["memory", "group"])
@@ -33,7 +33,7 @@ def train(wrapped: nn.Module, optimizer: Any, rank: int, steps: int) -> None:
 
 
 @PATHS
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_the_bits_are_those_of_replicas_with_the_whole_optimizer(rank: int, path: str) -> None:
     for optimizer_class, options in (
         (optim.AdamW, {"lr": 0.01}),
@@ -77,7 +77,7 @@ def takes_groups_later(optimizer_class: type[torch.optim.Optimizer]) -> bool:
     return True
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one_after_200_steps(group: Any) -> None:
     """On parameters of each rank's own, and on shared ones."""
     first_of_each = dict(reversed(ELEMENTWISE))
@@ -110,7 +110,7 @@ def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one_after_200_step
         assert all(map(same_bits, shared, whole)), optimizer_class
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_step_within_writing_or_of_a_part_of_the_ranks_is_refused(rank: int) -> None:
     ddp = DistributedDataParallel(model(), share_parameters=True)
     optimizer = ShardedOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
@@ -125,7 +125,7 @@ def test_a_step_within_writing_or_of_a_part_of_the_ranks_is_refused(rank: int) -
         ShardedOptimizer(ddp.parameters(), optim.SGD, process_group=alone, lr=0.1)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_model_that_is_shared_to_read_is_refused(rank: int) -> None:
     read = share(copy.deepcopy(model()))
     with pytest.raises(ConfigError, match="share to read"):

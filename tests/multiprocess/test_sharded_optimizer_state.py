@@ -12,7 +12,7 @@ from torch import nn, optim
 
 from paceline.errors import ConfigError
 from paceline.torch import ShardedOptimizer
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.test_sharded_optimizer import (
     in_two_groups,
     make_parameters,
@@ -74,7 +74,7 @@ def same_parameters(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) 
 
 
 @PATHS
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_state_is_the_whole_optimizers_and_goes_both_ways(rank: int, path: str) -> None:
     for optimizer_class, options in (
         (optim.AdamW, {"lr": 0.01, "amsgrad": True}),
@@ -115,7 +115,7 @@ def test_a_state_is_the_whole_optimizers_and_goes_both_ways(rank: int, path: str
             assert same_parameters(last, expected)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_state_that_is_loaded_is_not_shared_with_the_optimizer(rank: int) -> None:
     parameter = nn.Parameter(torch.ones(1000))
     whole = optim.Adam([parameter], lr=0.1)
@@ -130,7 +130,7 @@ def test_a_state_that_is_loaded_is_not_shared_with_the_optimizer(rank: int) -> N
     assert sum(tensor.numel() for tensor in ours.optim.state[ours._shards.tensors[rank]].values()) < 1100
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_cannot_be_saved_or_loaded(rank: int) -> None:
     class Opaque(Nested):
         def step(self, closure: Any = None) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel, SyncBatchNorm
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 SIZES = [[3, 3], [5, 1], [6, 0]]
 
@@ -49,17 +49,17 @@ def check(group: Any, rank: int) -> None:
             assert_close(ours.eval()(own_x), own_part(evaluated, sizes, rank))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_over_a_group_of_ours(group: Any) -> None:
     check(group, group.rank)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_over_a_group_of_torch(rank: int) -> None:
     check(None, rank)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_parameters_train_as_on_one_process(rank: int) -> None:
     torch.manual_seed(3)
     whole = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 1)).double()
@@ -71,7 +71,7 @@ def test_parameters_train_as_on_one_process(rank: int) -> None:
         assert_close(mine.grad, theirs.grad)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_second_derivatives(rank: int) -> None:
     torch.manual_seed(3)
     x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
@@ -84,7 +84,7 @@ def test_second_derivatives(rank: int) -> None:
     assert_close(own.grad, x.grad.chunk(2)[rank])
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_sixteen_bits_and_a_single_value(rank: int) -> None:
     norm = SyncBatchNorm(2)
     out = norm(torch.full((1, 2), 1.0 + 2 * rank, dtype=torch.bfloat16))

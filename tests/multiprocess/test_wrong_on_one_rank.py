@@ -14,7 +14,7 @@ from paceline import Group
 from paceline.errors import CollectiveError, ConfigError, PacelineError, RendezvousError
 from paceline.reducer import agreement
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 
 LONG_S = 300.0  # longer than the harness waits
 
@@ -42,7 +42,7 @@ def wrap_wrongly_on_rank_1(rank: int, world_size: int, *also: Any, **options: An
     model(torch.ones(1, 2)).sum().backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_arguments_over_gloo(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2,))
     wrap_wrongly_on_rank_1(
@@ -55,7 +55,7 @@ def test_arguments_over_gloo(rank: int) -> None:
     )
 
 
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_rank_outside_of_the_group_waits_for_nobody(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody in the group waits for what it would say, and the next call of all ranks would meet that."""
     monkeypatch.setattr(agreement, "_PATIENCE_S", LONG_S)
@@ -71,7 +71,7 @@ def test_a_rank_outside_of_the_group_waits_for_nobody(rank: int, monkeypatch: py
     assert total.item() == 3
 
 
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_mesh_on_one_rank_beside_the_group_of_all(rank: int) -> None:
     """Not the default group."""
     group, mesh = dist.new_group([1, 2]), init_device_mesh("cpu", (3,))
@@ -83,12 +83,12 @@ def test_a_mesh_on_one_rank_beside_the_group_of_all(rank: int) -> None:
     assert rank == 2 or "Rank 1 of 2 could not wrap" in str(caught.value)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_arguments_over_a_group(group: Group) -> None:
     wrap_wrongly_on_rank_1(group.rank, 3, process_group=group)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_arguments_that_are_wrong_on_all_ranks_are_told_to_each(rank: int) -> None:
     with pytest.raises(ConfigError, match=r"DistributedDataParallel: bucket_cap_mb='(big|huge)'"):
         DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=("big", "huge")[rank])
