@@ -45,6 +45,6 @@ def test_launches_of_a_step_are_counted(tmp_path):
     # torch copies each gradient into its bucket and back, and reduces the bucket; with views it scales each.
     assert added["torch"] == pytest.approx(2 * tensors + 1, abs=2)
     assert added["torch_view"] == pytest.approx(tensors + 1, abs=2)
-    assert 0 < added["paceline_view"] <= added["paceline"]
+    assert 0 < added["paceline_view"] <= added["paceline"] <= added["torch"] / 2
     differences = [found["differences"][key] for key in ("torch_view", "paceline", "paceline_view")]
     assert max(differences) < 1e-4
