@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import ConfigError, PeerLostError, TornStepError
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.meeting import tell, until_told
 from tests.multiprocess.test_conformance import adapter, close
 from tests.several_hosts import be_on_host
@@ -101,7 +101,7 @@ def refuse(training: Training, when: str) -> None:
 @pytest.mark.parametrize("size", [60, 1])  # of matrices that each rank has a part of, or one rank alone
 @kinds
 @frameworks
-@ranks("world_size", group=None, framework="framework", deadline_s=240)
+@kept_ranks("world_size", group=None, framework="framework", deadline_s=240)
 def test_a_step_that_all_ranks_refuse_is_an_error_of_the_call(
     rank: int, framework: str, kind: str, world_size: int, size: int
 ) -> None:
@@ -120,7 +120,7 @@ def test_a_step_that_all_ranks_refuse_is_an_error_of_the_call(
 
 @journals
 @frameworks
-@ranks("world_size", group=None, framework="framework")
+@kept_ranks("world_size", group=None, framework="framework")
 def test_a_journal_takes_back_what_a_refused_step_has_written(
     rank: int, framework: str, kind: str, world_size: int
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_journal_takes_back_what_a_refused_step_has_written(
 
 @plain
 @frameworks
-@ranks("world_size", group=None, framework="framework", deadline_s=240)
+@kept_ranks("world_size", group=None, framework="framework", deadline_s=240)
 def test_a_step_in_which_all_ranks_raise_when_they_have_written_is_half_made(
     rank: int, framework: str, kind: str, world_size: int
 ) -> None:
@@ -149,7 +149,7 @@ def test_a_step_in_which_all_ranks_raise_when_they_have_written_is_half_made(
 
 @plain
 @frameworks
-@ranks("world_size", group=None, framework="framework", deadline_s=240)
+@kept_ranks("world_size", group=None, framework="framework", deadline_s=240)
 def test_a_step_that_one_rank_refuses_is_half_made(
     rank: int, framework: str, kind: str, world_size: int
 ) -> None:
@@ -170,7 +170,7 @@ def test_a_step_that_one_rank_refuses_is_half_made(
 
 @journals
 @frameworks
-@ranks("world_size", group=None, framework="framework")
+@kept_ranks("world_size", group=None, framework="framework")
 def test_with_a_journal_the_others_make_the_part_of_a_rank_that_refuses(
     rank: int, framework: str, kind: str, world_size: int
 ) -> None:

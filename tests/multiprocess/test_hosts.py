@@ -183,22 +183,22 @@ def train_some(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
 def test_two_hosts_of_two_ranks_give_the_bits_of_one_host(dtype):
     options = {"num_hosts": 2, "dtype": dtype}
-    one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo")
-    two = run_ranks(train_some, 4, {**options, "layout": BLOCKS}, group="gloo")
+    one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo", kept=True)
+    two = run_ranks(train_some, 4, {**options, "layout": BLOCKS}, group="gloo", kept=True)
     assert len(set(map(tuple, one + two))) == 1
 
 
 def test_hosts_of_two_ranks_and_of_one_give_the_bits_of_one_host():
     options = {"num_hosts": 2, "dtype": "float32"}
-    one = run_ranks(train_some, 3, {**options, "layout": None}, group="gloo")
-    two = run_ranks(train_some, 3, {**options, "layout": TWO_AND_ONE}, group="gloo")
+    one = run_ranks(train_some, 3, {**options, "layout": None}, group="gloo", kept=True)
+    two = run_ranks(train_some, 3, {**options, "layout": TWO_AND_ONE}, group="gloo", kept=True)
     assert len(set(map(tuple, one + two))) == 1
 
 
 def test_four_hosts_of_one_rank_give_the_bits_of_one_host():
     options = {"num_hosts": 4, "dtype": "float32"}
-    one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo")
-    four = run_ranks(train_some, 4, {**options, "layout": ALONE}, group="gloo")
+    one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo", kept=True)
+    four = run_ranks(train_some, 4, {**options, "layout": ALONE}, group="gloo", kept=True)
     assert len(set(map(tuple, one + four))) == 1
 
 
@@ -206,10 +206,10 @@ def test_four_hosts_of_one_rank_give_the_bits_of_one_host():
 @pytest.mark.parametrize("num_hosts", [2, 3])
 def test_gradients_that_travel_as_they_are_give_the_bits_of_one_host(num_hosts, dtype):
     options = {"num_hosts": num_hosts, "dtype": dtype, "weight": some_weight}
-    one = run_ranks(train_some, num_hosts, {**options, "layout": None}, group="gloo")
+    one = run_ranks(train_some, num_hosts, {**options, "layout": None}, group="gloo", kept=True)
     for sends_values in (False, True):  # in one message each, if they have 16 bits; or in two rounds
         with_values = {**options, "layout": ALONE, "sends_values": sends_values}
-        alone = run_ranks(train_some, num_hosts, with_values, group="gloo")
+        alone = run_ranks(train_some, num_hosts, with_values, group="gloo", kept=True)
         assert len(set(map(tuple, one + alone))) == 1
 
 
@@ -252,9 +252,9 @@ def test_a_weight_of_zero_keeps_values_out_that_are_not_finite(rank, width, dtyp
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exact_sums_are_those_of_one_host_in_every_layout(dtype):
     options = {"num_hosts": 2, "dtype": dtype, "deterministic": "world", "weight": some_weight}
-    one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo")
+    one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo", kept=True)
     for layout in (ROUND_ROBIN, ONE_AND_THREE, (0, 0, 0, 1)):
-        found = run_ranks(train_some, 4, {**options, "layout": layout}, group="gloo")
+        found = run_ranks(train_some, 4, {**options, "layout": layout}, group="gloo", kept=True)
         assert len(set(map(tuple, one + found))) == 1, layout
 
 
@@ -290,8 +290,8 @@ def test_exact_sums_are_refused_with_a_hook_on_one_host_too(rank):
 @pytest.mark.parametrize("layout", [ROUND_ROBIN, ONE_AND_THREE])
 def test_a_layout_gives_the_same_bits_on_all_ranks_in_all_runs_and_bucket_sizes(layout):
     options = {"layout": layout, "num_hosts": 2, "dtype": "float32", "bits": "layout"}
-    first = run_ranks(train_some, 4, options, group="gloo")
-    again = run_ranks(train_some, 4, {**options, "bucket_cap_mb": 25.0}, group="gloo")
+    first = run_ranks(train_some, 4, options, group="gloo", kept=True)
+    again = run_ranks(train_some, 4, {**options, "bucket_cap_mb": 25.0}, group="gloo", kept=True)
     assert len(set(map(tuple, first + again))) == 1
 
 
