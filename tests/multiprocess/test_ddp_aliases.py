@@ -179,8 +179,22 @@ def test_models_whose_gradients_share_memory(rank: int, size: int, num_hosts: in
         assert_close(chain[0].module.added[0].grad, chain[1].module.added[0].grad)
 
 
+class _Same(torch.autograd.Function):
+    """Hands its gradient on as it is."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 class Joined(nn.Module):
-    """Adds two halves of a row, and keeps the gradient of the sum, whose memory autograd gives them.
+    """Adds two halves of a row. Autograd gives them memory of the gradient of the sum.
+
+    That of the input has it, too; or what a hook keeps, with `keeps`.
 
     Args:
         size: Elements of a row.
@@ -189,14 +203,14 @@ class Joined(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.halves = nn.ParameterList([nn.Parameter(torch.zeros(size // 2)) for _ in range(2)])
-        self.row = nn.Parameter(torch.zeros(size))
+        self.keeps = False
         self.seen: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        added = x + torch.cat(list(self.halves)).view(1, -1)
-        if added.requires_grad:
+        added = _Same.apply(x) + torch.cat(list(self.halves)).view(1, -1)
+        if self.keeps:
             added.register_hook(self.seen.append)
-        return added + self.row.view(1, -1)
+        return added
 
 
 def backward_with_outsiders(rank: int, size: int, ddp: nn.Module, first: str) -> list[torch.Tensor]:
@@ -219,8 +233,9 @@ def test_memory_of_a_gradient_that_other_tensors_hold(
     rank: int, num_hosts: int, first: str, size: int
 ) -> None:
     """Nothing is written to it, and nothing is added to it twice."""
-    for places in places_of_gradients(rank, num_hosts):
+    for places, keeps in itertools.product(places_of_gradients(rank, num_hosts), (False, True)):
         model = Joined(size)
+        model.keeps = keeps
         ddp = DistributedDataParallel(model, **places)
         own = torch.arange(1.0, 1.0 + size) * (1 + rank)
         mean = torch.arange(1.0, 1.0 + size) * 1.5
@@ -229,8 +244,8 @@ def test_memory_of_a_gradient_that_other_tensors_hold(
             assert_close(gradient, 2 * own[None])
         for gradient in model.seen:
             assert_close(gradient, own[None])
-        expected = [mean[: size // 2], mean[size // 2 :], mean]
-        for parameter, each in zip([*model.halves, model.row], expected, strict=True):
+        expected = [mean[: size // 2], mean[size // 2 :]]
+        for parameter, each in zip(model.halves, expected, strict=True):
             assert_close(parameter.grad, 2 * each)
 
 
@@ -241,15 +256,15 @@ def test_gradients_that_the_program_has_put_into_one_tensor_stay_there(rank: int
     for places in ({}, {"reduce_through": "group"}):
         model = Joined(size)
         ddp = DistributedDataParallel(model, **places)
-        flat = torch.zeros(2 * size)
-        parts = [flat[8:], flat[:4], flat[4:8]]  # its parameters, in their order
+        flat = torch.zeros(size)
+        parts = [flat[:4], flat[4:]]
         for parameter, part in zip(model.parameters(), parts, strict=True):
             parameter.grad = part
         mean = torch.arange(1.0, 1.0 + size) * 1.5
         for _ in range(2):
             flat.zero_()
             backward_with_outsiders(rank, size, ddp, "averaged")
-            assert_close(flat, 2 * torch.cat([mean, mean]))
+            assert_close(flat, 2 * mean)
         aliases = [parameter.grad.data for parameter in model.parameters()]
         ddp.zero_grad(set_to_none=False)
         backward_with_outsiders(rank, size, ddp, "local")
@@ -260,4 +275,4 @@ def test_gradients_that_the_program_has_put_into_one_tensor_stay_there(rank: int
         aliases = [parameter.grad.data for parameter in model.parameters()]
         ddp.zero_grad(set_to_none=False)
         backward_with_outsiders(rank, size, ddp, "averaged")
-        assert_close(torch.cat(aliases), 2 * torch.cat([mean, mean]))
+        assert_close(torch.cat(aliases), 2 * mean)
