@@ -20,7 +20,7 @@ from torch import nn
 
 import paceline
 from paceline.sharding import journal_layout
-from paceline.sharding.meeting import Call
+from paceline.sharding.step_barriers import Call
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
 
 _SYNCS = 500

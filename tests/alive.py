@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 
-from paceline.reducer.passes.passes import Passes
+from paceline.reducer.backward.backward_sync import BackwardSync
 
 
-def passes_alive() -> int:
+def syncs_alive() -> int:
     """How many models of this process have their gradients averaged, with the memory that takes.
 
     More than there are wrapped models: something holds what averages the gradients of one that is gone.
     """
     gc.collect()
-    return sum(type(each) is Passes for each in gc.get_objects())
+    return sum(type(each) is BackwardSync for each in gc.get_objects())

@@ -57,7 +57,7 @@ LONGEST_FILES = (
     "multiprocess/test_ddp_aliases.py",
     "fault/test_limits.py",
     "multiprocess/test_sampler_resume.py",
-    "launch/test_farewell.py",
+    "launch/test_exit_warning.py",
     "multiprocess/test_model_timeouts.py",
     "multiprocess/test_hosts.py",
     "multiprocess/test_conformance_refused_steps.py",

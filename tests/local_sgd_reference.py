@@ -1,4 +1,4 @@
-"""A meeting of local SGD in one process, in float64, with its own spelling of every formula."""
+"""A sync of local SGD in one process, in float64, with its own spelling of every formula."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def meet(
 
     Args:
         replicas: The model of each member; all have the same parameters afterwards.
-        begun: The parameters at the last meeting; afterwards, at this one.
+        begun: The parameters at the last sync; afterwards, at this one.
         velocity: Of the outer optimizer; moves on.
         weights: What each member weighs.
         outer: The outer optimizer.

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.trace.records import Event, pass_of
+from paceline.trace.records import Event, backward_of
 from paceline.trace.ring_file import path_of, read
 
 
@@ -44,12 +44,12 @@ def check_nesting(slices: list[dict[str, Any]]) -> None:
         assert is_apart or is_within, (a, b)
 
 
-def passes_of(thread: list[dict[str, Any]], name: str) -> list[int]:
-    return [each["args"]["pass"] for each in slices_of(thread, name)]
+def backwards_of(thread: list[dict[str, Any]], name: str) -> list[int]:
+    return [each["args"]["iteration"] for each in slices_of(thread, name)]
 
 
 def waited_for(threads: dict[str, list[dict[str, Any]]]) -> set[tuple[str, int, str]]:
-    """(who, in which pass, for whom) of each arrow."""
+    """(who, in which iteration, for whom) of each arrow."""
     begins = {each["id"]: rank for rank, thread in threads.items() for each in thread if each["ph"] == "s"}
     found = set()
     for rank, thread in threads.items():
@@ -61,15 +61,15 @@ def waited_for(threads: dict[str, list[dict[str, Any]]]) -> set[tuple[str, int, 
                 for each in slices_of(thread, "average")
                 if each["ts"] <= arrow["ts"] <= each["ts"] + each["dur"]
             ]
-            found.add((rank, within["args"]["pass"], begins[arrow["id"]]))
+            found.add((rank, within["args"]["iteration"], begins[arrow["id"]]))
     return found
 
 
 def until_ended(folder: Path, rank: int, number: int) -> None:
-    """Wait until a rank that records in this folder has ended its backward of a pass."""
+    """Wait until a rank that records in this folder has ended its backward of a backward."""
     while True:
         found = read(path_of(folder, rank).read_bytes())
         told = [] if found is None else found.records
-        if any(each.event == Event.BACKWARD_ENDED and pass_of(each.first)[1] == number for each in told):
+        if any(each.event == Event.BACKWARD_ENDED and backward_of(each.first)[1] == number for each in told):
             return
         time.sleep(0.02)

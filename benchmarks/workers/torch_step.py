@@ -141,7 +141,7 @@ class RecordedStep(Step):
         """Seconds for `iterations` steps, after one that brings the ranks together."""
         with self._recorded(recording):
             step = self._fetch_and_step if recording == "trace" else self._step
-            step()  # the first pass of a recording writes totals, which `time_totals` measures
+            step()  # the first backward of a recording writes totals, which `time_totals` measures
             self._recording.next_sample_ns = time.monotonic_ns() + _NEVER_NS
             return time_calls(step, iterations)
 

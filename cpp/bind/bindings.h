@@ -22,15 +22,15 @@ void bind_late_threads(nanobind::module_& m);
 void bind_machine(nanobind::module_& m);
 void bind_model_memory(nanobind::module_& m);
 void bind_module_snapshot(nanobind::module_& m);
-void bind_pass_marks(nanobind::module_& m);
-void bind_pass_records(nanobind::module_& m);
-void bind_pass_reports(nanobind::module_& m);
-void bind_pass_status(nanobind::module_& m);
+void bind_backward_marks(nanobind::module_& m);
+void bind_backward_records(nanobind::module_& m);
+void bind_backward_reports(nanobind::module_& m);
+void bind_backward_status(nanobind::module_& m);
 void bind_permutation(nanobind::module_& m);
 void bind_recorder(nanobind::module_& m);
 void bind_reducer(nanobind::module_& m);
 void bind_region(nanobind::module_& m);
-void bind_step_ledger(nanobind::module_& m);
+void bind_step_table(nanobind::module_& m);
 void bind_storage_uses(nanobind::module_& m);
 
 }  // namespace paceline

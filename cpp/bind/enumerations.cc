@@ -44,14 +44,14 @@ void bind_enumerations(nb::module_& m) {
   m.attr("ISAS") = numbers_of<Isa>();
   m.attr("FAULT_ACTIONS") = numbers_of<FaultAction>();
   nb::dict outcomes;
-  outcomes["unused"] = kPassUnused;
-  outcomes["nonfinite"] = kPassNonFinite;
-  outcomes["skipped"] = kPassForwardsDiffer;
-  outcomes["finished"] = kPassFinished;
-  outcomes["overflowed"] = kPassOverflow;
-  outcomes["notes_differ"] = kPassNotesDiffer;
-  outcomes["nobodys"] = kPassNobodys;
-  outcomes["told"] = kPassTold;
+  outcomes["unused"] = kBackwardUnused;
+  outcomes["nonfinite"] = kBackwardNonFinite;
+  outcomes["skipped"] = kBackwardForwardsDiffer;
+  outcomes["finished"] = kBackwardFinished;
+  outcomes["overflowed"] = kBackwardOverflow;
+  outcomes["notes_differ"] = kBackwardNotesDiffer;
+  outcomes["globally_unused"] = kBackwardGloballyUnused;
+  outcomes["told"] = kBackwardTold;
   m.attr("OUTCOMES") = outcomes;
 }
 

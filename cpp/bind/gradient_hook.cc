@@ -11,7 +11,7 @@
 #include "bind/garbage_collected.h"
 #include "bind/gradient_taker.h"
 #include "bind/handed_gradients.h"
-#include "bind/py_pass_marks.h"
+#include "bind/py_backward_marks.h"
 #include "bind/py_reducer.h"
 #include "bind/tensor_attribute.h"
 
@@ -48,7 +48,7 @@ class GradientHook {
  public:
   GradientHook(nb::object in_python, nb::object state, size_t parameter,
                nb::object taker, nb::object place, nb::object dtype,
-               bool gradient_in_arena, const std::string& transformed,
+               bool gradient_in_buffer, const std::string& transformed,
                nb::object stand_in, nb::object waiting, nb::object note_stream)
       : state_(std::move(state)),
         is_syncing_(state_, "is_syncing"),
@@ -68,7 +68,7 @@ class GradientHook {
         index_(nb::int_(parameter)),
         is_copied_(!waiting_.is_none()),
         is_noted_(!note_stream_.is_none()),
-        gradient_in_arena_(gradient_in_arena),
+        gradient_in_buffer_(gradient_in_buffer),
         in_python_(std::move(in_python)),
         transformed_name_(
             nb::steal(PyUnicode_InternFromString(transformed.c_str()))) {
@@ -109,12 +109,12 @@ class GradientHook {
     nb::object gradient = nb::steal(grad_.get(parameter));
     if (!gradient.is_valid()) return nullptr;
     void* pointer = nullptr;
-    if (gradient_in_arena_ && !is_place_at_home())
+    if (gradient_in_buffer_ && !is_place_in_buffer())
       return call_python(parameter);
-    if (!gradient_in_arena_ || !gradient.is(place_)) {
+    if (!gradient_in_buffer_ || !gradient.is(place_)) {
       dlpack::Tensor tensor;
       if (!borrow_usual(gradient, tensor)) return call_python(parameter);
-      if (!gradient_in_arena_) {
+      if (!gradient_in_buffer_) {
         pointer = tensor.begin();
       } else if (is_copied_) {
         if (!leave_waiting(gradient)) return nullptr;
@@ -126,10 +126,10 @@ class GradientHook {
         if (!grad_.set(parameter, left_.ptr())) return nullptr;
       }
     }
-    if (is_copied_ && !gradient_in_arena_)
+    if (is_copied_ && !gradient_in_buffer_)
       return leave_to_copy(gradient, pointer);
     if (!note_stream()) return nullptr;
-    handed_->put(parameter_, gradient_in_arena_ ? left_ : std::move(gradient));
+    handed_->put(parameter_, gradient_in_buffer_ ? left_ : std::move(gradient));
     taker_->mark_ready(parameter_, reinterpret_cast<Pointer>(pointer));
     Py_RETURN_NONE;
   }
@@ -181,7 +181,7 @@ class GradientHook {
 
   /// Converting a model moves its gradients, and the place with them, which is
   /// the same tensor.
-  bool is_place_at_home() const {
+  bool is_place_in_buffer() const {
     dlpack::Tensor tensor;
     if (borrow_(place_.ptr(), &tensor) == 0)
       return tensor.begin() == place_begin_;
@@ -237,7 +237,7 @@ class GradientHook {
   TensorAttribute grad_{"grad"};
   nb::object place_;
   nb::object type_;
-  /// What stands in the parameter's gradient once it lies in the arena: the
+  /// What stands in the parameter's gradient once it lies in the gradient buffer: the
   /// place, or what tells that this rank gets a part of the mean.
   nb::object left_;
   nb::object staged_;
@@ -254,7 +254,7 @@ class GradientHook {
   dlpack::Device device_{};
   std::vector<Axis> axes_;
   dlpack::DType dtype_{};
-  bool gradient_in_arena_;
+  bool gradient_in_buffer_;
   Asks asks_ = Asks::kAlways;
   size_t nbytes_ = 0;
   void* place_begin_ = nullptr;
@@ -287,8 +287,8 @@ PyType_Slot slots[] = {
 }  // namespace
 
 GradientTaker* gradient_taker(nb::handle object) {
-  if (nb::isinstance<PyPassMarks>(object))
-    return nb::cast<PyPassMarks*>(object);
+  if (nb::isinstance<PyBackwardMarks>(object))
+    return nb::cast<PyBackwardMarks*>(object);
   return nb::cast<PyReducer*>(object);
 }
 
@@ -299,7 +299,7 @@ void bind_gradient_hook(nb::module_& m) {
                     nb::object, bool, const std::string&, nb::object,
                     nb::object, nb::object>(),
            "in_python"_a, "state"_a, "param"_a, "taker"_a, "place"_a, "dtype"_a,
-           "gradient_in_arena"_a, "transformed"_a = "",
+           "gradient_in_buffer"_a, "transformed"_a = "",
            "stand_in"_a = nb::none(), "waiting"_a = nb::none(),
            "note_stream"_a = nb::none());
 }

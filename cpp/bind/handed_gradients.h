@@ -80,7 +80,7 @@ class HandedGradients {
     for (const size_t parameter : order) gradients[parameter].reset();
     if (!gradients_.empty()) return;
     order.clear();
-    gradients_.swap(gradients);  // the next pass hands over as many
+    gradients_.swap(gradients);  // the next backward hands over as many
     order_.swap(order);
   }
   int traverse(visitproc visit, void* arg) const {

@@ -22,7 +22,7 @@ namespace {
 constexpr uint32_t kNothing = 0;
 
 /// 32 bits: 1, accumulated, 8 of dropped, 10 of writes, 12 of the sample. See
-/// paceline/reducer/passes/iteration_notes.py for what they mean.
+/// paceline/reducer/backward/iteration_notes.py for what they mean.
 uint32_t pack_note(int64_t writes, uint64_t sample, int64_t dropped,
                    bool accumulated) {
   const auto most = static_cast<uint32_t>(std::min<int64_t>(dropped, 0xff));
@@ -91,7 +91,7 @@ class Look {
   dlpack::Borrow borrow_ = nullptr;
 };
 
-/// Counts what this rank does between two passes.
+/// Counts what this rank does between two backward passes.
 class IterationNotes {
  public:
   /// `count_writes` may be None: the framework does not count.
@@ -191,13 +191,14 @@ void bind_iteration_notes(nb::module_& m) {
                     std::vector<size_t>>(),
            "counted"_a, "version"_a, "sampled"_a, "begins"_a, "sizes"_a)
       .def_rw("batches", &IterationNotes::batches,
-              "Taken from iterate() since the pass before.")
+              "Taken from iterate() since the backward before.")
       .def_prop_ro("writes", &IterationNotes::writes,
-                   "To parameters since the pass before.")
+                   "To parameters since the backward before.")
       .def("take", &IterationNotes::take, "forwards"_a, "accumulated"_a,
-           "The note of the pass that ends now; 0 unless begin() was called.")
+           "The note of the backward that ends now; 0 unless begin() was "
+           "called.")
       .def("begin", &IterationNotes::begin, "forwards"_a,
-           "A good pass of all ranks has ended: what comes now can be "
+           "A good backward of all ranks has ended: what comes now can be "
            "compared.");
 }
 

@@ -19,12 +19,12 @@ NB_MODULE(_core, m) {
   bind_faults(m);
   bind_region(m);
   bind_model_memory(m);
-  bind_step_ledger(m);
+  bind_step_table(m);
   bind_host_group(m);
-  bind_pass_marks(m);
-  bind_pass_records(m);
-  bind_pass_status(m);
-  bind_pass_reports(m);
+  bind_backward_marks(m);
+  bind_backward_records(m);
+  bind_backward_status(m);
+  bind_backward_reports(m);
   bind_recorder(m);
   bind_reducer(m);
   bind_host_sums(m);

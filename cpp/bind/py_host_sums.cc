@@ -25,7 +25,7 @@ std::vector<const void*> as_pointers(const std::vector<Pointer>& arrays) {
 }  // namespace
 
 PyHostSums::PyHostSums(
-    nb::object group, size_t arena_bytes,
+    nb::object group, size_t buffer_bytes,
     const std::vector<std::tuple<size_t, size_t, int>>& buckets,
     size_t num_slots, size_t slot_bytes)
     : owner_(std::move(group)), group_(nb::cast<PyHostGroup*>(owner_)) {
@@ -33,8 +33,8 @@ PyHostSums::PyHostSums(
     std::vector<SummedBucket> spans;
     for (const auto& [begin, end, dtype] : buckets)
       spans.push_back({begin, end, checked_dtype(dtype)});
-    sums_ = std::make_unique<HostSums>(core.heap, arena_bytes, std::move(spans),
-                                       num_slots, slot_bytes);
+    sums_ = std::make_unique<HostSums>(core.heap, buffer_bytes,
+                                       std::move(spans), num_slots, slot_bytes);
   });
 }
 
@@ -65,20 +65,21 @@ void bind_host_sums(nb::module_& m) {
       .def(nb::init<nb::object, size_t,
                     const std::vector<std::tuple<size_t, size_t, int>>&, size_t,
                     size_t>(),
-           "group"_a, "arena_bytes"_a, "buckets"_a, "num_slots"_a,
+           "group"_a, "buffer_bytes"_a, "buckets"_a, "num_slots"_a,
            "slot_bytes"_a)
-      .def_prop_ro("arena_pointer",
-                   [](PyHostSums& s) {
-                     return reinterpret_cast<Pointer>(s.sums().arena());
-                   })
+      .def_prop_ro(
+          "buffer_pointer",
+          [](PyHostSums& s) {
+            return reinterpret_cast<Pointer>(s.sums().gradient_buffer());
+          })
       .def_prop_ro("waited_s",
                    [](PyHostSums& s) {
                      return static_cast<double>(s.sums().waited_ns()) * 1e-9;
                    })
       .def(
-          "begin_pass",
+          "begin_backward",
           [](PyHostSums& s, double weight) {
-            s.work(0, [&](HostSums& sums) { sums.begin_pass(weight); });
+            s.work(0, [&](HostSums& sums) { sums.begin_backward(weight); });
           },
           "weight"_a)
       .def(
@@ -194,7 +195,7 @@ void bind_host_sums(nb::module_& m) {
       .def("read_slots", &PyHostSums::read_slots)
       .def("waiting_ranks",
            [](PyHostSums& s) { return s.sums().waiting_ranks(); })
-      .def("keep_arena", [](PyHostSums& s) { s.sums().keep_arena(); })
+      .def("keep_buffer", [](PyHostSums& s) { s.sums().keep_buffer(); })
       .def("close", [](PyHostSums& s) { s.sums().close(); });
 }
 

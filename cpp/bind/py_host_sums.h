@@ -14,7 +14,7 @@ namespace paceline {
 /// A HostSums, with the group kept alive behind it.
 class PyHostSums {
  public:
-  PyHostSums(nb::object group, size_t arena_bytes,
+  PyHostSums(nb::object group, size_t buffer_bytes,
              const std::vector<std::tuple<size_t, size_t, int>>& buckets,
              size_t num_slots, size_t slot_bytes);
 

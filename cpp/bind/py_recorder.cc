@@ -57,7 +57,7 @@ void bind_recorder(nb::module_& m) {
       "count_pointer"_a, "records_pointer"_a, "capacity"_a);
   m.def("stop_recording", [] { Recorder::use(nullptr); });
   // Without names of arguments, which take longer to call: it is called several
-  // times in each pass.
+  // times in each backward.
   m.def("record", [](uint16_t event, int64_t first, int64_t second) {
     if (Recorder* recorder = Recorder::current(); recorder != nullptr)
       recorder->record(static_cast<Event>(event), first, second);

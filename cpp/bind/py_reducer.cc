@@ -22,13 +22,14 @@ void bind_reducer(nb::module_& m) {
                     const std::vector<size_t>&, const std::vector<int>&,
                     const std::vector<std::pair<size_t, size_t>>&, bool,
                     const std::vector<std::tuple<size_t, size_t, int>>&>(),
-           "group"_a, "arena_bytes"_a, "offsets"_a, "counts"_a, "dtypes"_a,
+           "group"_a, "buffer_bytes"_a, "offsets"_a, "counts"_a, "dtypes"_a,
            "buckets"_a, "assigns_chunks"_a = false,
            "owned"_a = std::vector<std::tuple<size_t, size_t, int>>())
-      .def_prop_ro("arena_pointer",
-                   [](PyReducer& r) {
-                     return reinterpret_cast<Pointer>(r.reducer().arena());
-                   })
+      .def_prop_ro(
+          "buffer_pointer",
+          [](PyReducer& r) {
+            return reinterpret_cast<Pointer>(r.reducer().gradient_buffer());
+          })
       .def_prop_ro("waited_s",
                    [](PyReducer& r) {
                      return static_cast<double>(r.reducer().waited_ns()) * 1e-9;
@@ -40,20 +41,21 @@ void bind_reducer(nb::module_& m) {
       .def_prop_ro("arrivals",
                    [](PyReducer& r) {
                      const Reducer::Arrivals& all = r.reducer().arrivals();
-                     return std::tuple(all.passes, all.worked_ns,
+                     return std::tuple(all.backwards, all.worked_ns,
                                        all.times_last, all.held_up_ns);
                    })
       .def("note_first_bucket",
            [](PyReducer& r) { r.reducer().note_first_bucket(); })
       .def_prop_ro("first_bucket_ns",
                    [](PyReducer& r) { return r.reducer().first_bucket_ns(); })
-      .def_prop_ro("passes", [](PyReducer& r) { return r.reducer().passes(); })
+      .def_prop_ro("backwards",
+                   [](PyReducer& r) { return r.reducer().backwards(); })
       .def_prop_ro("completed",
                    [](PyReducer& r) { return r.reducer().completed(); })
       .def_prop_ro("outcome",
                    [](PyReducer& r) { return r.reducer().outcome(); })
-      .def_prop_ro("in_pass",
-                   [](PyReducer& r) { return r.reducer().in_pass(); })
+      .def_prop_ro("in_backward",
+                   [](PyReducer& r) { return r.reducer().in_backward(); })
       .def_prop_ro("num_chunks",
                    [](PyReducer& r) { return r.reducer().num_chunks(); })
       .def(
@@ -62,10 +64,10 @@ void bind_reducer(nb::module_& m) {
           "weight"_a)
       .def(
           "set_note",
-          [](PyReducer& r, uint32_t note, int64_t recorded_pass) {
-            r.reducer().set_note(note, recorded_pass);
+          [](PyReducer& r, uint32_t note, int64_t recorded_backward) {
+            r.reducer().set_note(note, recorded_backward);
           },
-          "note"_a, "recorded_pass"_a = -1)
+          "note"_a, "recorded_backward"_a = -1)
       .def("mark_ready", &PyReducer::mark_ready, "param"_a, "grad_pointer"_a)
       .def("mark_copied", &PyReducer::mark_copied, "param"_a, "grad_pointer"_a,
            "nbytes"_a, "is_shared"_a = false)
@@ -76,7 +78,7 @@ void bind_reducer(nb::module_& m) {
           },
           "pointer"_a, "nbytes"_a)
       .def("finish", &PyReducer::finish, "status"_a, "allow_unused"_a,
-           "allow_nobodys"_a = false)
+           "allow_globally_unused"_a = false)
       .def(
           "unused",
           [](PyReducer& r, int rank) { return r.reducer().unused(rank); },

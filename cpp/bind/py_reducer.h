@@ -15,7 +15,7 @@ namespace paceline {
 /// A Reducer, with the group kept alive behind it.
 class PyReducer final : public GradientTaker {
  public:
-  PyReducer(nb::object group, size_t arena_bytes,
+  PyReducer(nb::object group, size_t buffer_bytes,
             const std::vector<size_t>& offsets,
             const std::vector<size_t>& counts, const std::vector<int>& dtypes,
             const std::vector<std::pair<size_t, size_t>>& buckets,
@@ -36,7 +36,7 @@ class PyReducer final : public GradientTaker {
       for (const auto& [begin, end, rank] : owned)
         ranges.push_back({begin, end, rank});
       reducer_ =
-          std::make_unique<Reducer>(core.heap, arena_bytes, parameters, spans,
+          std::make_unique<Reducer>(core.heap, buffer_bytes, parameters, spans,
                                     assigns_chunks, std::move(ranges));
     });
   }
@@ -56,8 +56,8 @@ class PyReducer final : public GradientTaker {
       reducer_->mark_copied(parameter, as_pointer(gradient), bytes, is_shared);
     });
   }
-  uint32_t finish(const PassStatus& status, bool allow_unused,
-                  bool allow_nobodys) {
+  uint32_t finish(const BackwardStatus& status, bool allow_unused,
+                  bool allow_globally_unused) {
     check_not_nested();
     finishing_ = Turn::this_thread();
     struct Finished {
@@ -65,10 +65,10 @@ class PyReducer final : public GradientTaker {
       ~Finished() { finishing = 0; }
     } const finished{finishing_};
     return group_->call(kUnlockBytes, [&](HostGroup&) {
-      return reducer_->finish(status, allow_unused, allow_nobodys);
+      return reducer_->finish(status, allow_unused, allow_globally_unused);
     });
   }
-  /// This rank goes on with no pass: the others raise.
+  /// This rank goes on with no backward: the others raise.
   void give_up(const char* why) { group_->group().session.abort(why); }
   void close() { reducer_->close(); }
   Reducer& reducer() {
@@ -78,7 +78,7 @@ class PyReducer final : public GradientTaker {
 
  private:
   /// A signal handler may run inside of finish(). What it does on the group has
-  /// its place beside a pass that ends; another pass of this reducer has not.
+  /// its place beside a backward that ends; another backward of this reducer has not.
   void check_not_nested() {
     if (finishing_ == 0 || finishing_ != Turn::this_thread()) return;
     raise_failure({.reason = Reason::kNested,

@@ -1,6 +1,6 @@
 // barrier: nobody returns before everybody has called it.
 //
-// Steps: one meeting. Bytes: one line, the gate's.
+// Steps: one barrier. Bytes: one line, the gate's.
 #pragma once
 
 #include "collectives/calls.h"

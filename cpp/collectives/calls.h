@@ -1,4 +1,4 @@
-// What every collective is made of: a call that says what it is, meetings, and
+// What every collective is made of: a call that says what it is, barriers, and
 // buffers where the others can read.
 //
 // A collective puts data where the others can read it (its small buffers, its

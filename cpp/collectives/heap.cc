@@ -81,7 +81,7 @@ void Heap::decide(size_t length) {
                                                 std::memory_order_release);
     }
   }
-  // Release: publishes the entry; partner: allocate(). (The meeting after it
+  // Release: publishes the entry; partner: allocate(). (The barrier after it
   // would do, too.)
   mapping_.header().last_allocation.store(entry, std::memory_order_release);
 }

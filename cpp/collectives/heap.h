@@ -1,7 +1,7 @@
 // Arrays at the same offset in every rank's slab.
 //
 // Steps: all meet; rank 0 decides where; all meet; each rank reserves its own
-// share; a third meeting tells all of them whether somebody could not. No data
+// share; a third barrier tells all of them whether somebody could not. No data
 // moves.
 #pragma once
 

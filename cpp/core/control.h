@@ -229,12 +229,12 @@ struct alignas(kLinePairBytes) RankLine {
   /// Whether nothing but the end of that wait lets this rank come to another
   /// call: no other thread of it makes calls, nor is the wait within another.
   Atomic<uint32_t> waits_alone;
-  /// Forwards since the last pass, told with `activity`.
+  /// Forwards since the last backward, told with `activity`.
   Atomic<uint32_t> forwards;
   /// Has raised because of `abort`.
   Atomic<uint32_t> is_informed;
   /// Why this rank could not reserve its share of the last allocation: an
-  /// errno; 0: it could. Written before the last meeting of that call.
+  /// errno; 0: it could. Written before the last barrier of that call.
   Atomic<uint32_t> allocation_error;
   /// Why this rank raised, when `abort` names it.
   char message[1024];
@@ -248,7 +248,7 @@ enum class WaitKind : uint32_t {
   kNowhere = 0,
   kForming = 1,   ///< for the others to take their places
   kCall = 2,      ///< at the gate
-  kPass = 3,      ///< at the end of a pass, or for its chunks
+  kBackward = 3,  ///< at the end of a backward, or for its chunks
   kHostSums = 4,  ///< for gradients of its host, one of several
   kMessage = 5,   ///< for a message between two ranks
 };
@@ -262,8 +262,8 @@ constexpr const char* name_of(WaitKind kind) {
       return "forming";
     case WaitKind::kCall:
       return "call";
-    case WaitKind::kPass:
-      return "pass";
+    case WaitKind::kBackward:
+      return "backward";
     case WaitKind::kHostSums:
       return "host_sums";
     case WaitKind::kMessage:

@@ -1,4 +1,4 @@
-// What this process records of its passes: a ring of records in a file that it
+// What this process records of its backward passes: a ring of records in a file that it
 // maps, which is there after the process was killed.
 //
 // A record is written where something happens, without a lock or a system call.
@@ -25,12 +25,12 @@ enum class Event : uint16_t {
   kWaited = 3,
   /// It has copied means back (when it began, 0).
   kCopiedBack = 4,
-  /// As records.py says; the first number is a pass of a model.
+  /// As records.py says; the first number is a backward of a model.
   kForwardBegan = 5,
   kForwardEnded = 6,
   kBackwardBegan = 7,
   kBackwardEnded = 8,
-  kPassEnded = 9,
+  kAveragingEnded = 9,
 };
 
 struct Record {

@@ -227,7 +227,7 @@ void Session::find_reached(const Failure& so_far, uint64_t (&waiting)[2],
 bool Session::is_crossed(uint64_t place, int64_t start_ns,
                          const Failure& so_far) const {
   const auto is_call = [](uint64_t at) {
-    return kind_of(at) == WaitKind::kCall || kind_of(at) == WaitKind::kPass;
+    return kind_of(at) == WaitKind::kCall || kind_of(at) == WaitKind::kBackward;
   };
   if (!is_call(place)) return false;
   bool is_found = false;

@@ -81,7 +81,7 @@ class Session {
   /// Whether this process is a child forked from the one that joined; it does
   /// not map the region.
   bool is_forked() const { return fork_generation_ != fork_generation(); }
-  /// `forwards`: how many this rank has begun since its last pass.
+  /// `forwards`: how many this rank has begun since its last backward.
   void set_activity(const char* text, uint32_t forwards = 0);
   /// Throws unless this process may use the group: not closed, not forked, not
   /// aborted.

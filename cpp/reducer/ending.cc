@@ -1,4 +1,4 @@
-// How a pass ends, the same for all ranks; see the head of reducer.h.
+// How a backward ends, the same for all ranks; see the head of reducer.h.
 #include <string.h>
 
 #include <algorithm>
@@ -11,37 +11,40 @@
 
 namespace paceline {
 
-uint32_t Reducer::finish(const PassStatus& status, bool allow_unused,
-                         bool allow_nobodys) {
+uint32_t Reducer::finish(const BackwardStatus& status, bool allow_unused,
+                         bool allow_globally_unused) {
   check_usable();
-  if (!in_pass_) begin_pass();
+  if (!in_backward_) begin_backward();
   has_no_means_ = true;  // until it has
   try {
-    const uint32_t outcome = complete_pass(status, allow_unused, allow_nobodys);
-    pass_over_ns_ = now_ns();
+    const uint32_t outcome =
+        complete_backward(status, allow_unused, allow_globally_unused);
+    backward_over_ns_ = now_ns();
     slept_before_ns_ = slept_ns;
     outcome_ = outcome;
-    ++completed_passes_;
+    ++completed_backwards_;
     return outcome;
   } catch (...) {
     leave();
-    keep_arena();
+    keep_buffer();
     throw;
   }
 }
 
-uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
-                                bool allow_nobodys) {
+uint32_t Reducer::complete_backward(const BackwardStatus& status,
+                                    bool allow_unused,
+                                    bool allow_globally_unused) {
   if (Recorder* recorder = Recorder::current();
-      recorder != nullptr && recorded_pass_ >= 0)
-    recorder->record(Event::kBackwardEnded, recorded_pass_, status.finished);
-  recorded_pass_ = -1;
+      recorder != nullptr && recorded_backward_ >= 0)
+    recorder->record(Event::kBackwardEnded, recorded_backward_,
+                     status.finished);
+  recorded_backward_ = -1;
   fault_point(Point::kBeforeEnd);
-  uint64_t* bits = unused_bits(session_.rank(), pass_);
+  uint64_t* bits = unused_bits(session_.rank(), backward_);
   std::fill_n(bits, unused_words_, 0);
   bool any_unused = false;
   for (size_t p = 0; p < parameters_.size(); ++p) {
-    if (parameters_[p].ready_in_pass == pass_) continue;
+    if (parameters_[p].ready_in_backward == backward_) continue;
     bits[p / 64] |= uint64_t{1} << (p % 64);
     any_unused = true;
   }
@@ -49,28 +52,30 @@ uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
     forget_outside();
   } else {
     part_overlapping();
-    if (any_unused && (allow_unused || allow_nobodys)) add_unused();
+    if (any_unused && (allow_unused || allow_globally_unused)) add_unused();
   }
-  uint32_t flags = any_unused ? kPassUnused : 0;
-  if (any_unused && !allow_unused) flags |= kPassUnusedRefused;
+  uint32_t flags = any_unused ? kBackwardUnused : 0;
+  if (any_unused && !allow_unused) flags |= kBackwardUnusedRefused;
   uint32_t verdict = end_backward(status, flags);
   fault_point(Point::kAfterEnd);
-  in_pass_ = false;
+  in_backward_ = false;
   leave();
-  finished_passes_ = pass_;
-  constexpr uint32_t kBoth = kPassForwardsDiffer | kPassLeftDiffer;
+  finished_backwards_ = backward_;
+  constexpr uint32_t kBoth = kBackwardForwardsDiffer | kBackwardLeftDiffer;
   if ((verdict & kBoth) != kBoth) verdict &= ~kBoth;
   // Not by what this rank allows: one without data has nothing to allow.
-  if ((verdict & kPassUnusedRefused) != 0 && allow_nobodys && is_unused_alike())
-    verdict ^= kPassUnused | kPassUnusedRefused | kPassNobodys;
+  if ((verdict & kBackwardUnusedRefused) != 0 && allow_globally_unused &&
+      is_unused_alike())
+    verdict ^=
+        kBackwardUnused | kBackwardUnusedRefused | kBackwardGloballyUnused;
   const bool is_reduced =
-      (verdict & (kPassForwardsDiffer | kPassUnusedRefused)) == 0;
-  verdict &= ~(kPassUnusedRefused | kPassLeftDiffer);
+      (verdict & (kBackwardForwardsDiffer | kBackwardUnusedRefused)) == 0;
+  verdict &= ~(kBackwardUnusedRefused | kBackwardLeftDiffer);
   if (!is_reduced) {
     restart_without_reduction();
     return verdict;
   }
-  wait_for(control().chunks_done, pass_ * total_chunks_, kEnded,
+  wait_for(control().chunks_done, backward_ * total_chunks_, kEnded,
            [&] { progress(ChunkLimit::kAll); });
   record_wait(kNobody);
   Recorder* const recorder = Recorder::current();
@@ -79,17 +84,17 @@ uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
   if (recorder != nullptr)
     recorder->record(Event::kCopiedBack, copying_from_ns, 0);
   has_no_means_ = false;
-  const PassControl& shared = control();
-  const auto saw = [&](const Atomic<uint64_t>& pass, uint32_t flag) {
-    return pass.load(std::memory_order_relaxed) == pass_ ? flag : 0;
+  const BackwardControl& shared = control();
+  const auto saw = [&](const Atomic<uint64_t>& backward, uint32_t flag) {
+    return backward.load(std::memory_order_relaxed) == backward_ ? flag : 0;
   };
-  return verdict | saw(shared.nonfinite_pass, kPassNonFinite) |
-         saw(shared.overflow_pass, kPassOverflow);
+  return verdict | saw(shared.nonfinite_backward, kBackwardNonFinite) |
+         saw(shared.overflow_backward, kBackwardOverflow);
 }
 
 // Whoever caught the exception that broke the backward off may have cleared the
 // gradients since, in place, and the next backward adds to them. They are not
-// written any more: by a void pass neither, whose complete buckets are reduced.
+// written any more: by a void backward neither, whose complete buckets are reduced.
 void Reducer::forget_outside() {
   overlapping_.clear();
   for (Parameter& parameter : parameters_) parameter.copy_back = nullptr;
@@ -98,8 +103,8 @@ void Reducer::forget_outside() {
 void Reducer::collect_written(std::vector<Extent>& found) const {
   for (size_t p = 0; p < parameters_.size(); ++p) {
     const Parameter& parameter = parameters_[p];
-    if (parameter.ready_in_pass != pass_ || parameter.copy_back == nullptr ||
-        parameter.span.count == 0)
+    if (parameter.ready_in_backward != backward_ ||
+        parameter.copy_back == nullptr || parameter.span.count == 0)
       continue;
     const size_t bytes =
         parameter.span.count * dtype_bytes(parameter.span.dtype);
@@ -113,17 +118,18 @@ void Reducer::part_overlapping() {
   overlapping_ = find_overlapping();
   for (const size_t index : overlapping_) {
     Parameter& parameter = parameters_[index];
-    if (parameter.copy_back != nullptr) move_into_arena(parameter);
+    if (parameter.copy_back != nullptr) move_into_buffer(parameter);
   }
 }
 
 // Only chunks that are assigned to this rank are not there already, and none of
 // them is reduced yet.
-void Reducer::move_into_arena(Parameter& parameter) {
+void Reducer::move_into_buffer(Parameter& parameter) {
   for (uint32_t i = parameter.first_segment; i < parameter.end_segment; ++i) {
     const Segment& segment = segments_[segments_in_order_[i]];
     if (segment.owner != session_.rank()) continue;
-    memcpy(arena() + segment.offset, own_place_of(segment), segment.bytes());
+    memcpy(gradient_buffer() + segment.offset, own_place_of(segment),
+           segment.bytes());
   }
   parameter.copy_back = nullptr;
 }
@@ -132,9 +138,9 @@ void Reducer::move_into_arena(Parameter& parameter) {
 // after all.
 void Reducer::add_unused() {
   for (Parameter& parameter : parameters_) {
-    if (parameter.ready_in_pass == pass_) continue;
+    if (parameter.ready_in_backward == backward_) continue;
     const auto [offset, count, dtype] = parameter.span;
-    memset(arena() + offset, 0, count * dtype_bytes(dtype));
+    memset(gradient_buffer() + offset, 0, count * dtype_bytes(dtype));
     parameter.copy_back = nullptr;
     post_complete(parameter);
   }
@@ -142,12 +148,12 @@ void Reducer::add_unused() {
 
 // Whether all ranks with data have left the same parameters unused. The others
 // have marked everything, or nothing. All read the same: what ranks wrote
-// before they ended, and write again only when all have ended another pass.
+// before they ended, and write again only when all have ended another backward.
 bool Reducer::is_unused_alike() const {
   const uint64_t* first = nullptr;
   for (int r = 0; r < session_.world(); ++r) {
-    if (PassStatus::unpack(header(r, pass_).status).finished) continue;
-    const uint64_t* bits = unused_bits(r, pass_);
+    if (BackwardStatus::unpack(header(r, backward_).status).finished) continue;
+    const uint64_t* bits = unused_bits(r, backward_);
     if (first == nullptr) first = bits;
     if (!std::equal(bits, bits + unused_words_, first)) return false;
   }
@@ -156,41 +162,42 @@ bool Reducer::is_unused_alike() const {
 
 // Says that this rank's backward is over, and waits for the others to say so,
 // reducing meanwhile.
-uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
-  PassControl& shared = control();
-  PassHeader& own = header(session_.rank(), pass_);
+uint32_t Reducer::end_backward(const BackwardStatus& status, uint32_t flags) {
+  BackwardControl& shared = control();
+  BackwardHeader& own = header(session_.rank(), backward_);
   own.status = status.pack();
   uint64_t first = 0;
   const uint64_t mine = own.status + 1;
-  uint32_t difference = PassStatus::kNone;
+  uint32_t difference = BackwardStatus::kNone;
   if (status.finished) {
-    flags |= kPassFinished;
+    flags |= kBackwardFinished;
   } else if (status.interrupted) {
-    difference = PassStatus::kInBoth;
+    difference = BackwardStatus::kInBoth;
   } else if (!shared.status.compare_exchange_strong(
                  first, mine, std::memory_order_relaxed)) {
-    difference = PassStatus::difference(first - 1, own.status);
+    difference = BackwardStatus::difference(first - 1, own.status);
   }
-  if ((difference & PassStatus::kInForwards) != 0) flags |= kPassForwardsDiffer;
-  if ((difference & PassStatus::kInLeft) != 0) flags |= kPassLeftDiffer;
-  if (!status.is_plain() && !status.finished) flags |= kPassTold;
+  if ((difference & BackwardStatus::kInForwards) != 0)
+    flags |= kBackwardForwardsDiffer;
+  if ((difference & BackwardStatus::kInLeft) != 0) flags |= kBackwardLeftDiffer;
+  if (!status.is_plain() && !status.finished) flags |= kBackwardTold;
   own.note = note_;
   own.ended_ns = now_ns();
-  own.worked_ns = pass_over_ns_ == 0
+  own.worked_ns = backward_over_ns_ == 0
                       ? 0
-                      : std::max<int64_t>(0, own.ended_ns - pass_over_ns_ -
+                      : std::max<int64_t>(0, own.ended_ns - backward_over_ns_ -
                                                  (slept_ns - slept_before_ns_));
   if (uint32_t told = 0; note_ != 0 &&
                          !shared.note.compare_exchange_strong(
                              told, note_, std::memory_order_relaxed) &&
                          told != note_) {
-    flags |= kPassNotesDiffer;
+    flags |= kBackwardNotesDiffer;
   }
   if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);
   // acq_rel: releases this rank's header, unused bits and flags; the last to
   // end acquires everybody's. Partners: each other; what the last has acquired
-  // it hands on with ended_pass, in count_up().
-  const uint64_t all = pass_ * static_cast<uint64_t>(session_.world());
+  // it hands on with ended_backward, in count_up().
+  const uint64_t all = backward_ * static_cast<uint64_t>(session_.world());
   if (shared.ended.fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
     shared.verdict.store(shared.flags.load(std::memory_order_relaxed),
                          std::memory_order_relaxed);
@@ -198,38 +205,38 @@ uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
     shared.status.store(0, std::memory_order_relaxed);
     shared.note.store(0, std::memory_order_relaxed);
     // Unless somebody has given up on it.
-    if (count_up(shared.ended_pass, pass_)) ring(kWakeAll);
+    if (count_up(shared.ended_backward, backward_)) ring(kWakeAll);
   }
   own.stage.store(stage(kEnded), std::memory_order_relaxed);
   const int64_t waited_before_ns = waited_ns_;
-  wait_for(shared.ended_pass, pass_, kEnded,
+  wait_for(shared.ended_backward, backward_, kEnded,
            [&] { progress(ChunkLimit::kAll); });
   record_wait(note_arrivals(waited_ns_ - waited_before_ns));
   return shared.verdict.load(std::memory_order_relaxed);
 }
 
 // Reads what ranks wrote before they ended; they write it again only when all
-// have ended another pass.
+// have ended another backward.
 int Reducer::note_arrivals(int64_t waited_ns) {
   const auto world = static_cast<size_t>(session_.world());
-  const size_t place = worked_passes_ % kWorkedPasses;
+  const size_t place = worked_backwards_ % kWorkedBackwards;
   size_t last = 0;
   bool is_known = true;
   int64_t ended_sum_ns = 0;
   for (size_t r = 0; r < world; ++r) {
-    const PassHeader& theirs = header(static_cast<int>(r), pass_);
-    if (theirs.ended_ns > header(static_cast<int>(last), pass_).ended_ns)
+    const BackwardHeader& theirs = header(static_cast<int>(r), backward_);
+    if (theirs.ended_ns > header(static_cast<int>(last), backward_).ended_ns)
       last = r;
-    worked_[r * kWorkedPasses + place] = theirs.worked_ns;
+    worked_[r * kWorkedBackwards + place] = theirs.worked_ns;
     arrivals_.worked_ns[r] += theirs.worked_ns;
     ended_sum_ns += theirs.ended_ns;
     is_known = is_known && theirs.worked_ns != 0;
   }
   if (is_known) {
-    ++worked_passes_;
-    ++arrivals_.passes;
+    ++worked_backwards_;
+    ++arrivals_.backwards;
     ++arrivals_.times_last[last];
-    const int64_t last_ns = header(static_cast<int>(last), pass_).ended_ns;
+    const int64_t last_ns = header(static_cast<int>(last), backward_).ended_ns;
     arrivals_.held_up_ns[last] +=
         (static_cast<int64_t>(world) * last_ns - ended_sum_ns) /
         std::max<int64_t>(1, static_cast<int64_t>(world) - 1);
@@ -247,15 +254,15 @@ void Reducer::record_wait(int whom) {
 }
 
 // Chunks of complete buckets may have been reduced; what they hold is of no use
-// then. Brings the counters to where the pass would have ended.
+// then. Brings the counters to where the backward would have ended.
 void Reducer::restart_without_reduction() {
-  PassControl& shared = control();
+  BackwardControl& shared = control();
   const auto world = static_cast<uint64_t>(session_.world());
-  // Two meetings: nobody reduces any more before rank 0 writes; nobody goes on
+  // Two barriers: nobody reduces any more before rank 0 writes; nobody goes on
   // before it has.
   const auto meet = [&](Stage next, uint64_t target) {
     if (count_up(shared.restarted, target)) ring(kWakeAll);
-    header(session_.rank(), pass_)
+    header(session_.rank(), backward_)
         .stage.store(stage(next), std::memory_order_relaxed);
     wait_for(shared.restarted, target, next, [] {});
   };
@@ -263,11 +270,13 @@ void Reducer::restart_without_reduction() {
   meet(kVoid, base + world);
   if (session_.rank() == 0) {
     for (size_t b = 0; b < buckets_.size(); ++b) {
-      bucket_control(b).arrived.store(pass_ * world, std::memory_order_relaxed);
-      bucket_control(b).claim.store(pass_ << 32 | UINT32_MAX,
+      bucket_control(b).arrived.store(backward_ * world,
+                                      std::memory_order_relaxed);
+      bucket_control(b).claim.store(backward_ << 32 | UINT32_MAX,
                                     std::memory_order_relaxed);
     }
-    shared.chunks_done.store(pass_ * total_chunks_, std::memory_order_relaxed);
+    shared.chunks_done.store(backward_ * total_chunks_,
+                             std::memory_order_relaxed);
   }
   meet(kReset, base + 2 * world);
   record_wait(kNobody);
@@ -291,14 +300,14 @@ void Reducer::wait_until(Stage awaited, Ready ready) {
   const int64_t start_ns = now_ns();
   wait_began_ns_ = start_ns;
   const int64_t reducing_before_ns = reducing_ns_;
-  PassControl& shared = control();
+  BackwardControl& shared = control();
   session_.wait_until(
-      wait_place(WaitKind::kPass, (control_at_ << 20) + pass_), shared.bell,
-      shared.sleepers, session_.timeout_ns(-1), ready, [&](int r) {
-        const PassHeader& theirs = header(r, pass_);
+      wait_place(WaitKind::kBackward, (control_at_ << 20) + backward_),
+      shared.bell, shared.sleepers, session_.timeout_ns(-1), ready, [&](int r) {
+        const BackwardHeader& theirs = header(r, backward_);
         // What a rank owes is its own fault only once all gradients are there.
         const bool can_reduce = has_reached(
-            shared.ended_pass.load(std::memory_order_relaxed), pass_);
+            shared.ended_backward.load(std::memory_order_relaxed), backward_);
         return theirs.stage.load(std::memory_order_relaxed) < stage(awaited) ||
                theirs.is_reducing.load(std::memory_order_relaxed) != 0 ||
                (can_reduce && awaited == kEnded &&

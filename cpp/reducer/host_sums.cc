@@ -25,12 +25,12 @@ bool has_bit(const uint64_t* bits, int index) {
 
 }  // namespace
 
-HostSums::HostSums(Heap& heap, size_t arena_bytes,
+HostSums::HostSums(Heap& heap, size_t buffer_bytes,
                    std::vector<SummedBucket> buckets, size_t num_slots,
                    size_t slot_bytes)
     : heap_(heap),
       session_(heap.session()),
-      arena_bytes_(arena_bytes),
+      buffer_bytes_(buffer_bytes),
       buckets_(std::move(buckets)),
       num_slots_(num_slots),
       slot_bytes_(slot_bytes) {
@@ -38,9 +38,10 @@ HostSums::HostSums(Heap& heap, size_t arena_bytes,
     const auto& [begin, end, dtype] = buckets_[b];
     if (!is_supported(dtype, ReduceOp::kMean))
       misuse("bucket " + std::to_string(b) + " is not of a floating type");
-    if (begin >= end || end > arena_bytes_ ||
+    if (begin >= end || end > buffer_bytes_ ||
         (end - begin) % dtype_bytes(dtype) != 0)
-      misuse("bucket " + std::to_string(b) + " is no range of the arena");
+      misuse("bucket " + std::to_string(b) +
+             " is no range of the gradient buffer");
   }
   layout_.progress_at = round_up(sizeof(Bell), kLinePairBytes);
   layout_.posted_at = layout_.progress_at + sizeof(Progress);
@@ -50,7 +51,7 @@ HostSums::HostSums(Heap& heap, size_t arena_bytes,
   layout_.bytes = layout_.slots_at + 2 * num_slots_ * slot_bytes_;
   control_at_ = heap_.allocate(layout_.bytes, -1);
   try {
-    arena_at_ = heap_.allocate(arena_bytes_, -1);
+    buffer_at_ = heap_.allocate(buffer_bytes_, -1);
   } catch (...) {
     heap_.free(control_at_);
     throw;
@@ -62,8 +63,8 @@ HostSums::~HostSums() { close(); }
 void HostSums::close() {
   if (closed_) return;
   closed_ = true;
-  in_pass_ = false;
-  heap_.free(arena_at_);
+  in_backward_ = false;
+  heap_.free(buffer_at_);
   // Others may still be reading how far this rank has come.
   heap_.free(control_at_, true);
 }
@@ -73,11 +74,11 @@ void HostSums::check_usable() {
   session_.check_usable();
 }
 
-void HostSums::keep_arena() {
-  if (is_arena_kept_ || closed_ || session_.is_forked() || !session_.is_over())
+void HostSums::keep_buffer() {
+  if (is_buffer_kept_ || closed_ || session_.is_forked() || !session_.is_over())
     return;
-  is_arena_kept_ = true;
-  session_.keep_to_itself(arena_at_, arena_bytes_);
+  is_buffer_kept_ = true;
+  session_.keep_to_itself(buffer_at_, buffer_bytes_);
 }
 
 const SummedBucket& HostSums::bucket(size_t index) const {
@@ -96,31 +97,31 @@ void HostSums::check_part(size_t index, size_t first, size_t count) const {
 
 void* HostSums::at(int rank, size_t index, size_t first) const {
   const SummedBucket& bucket = buckets_[index];
-  return arena_of(rank) + bucket.begin + first * dtype_bytes(bucket.dtype);
+  return buffer_of(rank) + bucket.begin + first * dtype_bytes(bucket.dtype);
 }
 
-void HostSums::begin_pass(double weight) {
+void HostSums::begin_backward(double weight) {
   check_usable();
-  if (in_pass_) misuse("a pass was begun twice");
-  ++pass_;
-  in_pass_ = true;
+  if (in_backward_) misuse("a backward was begun twice");
+  ++backward_;
+  in_backward_ = true;
   // Published by post().
-  progress(session_.rank()).weight[pass_ & 1] = weight;
+  progress(session_.rank()).weight[backward_ & 1] = weight;
 }
 
 void HostSums::post(size_t index) {
   check_usable();
   bucket(index);
-  if (!in_pass_) misuse("a bucket was posted outside of a pass");
+  if (!in_backward_) misuse("a bucket was posted outside of a backward");
   Atomic<uint64_t>& own = posted(session_.rank(), index);
-  if (own.load(std::memory_order_relaxed) == pass_) {
+  if (own.load(std::memory_order_relaxed) == backward_) {
     misuse("bucket " + std::to_string(index) +
            " was posted twice in one backward pass");
   }
   fault_point(Point::kBeforePost);
   // Release: this rank's gradients of the bucket, and its weight; partner: the
   // acquire in is_complete().
-  own.store(pass_, std::memory_order_release);
+  own.store(backward_, std::memory_order_release);
   ring();
   fault_point(Point::kAfterPost);
 }
@@ -129,7 +130,8 @@ bool HostSums::is_complete(size_t index) const {
   bucket(index);
   for (int r = 0; r < session_.world(); ++r) {
     // Acquire; partner: the release in post().
-    if (posted(r, index).load(std::memory_order_acquire) < pass_) return false;
+    if (posted(r, index).load(std::memory_order_acquire) < backward_)
+      return false;
   }
   return true;
 }
@@ -140,7 +142,7 @@ void HostSums::wait_complete(size_t index) {
   wait_until(
       -1, [&] { return is_complete(index); },
       [&](int r) {
-        return posted(r, index).load(std::memory_order_relaxed) < pass_;
+        return posted(r, index).load(std::memory_order_relaxed) < backward_;
       });
 }
 
@@ -156,7 +158,7 @@ void HostSums::check_ranks(Neighbours ranks) const {
 std::vector<double> HostSums::weights(Neighbours ranks) const {
   std::vector<double> found;
   for (int r = ranks.begin; r < ranks.end; ++r)
-    found.push_back(progress(r).weight[pass_ & 1]);
+    found.push_back(progress(r).weight[backward_ & 1]);
   return found;
 }
 
@@ -265,7 +267,8 @@ void HostSums::count_share() {
   fault_point(Point::kChunkReduced);
   // Release: the share is written everywhere, and slots and flags with it;
   // partner: the acquire in wait_published().
-  const bool is_last = count_up(bell().published, pass_ * shares_per_pass());
+  const bool is_last =
+      count_up(bell().published, backward_ * shares_per_backward());
   // After that: where this rank is stopped in between, it is late.
   progress(session_.rank()).published.fetch_add(1, std::memory_order_relaxed);
   if (is_last) ring();
@@ -274,9 +277,10 @@ void HostSums::count_share() {
 void HostSums::wait_published(double timeout_s) {
   if (closed_) throw Failure{.reason = Reason::kClosed};
   fault_point(Point::kBeforeEnd);
-  const uint64_t all = pass_ * shares_per_pass();
-  const uint64_t own = pass_ * buckets_.size();
-  progress(session_.rank()).ended_pass.store(pass_, std::memory_order_relaxed);
+  const uint64_t all = backward_ * shares_per_backward();
+  const uint64_t own = backward_ * buckets_.size();
+  progress(session_.rank())
+      .ended_backward.store(backward_, std::memory_order_relaxed);
   Atomic<uint64_t>& count = bell().published;
   wait_settled(count, all, [&] {
     wait_until(
@@ -287,19 +291,20 @@ void HostSums::wait_published(double timeout_s) {
           return progress(r).published.load(std::memory_order_relaxed) < own;
         });
   });
-  in_pass_ = false;
+  in_backward_ = false;
   fault_point(Point::kAfterEnd);
 }
 
 void HostSums::note_overflow() {
   // Relaxed: published by count_share().
   progress(session_.rank())
-      .overflow_pass.store(pass_, std::memory_order_relaxed);
+      .overflow_backward.store(backward_, std::memory_order_relaxed);
 }
 
 bool HostSums::has_overflow() const {
   for (int r = 0; r < session_.world(); ++r) {
-    if (progress(r).overflow_pass.load(std::memory_order_relaxed) == pass_)
+    if (progress(r).overflow_backward.load(std::memory_order_relaxed) ==
+        backward_)
       return true;
   }
   return false;
@@ -308,16 +313,16 @@ bool HostSums::has_overflow() const {
 std::byte* HostSums::slot(size_t index) const {
   if (index >= num_slots_) misuse("no slot " + std::to_string(index));
   return control_of(0) + layout_.slots_at +
-         ((pass_ & 1) * num_slots_ + index) * slot_bytes_;
+         ((backward_ & 1) * num_slots_ + index) * slot_bytes_;
 }
 
 std::vector<int> HostSums::waiting_ranks() const {
   std::vector<int> found;
   if (closed_ || session_.is_closed()) return found;
-  const uint64_t next = in_pass_ ? pass_ : pass_ + 1;
+  const uint64_t next = in_backward_ ? backward_ : backward_ + 1;
   for (int r = 0; r < session_.world(); ++r) {
     if (r != session_.rank() &&
-        progress(r).ended_pass.load(std::memory_order_relaxed) >= next)
+        progress(r).ended_backward.load(std::memory_order_relaxed) >= next)
       found.push_back(r);
   }
   return found;
@@ -334,8 +339,9 @@ void HostSums::wait_until(double timeout_s, Ready ready, IsLate is_late) {
   if (ready()) return;
   const int64_t start_ns = now_ns();
   session_.wait_until(
-      wait_place(WaitKind::kHostSums, (control_at_ << 20) + pass_), bell().bell,
-      bell().sleepers, session_.timeout_ns(timeout_s), ready, is_late);
+      wait_place(WaitKind::kHostSums, (control_at_ << 20) + backward_),
+      bell().bell, bell().sleepers, session_.timeout_ns(timeout_s), ready,
+      is_late);
   waited_ns_ += now_ns() - start_ns;
 }
 

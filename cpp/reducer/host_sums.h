@@ -2,18 +2,18 @@
 // that they share, before and after the sums travel.
 //
 // Words
-//   arena    one contiguous piece of each rank's slab, at the same offset, with
+//   gradient buffer    one contiguous piece of each rank's slab, at the same offset, with
 //            a place for every gradient
-//   bucket   a byte range of the arena, of one type; a rank posts it once every
+//   bucket   a byte range of the gradient buffer, of one type; a rank posts it once every
 //            gradient in it is final there
 //   share    the part of a bucket that one rank of the host sums, exchanges
 //            with its partners on the other hosts, and publishes. Who has which
 //            part the caller decides; together they are the bucket.
 //   sum      of the host's ranks, weighted and undivided, in sum_type()
-//   slot     a few bytes of the pass that all ranks of the host read at its
+//   slot     a few bytes of the backward that all ranks of the host read at its
 //            end: what the ranks of all hosts tell of it
 //
-// Steps of pass p, on each rank of a host
+// Steps of backward p, on each rank of a host
 //   1. post(b):      posted[b] = p   (release: its gradients of b are in place)
 //   2. is_complete(b), wait_complete(b): posted[b] >= p on every rank of the
 //                    host            (acquire)
@@ -29,11 +29,11 @@
 // nothing is summed before, and average() takes the place of step 4.
 //
 // Nothing is reset: counters only grow. `published` is a settled count
-// (settled_count.h), so a pass is good for all ranks of the host or for none.
+// (settled_count.h), so a backward is good for all ranks of the host or for none.
 //
-// Slots, weights and flags of a pass are kept twice, for odd and even passes: a
-// fast rank may be one pass ahead of one that still reads. It is never two
-// ahead, because a pass ends only when every rank has posted all of it.
+// Slots, weights and flags of a backward are kept twice, for odd and even backward passes: a
+// fast rank may be one backward ahead of one that still reads. It is never two
+// ahead, because a backward ends only when every rank has posted all of it.
 //
 // Steps 4 and 5 may be made by another thread than the others.
 //
@@ -56,7 +56,7 @@
 namespace paceline {
 
 struct SummedBucket {
-  size_t begin;  ///< bytes into the arena
+  size_t begin;  ///< bytes into the gradient buffer
   size_t end;
   DType dtype;
   size_t count() const { return (end - begin) / dtype_bytes(dtype); }
@@ -70,27 +70,27 @@ struct Neighbours {
 
 class HostSums {
  public:
-  /// Collective: allocates the arena, filled with zeros, and the counters.
+  /// Collective: allocates the gradient buffer, filled with zeros, and the counters.
   /// `num_slots` slots of `slot_bytes` each.
-  HostSums(Heap& heap, size_t arena_bytes, std::vector<SummedBucket> buckets,
+  HostSums(Heap& heap, size_t buffer_bytes, std::vector<SummedBucket> buckets,
            size_t num_slots, size_t slot_bytes);
   ~HostSums();
   HostSums(const HostSums&) = delete;
   HostSums& operator=(const HostSums&) = delete;
 
-  std::byte* arena() const { return arena_of(session_.rank()); }
+  std::byte* gradient_buffer() const { return buffer_of(session_.rank()); }
   const SummedBucket& bucket(size_t index) const;
 
-  /// Begins this rank's next pass, in which its gradients have this weight.
-  void begin_pass(double weight);
+  /// Begins this rank's next backward, in which its gradients have this weight.
+  void begin_backward(double weight);
   void post(size_t bucket);
-  /// Whether all ranks of the host have posted it in this pass.
+  /// Whether all ranks of the host have posted it in this backward.
   bool is_complete(size_t bucket) const;
   /// Blocks until all ranks of the host have posted the bucket.
   void wait_complete(size_t bucket);
   /// All ranks of the host.
   Neighbours everybody() const { return {0, session_.world()}; }
-  /// The sum of the weights of some ranks in this pass. It is known once a
+  /// The sum of the weights of some ranks in this backward. It is known once a
   /// bucket is complete.
   double total_weight(Neighbours ranks) const;
   /// The sum over some ranks of a part of a complete bucket; `first` counts
@@ -128,31 +128,31 @@ class HostSums {
   bool is_nonfinite(size_t bucket, size_t first, size_t count) const;
   /// Counts this rank's share of a bucket as published.
   void count_share();
-  /// Blocks until all shares of this pass are. Negative: as long as the group
+  /// Blocks until all shares of this backward are. Negative: as long as the group
   /// waits. Throws on all ranks of the host, but those in which a signal handler
   /// has raised or that are closed, or on none.
   void wait_published(double timeout_s);
 
-  /// Tells the host that a mean of this pass is not finite; before
+  /// Tells the host that a mean of this backward is not finite; before
   /// count_share().
   void note_overflow();
   /// Whether any rank of the host has said so; after wait_published().
   bool has_overflow() const;
-  /// A slot of this pass. It is written before count_share() and read after
+  /// A slot of this backward. It is written before count_share() and read after
   /// wait_published().
   std::byte* slot(size_t index) const;
   size_t num_slots() const { return num_slots_; }
   size_t slot_bytes() const { return slot_bytes_; }
 
   int64_t waited_ns() const { return waited_ns_; }
-  /// Whether this rank has begun a pass that it has not ended.
-  bool in_pass() const { return in_pass_; }
-  /// Ranks of the host that wait at the end of a pass this rank has not ended.
+  /// Whether this rank has begun a backward that it has not ended.
+  bool in_backward() const { return in_backward_; }
+  /// Ranks of the host that wait at the end of a backward this rank has not ended.
   std::vector<int> waiting_ranks() const;
-  /// After the end of the group: takes this rank's part of the arena out of the
+  /// After the end of the group: takes this rank's part of the gradient buffer out of the
   /// shared memory, with the values that it has. A rank that was stopped and
   /// goes on may still write its share into the others' copies.
-  void keep_arena();
+  void keep_buffer();
   void close();
 
  private:
@@ -161,19 +161,19 @@ class HostSums {
     /// Futex word: something that a rank of this host waits for has changed.
     Atomic<uint32_t> bell;
     Atomic<uint32_t> sleepers;
-    /// How many shares all ranks have published, in all passes.
+    /// How many shares all ranks have published, in all backward passes.
     Atomic<uint64_t> published;
   };
   // What follows lies in each rank's own copy of the control array.
   struct alignas(kLinePairBytes) Progress {
     double weight[2];
-    /// The last pass in which it noted an overflow.
-    Atomic<uint64_t> overflow_pass;
-    /// How many shares this rank has published in all passes: evidence for
+    /// The last backward in which it noted an overflow.
+    Atomic<uint64_t> overflow_backward;
+    /// How many shares this rank has published in all backward passes: evidence for
     /// whoever waits.
     Atomic<uint64_t> published;
-    /// The last pass that it has posted all of, and waits for.
-    Atomic<uint64_t> ended_pass;
+    /// The last backward that it has posted all of, and waits for.
+    Atomic<uint64_t> ended_backward;
   };
 
   void check_usable();
@@ -184,8 +184,8 @@ class HostSums {
   void wait_until(double timeout_s, Ready ready, IsLate is_late);
   std::vector<double> weights(Neighbours ranks) const;
 
-  std::byte* arena_of(int rank) const {
-    return session_.slab(rank) + arena_at_;
+  std::byte* buffer_of(int rank) const {
+    return session_.slab(rank) + buffer_at_;
   }
   std::byte* control_of(int rank) const {
     return session_.slab(rank) + control_at_;
@@ -194,19 +194,19 @@ class HostSums {
   Progress& progress(int rank) const {
     return *reinterpret_cast<Progress*>(control_of(rank) + layout_.progress_at);
   }
-  /// The last pass in which a rank has posted a bucket.
+  /// The last backward in which a rank has posted a bucket.
   Atomic<uint64_t>& posted(int rank, size_t bucket) const {
     return reinterpret_cast<Atomic<uint64_t>*>(control_of(rank) +
                                                layout_.posted_at)[bucket];
   }
   void* at(int rank, size_t bucket, size_t first) const;
-  uint64_t shares_per_pass() const {
+  uint64_t shares_per_backward() const {
     return buckets_.size() * static_cast<uint64_t>(session_.world());
   }
 
   Heap& heap_;
   Session& session_;
-  const size_t arena_bytes_;
+  const size_t buffer_bytes_;
   const std::vector<SummedBucket> buckets_;
   const size_t num_slots_;
   const size_t slot_bytes_;
@@ -214,13 +214,13 @@ class HostSums {
   struct ControlLayout {
     size_t progress_at, posted_at, slots_at, bytes;
   } layout_{};
-  size_t arena_at_ = 0;
+  size_t buffer_at_ = 0;
   size_t control_at_ = 0;
   /// Under way, or finished last.
-  uint64_t pass_ = 0;
-  bool in_pass_ = false;
+  uint64_t backward_ = 0;
+  bool in_backward_ = false;
   int64_t waited_ns_ = 0;
-  bool is_arena_kept_ = false;
+  bool is_buffer_kept_ = false;
   bool closed_ = false;
 };
 

@@ -1,4 +1,4 @@
-// What a finished pass was like; see reducer.h.
+// What a finished backward was like; see reducer.h.
 #include <algorithm>
 #include <limits>
 #include <utility>
@@ -10,7 +10,7 @@
 namespace paceline {
 
 std::vector<size_t> Reducer::unused(int rank) const {
-  const uint64_t* bits = unused_bits(rank, finished_passes_);
+  const uint64_t* bits = unused_bits(rank, finished_backwards_);
   std::vector<size_t> found;
   for (size_t p = 0; p < parameters_.size(); ++p) {
     if ((bits[p / 64] >> (p % 64) & 1) != 0) found.push_back(p);
@@ -23,10 +23,11 @@ std::vector<size_t> Reducer::globally_unused() const {
   for (size_t p = 0; p < parameters_.size(); ++p) {
     bool everywhere = true;
     for (int r = 0; r < session_.world() && everywhere; ++r) {
-      if (PassStatus::unpack(header(r, finished_passes_).status).finished)
+      if (BackwardStatus::unpack(header(r, finished_backwards_).status)
+              .finished)
         continue;
       everywhere =
-          (unused_bits(r, finished_passes_)[p / 64] >> (p % 64) & 1) != 0;
+          (unused_bits(r, finished_backwards_)[p / 64] >> (p % 64) & 1) != 0;
     }
     if (everywhere) found.push_back(p);
   }
@@ -34,33 +35,34 @@ std::vector<size_t> Reducer::globally_unused() const {
 }
 
 std::vector<std::vector<int64_t>> Reducer::worked_ns() const {
-  const auto count =
-      static_cast<ptrdiff_t>(std::min<uint64_t>(worked_passes_, kWorkedPasses));
+  const auto count = static_cast<ptrdiff_t>(
+      std::min<uint64_t>(worked_backwards_, kWorkedBackwards));
   std::vector<std::vector<int64_t>> found;
   for (size_t r = 0; r < waited_for_ns_.size(); ++r) {
     const auto first =
-        worked_.begin() + static_cast<ptrdiff_t>(r * kWorkedPasses);
+        worked_.begin() + static_cast<ptrdiff_t>(r * kWorkedBackwards);
     found.emplace_back(first, first + count);
   }
   return found;
 }
 
-std::vector<PassStatus> Reducer::statuses() const {
-  std::vector<PassStatus> found;
+std::vector<BackwardStatus> Reducer::statuses() const {
+  std::vector<BackwardStatus> found;
   for (int r = 0; r < session_.world(); ++r)
-    found.push_back(PassStatus::unpack(header(r, finished_passes_).status));
+    found.push_back(
+        BackwardStatus::unpack(header(r, finished_backwards_).status));
   return found;
 }
 
 std::vector<uint32_t> Reducer::notes_by_rank() const {
   std::vector<uint32_t> found;
   for (int r = 0; r < session_.world(); ++r)
-    found.push_back(header(r, finished_passes_).note);
+    found.push_back(header(r, finished_backwards_).note);
   return found;
 }
 
 std::vector<int> Reducer::waiting_ranks() const {
-  const uint64_t next = finished_passes_ + 1;
+  const uint64_t next = finished_backwards_ + 1;
   std::vector<int> found;
   if (closed_ || session_.is_closed()) return found;
   for (int r = 0; r < session_.world(); ++r) {
@@ -73,11 +75,11 @@ std::vector<int> Reducer::waiting_ranks() const {
 
 std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
   std::vector<std::pair<int, size_t>> found;
-  if (finished_passes_ == 0 || has_no_means_ ||
-      control().nonfinite_pass.load(std::memory_order_relaxed) !=
-          finished_passes_)
+  if (finished_backwards_ == 0 || has_no_means_ ||
+      control().nonfinite_backward.load(std::memory_order_relaxed) !=
+          finished_backwards_)
     return found;
-  const SegmentStats* table = stats(finished_passes_);
+  const SegmentStats* table = stats(finished_backwards_);
   for (const uint32_t s : segments_in_order_) {
     for (int r = 0; r < session_.world(); ++r) {
       if ((table[s].nonfinite_ranks[r / 64] >> (r % 64) & 1) == 0) continue;
@@ -91,11 +93,11 @@ std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
 
 std::vector<size_t> Reducer::overflowed() const {
   std::vector<size_t> found;
-  if (finished_passes_ == 0 || has_no_means_ ||
-      control().overflow_pass.load(std::memory_order_relaxed) !=
-          finished_passes_)
+  if (finished_backwards_ == 0 || has_no_means_ ||
+      control().overflow_backward.load(std::memory_order_relaxed) !=
+          finished_backwards_)
     return found;
-  const SegmentStats* table = stats(finished_passes_);
+  const SegmentStats* table = stats(finished_backwards_);
   for (const uint32_t s : segments_in_order_) {
     const uint32_t parameter = segments_[s].parameter;
     if (table[s].has_overflowed != 0 &&
@@ -107,9 +109,9 @@ std::vector<size_t> Reducer::overflowed() const {
 
 double Reducer::squared_norm() const {
   if (has_no_means_) return std::numeric_limits<double>::quiet_NaN();
-  if (finished_passes_ == 0) return 0;
+  if (finished_backwards_ == 0) return 0;
   const DefaultFloats default_floats;
-  return sum_squared_norms(stats(finished_passes_));
+  return sum_squared_norms(stats(finished_backwards_));
 }
 
 // Not inlined: see DefaultFloats.

@@ -10,66 +10,66 @@
 namespace paceline {
 namespace {
 
-/// The passes of this process. A thread looks into its own alone, so the lock
+/// The backward passes of this process. A thread looks into its own alone, so the lock
 /// is held for the list.
-struct OpenPasses {
+struct OpenBackwards {
   std::mutex mutex;
-  std::vector<OpenPass*> passes;
+  std::vector<OpenBackward*> backwards;
   uint32_t fork_generation;
 };
 
-// A forked child has none of its parent's passes; and the lock may have been
+// A forked child has none of its parent's backward passes; and the lock may have been
 // held by a thread that it does not have.
-OpenPasses& open_passes() {
-  static Atomic<OpenPasses*> current{nullptr};
+OpenBackwards& open_backwards() {
+  static Atomic<OpenBackwards*> current{nullptr};
   // Acquire: what another thread has made; partner: the exchange below.
-  OpenPasses* seen = current.load(std::memory_order_acquire);
+  OpenBackwards* seen = current.load(std::memory_order_acquire);
   if (seen == nullptr || seen->fork_generation != fork_generation()) {
-    auto fresh = std::make_unique<OpenPasses>();
+    auto fresh = std::make_unique<OpenBackwards>();
     fresh->fork_generation = fork_generation();
     // acq_rel: publishes what this thread has made, or finds what another has;
     // partners: each other, and the load above.
     if (current.compare_exchange_strong(seen, fresh.get(),
                                         std::memory_order_acq_rel))
-      seen = fresh.release();  // outlives every pass
+      seen = fresh.release();  // outlives every backward
   }
   return *seen;
 }
 
 }  // namespace
 
-void OpenPass::enter() {
+void OpenBackward::enter() {
   copied_.clear();
-  OpenPasses& open = open_passes();
+  OpenBackwards& open = open_backwards();
   const std::lock_guard lock(open.mutex);
   thread_ = std::this_thread::get_id();
-  if (std::find(open.passes.begin(), open.passes.end(), this) ==
-      open.passes.end())
-    open.passes.push_back(this);
+  if (std::find(open.backwards.begin(), open.backwards.end(), this) ==
+      open.backwards.end())
+    open.backwards.push_back(this);
 }
 
-void OpenPass::leave() {
-  OpenPasses& open = open_passes();
+void OpenBackward::leave() {
+  OpenBackwards& open = open_backwards();
   const std::lock_guard lock(open.mutex);
-  std::erase(open.passes, this);
+  std::erase(open.backwards, this);
 }
 
-void OpenPass::add_copied(size_t parameter, const void* gradient, size_t bytes,
-                          bool is_shared) {
+void OpenBackward::add_copied(size_t parameter, const void* gradient,
+                              size_t bytes, bool is_shared) {
   const auto* begin = static_cast<const std::byte*>(gradient);
   if (bytes > 0)
     copied_.push_back({begin, begin + bytes, parameter, is_shared});
 }
 
-std::vector<size_t> OpenPass::find_overlapping() {
+std::vector<size_t> OpenBackward::find_overlapping() {
   std::vector<size_t> found;
   extents_.clear();
   collect(*this);
   if (extents_.empty()) return found;
   {
-    OpenPasses& open = open_passes();
+    OpenBackwards& open = open_backwards();
     const std::lock_guard lock(open.mutex);
-    for (const OpenPass* other : open.passes) {
+    for (const OpenBackward* other : open.backwards) {
       if (other != this && other->thread_ == thread_) collect(*other);
     }
   }
@@ -95,7 +95,7 @@ std::vector<size_t> OpenPass::find_overlapping() {
   return found;
 }
 
-void OpenPass::collect(const OpenPass& from) {
+void OpenBackward::collect(const OpenBackward& from) {
   const size_t own = extents_.size();
   from.collect_written(extents_);
   if (&from == this) {

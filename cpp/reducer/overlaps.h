@@ -3,9 +3,9 @@
 // Two parameters behind views of one sum may get one memory for both gradients,
 // on one rank and not on the others. If the means were written there, only one
 // of the two would remain; and one that is written before the other was read is
-// read as that other's gradient. So such means stay in the arena, and the front
+// read as that other's gradient. So such means stay in the gradient buffer, and the front
 // end gives each of these gradients memory of its own. This holds between all
-// passes that one thread runs at a time: several models may get their gradients
+// backward passes that one thread runs at a time: several models may get their gradients
 // in one backward. The gradient of an input, or what a hook has kept, may share
 // the memory as well: the front end says where such tensors are (add_foreign).
 #pragma once
@@ -20,7 +20,7 @@ namespace paceline {
 struct Extent {
   const std::byte* begin;
   const std::byte* end;
-  /// kForeign: of no parameter of the pass that asks.
+  /// kForeign: of no parameter of the backward that asks.
   size_t parameter;
   /// Whether other models have the parameter, too.
   bool is_shared = false;
@@ -34,21 +34,21 @@ inline constexpr size_t kForeign = ~size_t{0};
 /// What a thread may be in, one for each model: it knows where its gradients
 /// are, and finds out which of them share memory with any others. A subclass
 /// leaves it in its destructor.
-class OpenPass {
+class OpenBackward {
  public:
-  OpenPass(const OpenPass&) = delete;
-  OpenPass& operator=(const OpenPass&) = delete;
+  OpenBackward(const OpenBackward&) = delete;
+  OpenBackward& operator=(const OpenBackward&) = delete;
 
-  /// A tensor that is no gradient of any pass holds this memory, too. For the
+  /// A tensor that is no gradient of any backward holds this memory, too. For the
   /// pass that this thread has entered.
   void add_foreign(const void* begin, size_t bytes) {
     add_copied(kForeign, begin, bytes, false);
   }
 
  protected:
-  OpenPass() = default;
-  ~OpenPass() = default;
-  /// This thread begins a pass.
+  OpenBackward() = default;
+  ~OpenBackward() = default;
+  /// This thread begins a backward.
   void enter();
   void leave();
   /// The caller has copied a gradient from there, and will copy its mean back.
@@ -57,14 +57,14 @@ class OpenPass {
   void add_copied(size_t parameter, const void* gradient, size_t bytes,
                   bool is_shared);
   /// Parameters whose gradients share memory with any other one that was handed
-  /// over in this thread's passes; in no order.
+  /// over in this thread's backward passes; in no order.
   std::vector<size_t> find_overlapping();
 
  private:
   /// Adds the gradients that will be written to where they lie, with their
   /// parameters.
   virtual void collect_written(std::vector<Extent>& found) const = 0;
-  void collect(const OpenPass& from);
+  void collect(const OpenBackward& from);
 
   std::thread::id thread_;
   std::vector<Extent> copied_;

@@ -26,8 +26,9 @@ void Reducer::plan(const std::vector<BucketSpan>& spans,
   for (uint32_t p = 0; p < parameters_.size(); ++p) {
     const auto [offset, count, dtype] = parameters_[p].span;
     const size_t size = dtype_bytes(dtype);
-    if (offset + count * size > arena_bytes_)
-      misuse("parameter " + std::to_string(p) + " ends outside the arena");
+    if (offset + count * size > buffer_bytes_)
+      misuse("parameter " + std::to_string(p) +
+             " ends outside the gradient buffer");
     if (!is_supported(dtype, ReduceOp::kMean))
       misuse("parameter " + std::to_string(p) + " is not of a floating type");
     for (size_t at = 0; at < count; at += kSegmentElements) {
@@ -42,7 +43,8 @@ void Reducer::plan(const std::vector<BucketSpan>& spans,
   for (size_t i = 1; i < all.size(); ++i) {
     if (all[i - 1].offset + all[i - 1].bytes() > all[i].offset) {
       misuse("parameters " + std::to_string(all[i - 1].parameter) + " and " +
-             std::to_string(all[i].parameter) + " overlap in the arena");
+             std::to_string(all[i].parameter) +
+             " overlap in the gradient buffer");
     }
   }
 
@@ -55,7 +57,7 @@ void Reducer::plan(const std::vector<BucketSpan>& spans,
     // "Full": the first segment opens a chunk.
     size_t chunk_bytes = kChunkBytes;
     // Each from where it begins: buckets come in the order in which they are
-    // complete, which with several dtypes is not that of the arena.
+    // complete, which with several dtypes is not that of the gradient buffer.
     auto next = std::lower_bound(
         all.begin(), all.end(), spans[b].begin,
         [](const Segment& s, size_t begin) { return s.offset < begin; });
@@ -89,7 +91,7 @@ void Reducer::plan(const std::vector<BucketSpan>& spans,
     buckets_.push_back(bucket);
   }
   if (segments_.size() != all.size())
-    misuse("the buckets do not cover the arena");
+    misuse("the buckets do not cover the gradient buffer");
   total_chunks_ = chunks_.size();
   segments_in_order_.resize(segments_.size());
   for (uint32_t i = 0; i < segments_.size(); ++i) {
@@ -107,11 +109,11 @@ void Reducer::plan(const std::vector<BucketSpan>& spans,
     parameter.end_part = static_cast<uint32_t>(bucket_of_part_.size());
   }
   unused_words_ = (parameters_.size() + 63) / 64;
-  reduced_in_pass_.assign(segments_.size(), 0);
+  reduced_in_backward_.assign(segments_.size(), 0);
   weights_.assign(static_cast<size_t>(session_.world()), 1.0);
 }
 
-// `segments` are in the order of the arena.
+// `segments` are in the order of the gradient buffer.
 void Reducer::find_keepers(std::vector<Segment>& segments,
                            std::vector<OwnedBytes> owned) {
   std::sort(owned.begin(), owned.end(),
@@ -128,7 +130,7 @@ void Reducer::find_keepers(std::vector<Segment>& segments,
       if (next == owned.end() || next->begin > at || next->end <= at ||
           next->rank < 0 || next->rank >= session_.world()) {
         misuse("byte " + std::to_string(at) +
-               " of the arena, in the gradient of parameter " +
+               " of the gradient buffer, in the gradient of parameter " +
                std::to_string(segment.parameter) + ", has no owner");
       }
       at = next->end;
@@ -143,27 +145,27 @@ void Reducer::find_keepers(std::vector<Segment>& segments,
 }
 
 void Reducer::allocate(bool assigns_chunks) {
-  layout_.buckets_at = round_up(sizeof(PassControl), kLinePairBytes);
+  layout_.buckets_at = round_up(sizeof(BackwardControl), kLinePairBytes);
   layout_.stats_at =
       layout_.buckets_at + buckets_.size() * sizeof(BucketControl);
   layout_.headers_at =
       round_up(layout_.stats_at + 2 * segments_.size() * sizeof(SegmentStats),
                kLinePairBytes);
-  layout_.unused_at = layout_.headers_at + 2 * sizeof(PassHeader);
+  layout_.unused_at = layout_.headers_at + 2 * sizeof(BackwardHeader);
   layout_.bytes = layout_.unused_at + 2 * unused_words_ * sizeof(uint64_t);
   control_at_ = heap_.allocate(layout_.bytes, -1);
   // The next allocation, a collective, brings it to the others.
   if (session_.rank() == 0)
     control().assigns_chunks = assigns_chunks && session_.has_core_per_rank();
   try {
-    arena_at_ = heap_.allocate(arena_bytes_, -1);
+    buffer_at_ = heap_.allocate(buffer_bytes_, -1);
   } catch (...) {
     heap_.free(control_at_);
     throw;
   }
 }
 
-// Small buckets are better reduced by the first who can. If passes scatter, the
+// Small buckets are better reduced by the first who can. If means are scattered, the
 // segments have owners already.
 void Reducer::assign_chunks() {
   if (!scatters_ && control().assigns_chunks == 0) return;

@@ -16,13 +16,13 @@
 
 namespace paceline {
 
-Reducer::Reducer(Heap& heap, size_t arena_bytes,
+Reducer::Reducer(Heap& heap, size_t buffer_bytes,
                  const std::vector<ParameterSpan>& parameters,
                  const std::vector<BucketSpan>& buckets, bool assigns_chunks,
                  std::vector<OwnedBytes> owned)
     : heap_(heap),
       session_(heap.session()),
-      arena_bytes_(arena_bytes),
+      buffer_bytes_(buffer_bytes),
       holds_gradients_(!assigns_chunks),
       scatters_(!owned.empty()) {
   for (const ParameterSpan& span : parameters)
@@ -32,7 +32,7 @@ Reducer::Reducer(Heap& heap, size_t arena_bytes,
   arrivals_.worked_ns.resize(world);
   arrivals_.times_last.resize(world);
   arrivals_.held_up_ns.resize(world);
-  worked_.resize(world * kWorkedPasses);
+  worked_.resize(world * kWorkedBackwards);
   plan(buckets, std::move(owned));
   allocate(assigns_chunks);
   assign_chunks();
@@ -43,36 +43,36 @@ Reducer::~Reducer() { close(); }
 void Reducer::close() {
   if (closed_) return;
   closed_ = true;
-  in_pass_ = false;
+  in_backward_ = false;
   leave();
-  heap_.free(arena_at_);
+  heap_.free(buffer_at_);
   // The counters are in rank 0's share: others may still be reading how the
-  // last pass ended.
+  // last backward ended.
   heap_.free(control_at_, true);
 }
 
-// A pass that the group did not survive stays as it is: going on with it would
+// A backward that the group did not survive stays as it is: going on with it would
 // write where gradients were that the caller has given up since.
 void Reducer::check_usable() {
   if (closed_) throw Failure{.reason = Reason::kClosed};
   try {
     session_.check_usable();
   } catch (const Failure& failure) {
-    if (failure.reason != Reason::kForked) keep_arena();
+    if (failure.reason != Reason::kForked) keep_buffer();
     throw;
   }
 }
 
-void Reducer::keep_arena() {
-  if (!holds_gradients_ || is_arena_kept_ || closed_ || !session_.is_over())
+void Reducer::keep_buffer() {
+  if (!holds_gradients_ || is_buffer_kept_ || closed_ || !session_.is_over())
     return;
-  is_arena_kept_ = true;
-  session_.keep_to_itself(arena_at_, arena_bytes_);
+  is_buffer_kept_ = true;
+  session_.keep_to_itself(buffer_at_, buffer_bytes_);
 }
 
-void Reducer::begin_pass() {
-  ++pass_;
-  in_pass_ = true;
+void Reducer::begin_backward() {
+  ++backward_;
+  in_backward_ = true;
   enter();
   weights_known_ = false;
   first_open_bucket_ = 0;
@@ -83,7 +83,7 @@ void Reducer::begin_pass() {
     bucket.has_outside = false;
     bucket.done = 0;
   }
-  PassHeader& own = header(session_.rank(), pass_);
+  BackwardHeader& own = header(session_.rank(), backward_);
   own.weight = weight_;
   own.assigned_left.store(static_cast<uint32_t>(own_chunks_.size()),
                           std::memory_order_relaxed);
@@ -91,18 +91,19 @@ void Reducer::begin_pass() {
 
 void Reducer::mark_ready(size_t index, void* gradient) {
   check_usable();
-  if (!in_pass_) begin_pass();
+  if (!in_backward_) begin_backward();
   if (index >= parameters_.size())
     misuse("no parameter " + std::to_string(index));
   Parameter& parameter = parameters_[index];
-  if (parameter.ready_in_pass == pass_) {
+  if (parameter.ready_in_backward == backward_) {
     misuse("parameter " + std::to_string(index) +
            " was marked ready twice in one backward pass");
   }
   fault_point(Point::kMarkReady);
-  parameter.ready_in_pass = pass_;
+  parameter.ready_in_backward = backward_;
   const bool is_elsewhere =
-      gradient != nullptr && gradient != arena() + parameter.span.offset;
+      gradient != nullptr &&
+      gradient != gradient_buffer() + parameter.span.offset;
   parameter.copy_back =
       is_elsewhere ? static_cast<std::byte*>(gradient) : nullptr;
   if (is_elsewhere) copy_in(parameter);
@@ -132,7 +133,8 @@ void Reducer::copy_in(const Parameter& parameter) {
   for (uint32_t i = parameter.first_segment; i < parameter.end_segment; ++i) {
     const Segment& segment = segments_[segments_in_order_[i]];
     if (segment.owner == session_.rank()) continue;
-    memcpy(arena() + segment.offset, own_place_of(segment), segment.bytes());
+    memcpy(gradient_buffer() + segment.offset, own_place_of(segment),
+           segment.bytes());
   }
 }
 
@@ -149,7 +151,7 @@ void Reducer::post(Bucket& bucket, size_t index) {
     recorder->record(Event::kPosted, static_cast<int64_t>(index), 0);
   const uint64_t arrived =
       bucket_control(index).arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
-  if (arrived == pass_ * static_cast<uint64_t>(session_.world())) ring(1);
+  if (arrived == backward_ * static_cast<uint64_t>(session_.world())) ring(1);
   fault_point(Point::kAfterPost);
 }
 
@@ -163,10 +165,10 @@ bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
     return true;
   }
   Atomic<uint64_t>& claim = bucket_control(index).claim;
-  const uint64_t base = pass_ << 32;
+  const uint64_t base = backward_ << 32;
   uint64_t seen = claim.load(std::memory_order_relaxed);
   while (true) {
-    // A claim of an earlier pass counts as none.
+    // A claim of an earlier backward counts as none.
     const uint64_t next = std::max(seen, base);
     if (static_cast<uint32_t>(next) >= count) return false;
     // Relaxed: a claim only decides who; the data was acquired through
@@ -181,7 +183,7 @@ bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
 
 void Reducer::progress(ChunkLimit limit) {
   const auto world = static_cast<uint32_t>(session_.world());
-  const uint64_t all = pass_ * world;
+  const uint64_t all = backward_ * world;
   while (first_open_bucket_ < buckets_.size() &&
          buckets_[first_open_bucket_].exhausted)
     ++first_open_bucket_;
@@ -201,7 +203,7 @@ void Reducer::progress(ChunkLimit limit) {
     if (!weights_known_) read_weights();
     const int64_t start_ns = now_ns();
     const uint32_t done_before = bucket.done;
-    PassHeader& own = header(session_.rank(), pass_);
+    BackwardHeader& own = header(session_.rank(), backward_);
     own.is_reducing.store(1, std::memory_order_relaxed);
     while (bucket.done < most && !bucket.exhausted) {
       uint32_t chunk = 0;
@@ -220,7 +222,7 @@ void Reducer::progress(ChunkLimit limit) {
         own.assigned_left.fetch_sub(1, std::memory_order_relaxed);
       // Release: the chunk is written everywhere; partner: the acquire of
       // whoever waits for the count.
-      if (count_up(control().chunks_done, pass_ * total_chunks_))
+      if (count_up(control().chunks_done, backward_ * total_chunks_))
         ring(kWakeAll);
     }
     own.is_reducing.store(0, std::memory_order_relaxed);
@@ -241,14 +243,14 @@ std::byte* Reducer::own_place_of(const Segment& segment) const {
   return parameter.copy_back + (segment.offset - parameter.span.offset);
 }
 
-// What other ranks reduced lies in the arena only. If passes scatter, all means
+// What other ranks reduced lies in the gradient buffer only. If means are scattered, all means
 // stay there.
 void Reducer::copy_back() {
   if (scatters_) return;
   for (size_t s = 0; s < segments_.size(); ++s) {
     std::byte* own = own_place_of(segments_[s]);
-    if (own == nullptr || reduced_in_pass_[s] == pass_) continue;
-    memcpy(own, arena() + segments_[s].offset, segments_[s].bytes());
+    if (own == nullptr || reduced_in_backward_[s] == backward_) continue;
+    memcpy(own, gradient_buffer() + segments_[s].offset, segments_[s].bytes());
   }
 }
 
@@ -256,7 +258,7 @@ void Reducer::read_weights() {
   weights_known_ = true;
   weights_all_one_ = true;
   for (int r = 0; r < session_.world(); ++r) {
-    weights_[static_cast<size_t>(r)] = header(r, pass_).weight;
+    weights_[static_cast<size_t>(r)] = header(r, backward_).weight;
     weights_all_one_ =
         weights_all_one_ && weights_[static_cast<size_t>(r)] == 1.0;
   }
@@ -265,18 +267,18 @@ void Reducer::read_weights() {
 void Reducer::reduce_chunk(const Chunk& chunk) {
   void* arrays[kMaxRanks];
   void* kept[kMaxRanks];
-  SegmentStats* table = stats(pass_);
+  SegmentStats* table = stats(backward_);
   const int world = session_.world();
   for (uint32_t s = chunk.first_segment; s < chunk.end_segment; ++s) {
     const Segment& segment = segments_[s];
-    for (int r = 0; r < world; ++r) arrays[r] = arena_of(r) + segment.offset;
-    // Where the gradient is not in the arena, it is read and replaced where it
+    for (int r = 0; r < world; ++r) arrays[r] = buffer_of(r) + segment.offset;
+    // Where the gradient is not in the gradient buffer, it is read and replaced where it
     // is: one copy less to bring back. Only after the end of this rank's
     // backward (see progress()), and only memory of this gradient alone (see
-    // part_overlapping()). It is not replaced if passes scatter.
+    // part_overlapping()). It is not replaced if means are scattered.
     if (std::byte* own = own_place_of(segment); own != nullptr) {
       arrays[session_.rank()] = own;
-      reduced_in_pass_[s] = pass_;
+      reduced_in_backward_[s] = backward_;
     }
     void** outputs = arrays;
     int num_outputs = world;
@@ -284,7 +286,7 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
       outputs = kept;
       num_outputs = 0;
       for (uint32_t k = segment.first_keeper; k < segment.end_keeper; ++k)
-        kept[num_outputs++] = arena_of(keepers_[k]) + segment.offset;
+        kept[num_outputs++] = buffer_of(keepers_[k]) + segment.offset;
     }
     ReduceStats seen;
     paceline::reduce(segment.dtype, ReduceOp::kMean, arrays, world, outputs,
@@ -301,9 +303,9 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
                 has_overflowed};
     // Relaxed: published by chunks_done.
     if (has_culprit)
-      control().nonfinite_pass.store(pass_, std::memory_order_relaxed);
+      control().nonfinite_backward.store(backward_, std::memory_order_relaxed);
     if (has_overflowed)
-      control().overflow_pass.store(pass_, std::memory_order_relaxed);
+      control().overflow_backward.store(backward_, std::memory_order_relaxed);
   }
 }
 
@@ -317,7 +319,7 @@ bool Reducer::is_all_finite(const Segment& segment, const void* mean) {
 }
 
 void Reducer::ring(int count) {
-  PassControl& shared = control();
+  BackwardControl& shared = control();
   shared.bell.fetch_add(1, std::memory_order_seq_cst);
   if (shared.sleepers.load(std::memory_order_seq_cst) != 0)
     futex_wake(shared.bell, count);

@@ -3,17 +3,17 @@
 // holds the mean.
 //
 // Words
-//   arena    one contiguous piece of each rank's slab, at the same offset, with
+//   gradient buffer    one contiguous piece of each rank's slab, at the same offset, with
 //            a place for every gradient
-//   bucket   a byte range of the arena; a rank posts it once every gradient in
+//   bucket   a byte range of the gradient buffer; a rank posts it once every gradient in
 //            it is final there
 //   segment  at most kSegmentElements of one parameter: the unit of the
 //            statistics, the same for every bucket size
 //   chunk    a run of segments of one bucket: the unit of work
-//   keeper   a rank that needs the mean of a segment: all ranks, or, of a pass
+//   keeper   a rank that needs the mean of a segment: all ranks, or, of a backward
 //            that scatters, those that own a part of it
 //
-// Steps of pass p, for N ranks (counters only grow; nothing is reset)
+// Steps of backward p, for N ranks (counters only grow; nothing is reset)
 //   1. a rank posts bucket b:   arrived[b] += 1
 //                               (release: its gradients of b are in place)
 //   2. arrived[b] == N * p:     b is complete, any rank may claim chunks of it
@@ -24,58 +24,58 @@
 //   4. chunks_done += 1         (release: that chunk is written everywhere)
 //   5. a rank's backward ends:  ended += 1, with what it left unused; the last
 //                               to end writes the verdict, whether to go on,
-//                               and sets ended_pass = p
-//   6. chunks_done == p * all:  the pass is complete, and its mean is in place
+//                               and sets ended_backward = p
+//   6. chunks_done == p * all:  the backward is complete, and its mean is in place
 //                               (acquire)
 //
 // Parameters that a rank leaves unused, where all or those that nobody uses are
 // allowed: it gives zeros for them before step 5. If only nobody's are and the
 // verdict tells of any, each rank then compares what all ranks with data have
-// left unused, and all find the same: it is alike, or the pass is void.
+// left unused, and all find the same: it is alike, or the backward is void.
 //
-// A pass is good for all ranks or for none
+// A backward is good for all ranks or for none
 //
-// What ranks wait for is that a count reaches a number: ended_pass the number
-// of the pass, chunks_done that of step 6, restarted that of the barrier after
-// a void pass. They are settled counts (settled_count.h): of every wait all
+// What ranks wait for is that a count reaches a number: ended_backward the number
+// of the backward, chunks_done that of step 6, restarted that of the barrier after
+// a void backward. They are settled counts (settled_count.h): of every wait all
 // ranks see the same end, however the death and the last chunk fall; and a rank
-// that never waits in a pass has not added to `ended`, without which nobody
+// that never waits in a backward has not added to `ended`, without which nobody
 // passes step 5. Poison is there before or soon after the group's abort word,
 // which wakes those who wait.
 //
 // After the end of the group
 //
 // A rank that was stopped with a chunk in its hands and goes on later still
-// writes that chunk, into every rank's arena; it looks at the abort word before
-// each further one. So a reducer whose pass fails, and whose gradients may live
-// in the arena, takes its own part of the arena out of the shared memory: same
+// writes that chunk, into every rank's gradient buffer; it looks at the abort word before
+// each further one. So a reducer whose backward fails, and whose gradients may live
+// in the gradient buffer, takes its own part of the gradient buffer out of the shared memory: same
 // addresses, same values, seen by this process alone.
 //
 // Chunks are claimed: a rank that is behind in its backward has the least time
 // for them, and those who wait for it have the most. In a large bucket they are
-// assigned, to the ranks in turn, if gradients lie outside of the arena and
+// assigned, to the ranks in turn, if gradients lie outside of the gradient buffer and
 // every rank has a core of its own: what a rank reduces itself need not be
-// copied into the arena (with two ranks, half of all).
+// copied into the gradient buffer (with two ranks, half of all).
 //
-// Gradients outside of the arena
+// Gradients outside of the gradient buffer
 //
 // Their memory belongs to the framework, which may use it for other gradients
 // too. While a rank's backward runs, autograd may still have to read it there,
 // so it is read and never written: a rank takes no chunk of a bucket with such
 // gradients before its own backward has ended. From then on it reads a gradient
 // where it is and writes the mean there. Gradients that overlap with each other
-// are moved into the arena at the end of backward, before anything is written;
+// are moved into the gradient buffer at the end of backward, before anything is written;
 // their means stay there, and overlapping() tells which they are.
 //
-// A pass that scatters
+// A backward that scatters
 //
-// If every element has an owner, its mean is written to the owner's arena and
+// If every element has an owner, its mean is written to the owner's gradient buffer and
 // nowhere else: N reads and 1 write for each element on N ranks, where each
-// other pass makes N reads and N writes. All chunks are assigned: a segment is
+// other backward makes N reads and N writes. All chunks are assigned: a segment is
 // reduced by the owner of its first element, in one piece, so that its share of
-// the norm has the bits of any other pass. If others own a part of the segment,
+// the norm has the bits of any other backward. If others own a part of the segment,
 // they are its keepers too, and what they do not own of it they do not read.
-// The memory of gradients outside of the arena is read and never written, so
+// The memory of gradients outside of the gradient buffer is read and never written, so
 // gradients may overlap. Nothing is reduced before a rank's own backward ends:
 // an owner has all of some buckets, and if it reduced them at once, its backward
 // would come later to the buckets that the others wait for.
@@ -93,24 +93,25 @@
 #include "core/session.h"
 #include "core/sizes.h"
 #include "kernels/kernels.h"
+#include "reducer/backward_status.h"
 #include "reducer/overlaps.h"
-#include "reducer/pass_status.h"
 #include "reducer/settled_count.h"
 
 namespace paceline {
 
 struct ParameterSpan {
-  size_t offset;  ///< bytes into the arena, a multiple of kAlignmentBytes
-  size_t count;   ///< elements
+  size_t
+      offset;  ///< bytes into the gradient buffer, a multiple of kAlignmentBytes
+  size_t count;  ///< elements
   DType dtype;
 };
 
 struct BucketSpan {
-  size_t begin;  ///< bytes into the arena
+  size_t begin;  ///< bytes into the gradient buffer
   size_t end;
 };
 
-/// Bytes of the arena whose mean one rank needs.
+/// Bytes of the gradient buffer whose mean one rank needs.
 struct OwnedBytes {
   size_t begin;
   size_t end;
@@ -118,36 +119,36 @@ struct OwnedBytes {
 };
 
 inline constexpr size_t kSegmentElements = 16384 / kSmaller;
-inline constexpr uint32_t kPassUnused = 1;
-inline constexpr uint32_t kPassNonFinite = 2;
-/// Ranks skipped a forward or a backward, by PassStatus::difference().
-inline constexpr uint32_t kPassForwardsDiffer = 4;
-inline constexpr uint32_t kPassFinished = 8;
-inline constexpr uint32_t kPassOverflow = 16;
+inline constexpr uint32_t kBackwardUnused = 1;
+inline constexpr uint32_t kBackwardNonFinite = 2;
+/// Ranks skipped a forward or a backward, by BackwardStatus::difference().
+inline constexpr uint32_t kBackwardForwardsDiffer = 4;
+inline constexpr uint32_t kBackwardFinished = 8;
+inline constexpr uint32_t kBackwardOverflow = 16;
 /// The notes of the ranks differ. This is no error by itself: the means are in
 /// place.
-inline constexpr uint32_t kPassNotesDiffer = 32;
-/// Replaces kPassUnused when no rank has used any of the parameters, which is
+inline constexpr uint32_t kBackwardNotesDiffer = 32;
+/// Replaces kBackwardUnused when no rank has used any of the parameters, which is
 /// allowed.
-inline constexpr uint32_t kPassNobodys = 64;
+inline constexpr uint32_t kBackwardGloballyUnused = 64;
 /// A rank left parameters unused, and did not allow it. Ranks tell each other;
-/// callers are told kPassUnused.
-inline constexpr uint32_t kPassUnusedRefused = 128;
-/// Some rank tells more than its counts of forwards; see PassStatus.
-inline constexpr uint32_t kPassTold = 256;
+/// callers are told kBackwardUnused.
+inline constexpr uint32_t kBackwardUnusedRefused = 128;
+/// Some rank tells more than its counts of forwards; see BackwardStatus.
+inline constexpr uint32_t kBackwardTold = 256;
 /// Ranks left different numbers of forwards without a backward. Ranks tell each
-/// other, as kPassForwardsDiffer does that they made different numbers of them;
+/// other, as kBackwardForwardsDiffer does that they made different numbers of them;
 /// callers are told that one if it was both.
-inline constexpr uint32_t kPassLeftDiffer = 512;
+inline constexpr uint32_t kBackwardLeftDiffer = 512;
 
-class Reducer final : OpenPass {
+class Reducer final : OpenBackward {
  public:
-  using OpenPass::add_foreign;
-  /// Collective: allocates the arena and the counters.
-  /// `assigns_chunks`: gradients will lie outside of the arena; see the words.
-  /// `owned`: passes scatter; all bytes of all parameters, the same on all
+  using OpenBackward::add_foreign;
+  /// Collective: allocates the gradient buffer and the counters.
+  /// `assigns_chunks`: gradients will lie outside of the gradient buffer; see the words.
+  /// `owned`: means are scattered; all bytes of all parameters, the same on all
   /// ranks. Empty: all ranks get all means.
-  Reducer(Heap& heap, size_t arena_bytes,
+  Reducer(Heap& heap, size_t buffer_bytes,
           const std::vector<ParameterSpan>& parameters,
           const std::vector<BucketSpan>& buckets, bool assigns_chunks,
           std::vector<OwnedBytes> owned = {});
@@ -155,65 +156,65 @@ class Reducer final : OpenPass {
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  std::byte* arena() const { return arena_of(session_.rank()); }
-  /// Sets the weight of this rank in the mean of the next pass.
+  std::byte* gradient_buffer() const { return buffer_of(session_.rank()); }
+  /// Sets the weight of this rank in the mean of the next backward.
   void set_weight(double weight) { weight_ = weight; }
-  /// What this rank tells the others of itself with the end of this pass; 0:
-  /// nothing, which agrees with everything. `recorded_pass`: the pass's number
+  /// What this rank tells the others of itself with the end of this backward; 0:
+  /// nothing, which agrees with everything. `recorded_backward`: the backward's number
   /// in a recording, which is told when this rank has all its gradients;
   /// negative: nobody is told.
-  void set_note(uint32_t note, int64_t recorded_pass = -1) {
+  void set_note(uint32_t note, int64_t recorded_backward = -1) {
     note_ = note;
-    recorded_pass_ = recorded_pass;
+    recorded_backward_ = recorded_backward;
   }
-  /// The gradient of a parameter is final, and was copied into the arena from
+  /// The gradient of a parameter is final, and was copied into the gradient buffer from
   /// `bytes` of memory at `gradient`, where its mean will be copied back.
-  /// `is_shared`: see OpenPass::add_copied().
+  /// `is_shared`: see OpenBackward::add_copied().
   void mark_copied(size_t index, void* gradient, size_t bytes, bool is_shared);
-  /// The gradient of a parameter is final at `gradient` (null: in the arena
+  /// The gradient of a parameter is final at `gradient` (null: in the gradient buffer
   /// already). Its memory is read until finish() returns, and written only
-  /// within finish(); if passes scatter, it is never written.
+  /// within finish(); if means are scattered, it is never written.
   void mark_ready(size_t index, void* gradient);
-  /// Ends this rank's pass; blocks until the pass is complete everywhere.
-  /// Returns kPass... flags. Nobody's: unused on all ranks that have data.
-  uint32_t finish(const PassStatus& status, bool allow_unused,
-                  bool allow_nobodys = false);
-  /// Whether this rank has marked gradients of a pass that it has not finished.
-  bool in_pass() const { return in_pass_; }
+  /// Ends this rank's backward; blocks until the backward is complete everywhere.
+  /// Returns kBackward... flags. Globally unused: unused on all ranks that have data.
+  uint32_t finish(const BackwardStatus& status, bool allow_unused,
+                  bool allow_globally_unused = false);
+  /// Whether this rank has marked gradients of a backward that it has not finished.
+  bool in_backward() const { return in_backward_; }
 
   std::vector<size_t> unused(int rank) const;
   std::vector<size_t> globally_unused() const;
-  /// Parameters of the last pass whose gradients shared memory with others:
-  /// their means are in the arena only. Of this rank, in no order.
+  /// Parameters of the last backward whose gradients shared memory with others:
+  /// their means are in the gradient buffer only. Of this rank, in no order.
   const std::vector<size_t>& overlapping() const { return overlapping_; }
-  /// What the ranks told of the last pass.
-  std::vector<PassStatus> statuses() const;
+  /// What the ranks told of the last backward.
+  std::vector<BackwardStatus> statuses() const;
   std::vector<uint32_t> notes_by_rank() const;
-  /// Ranks that wait at the end of a pass that this rank has not ended.
+  /// Ranks that wait at the end of a backward that this rank has not ended.
   std::vector<int> waiting_ranks() const;
   std::vector<std::pair<int, size_t>> nonfinite() const;
-  /// Parameters whose mean in the last pass is not finite though every rank's
+  /// Parameters whose mean in the last backward is not finite though every rank's
   /// gradient is: their sum overflowed.
   std::vector<size_t> overflowed() const;
-  /// NaN if the last pass was not averaged.
+  /// NaN if the last backward was not averaged.
   double squared_norm() const;
   int64_t waited_ns() const { return waited_ns_; }
   /// How much of that was for each rank: the last to end its backward. The rest
   /// was for chunks in the hands of others.
   const std::vector<int64_t>& waited_for_ns() const { return waited_for_ns_; }
-  /// What all passes tell of each rank, from the second one on.
+  /// What all backward passes tell of each rank, from the second one on.
   struct Arrivals {
-    uint64_t passes = 0;
+    uint64_t backwards = 0;
     /// As worked_ns(), summed.
     std::vector<int64_t> worked_ns;
-    /// In how many passes it was the last to end its backward.
+    /// In how many backward passes it was the last to end its backward.
     std::vector<int64_t> times_last;
     /// How much later than the others it was then, in the mean over these.
     std::vector<int64_t> held_up_ns;
   };
   const Arrivals& arrivals() const { return arrivals_; }
-  /// How long each rank worked between the end of a pass and the end of its
-  /// next backward, in the last passes (kWorkedPasses at most, in no order): by
+  /// How long each rank worked between the end of a backward and the end of its
+  /// next backward, in the last backward passes (kWorkedBackwards at most, in no order): by
   /// rank. Without what it slept in waits of any group.
   std::vector<std::vector<int64_t>> worked_ns() const;
   /// Notes when this rank's first bucket is complete, once, from now on.
@@ -223,10 +224,10 @@ class Reducer final : OpenPass {
   }
   /// As now_ns() tells it; 0: there was none, or nobody had asked.
   int64_t first_bucket_ns() const { return first_bucket_ns_; }
-  uint64_t passes() const { return finished_passes_; }
+  uint64_t backwards() const { return finished_backwards_; }
   /// How often finish() has returned an outcome, and the last one: for a caller
   /// whom an exception has kept from the value that it returned.
-  uint64_t completed() const { return completed_passes_; }
+  uint64_t completed() const { return completed_backwards_; }
   uint32_t outcome() const { return outcome_; }
   size_t num_chunks() const { return total_chunks_; }
   void close();
@@ -234,7 +235,7 @@ class Reducer final : OpenPass {
  private:
   static constexpr int kNobody = -1;
   struct Segment {
-    /// Bytes into the arena.
+    /// Bytes into the gradient buffer.
     size_t offset;
     uint32_t count;
     uint32_t parameter;
@@ -244,7 +245,7 @@ class Reducer final : OpenPass {
     DType dtype;
     /// The rank that its chunk is assigned to.
     int owner = kNobody;
-    /// Into keepers_, if passes scatter.
+    /// Into keepers_, if means are scattered.
     uint32_t first_keeper = 0;
     uint32_t end_keeper = 0;
     size_t bytes() const { return count * dtype_bytes(dtype); }
@@ -257,9 +258,9 @@ class Reducer final : OpenPass {
     uint32_t end_segment = 0;
     uint32_t first_part = 0;  ///< into bucket_of_part_
     uint32_t end_part = 0;
-    /// The last pass in which its gradient was marked ready.
-    uint64_t ready_in_pass = 0;
-    /// Where the mean goes; null: it stays in the arena.
+    /// The last backward in which its gradient was marked ready.
+    uint64_t ready_in_backward = 0;
+    /// Where the mean goes; null: it stays in the gradient buffer.
     std::byte* copy_back = nullptr;
   };
   struct Chunk {
@@ -271,15 +272,15 @@ class Reducer final : OpenPass {
     uint32_t end_chunk;
     /// How many parameters have a part in this bucket.
     uint32_t parameters = 0;
-    /// How many of those parameters are not ready in this pass.
+    /// How many of those parameters are not ready in this backward.
     uint32_t pending = 0;
-    /// Whether this rank has posted it in this pass.
+    /// Whether this rank has posted it in this backward.
     bool posted = false;
     /// Whether no chunk is left to claim.
     bool exhausted = false;
-    /// Whether it holds gradients of this rank that lie outside of the arena.
+    /// Whether it holds gradients of this rank that lie outside of the gradient buffer.
     bool has_outside = false;
-    /// Chunks that this rank has reduced in this pass.
+    /// Chunks that this rank has reduced in this backward.
     uint32_t done = 0;
     /// Whether each of its chunks is assigned to one rank.
     bool is_assigned = false;
@@ -288,23 +289,23 @@ class Reducer final : OpenPass {
     uint32_t end_own = 0;
   };
   // What follows lies in rank 0's copy of the control array.
-  struct alignas(kLinePairBytes) PassControl {
+  struct alignas(kLinePairBytes) BackwardControl {
     Atomic<uint64_t> ended;
-    /// kPass..., but for kPassNonFinite, of the pass that is ending.
+    /// kBackward..., but for kBackwardNonFinite, of the backward that is ending.
     Atomic<uint32_t> flags;
     /// The word of the first to end that has data, plus 1; 0: nobody has.
     Atomic<uint64_t> status;
     /// The note of the first rank to end that has one.
     Atomic<uint32_t> note;
-    /// Arrivals at the barrier that resets a pass without reduction.
+    /// Arrivals at the barrier that resets a backward without reduction.
     Atomic<uint64_t> restarted;
     alignas(kLinePairBytes) Atomic<uint64_t> chunks_done;
-    /// The last pass with a gradient that is not finite, and the last in which
+    /// The last backward with a gradient that is not finite, and the last in which
     /// a sum overflowed.
-    Atomic<uint64_t> nonfinite_pass;
-    Atomic<uint64_t> overflow_pass;
-    /// The last pass whose end was decided, and the flags of that pass.
-    alignas(kLinePairBytes) Atomic<uint64_t> ended_pass;
+    Atomic<uint64_t> nonfinite_backward;
+    Atomic<uint64_t> overflow_backward;
+    /// The last backward whose end was decided, and the flags of that backward.
+    alignas(kLinePairBytes) Atomic<uint64_t> ended_backward;
     Atomic<uint32_t> verdict;
     /// Futex word: something above changed.
     alignas(kLinePairBytes) Atomic<uint32_t> bell;
@@ -314,7 +315,7 @@ class Reducer final : OpenPass {
   };
   struct alignas(kLinePairBytes) BucketControl {
     Atomic<uint64_t> arrived;
-    /// pass << 32 | next chunk
+    /// backward << 32 | next chunk
     Atomic<uint64_t> claim;
   };
   struct SegmentStats {
@@ -323,10 +324,10 @@ class Reducer final : OpenPass {
     uint64_t has_overflowed;
   };
   // What follows lies in each rank's own copy. There are two of each, because a
-  // fast rank may be one pass ahead of one that still reads.
-  struct alignas(kLinePairBytes) PassHeader {
+  // fast rank may be one backward ahead of one that still reads.
+  struct alignas(kLinePairBytes) BackwardHeader {
     double weight;
-    /// PassStatus::pack()
+    /// BackwardStatus::pack()
     uint64_t status;
     uint32_t note;
     // Evidence for whoever waits: how far this rank has come, whether others
@@ -336,7 +337,7 @@ class Reducer final : OpenPass {
     Atomic<uint32_t> is_reducing;
     Atomic<uint32_t> assigned_left;
     /// When it has ended its backward, and how long it had worked until then
-    /// since the pass before; 0: there was none.
+    /// since the backward before; 0: there was none.
     int64_t ended_ns;
     int64_t worked_ns;
   };
@@ -348,41 +349,43 @@ class Reducer final : OpenPass {
   void allocate(bool assigns_chunks);
   void assign_chunks();
   void check_usable();
-  void begin_pass();
+  void begin_backward();
   void copy_in(const Parameter& parameter);
   /// Posts the buckets in which its gradient was the last; whether there is
   /// any.
   bool post_complete(const Parameter& parameter);
   void post(Bucket& bucket, size_t index);
   void add_unused();
-  /// Whatever is reduced of this pass stays in the arena.
+  /// Whatever is reduced of this backward stays in the gradient buffer.
   void forget_outside();
   /// How much of the complete buckets a rank reduces: in the middle of its
   /// backward no more than 1/N of each (a rank that is behind should not do the
-  /// others' work as well) and only of those that lie in the arena, at its end
-  /// all that is left. If passes scatter, nothing before the end.
+  /// others' work as well) and only of those that lie in the gradient buffer, at its end
+  /// all that is left. If means are scattered, nothing before the end.
   enum class ChunkLimit { kOwnShare, kAll };
   void progress(ChunkLimit limit);
   bool claim_chunk(size_t bucket, uint32_t* chunk);
   void reduce_chunk(const Chunk& chunk);
   static bool is_all_finite(const Segment& segment, const void* mean);
-  /// Where this rank's gradient is, if not in the arena; else null.
+  /// Where this rank's gradient is, if not in the gradient buffer; else null.
   std::byte* own_place_of(const Segment& segment) const;
   void copy_back();
   double sum_squared_norms(const SegmentStats* table) const;
   void read_weights();
-  uint32_t complete_pass(const PassStatus& status, bool allow_unused,
-                         bool allow_nobodys);
+  uint32_t complete_backward(const BackwardStatus& status, bool allow_unused,
+                             bool allow_globally_unused);
   bool is_unused_alike() const;
   /// Notes who ended its backward last, how long this rank has waited for it,
   /// and how long each rank has worked. Returns the last rank.
   int note_arrivals(int64_t waited_ns);
-  uint32_t end_backward(const PassStatus& status, uint32_t flags);
+  uint32_t end_backward(const BackwardStatus& status, uint32_t flags);
   void restart_without_reduction();
-  /// Stages of a pass that others wait for; kVoid and kReset only if nothing is
+  /// Stages of a backward that others wait for; kVoid and kReset only if nothing is
   /// reduced.
   enum Stage : uint64_t { kEnded = 1, kVoid = 2, kReset = 3 };
-  uint64_t stage(Stage of_this_pass) const { return pass_ * 4 + of_this_pass; }
+  uint64_t stage(Stage of_this_backward) const {
+    return backward_ * 4 + of_this_backward;
+  }
 
   /// Does `work` now and then until the count has reached the target. Throws,
   /// and then no rank returns from this wait that has not done so already.
@@ -396,44 +399,44 @@ class Reducer final : OpenPass {
   void record_wait(int whom);
   void ring(int count);
   /// After the end of the group; see the head.
-  void keep_arena();
+  void keep_buffer();
 
   void collect_written(std::vector<Extent>& found) const override;
-  /// Moves gradients into the arena that share memory with any other gradient
-  /// handed over in this thread's passes.
+  /// Moves gradients into the gradient buffer that share memory with any other gradient
+  /// handed over in this thread's backward passes.
   void part_overlapping();
-  void move_into_arena(Parameter& parameter);
+  void move_into_buffer(Parameter& parameter);
 
-  std::byte* arena_of(int rank) const {
-    return session_.slab(rank) + arena_at_;
+  std::byte* buffer_of(int rank) const {
+    return session_.slab(rank) + buffer_at_;
   }
   std::byte* control_of(int rank) const {
     return session_.slab(rank) + control_at_;
   }
-  PassControl& control() const {
-    return *reinterpret_cast<PassControl*>(control_of(0));
+  BackwardControl& control() const {
+    return *reinterpret_cast<BackwardControl*>(control_of(0));
   }
   BucketControl& bucket_control(size_t index) const {
     return reinterpret_cast<BucketControl*>(control_of(0) +
                                             layout_.buckets_at)[index];
   }
-  SegmentStats* stats(uint64_t pass) const {
+  SegmentStats* stats(uint64_t backward) const {
     return reinterpret_cast<SegmentStats*>(control_of(0) + layout_.stats_at) +
-           (pass & 1) * segments_.size();
+           (backward & 1) * segments_.size();
   }
-  PassHeader& header(int rank, uint64_t pass) const {
-    return reinterpret_cast<PassHeader*>(control_of(rank) +
-                                         layout_.headers_at)[pass & 1];
+  BackwardHeader& header(int rank, uint64_t backward) const {
+    return reinterpret_cast<BackwardHeader*>(control_of(rank) +
+                                             layout_.headers_at)[backward & 1];
   }
-  uint64_t* unused_bits(int rank, uint64_t pass) const {
+  uint64_t* unused_bits(int rank, uint64_t backward) const {
     return reinterpret_cast<uint64_t*>(control_of(rank) + layout_.unused_at) +
-           (pass & 1) * unused_words_;
+           (backward & 1) * unused_words_;
   }
 
   Heap& heap_;
   Session& session_;
-  const size_t arena_bytes_;
-  /// Whether gradients may live in the arena.
+  const size_t buffer_bytes_;
+  /// Whether gradients may live in the gradient buffer.
   const bool holds_gradients_;
   const bool scatters_;
   /// Those of each segment, one segment after the other.
@@ -455,47 +458,47 @@ class Reducer final : OpenPass {
   struct ControlLayout {
     size_t buckets_at, stats_at, headers_at, unused_at, bytes;
   } layout_{};
-  size_t arena_at_ = 0;
+  size_t buffer_at_ = 0;
   size_t control_at_ = 0;
 
-  /// The pass that is under way, or else the one that was finished last.
-  uint64_t pass_ = 0;
-  uint64_t finished_passes_ = 0;
-  uint64_t completed_passes_ = 0;
+  /// The backward that is under way, or else the one that was finished last.
+  uint64_t backward_ = 0;
+  uint64_t finished_backwards_ = 0;
+  uint64_t completed_backwards_ = 0;
   uint32_t outcome_ = 0;
-  /// Whether the last pass was begun only to be ended, and was not averaged.
+  /// Whether the last backward was begun only to be ended, and was not averaged.
   bool has_no_means_ = false;
-  bool in_pass_ = false;
+  bool in_backward_ = false;
   double weight_ = 1;
   uint32_t note_ = 0;
-  int64_t recorded_pass_ = -1;
+  int64_t recorded_backward_ = -1;
   std::vector<Parameter> parameters_;
-  /// For each segment, the last pass in which this rank reduced it.
-  std::vector<uint64_t> reduced_in_pass_;
+  /// For each segment, the last backward in which this rank reduced it.
+  std::vector<uint64_t> reduced_in_backward_;
   std::vector<size_t> overlapping_;
   bool weights_known_ = false;
   bool weights_all_one_ = true;
   std::vector<double> weights_;
   size_t first_open_bucket_ = 0;
-  /// Passes that ended without reduction; the same on all ranks.
+  /// BackwardSync that ended without reduction; the same on all ranks.
   uint64_t restarts_ = 0;
   int64_t waited_ns_ = 0;
   /// When the last wait began; 0: there was none since record_wait().
   int64_t wait_began_ns_ = 0;
   std::vector<int64_t> waited_for_ns_;
   Arrivals arrivals_;
-  static constexpr size_t kWorkedPasses = 64;
-  /// worked_ns of each rank, kWorkedPasses after each other.
+  static constexpr size_t kWorkedBackwards = 64;
+  /// worked_ns of each rank, kWorkedBackwards after each other.
   std::vector<int64_t> worked_;
-  /// How many passes have been noted there.
-  uint64_t worked_passes_ = 0;
-  /// When this rank's last pass was over, and `slept_ns` at that time.
-  int64_t pass_over_ns_ = 0;
+  /// How many backward passes have been noted there.
+  uint64_t worked_backwards_ = 0;
+  /// When this rank's last backward was over, and `slept_ns` at that time.
+  int64_t backward_over_ns_ = 0;
   int64_t slept_before_ns_ = 0;
   bool notes_first_bucket_ = false;
   int64_t first_bucket_ns_ = 0;
   int64_t reducing_ns_ = 0;
-  bool is_arena_kept_ = false;
+  bool is_buffer_kept_ = false;
   bool closed_ = false;
 };
 

@@ -103,7 +103,7 @@ def _no_command(arguments: Sequence[str]) -> int:
     commands.add_parser("doctor", help="is this machine fit for training on several ranks?")
     commands.add_parser("top", help="show what the ranks of a job do now: paceline top")
     commands.add_parser(
-        "trace", help="show the last passes of a job that runs or has failed: paceline trace JOB"
+        "trace", help="show the last backward passes of a job that runs or has failed: paceline trace JOB"
     )
     commands.add_parser("stacks", help="show where a rank's threads are: paceline stacks PID")
     if parser.parse_args(arguments).version:

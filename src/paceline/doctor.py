@@ -32,7 +32,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.process import python_command
 from paceline.launch.topology import read_machine, read_memory_limit, read_or_empty
-from paceline.launch.variables import Meeting, new_job_id, rank_variables
+from paceline.launch.variables import MasterAddress, new_job_id, rank_variables
 from paceline.rendezvous.limits import explain
 
 FINE, NOTE, WRONG = "fine", "note", "wrong"
@@ -306,11 +306,11 @@ _CHECKS: tuple[Callable[[Path], Iterable[Finding]], ...] = (
 def _test_two_ranks() -> Finding:
     """Two ranks average; one is killed; the other has to raise, and to name it."""
     ports = free_ports(3)
-    meeting = Meeting("127.0.0.1", ports[0], tuple(ports[1:]), new_job_id())
+    master_address = MasterAddress("127.0.0.1", ports[0], tuple(ports[1:]), new_job_id())
     ranks = [
         subprocess.Popen(
             python_command("from paceline.doctor import run_rank; run_rank()"),
-            env={**os.environ, **rank_variables(rank, 2, meeting)},
+            env={**os.environ, **rank_variables(rank, 2, master_address)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

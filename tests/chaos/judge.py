@@ -191,7 +191,7 @@ def _judge_told(result: Result, others: Sequence[int]) -> list[str]:
             wrong.append(f"rank {rank} has other weights than the reference after {report.steps} steps")
     made = {report.steps for report in reports if report.how == "raised"}
     if result.plan.job.is_in_memory and len(made) > 1:
-        wrong.append(f"survivors made {sorted(made)} good passes")
+        wrong.append(f"survivors made {sorted(made)} good backward passes")
     return wrong
 
 

@@ -41,7 +41,7 @@ class Report:
         kind, text: Of the exception.
         is_ours: It is a PacelineError.
         ranks: Whom it blames: its fields `lost`, `late`, `missing` or `ranks`.
-        steps: That this rank has applied; for the others' passes, too, once it has no data.
+        steps: That this rank has applied; for the others' backward passes, too, once it has no data.
         weights: Now.
     """
 

@@ -199,7 +199,7 @@ def test_a_death_that_all_tell_is_right():
         ((_LOST, _KILLED, said(ranks=(0,), text="Rank 0 of 3 died.")), "blames [0]"),
         ((_LOST, _KILLED, said(is_ours=False)), "not of ours"),
         ((_LOST, _KILLED, said(weights=_LAST)), "rank 2 has other weights than the reference after 3"),
-        ((_LOST, _KILLED, said(steps=4, weights=_LAST)), "good passes"),
+        ((_LOST, _KILLED, said(steps=4, weights=_LAST)), "good backward passes"),
         ((_LOST, _KILLED, said(at_s=60.0)), "told after 55.0 s"),
         ((_LOST, _DONE, _LOST), "rank 1, which was struck, ended well"),
     ],

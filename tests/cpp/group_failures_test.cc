@@ -296,8 +296,9 @@ TEST(who_is_stopped_in_a_wait_is_late) {
                   RankLine& own = group.session.mapping().own_line();
                   own.looked_ns = is_of_a_call ? now_ns() : 1;
                   own.waits_for[0] = 1;
-                  own.waits_at = is_of_a_call ? wait_place(WaitKind::kCall, 0)
-                                              : wait_place(WaitKind::kPass, 1);
+                  own.waits_at = is_of_a_call
+                                     ? wait_place(WaitKind::kCall, 0)
+                                     : wait_place(WaitKind::kBackward, 1);
                   while (!has_raised.load()) sched_yield();
                   has_raised = false;
                   return;

@@ -27,18 +27,19 @@ constexpr int kRanks = kHosts * kLocal;
 constexpr size_t kCount = 1000;
 constexpr size_t kFirstShare = 512;
 
-/// What rank `rank` of all has in pass `pass`.
-std::vector<float> values(int rank, int pass) {
-  std::mt19937 random(static_cast<unsigned>(100 * pass + rank));
+/// What rank `rank` of all has in backward `backward`.
+std::vector<float> values(int rank, int backward) {
+  std::mt19937 random(static_cast<unsigned>(100 * backward + rank));
   std::normal_distribution<float> normal;
   std::vector<float> found(kCount);
   for (float& each : found) each = normal(random);
   return found;
 }
 
-std::vector<float> mean_of_all(int pass, const std::vector<double>& weights) {
+std::vector<float> mean_of_all(int backward,
+                               const std::vector<double>& weights) {
   std::vector<std::vector<float>> inputs;
-  for (int r = 0; r < kRanks; ++r) inputs.push_back(values(r, pass));
+  for (int r = 0; r < kRanks; ++r) inputs.push_back(values(r, backward));
   std::vector<float> out(kCount);
   const void* in[kRanks];
   for (int r = 0; r < kRanks; ++r)
@@ -72,11 +73,11 @@ TEST(two_hosts_have_the_bits_of_one) {
         const int rank = host * kLocal + local;
         HostSums core(group.heap, kCount * sizeof(float), one_bucket(), kRanks,
                       sizeof(int));
-        for (int pass = 1; pass <= 20; ++pass) {
-          const std::vector<float> own = values(rank, pass);
+        for (int backward = 1; backward <= 20; ++backward) {
+          const std::vector<float> own = values(rank, backward);
           std::copy(own.begin(), own.end(),
-                    reinterpret_cast<float*>(core.arena()));
-          core.begin_pass(weights[static_cast<size_t>(rank)]);
+                    reinterpret_cast<float*>(core.gradient_buffer()));
+          core.begin_backward(weights[static_cast<size_t>(rank)]);
           core.post(0);
           core.wait_complete(0);
           CHECK(core.is_complete(0));
@@ -87,13 +88,13 @@ TEST(two_hosts_have_the_bits_of_one) {
                    sum.data(), &stats);
           totals[host][local] = core.total_weight(core.everybody());
           *reinterpret_cast<int*>(core.slot(static_cast<size_t>(rank))) =
-              100 * pass + rank;
+              100 * backward + rank;
           met.arrive_and_wait();
           // Another thread of the rank publishes, as in Python.
           std::thread([&] {
             const int partner = (1 - host) * kLocal + local;
             *reinterpret_cast<int*>(core.slot(static_cast<size_t>(partner))) =
-                100 * pass + partner;
+                100 * backward + partner;
             const double total = totals[0][local] + totals[1][local];
             CHECK(core.publish(0, first_of(local), count_of(local),
                                {sums[0][local].data(), sums[1][local].data()},
@@ -101,12 +102,13 @@ TEST(two_hosts_have_the_bits_of_one) {
             core.count_share();
           }).join();
           core.wait_published(-1);
-          const std::vector<float> expected = mean_of_all(pass, weights);
-          const auto* mean = reinterpret_cast<const float*>(core.arena());
+          const std::vector<float> expected = mean_of_all(backward, weights);
+          const auto* mean =
+              reinterpret_cast<const float*>(core.gradient_buffer());
           CHECK(std::equal(expected.begin(), expected.end(), mean));
           for (int r = 0; r < kRanks; ++r) {
             CHECK_EQ(*reinterpret_cast<int*>(core.slot(static_cast<size_t>(r))),
-                     100 * pass + r);
+                     100 * backward + r);
           }
           CHECK(!core.has_overflow());
           met.arrive_and_wait();  // before the sums are written anew
@@ -122,10 +124,10 @@ TEST(sums_over_some_ranks_of_a_host) {
   run_group(3, [&](HostGroup& group) {
     const int rank = group.rank();
     HostSums core(group.heap, kCount * sizeof(float), one_bucket(), 3, 8);
-    auto* own = reinterpret_cast<float*>(core.arena());
+    auto* own = reinterpret_cast<float*>(core.gradient_buffer());
     std::fill_n(own, kCount, static_cast<float>(rank + 1));
     if (rank == 0) own[3] = NAN;
-    core.begin_pass(weights[static_cast<size_t>(rank)]);
+    core.begin_backward(weights[static_cast<size_t>(rank)]);
     core.post(0);
     core.wait_complete(0);
     CHECK_EQ(core.total_weight({1, 3}), 4.0);
@@ -147,10 +149,10 @@ TEST(sums_over_some_ranks_of_a_host) {
 TEST(what_is_not_finite_is_found) {
   run_group(2, [](HostGroup& group) {
     HostSums core(group.heap, kCount * sizeof(float), one_bucket(), 2, 8);
-    auto* own = reinterpret_cast<float*>(core.arena());
+    auto* own = reinterpret_cast<float*>(core.gradient_buffer());
     std::fill_n(own, kCount, 1.0F);
     if (group.rank() == 1) own[700] = NAN;
-    core.begin_pass(1);
+    core.begin_backward(1);
     core.post(0);
     core.wait_complete(0);
     // Each in its own share: the other rank may write means to its own already.
@@ -185,21 +187,21 @@ TEST(a_rank_that_does_not_post_is_named) {
           while (!group.session.is_over()) cpu_relax();
           return;
         }
-        core.begin_pass(1);
+        core.begin_backward(1);
         core.post(0);
         const Failure failure = failure_of([&] { core.wait_complete(0); });
         CHECK_EQ(failure.reason, Reason::kDeadline);
         CHECK(testing::is_late(failure, 1));
-        core.keep_arena();
+        core.keep_buffer();
       },
       {.timeout_s = 0.3});
 }
 
-TEST(a_pass_whose_shares_are_all_there_is_good_after_the_end_too) {
+TEST(a_backward_whose_shares_are_all_there_is_good_after_the_end_too) {
   std::barrier met(2);
   run_group(2, [&](HostGroup& group) {
     HostSums core(group.heap, kCount * sizeof(float), one_bucket(), 2, 8);
-    core.begin_pass(1);
+    core.begin_backward(1);
     core.post(0);
     core.wait_complete(0);
     std::vector<float> sum(500);
@@ -208,18 +210,19 @@ TEST(a_pass_whose_shares_are_all_there_is_good_after_the_end_too) {
     core.publish(0, first, 500, {sum.data()}, 2);
     core.count_share();
     met.arrive_and_wait();
-    if (group.rank() == 1) group.session.abort("too late for this pass");
+    if (group.rank() == 1) group.session.abort("too late for this backward");
     met.arrive_and_wait();
     core.wait_published(-1);
-    CHECK_EQ(failure_of([&] { core.begin_pass(1); }).reason, Reason::kRaised);
+    CHECK_EQ(failure_of([&] { core.begin_backward(1); }).reason,
+             Reason::kRaised);
   });
 }
 
-TEST(a_pass_that_somebody_gave_up_is_good_for_nobody) {
+TEST(a_backward_that_somebody_gave_up_is_good_for_nobody) {
   std::barrier met(2);
   run_group(2, [&](HostGroup& group) {
     HostSums core(group.heap, kCount * sizeof(float), one_bucket(), 2, 8);
-    core.begin_pass(1);
+    core.begin_backward(1);
     core.post(0);
     core.wait_complete(0);
     if (group.rank() == 0) {
@@ -249,8 +252,8 @@ TEST(wrong_uses_are_refused) {
     HostSums core(group.heap, 64, {{0, 64, DType::kFloat32}}, 1, 1);
     float sum[16];
     refused([&] { core.post(0); });
-    core.begin_pass(1);
-    refused([&] { core.begin_pass(1); });
+    core.begin_backward(1);
+    refused([&] { core.begin_backward(1); });
     refused([&] { core.post(1); });
     core.post(0);
     refused([&] { core.post(0); });
@@ -283,7 +286,8 @@ TEST(gradients_of_hosts_of_one_rank_have_the_mean_of_reduce) {
     HostSums core(group.heap, (kMany + kSkipped) * sizeof(float),
                   {{0, (kMany + kSkipped) * sizeof(float), DType::kFloat32}}, 1,
                   1);
-    float* const own = reinterpret_cast<float*>(core.arena()) + kSkipped;
+    float* const own =
+        reinterpret_cast<float*>(core.gradient_buffer()) + kSkipped;
     const auto average = [&](bool stops) {
       return core.average(0, kSkipped, kMany,
                           {inputs[0].data(), own, inputs[2].data()}, weights,

@@ -21,29 +21,29 @@ using testing::kParameters;
 using testing::Model;
 using testing::run_group;
 
-TEST(a_death_at_every_step_of_a_pass) {
+TEST(a_death_at_every_step_of_a_backward) {
   constexpr Point kPoints[] = {Point::kMarkReady,    Point::kBeforePost,
                                Point::kAfterPost,    Point::kChunkClaimed,
                                Point::kChunkReduced, Point::kBeforeEnd,
                                Point::kAfterEnd};
   for (const Point point : kPoints) {
     // The kernel tells of the death, which ThreadSanitizer does not see:
-    // without this the victim's last chunk and the survivor's next pass look
+    // without this the victim's last chunk and the survivor's next backward look
     // like a race.
     std::atomic<bool> is_dying{false};
     run_group(2, [&](HostGroup& group) {
       Model model(group, 50'000);
-      const auto pass = [&](int step) {
+      const auto backward = [&](int step) {
         for (size_t p = 0; p < kParameters; ++p) model.mark(p, step);
         model.reducer().finish(1, false);
       };
-      pass(0);
+      backward(0);
       if (group.rank() == 1) {
         arm_fault(point, FaultAction::kRaise, 1);
         // Which rank gets a chunk depends on time: this one gets its first when
         // the other has run out of others.
         const Failure injected = failure_of([&] {
-          for (int step = 1;; ++step) pass(step);
+          for (int step = 1;; ++step) backward(step);
         });
         disarm_fault();
         CHECK_EQ(injected.reason, Reason::kInjected);
@@ -51,19 +51,19 @@ TEST(a_death_at_every_step_of_a_pass) {
         return group.session.die_for_test();
       }
       const Failure failure = failure_of([&] {
-        for (int step = 1;; ++step) pass(step);
+        for (int step = 1;; ++step) backward(step);
       });
       CHECK(is_dying.load(std::memory_order_acquire));
       CHECK_EQ(failure.reason, Reason::kDied);
       CHECK_EQ(failure.culprit, 1);
-      CHECK_EQ(failure_of([&] { pass(99); }).reason, Reason::kDied);
+      CHECK_EQ(failure_of([&] { backward(99); }).reason, Reason::kDied);
     });
   }
 }
 
 // The last chunk and the end of the group come at any distance from each other:
-// whoever raises, all raise, and whoever finds the pass good, all do.
-TEST(survivors_agree_on_the_last_good_pass) {
+// whoever raises, all raise, and whoever finds the backward good, all do.
+TEST(survivors_agree_on_the_last_good_backward) {
   constexpr int kRanks = 3;
   for (unsigned round = 0; round < 60; ++round) {
     std::atomic<int> good[kRanks] = {};
@@ -72,7 +72,7 @@ TEST(survivors_agree_on_the_last_good_pass) {
                 Model model(group, 50'000);
                 std::mt19937 own(round * kRanks +
                                  static_cast<unsigned>(group.rank()));
-                const auto pass = [&](int step) {
+                const auto backward = [&](int step) {
                   for (size_t p = 0; p < kParameters; ++p) {
                     for (unsigned i = own() % 200; i > 0; --i) cpu_relax();
                     model.mark(p, step);
@@ -80,16 +80,16 @@ TEST(survivors_agree_on_the_last_good_pass) {
                   model.reducer().finish(1, false);
                   ++good[group.rank()];
                 };
-                // Rank 2 ends the group at some moment of the passes of the
+                // Rank 2 ends the group at some moment of the backward passes of the
                 // others.
                 if (group.rank() == 2) {
-                  for (int step = 0; step < 3; ++step) pass(step);
+                  for (int step = 0; step < 3; ++step) backward(step);
                   constexpr Point kPoints[] = {
                       Point::kAfterPost, Point::kBeforeEnd, Point::kAfterEnd};
                   arm_fault(kPoints[round % 3], FaultAction::kRaise,
                             1 + round % 4);
                   failure_of([&] {
-                    for (int step = 3;; ++step) pass(step);
+                    for (int step = 3;; ++step) backward(step);
                   });
                   disarm_fault();
                   for (unsigned i = own() % 3000; i > 0; --i) cpu_relax();
@@ -97,7 +97,7 @@ TEST(survivors_agree_on_the_last_good_pass) {
                   return;
                 }
                 const Failure failure = failure_of([&] {
-                  for (int step = 0;; ++step) pass(step);
+                  for (int step = 0;; ++step) backward(step);
                 });
                 CHECK_EQ(failure.reason, Reason::kRaised);
               },
@@ -112,27 +112,27 @@ struct AlwaysInterrupted : Hooks {
 
 // Nothing is missing any more when the other comes, and no abort word says that
 // anything was: the count alone.
-TEST(a_pass_that_one_rank_gave_up_is_good_for_nobody) {
+TEST(a_backward_that_one_rank_gave_up_is_good_for_nobody) {
   std::atomic<bool> has_given_up{false};
   run_group(2,
             [&](HostGroup& group) {
               Model model(group, 50'000);
-              const auto pass = [&] {
+              const auto backward = [&] {
                 for (size_t p = 0; p < kParameters; ++p) model.mark(p, 0);
                 model.reducer().finish(1, false);
               };
-              pass();
+              backward();
               if (group.rank() == 1) {
                 AlwaysInterrupted hooks;
                 current_hooks = &hooks;
-                CHECK_EQ(failure_of(pass).reason, Reason::kInterrupted);
+                CHECK_EQ(failure_of(backward).reason, Reason::kInterrupted);
                 current_hooks = nullptr;
                 has_given_up = true;
                 while (has_given_up.load()) sched_yield();
                 return;
               }
               while (!has_given_up.load()) sched_yield();
-              CHECK_EQ(failure_of(pass).reason, Reason::kDeadline);
+              CHECK_EQ(failure_of(backward).reason, Reason::kDeadline);
               CHECK(isnan(model.reducer().squared_norm()));
               has_given_up = false;
             },
@@ -144,14 +144,14 @@ TEST(a_rank_that_keeps_its_chunk_is_named_at_the_deadline) {
             [](HostGroup& group) {
               static std::atomic<bool> is_over{false};
               Model model(group, 50'000);
-              const auto pass = [&] {
+              const auto backward = [&] {
                 for (size_t p = 0; p < kParameters; ++p) model.mark(p, 0);
                 model.reducer().finish(1, false);
               };
               if (group.rank() == 1) {
                 arm_fault(Point::kChunkClaimed, FaultAction::kRaise, 1);
                 const Failure injected = failure_of([&] {
-                  while (true) pass();
+                  while (true) backward();
                 });
                 disarm_fault();
                 CHECK_EQ(injected.reason, Reason::kInjected);
@@ -160,7 +160,7 @@ TEST(a_rank_that_keeps_its_chunk_is_named_at_the_deadline) {
                 return;
               }
               const Failure failure = failure_of([&] {
-                while (true) pass();
+                while (true) backward();
               });
               is_over = true;
               CHECK_EQ(failure.reason, Reason::kDeadline);

@@ -1,4 +1,4 @@
-// Where a test's parameters lie in a reducer's arena.
+// Where a test's parameters lie in a reducer's gradient buffer.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace paceline::testing {
 struct ReducerLayout {
   std::vector<ParameterSpan> parameters;
   std::vector<BucketSpan> buckets;
-  size_t arena_bytes = 0;
+  size_t buffer_bytes = 0;
 
   /// `sizes` in elements. A bucket ends with the first block or parameter that
   /// fills `cap_bytes`.
@@ -25,19 +25,19 @@ struct ReducerLayout {
       begin = end;
     };
     for (const size_t count : sizes) {
-      const size_t at = arena_bytes;
+      const size_t at = buffer_bytes;
       parameters.push_back({at, count, DType::kFloat32});
       for (size_t block = kSegmentElements; block < count;
            block += kSegmentElements)
         cut(at + block * sizeof(float));
-      arena_bytes = at + (count * sizeof(float) + 63) / 64 * 64;
-      cut(arena_bytes);
+      buffer_bytes = at + (count * sizeof(float) + 63) / 64 * 64;
+      cut(buffer_bytes);
     }
-    if (begin < arena_bytes) buckets.push_back({begin, arena_bytes});
+    if (begin < buffer_bytes) buckets.push_back({begin, buffer_bytes});
   }
 
   float* view(const Reducer& reducer, size_t parameter) const {
-    return reinterpret_cast<float*>(reducer.arena() +
+    return reinterpret_cast<float*>(reducer.gradient_buffer() +
                                     parameters[parameter].offset);
   }
 };

@@ -21,7 +21,7 @@ class Model {
   Model(HostGroup& group, size_t cap_bytes)
       : group_(group),
         layout_(kSizes, cap_bytes),
-        reducer_(std::make_unique<Reducer>(group.heap, layout_.arena_bytes,
+        reducer_(std::make_unique<Reducer>(group.heap, layout_.buffer_bytes,
                                            layout_.parameters, layout_.buckets,
                                            false)) {}
 

@@ -1,4 +1,4 @@
-// Gradients that lie outside of the arena: read and replaced where they are.
+// Gradients that lie outside of the gradient buffer: read and replaced where they are.
 
 #include <algorithm>
 #include <memory>
@@ -74,7 +74,8 @@ TEST(gradients_elsewhere_stay_as_they_are_until_backward_ends) {
 }
 
 // Whoever caught the exception may have cleared them since, in place.
-TEST(gradients_elsewhere_stay_as_they_are_after_a_pass_that_was_broken_off) {
+TEST(
+    gradients_elsewhere_stay_as_they_are_after_a_backward_that_was_broken_off) {
   for (const bool assigns_chunks : {false, true}) {
     run_group(2, [&](HostGroup& group) {
       constexpr size_t kCount = 300'000;
@@ -96,8 +97,8 @@ TEST(gradients_elsewhere_stay_as_they_are_after_a_pass_that_was_broken_off) {
         check(2);
         mark();
         std::fill(gradient.begin(), gradient.end(), 0.0f);
-        CHECK_EQ(reducer.finish(PassStatus::broken_off(), step % 2 == 0),
-                 kPassForwardsDiffer | kPassTold);
+        CHECK_EQ(reducer.finish(BackwardStatus::broken_off(), step % 2 == 0),
+                 kBackwardForwardsDiffer | kBackwardTold);
         check(0);
       }
     });
@@ -106,7 +107,7 @@ TEST(gradients_elsewhere_stay_as_they_are_after_a_pass_that_was_broken_off) {
 
 // On rank 0 the gradients of two reducers lie in one memory, and two of one
 // reducer overlap by half.
-TEST(gradients_that_overlap_are_moved_into_the_arena) {
+TEST(gradients_that_overlap_are_moved_into_the_buffer) {
   for (const bool assigns_chunks : {false, true}) {
     run_group(2, [&](HostGroup& group) {
       constexpr size_t kCount = 300'000;
@@ -146,10 +147,11 @@ TEST(gradients_that_overlap_are_moved_into_the_arena) {
         CHECK(two->overlapping().empty());  // the other one has let go
         for (size_t p = 0; p < 6; ++p) {
           const bool is_moved = group.rank() == 0 && p < 3;
-          const std::byte* arena = p < 3 ? one->arena() : two->arena();
-          const auto* mean =
-              is_moved ? reinterpret_cast<const float*>(arena + p % 3 * kBytes)
-                       : &memory[begin[p]];
+          const std::byte* gradient_buffer =
+              p < 3 ? one->gradient_buffer() : two->gradient_buffer();
+          const auto* mean = is_moved ? reinterpret_cast<const float*>(
+                                            gradient_buffer + p % 3 * kBytes)
+                                      : &memory[begin[p]];
           for (size_t i = 0; i < kCount; ++i) {
             float sum = 0;
             for (int r = 0; r < 2; ++r) {
@@ -170,38 +172,38 @@ TEST(gradients_that_overlap_are_moved_into_the_arena) {
 
 // Four chunks for each rank, so that they are assigned where there are cores.
 TEST(assigned_chunks_with_random_readiness) {
-  run_group(2,
-            [](HostGroup& group) {
-              constexpr size_t kLarge = 200'000;
-              constexpr size_t kBytes = kLarge * sizeof(float);
-              Reducer reducer(group.heap, 3 * kBytes,
-                              {{0, kLarge, DType::kFloat32},
-                               {kBytes, kLarge, DType::kFloat32},
-                               {2 * kBytes, kLarge, DType::kFloat32}},
-                              {{0, 2 * kBytes}, {2 * kBytes, 3 * kBytes}},
-                              true);
-              std::mt19937 own(5 + static_cast<unsigned>(group.rank()));
-              std::vector<std::vector<float>> gradients(
-                  3, std::vector<float>(kLarge));
-              for (int step = 0; step < 12; ++step) {
-                const bool is_void = step % 4 == 3;
-                size_t order[] = {0, 1, 2};
-                std::shuffle(order, order + 3, own);
-                for (const size_t p : order) {
-                  if (is_void && p == 1 && group.rank() == 0) continue;
-                  for (size_t i = 0; i < kLarge; ++i)
-                    gradients[p][i] = Model::value(group.rank(), p, i, step);
-                  reducer.mark_ready(p, gradients[p].data());
-                }
-                CHECK_EQ(reducer.finish(1, false), is_void ? kPassUnused : 0u);
-                for (size_t p = 0; p < 3 && !is_void; ++p)
-                  for (size_t i = 0; i < kLarge; ++i)
-                    CHECK_EQ(gradients[p][i], (Model::value(0, p, i, step) +
-                                               Model::value(1, p, i, step)) /
-                                                  2);
-              }
-            },
-            {.timeout_s = 60});
+  run_group(
+      2,
+      [](HostGroup& group) {
+        constexpr size_t kLarge = 200'000;
+        constexpr size_t kBytes = kLarge * sizeof(float);
+        Reducer reducer(group.heap, 3 * kBytes,
+                        {{0, kLarge, DType::kFloat32},
+                         {kBytes, kLarge, DType::kFloat32},
+                         {2 * kBytes, kLarge, DType::kFloat32}},
+                        {{0, 2 * kBytes}, {2 * kBytes, 3 * kBytes}}, true);
+        std::mt19937 own(5 + static_cast<unsigned>(group.rank()));
+        std::vector<std::vector<float>> gradients(3,
+                                                  std::vector<float>(kLarge));
+        for (int step = 0; step < 12; ++step) {
+          const bool is_void = step % 4 == 3;
+          size_t order[] = {0, 1, 2};
+          std::shuffle(order, order + 3, own);
+          for (const size_t p : order) {
+            if (is_void && p == 1 && group.rank() == 0) continue;
+            for (size_t i = 0; i < kLarge; ++i)
+              gradients[p][i] = Model::value(group.rank(), p, i, step);
+            reducer.mark_ready(p, gradients[p].data());
+          }
+          CHECK_EQ(reducer.finish(1, false), is_void ? kBackwardUnused : 0u);
+          for (size_t p = 0; p < 3 && !is_void; ++p)
+            for (size_t i = 0; i < kLarge; ++i)
+              CHECK_EQ(gradients[p][i], (Model::value(0, p, i, step) +
+                                         Model::value(1, p, i, step)) /
+                                            2);
+        }
+      },
+      {.timeout_s = 60});
 }
 
 }  // namespace

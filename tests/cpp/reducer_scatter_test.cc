@@ -1,4 +1,4 @@
-// Passes that scatter: each mean comes to the ranks that own it.
+// BackwardSync that scatter: each mean comes to the ranks that own it.
 
 #include <math.h>
 
@@ -40,25 +40,25 @@ std::vector<OwnedBytes> owned_by_three(const ReducerLayout& layout) {
   return owned;
 }
 
-/// One rank of three, whose gradients lie outside of the arena.
+/// One rank of three, whose gradients lie outside of the gradient buffer.
 class Scattering {
  public:
   Scattering(HostGroup& group, size_t cap_bytes)
       : layout_(kSizes, cap_bytes),
         owned_(owned_by_three(layout_)),
         rank_(group.rank()),
-        reducer_(group.heap, layout_.arena_bytes, layout_.parameters,
+        reducer_(group.heap, layout_.buffer_bytes, layout_.parameters,
                  layout_.buckets, true, owned_) {
     for (const size_t count : kSizes) gradients_.emplace_back(count);
   }
   Reducer& reducer() { return reducer_; }
-  void mark(size_t p, int step, bool in_arena = false) {
+  void mark(size_t p, int step, bool in_buffer = false) {
     std::vector<float>& gradient = gradients_[p];
     for (size_t i = 0; i < kSizes[p]; ++i)
       gradient[i] = Model::value(rank_, p, i, step);
-    if (in_arena)
+    if (in_buffer)
       std::copy(gradient.begin(), gradient.end(), layout_.view(reducer_, p));
-    reducer_.mark_ready(p, in_arena ? nullptr : gradient.data());
+    reducer_.mark_ready(p, in_buffer ? nullptr : gradient.data());
   }
   /// This rank's part is the mean, and no gradient was written to.
   void check(int step) {
@@ -116,11 +116,11 @@ TEST(owners_get_the_mean_and_gradients_stay_as_they_are) {
                     model.mark(p, step, own() % 4 == 0);
                   }
                   if (is_broken_off) {
-                    CHECK_EQ(
-                        model.reducer().finish(PassStatus::broken_off(), true),
-                        kPassForwardsDiffer | kPassTold);
+                    CHECK_EQ(model.reducer().finish(
+                                 BackwardStatus::broken_off(), true),
+                             kBackwardForwardsDiffer | kBackwardTold);
                   } else if (is_void) {
-                    CHECK_EQ(model.reducer().finish(1, false), kPassUnused);
+                    CHECK_EQ(model.reducer().finish(1, false), kBackwardUnused);
                   } else {
                     CHECK_EQ(model.reducer().finish(1, false), 0u);
                     CHECK(model.reducer().overlapping().empty());

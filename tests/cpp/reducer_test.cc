@@ -28,48 +28,50 @@ std::vector<size_t> random_order(std::mt19937& random) {
   return order;
 }
 
-void run_passes(int ranks, size_t cap_bytes, int num_passes, double spin_us) {
-  run_group(ranks,
-            [&](HostGroup& group) {
-              Model model(group, cap_bytes);
-              std::mt19937 own(17 + static_cast<unsigned>(group.rank()));
-              std::mt19937 shared(3);
-              for (int step = 0; step < num_passes; ++step) {
-                // 0: unused, 1: a skipped backward, 2: a longer episode, 3: an output
-                // that one rank does not use
-                const unsigned kind = shared() % 6;
-                const bool is_odd = group.rank() == step % group.world();
-                std::vector<size_t> order = random_order(own);
-                if (kind == 0 && is_odd) order.pop_back();
-                for (const size_t parameter : order) {
-                  if (own() % 8 == 0)
-                    for (unsigned i = own() % 3000; i > 0; --i) cpu_relax();
-                  model.mark(parameter, step);
-                }
-                PassStatus status(is_odd && (kind == 1 || kind == 2) ? 2 : 1);
-                status.reached = is_odd && kind == 2   ? 2
-                                 : is_odd && kind == 3 ? 0
-                                                       : 1;
-                const uint32_t flags = model.reducer().finish(status, false);
-                const uint32_t expected = kind == 0 ? kPassUnused
-                                          : kind == 1 && group.world() > 1
-                                              ? kPassForwardsDiffer
-                                              : 0;
-                CHECK_EQ(flags, expected);
-                if (flags == 0) model.check(step);
-                if (kind == 0)
-                  CHECK_EQ(model.reducer().unused(step % group.world()).size(),
-                           size_t{1});
-              }
-            },
-            {.timeout_s = 60, .spin_us = spin_us});
+void run_backwards(int ranks, size_t cap_bytes, int num_backwards,
+                   double spin_us) {
+  run_group(
+      ranks,
+      [&](HostGroup& group) {
+        Model model(group, cap_bytes);
+        std::mt19937 own(17 + static_cast<unsigned>(group.rank()));
+        std::mt19937 shared(3);
+        for (int step = 0; step < num_backwards; ++step) {
+          // 0: unused, 1: a skipped backward, 2: a longer episode, 3: an output
+          // that one rank does not use
+          const unsigned kind = shared() % 6;
+          const bool is_odd = group.rank() == step % group.world();
+          std::vector<size_t> order = random_order(own);
+          if (kind == 0 && is_odd) order.pop_back();
+          for (const size_t parameter : order) {
+            if (own() % 8 == 0)
+              for (unsigned i = own() % 3000; i > 0; --i) cpu_relax();
+            model.mark(parameter, step);
+          }
+          BackwardStatus status(is_odd && (kind == 1 || kind == 2) ? 2 : 1);
+          status.reached = is_odd && kind == 2   ? 2
+                           : is_odd && kind == 3 ? 0
+                                                 : 1;
+          const uint32_t flags = model.reducer().finish(status, false);
+          const uint32_t expected = kind == 0 ? kBackwardUnused
+                                    : kind == 1 && group.world() > 1
+                                        ? kBackwardForwardsDiffer
+                                        : 0;
+          CHECK_EQ(flags, expected);
+          if (flags == 0) model.check(step);
+          if (kind == 0)
+            CHECK_EQ(model.reducer().unused(step % group.world()).size(),
+                     size_t{1});
+        }
+      },
+      {.timeout_s = 60, .spin_us = spin_us});
 }
 
-TEST(passes_with_random_readiness) {
-  run_passes(1, 100'000, 6, -1);
-  run_passes(2, 50'000, 20, 20);
-  run_passes(3, 1, 20, 0);
-  run_passes(4, 1 << 30, 12, -1);
+TEST(backwards_with_random_readiness) {
+  run_backwards(1, 100'000, 6, -1);
+  run_backwards(2, 50'000, 20, 20);
+  run_backwards(3, 1, 20, 0);
+  run_backwards(4, 1 << 30, 12, -1);
 }
 
 TEST(a_nonfinite_gradient_and_an_allowed_unused_parameter) {
@@ -87,7 +89,7 @@ TEST(a_nonfinite_gradient_and_an_allowed_unused_parameter) {
         }
       }
       const uint32_t flags = model.reducer().finish(1, true);
-      CHECK_EQ(flags, kPassUnused | (is_bad ? kPassNonFinite : 0));
+      CHECK_EQ(flags, kBackwardUnused | (is_bad ? kBackwardNonFinite : 0));
       CHECK(model.reducer().unused(1) == std::vector<size_t>{3});
       CHECK(model.reducer().globally_unused().empty());
       const auto nonfinite = model.reducer().nonfinite();
@@ -98,11 +100,11 @@ TEST(a_nonfinite_gradient_and_an_allowed_unused_parameter) {
   });
 }
 
-// Void passes, good ones, and those in which a rank without data marks all.
-void run_with_nobodys(int ranks, size_t cap_bytes) {
+// Void backward passes, good ones, and those in which a rank without data marks all.
+void run_with_globally_unused(int ranks, size_t cap_bytes) {
   run_group(ranks, [&](HostGroup& group) {
     Model model(group, cap_bytes);
-    const std::vector<size_t> nobodys = {2, 5};
+    const std::vector<size_t> globally_unused = {2, 5};
     std::mt19937 own(5 + static_cast<unsigned>(group.rank()));
     std::mt19937 shared(9);
     for (int step = 0; step < 24; ++step) {
@@ -116,13 +118,14 @@ void run_with_nobodys(int ranks, size_t cap_bytes) {
       };
       for (const size_t p : random_order(own))
         if (!leaves_out(p)) model.mark(p, step);
-      const PassStatus status = is_finished ? PassStatus::without_data() : 1;
+      const BackwardStatus status =
+          is_finished ? BackwardStatus::without_data() : 1;
       const uint32_t flags = model.reducer().finish(status, false, true);
       const bool is_void = kind == 0 && ranks > 1;
-      CHECK_EQ(flags, is_void
-                          ? kPassUnused
-                          : (kind == 1 ? 0 : kPassNobodys) |
-                                (kind == 2 && ranks > 1 ? kPassFinished : 0));
+      CHECK_EQ(flags,
+               is_void ? kBackwardUnused
+                       : (kind == 1 ? 0 : kBackwardGloballyUnused) |
+                             (kind == 2 && ranks > 1 ? kBackwardFinished : 0));
       CHECK_EQ(isnan(model.reducer().squared_norm()), is_void);
       if (is_void) {
         CHECK(model.reducer().globally_unused() == std::vector<size_t>{2});
@@ -133,17 +136,17 @@ void run_with_nobodys(int ranks, size_t cap_bytes) {
       if (kind == 1) {
         model.check(step);
       } else if (kind == 2 || ranks > 1) {
-        CHECK(model.reducer().globally_unused() == nobodys);
+        CHECK(model.reducer().globally_unused() == globally_unused);
       }
     }
   });
 }
 
 TEST(a_parameter_that_nobody_uses_is_let_be) {
-  run_with_nobodys(1, 100'000);
-  run_with_nobodys(2, 50'000);
-  run_with_nobodys(3, 1);
-  run_with_nobodys(4, 1 << 30);
+  run_with_globally_unused(1, 100'000);
+  run_with_globally_unused(2, 50'000);
+  run_with_globally_unused(3, 1);
+  run_with_globally_unused(4, 1 << 30);
 }
 
 TEST(reducers_come_and_go) {
@@ -169,9 +172,10 @@ TEST(a_sum_of_finite_gradients_that_overflows_is_told) {
         group.heap, 2 * kBytes,
         {{0, kCount, DType::kFloat32}, {kBytes, kCount, DType::kFloat64}},
         {{0, 2 * kBytes}}, false);
-    auto* singles = reinterpret_cast<float*>(reducer.arena());
-    auto* doubles = reinterpret_cast<double*>(reducer.arena() + kBytes);
-    const auto pass = [&](float single, double two) {
+    auto* singles = reinterpret_cast<float*>(reducer.gradient_buffer());
+    auto* doubles =
+        reinterpret_cast<double*>(reducer.gradient_buffer() + kBytes);
+    const auto backward = [&](float single, double two) {
       std::fill_n(singles, kCount, 1.0f);
       std::fill_n(doubles, kCount, 1.0);
       singles[kCount - 1] = single;
@@ -180,27 +184,28 @@ TEST(a_sum_of_finite_gradients_that_overflows_is_told) {
       reducer.mark_ready(1, nullptr);
       return reducer.finish(1, false);
     };
-    CHECK_EQ(pass(3e38f, 1), kPassOverflow);
+    CHECK_EQ(backward(3e38f, 1), kBackwardOverflow);
     CHECK(reducer.overflowed() == std::vector<size_t>{0});
     CHECK(reducer.nonfinite().empty());
     CHECK_EQ(singles[kCount - 1], INFINITY);
-    CHECK_EQ(pass(1, 1e200), 0u);  // only its square overflows
+    CHECK_EQ(backward(1, 1e200), 0u);  // only its square overflows
     CHECK(reducer.overflowed().empty());
-    CHECK_EQ(pass(-3e38f, 1.5e308), kPassOverflow);
+    CHECK_EQ(backward(-3e38f, 1.5e308), kBackwardOverflow);
     CHECK(reducer.overflowed() == (std::vector<size_t>{0, 1}));
-    CHECK_EQ(pass(group.rank() == 0 ? INFINITY : 1, 1), kPassNonFinite);
+    CHECK_EQ(backward(group.rank() == 0 ? INFINITY : 1, 1), kBackwardNonFinite);
     CHECK(reducer.overflowed().empty());
   });
 }
 
-TEST(a_pass_without_means_has_no_norm) {
+TEST(a_backward_without_means_has_no_norm) {
   run_group(2, [](HostGroup& group) {
     Model model(group, 50'000);
     CHECK_EQ(model.reducer().squared_norm(), 0.0);
     for (int step = 0; step < 4; ++step) {
       const bool is_void = step % 2 == 1;
       for (size_t p = 0; p < kParameters - is_void; ++p) model.mark(p, step);
-      CHECK_EQ(model.reducer().finish(1, false), is_void ? kPassUnused : 0u);
+      CHECK_EQ(model.reducer().finish(1, false),
+               is_void ? kBackwardUnused : 0u);
       CHECK_EQ(isnan(model.reducer().squared_norm()), is_void);
     }
   });

@@ -241,9 +241,9 @@ def test_what_is_wrong_is_named(rank: int) -> None:
     with pytest.raises(ConfigError, match="parameters on a device"):
         DataParallel(network(), reduce_through="memory")
     with place("cpu"):
-        stranger = network()
+        unknown_peer = network()
     with pytest.raises(ConfigError, match="cannot move these tensors"):
-        DataParallel(stranger, reduce_through="group")
+        DataParallel(unknown_peer, reduce_through="group")
     wrapped = DataParallel(network(), nonfinite="raise", **SMALL)
     with pytest.raises(NonFiniteGradientError, match=r"on rank 1 of 2") as caught:
         wrapped(paddle.full([2, 4], float("inf") if rank else 1.0)).sum().backward()

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import DeadlineError, GraphChangedError, SkippedPassError, UnusedParameterError
 from paceline.torch import DataParallel, DistributedDataParallel, ShardedOptimizer, SyncBatchNorm
-from paceline.torch.passes.gradient_hooks import HAS_EXCHANGE_API
+from paceline.torch.backward.gradient_hooks import HAS_EXCHANGE_API
 from tests import accelerator
 from tests.accelerator import GLOO, KIND, NCCL, busy, no_waiting
 from tests.harness import ranks, run_ranks
@@ -295,7 +295,7 @@ class Recomputed(nn.Module):
 
 @ranks(2, group=NCCL)
 def test_reentrant_checkpoints_around_all_layers(rank: int) -> None:
-    """The first gradient comes in an inner backward, and the pass is to end with the outer one."""
+    """The first gradient comes in an inner backward, and the backward is to end with the outer one."""
     for view in (False, True):
         model = Recomputed().to(KIND)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
@@ -339,7 +339,7 @@ def test_a_rank_on_which_no_parameter_gets_a_gradient(rank: int) -> None:
 
 
 @ranks(2, group=NCCL)
-def test_a_gradient_by_autograd_grad_is_no_pass(rank: int) -> None:
+def test_a_gradient_by_autograd_grad_is_no_backward(rank: int) -> None:
     model = network().to(KIND)
     ddp = DistributedDataParallel(model)
     x = batch(0, 2)[rank::2].to(KIND).requires_grad_()
@@ -368,7 +368,7 @@ def assert_gradients(model: nn.Module, expected: nn.Module) -> None:
 def test_a_backward_that_raises(rank: int, view: bool, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd's thread learns of the exception when the user has it already, and may have gone on."""
     if not waits:  # as if that took longer than anybody waits for it
-        monkeypatch.setattr("paceline.torch.passes.passes._DROPPED_WITHIN_S", 0.0)
+        monkeypatch.setattr("paceline.torch.backward.autograd._DROPPED_WITHIN_S", 0.0)
     model = network().to(KIND)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=1e-4)
     x = batch(0, 2)[rank::2].to(KIND)
@@ -440,7 +440,7 @@ def test_another_model_after_a_backward_that_raised(rank: int) -> None:
 
 @ranks(2, group=NCCL)
 def test_weights_after_a_backward_in_no_sync_that_raised(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.torch.passes.passes._DROPPED_WITHIN_S", 60.0)
+    monkeypatch.setattr("paceline.torch.backward.autograd._DROPPED_WITHIN_S", 60.0)
     model = network().to(KIND)
     ddp = DistributedDataParallel(model)
     expected = network().to(KIND)

@@ -2,12 +2,12 @@
 
     make fuzz WHAT=exchanges FRAMEWORK=paddle SEEDS=0:200
 
-The fuzzer of one pass (the rest of this folder) runs its reference one rank after the other, so no forward
-of it may need other ranks. Here every model has norms over all ranks, or a loss that gathers their outputs.
-Ranks have batches of different sizes, some empty; steps have micro-batches, and weights that are given in
-several ways; norms are recomputed, lie outside of the wrapper or in the second of two; inputs need a gradient
-on some ranks only; a layer exchanges without weights in some steps, and nothing in others, in a graph of as
-many nodes. In float64, after each step, gradients must be those of one process, or every rank has
+The fuzzer of one backward (the rest of this folder) runs its reference one rank after the other, so no
+forward of it may need other ranks. Here every model has norms over all ranks, or a loss that gathers their
+outputs. Ranks have batches of different sizes, some empty; steps have micro-batches, and weights that are
+given in several ways; norms are recomputed, lie outside of the wrapper or in the second of two; inputs need a
+gradient on some ranks only; a layer exchanges without weights in some steps, and nothing in others, in a
+graph of as many nodes. In float64, after each step, gradients must be those of one process, or every rank has
 refused what the documentation says is refused.
 """
 

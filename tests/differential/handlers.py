@@ -26,7 +26,7 @@ from paceline.errors import PacelineError
 from tests.differential.driver import Check, main, plainly
 from tests.differential.programs import Program
 from tests.harness import run_ranks
-from tests.multiprocess.meeting import meet
+from tests.multiprocess.rank_signals import meet
 
 FRAMEWORKS = ("torch", "paddle")
 ITERATIONS, AT = 8, 4

@@ -177,7 +177,7 @@ def _norms(records: Sequence[Record]) -> Verdict | None:
 
 
 def _bits(records: Sequence[Record], same_parameters: bool) -> Verdict | None:
-    """All ranks that take part in a pass with data see the same shared values, in the same bits."""
+    """All ranks that take part in a backward with data see the same shared values, in the same bits."""
     kinds = ("gradients", "parameters", "buffers") if same_parameters else ("gradients",)
     models = sorted({event.model for record in records for event in record.events})
     told = (_bits_of_model(records, model, kinds) for model in models)
@@ -185,12 +185,12 @@ def _bits(records: Sequence[Record], same_parameters: bool) -> Verdict | None:
 
 
 def _bits_of_model(records: Sequence[Record], model: int, kinds: tuple[str, ...]) -> Verdict | None:
-    """Let all ranks go from one pass to the next one, as they did.
+    """Let all ranks go from one backward to the next one, as they did.
 
-    A rank that has no more data sees nothing of the passes of the others until all are there. After an error
-    of its own it may be there earlier than its program says, so nothing but its record tells.
+    A rank that has no more data sees nothing of the backward passes of the others until all are there. After
+    an error of its own it may be there earlier than its program says, so nothing but its record tells.
     """
-    left = [deque(_passes(record, model, kinds)) for record in records]
+    left = [deque(_backward_sync(record, model, kinds)) for record in records]
     active = list(range(len(left)))
     while True:
         for row in zip(*(left[rank].popleft() for rank in active)):
@@ -198,13 +198,15 @@ def _bits_of_model(records: Sequence[Record], model: int, kinds: tuple[str, ...]
                 return Verdict("ranks differ", row[0].at, _differing(row, active, name))
         if not all(left):
             break
-        active = [rank for rank, passes in enumerate(left) if passes[0][0].kind == "gradients"]
+        active = [rank for rank, backward_sync in enumerate(left) if backward_sync[0][0].kind == "gradients"]
         active = active or list(range(len(left)))
-    alone = [events[0] for passes in left for events in passes if events[0].kind == "gradients"]
+    alone = [events[0] for backward_sync in left for events in backward_sync if events[0].kind == "gradients"]
     if not alone or _died_after(left, records):
         return None
-    passes = [sum(each.kind == "gradients" for each in _shared(record, model, kinds)) for record in records]
-    text = f"backwards that returned a mean, by rank: {passes}\n{_endings(records)}"
+    backward_sync = [
+        sum(each.kind == "gradients" for each in _shared(record, model, kinds)) for record in records
+    ]
+    text = f"backwards that returned a mean, by rank: {backward_sync}\n{_endings(records)}"
     return Verdict("a rank went on alone", alone[0].at, text)
 
 
@@ -213,15 +215,19 @@ def _died_after(left: Sequence[deque[list[Event]]], records: Sequence[Record]) -
 
     Then the others may see that a rank is gone before they see what it sent last: all of them raise.
     """
-    ahead = [rank for rank, passes in enumerate(left) if any(each[0].kind == "gradients" for each in passes)]
+    ahead = [
+        rank
+        for rank, backward_sync in enumerate(left)
+        if any(each[0].kind == "gradients" for each in backward_sync)
+    ]
     if any(len(left[rank]) > 1 or records[rank].raised is None for rank in ahead):
         return False
     behind = (record.raised for rank, record in enumerate(records) if rank not in ahead)
     return all(raised is not None and raised.error == "PeerLostError" for raised in behind)
 
 
-def _passes(record: Record, model: int, kinds: tuple[str, ...]) -> Iterator[list[Event]]:
-    """What a rank has seen before its first pass, and then from each mean, or the end of its data, on."""
+def _backward_sync(record: Record, model: int, kinds: tuple[str, ...]) -> Iterator[list[Event]]:
+    """What a rank has seen before its first backward, and then from each mean, or the end of its data, on."""
     events: list[Event] = []
     for event in _shared(record, model, kinds):
         if event.kind in ("gradients", "finished"):

@@ -101,7 +101,7 @@ def _of_torch(seed: int) -> Program:
         program |= {"every": more.choice([1, 1, 2, 3]), "weights": None}
         for op in ops:
             if op["op"] == "spoil":
-                op["what"] = "meeting"
+                op["what"] = "sync"
     return program
 
 
@@ -113,7 +113,7 @@ def _for_paddle(program: Program) -> Program:
         for op in program["ops"]
     ]
     program = {key: value for key, value in program.items() if key != "every"}
-    return {**program, "ops": [op for op in ops if op.get("what") != "meeting"]}
+    return {**program, "ops": [op for op in ops if op.get("what") != "sync"]}
 
 
 def gradient(program: Program, op: int, micro: int, rank: int, index: int, scale: float) -> np.ndarray:
@@ -255,7 +255,7 @@ def _run_local(do: Any, program: Program, rank: int) -> list[tuple[str, list[np.
             _backward(do, program, op, number, rank, op["scale"], op["micros"])
             optimizer.step()
             do.freeze([])
-        elif do.ddp._meetings.since:
+        elif do.ddp._outer_sync.since:
             weight = do.parameters[op["param"]]
             before = weight.detach().clone()
             for _ in range(op["times"]):

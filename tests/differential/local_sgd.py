@@ -2,9 +2,9 @@
 
     make fuzz WHAT=local_sgd SEEDS=0:200
 
-The fuzzer of one pass (the rest of this folder) compares gradients, and knows nothing of replicas that go
+The fuzzer of one backward (the rest of this folder) compares gradients, and knows nothing of replicas that go
 their own ways. Here a program has several hosts and some of: steps with and without weights and micro-
-batches, parameters that are frozen and trained again, uneven data, meetings on demand, meetings that fail,
+batches, parameters that are frozen and trained again, uneven data, syncs on demand, syncs that fail,
 checkpoints, and copies of the wrapper. After each operation every rank's parameters are compared with those
 of `Simulation`, which shares no code with Paceline.
 """
@@ -203,7 +203,7 @@ def _step(ddp: Any, optimizer: torch.optim.Optimizer, number: int, op: dict[str,
 def _spoil(ddp: Any, op: dict[str, Any], rank: int) -> None:
     from paceline.errors import NonFiniteGradientError
 
-    if ddp._meetings is None or not ddp._meetings.since:
+    if ddp._outer_sync is None or not ddp._outer_sync.since:
         return
     weight = layer_of(ddp.module, 1).weight
     before = weight.detach().clone()
@@ -215,7 +215,7 @@ def _spoil(ddp: Any, op: dict[str, Any], rank: int) -> None:
         except NonFiniteGradientError:
             pass
         else:
-            raise AssertionError("a meeting with a NaN was good")
+            raise AssertionError("a sync with a NaN was good")
         weight.data.copy_(before)
 
 
@@ -314,11 +314,11 @@ class Simulation:
         walks = [self._walk(member, number, step, counts) for member in range(len(self.members))]
         are_finished = [False]
         while not all(are_finished):
-            are_finished = [next(walk) for walk in walks]  # each goes as far as its next meeting
+            are_finished = [next(walk) for walk in walks]  # each goes as far as its next sync
             self._meet()
 
     def _walk(self, member: int, number: int, step: int, counts: list[int]) -> Iterator[bool]:
-        """To each meeting of a member in an epoch; and whether it has no data any more."""
+        """To each sync of a member in an epoch; and whether it has no data any more."""
         while True:
             if self.since[member] >= self.options["every"]:
                 yield False

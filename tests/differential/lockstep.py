@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.differential.records import Record
-from tests.differential.walk import Meeting, Walker
+from tests.differential.walk import Sync, Walker
 
 
 class Simulated:
@@ -31,7 +31,7 @@ class Simulated:
     def finished(self, wrapper: Any, step: Any) -> None:
         pass
 
-    def passes(self, wrapper: Any) -> int:
+    def backwards(self, wrapper: Any) -> int:
         return 0
 
     def join(self, wrapper: Any) -> contextlib.AbstractContextManager[Any]:
@@ -59,12 +59,12 @@ class Lockstep:
         return [machine.record for machine in self.machines]
 
     def _run(self) -> None:
-        waiting: list[Meeting | None] = [None] * len(self._runs)
+        waiting: list[Sync | None] = [None] * len(self._runs)
         everybody = last_active = list(range(len(self._runs)))
         while True:
-            for rank, meeting in enumerate(waiting):
-                waiting[rank] = self._next(rank) if meeting is None else meeting
-            here = [meeting for meeting in waiting if meeting is not None]
+            for rank, sync in enumerate(waiting):
+                waiting[rank] = self._next(rank) if sync is None else sync
+            here = [sync for sync in waiting if sync is not None]
             if len(here) < len(waiting):
                 return
             active = [rank for rank in everybody if here[rank].kind != "finished"]
@@ -87,7 +87,7 @@ class Lockstep:
             for rank in active:
                 waiting[rank] = None
 
-    def _next(self, rank: int) -> Meeting | None:
+    def _next(self, rank: int) -> Sync | None:
         try:
             return next(self._runs[rank])
         except StopIteration:
@@ -96,7 +96,7 @@ class Lockstep:
             self.machines[rank].note_end(error)
             return None
 
-    def average(self, model: int, active: list[int], waiting: Sequence[Meeting]) -> None:
+    def average(self, model: int, active: list[int], waiting: Sequence[Sync]) -> None:
         """Give those that are active the mean; all others step with it, and keep their gradients."""
         raise NotImplementedError
 

@@ -205,7 +205,7 @@ CORPUS: dict[str, Program] = {
         [{"kind": "trap"}, {"kind": "recompute", "layers": [{"kind": "scale"}]}],
         *_CLEARED_AFTER_AN_EXCEPTION,
     ),
-    "running statistics after a pass that raised": _program(  # the reference had not recomputed
+    "running statistics after a backward that raised": _program(  # the reference had not recomputed
         ["default", "group tiny view"],
         [{"kind": "recompute", "layers": [{"kind": "norm"}]}],
         _op("try", body=[_op("forward", nan=[0]), _op("backward")]),
@@ -274,7 +274,7 @@ CORPUS: dict[str, Program] = {
         ],
     },
     # The judge and the reference were wrong in those below.
-    "a rank without data takes part in the pass that it has left": _program(
+    "a rank without data takes part in the backward that it has left": _program(
         ["tiny", "group"],
         [{"kind": "trap"}],
         _op(

@@ -19,7 +19,7 @@ from tests.differential.between import are_apart
 from tests.differential.paddle_models import WIDTH, Batch, Factor, Net, Table, make_layer, parameter_of
 from tests.differential.programs import Op, Program
 from tests.differential.records import Event, Value
-from tests.differential.walk import Meeting, Parting, Run, Walker, of_rank
+from tests.differential.walk import Parting, Run, Sync, Walker, of_rank
 
 OPTIMIZERS = {
     "sgd": lambda p: paddle.optimizer.SGD(0.05, parameters=p),
@@ -41,7 +41,7 @@ class Subject(Protocol):
     def no_sync(self, wrapper: Any) -> contextlib.AbstractContextManager[None]: ...
     def weight(self, wrapper: Any, value: float) -> None: ...
     def finished(self, wrapper: Any, step: Any) -> None: ...
-    def passes(self, wrapper: Any) -> int: ...
+    def backward_sync(self, wrapper: Any) -> int: ...
     def join(self, wrapper: Any) -> contextlib.AbstractContextManager[Any]: ...
     def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]: ...
 
@@ -91,7 +91,7 @@ class Machine(Walker):
         net = self.nets[model]
         self.wrappers[model] = self.subject.wrap(net, self.options)
         self.trainable[model] = [p for p in net.parameters() if not p.stop_gradient]
-        yield Meeting("wrapped", [model])
+        yield Sync("wrapped", [model])
         self._note_parameters(model)
 
     def _op_optimizer(self, op: Op, label: str) -> None:
@@ -144,7 +144,7 @@ class Machine(Walker):
         p = parameter_of(self._net(op), op.get("param", 0))
         p.stop_gradient = not op.get("on", False)
         if self.has_finished and p.stop_gradient:
-            # Passes without data left what each rank had, and nobody averages it any more.
+            # BackwardSync without data left what each rank had, and nobody averages it any more.
             p.clear_gradient(set_to_zero=False)
 
     def _op_replace(self, op: Op, label: str) -> None:
@@ -197,7 +197,7 @@ class Machine(Walker):
         wrapper.train()
 
     def _op_look(self, op: Op, label: str) -> None:
-        """paddle.grad() through a loss whose backward is still to come: no pass."""
+        """paddle.grad() through a loss whose backward is still to come: no backward."""
         loss = self.losses.get(op.get("of", "loss"))
         if (
             loss is not None and not self._is_sparse and not self._has_recompute
@@ -239,14 +239,14 @@ class Machine(Walker):
                 else:
                     paddle.autograd.backward([loss.value for loss in losses], retain_graph=keeps)
         # Paddle runs no backward, and says nothing, where all that a loss depends on is frozen.
-        passes = [loss for loss in losses if loss.is_syncing and not loss.value.stop_gradient]
+        backward_sync = [loss for loss in losses if loss.is_syncing and not loss.value.stop_gradient]
         is_local = op.get("no_sync") or not op.get("flag", True)
-        synced = [] if is_local else sorted({loss.model for loss in passes})
+        synced = [] if is_local else sorted({loss.model for loss in backward_sync})
         if self.parting is not Parting.NEVER:
             for p in (p for net in self.nets for p in net.parameters() if p.grad is not None):
                 put(p, p.grad.clone())
         if synced:
-            yield Meeting("synchronised", synced)
+            yield Sync("synchronised", synced)
             self._written_apart.difference_update(synced)
             for model in synced:
                 self.weight_so_far.pop(model, None)

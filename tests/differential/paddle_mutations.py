@@ -11,11 +11,11 @@ from typing import Any
 
 import paddle
 
+from paceline.paddle.backward.gradients import Gradients
 from paceline.paddle.communicator.transport import PaddleTransport
 from paceline.paddle.ddp import parallel
-from paceline.paddle.passes.gradients import Gradients
+from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.buffers import BufferSync
-from paceline.reducer.passes.passes import Passes
 
 _is_in = False
 
@@ -30,22 +30,22 @@ def put_in(name: str, rank: int) -> None:
 
 def _wrong_mean_on_one(rank: int) -> None:
     """The mean is another number on rank 1."""
-    _after_pass(lambda tensors: tensors[0].grad.scale_(0.5) if rank == 1 else None)
+    _after_backward(lambda tensors: tensors[0].grad.scale_(0.5) if rank == 1 else None)
 
 
 def _wrong_mean_everywhere(rank: int) -> None:
     """Every rank has the same wrong mean."""
-    _after_pass(lambda tensors: tensors[-1].grad.scale_(1.02))
+    _after_backward(lambda tensors: tensors[-1].grad.scale_(1.02))
 
 
 def _hang(rank: int) -> None:
-    """Rank 1 never comes back from its first pass."""
-    _after_pass(lambda tensors: threading.Event().wait() if rank == 1 else None)
+    """Rank 1 never comes back from its first backward."""
+    _after_backward(lambda tensors: threading.Event().wait() if rank == 1 else None)
 
 
 def _die(rank: int) -> None:
     """Rank 1 dies of a signal."""
-    _after_pass(lambda tensors: os.kill(os.getpid(), signal.SIGSEGV) if rank == 1 else None)
+    _after_backward(lambda tensors: os.kill(os.getpid(), signal.SIGSEGV) if rank == 1 else None)
 
 
 def _wrong_sum_over_a_group(rank: int) -> None:
@@ -73,8 +73,10 @@ def _join_counts_who_has_data(rank: int) -> None:
     """Within join(), the mean is that of the ranks with data, as after finish()."""
     real = parallel.joining
 
-    def joining(passes: Any, *, divide_by_all: bool, throws: bool) -> contextlib.AbstractContextManager[None]:
-        return real(passes, divide_by_all=False, throws=throws)
+    def joining(
+        backward_sync: Any, *, divide_by_all: bool, throws: bool
+    ) -> contextlib.AbstractContextManager[None]:
+        return real(backward_sync, divide_by_all=False, throws=throws)
 
     parallel.joining = joining
 
@@ -84,15 +86,15 @@ def _reports_no_writes(rank: int) -> None:
     BufferSync.has_writes = False  # type: ignore[method-assign, assignment]
 
 
-def _after_pass(change: Callable[[Any], Any]) -> None:
-    real = Passes._write_back_means
+def _after_backward(change: Callable[[Any], Any]) -> None:
+    real = BackwardSync._write_back_means
 
     def write_back_means(self: Any) -> None:
         real(self)
         with paddle.no_grad():
             change([p for p in self._tensors.trainable if p.grad is not None])
 
-    Passes._write_back_means = write_back_means  # type: ignore[method-assign]
+    BackwardSync._write_back_means = write_back_means  # type: ignore[method-assign]
 
 
 MUTATIONS = {

@@ -14,7 +14,7 @@ from tests.differential.lockstep import Lockstep, Parted, ReferenceRun, Simulate
 from tests.differential.paddle_machine import Machine, buffers_of, held, put
 from tests.differential.pool import Run
 from tests.differential.programs import Program
-from tests.differential.walk import Meeting, Parting
+from tests.differential.walk import Parting, Sync
 
 
 class Ranks(Lockstep):
@@ -24,11 +24,11 @@ class Ranks(Lockstep):
         ranks = range(program.get("ranks", 2))
         super().__init__([Machine(program, rank, Simulated(), {}, refused, parting) for rank in ranks])
 
-    def average(self, model: int, active: list[int], waiting: Sequence[Meeting]) -> None:
+    def average(self, model: int, active: list[int], waiting: Sequence[Sync]) -> None:
         rows = [machine.trainable[model] for machine in self.machines]
         weights = {rank: self.machines[rank].weight_so_far.get(model, 1.0) for rank in active}
         # join() counts a rank without data as one with zeros.
-        whole = float(len(rows)) if any(meeting.joins for meeting in waiting) else sum(weights.values())
+        whole = float(len(rows)) if any(sync.joins for sync in waiting) else sum(weights.values())
         kept = {rank: [held(p) for p in rows[rank]] for rank in range(len(rows)) if rank not in active}
         for column in zip(*rows):
             if kept and all(p.stop_gradient for p in column):

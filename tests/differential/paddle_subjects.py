@@ -154,8 +154,8 @@ class Ours:
     def finished(self, wrapper: Any, step: Any) -> None:
         wrapper.finish(step)
 
-    def passes(self, wrapper: Any) -> int:
-        """How many passes of this wrapper were good so far; a framework's own does not tell."""
+    def backwards(self, wrapper: Any) -> int:
+        """How many backward passes of this wrapper were good so far; a framework's own does not tell."""
         return getattr(wrapper, "num_good_passes", 0)
 
     def join(self, wrapper: Any) -> contextlib.AbstractContextManager[Any]:

@@ -182,7 +182,7 @@ class World:
                 answers[rank] = self._workers[rank].answer()
                 leaves_at = time.monotonic() + GRACE_S
             if not ready and leaves_at is not None and time.monotonic() >= leaves_at:
-                self._send_home(answers)
+                self._send_back(answers)
                 leaves_at, has_left = None, True
         self._kill_late(answers, list(waiting.values()))
         records = [answer or Lost("left without a word") for answer in answers]
@@ -211,7 +211,7 @@ class World:
             pipes = [worker.pipe for worker in self._workers]
             self._workers.append(Worker(make, folder / f"rank-{rank}.log", pipes))
 
-    def _send_home(self, answers: list[Record | Lost | None]) -> None:
+    def _send_back(self, answers: list[Record | Lost | None]) -> None:
         """Those who have reached the end leave, as a script does that has no more to do."""
         for worker, answer in zip(self._workers, answers):
             if answer is not None:

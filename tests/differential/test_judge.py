@@ -17,7 +17,7 @@ _LOST = "a rank was lost in a backward, before any mean"
 
 
 def _verdict(*ranks):
-    """Of means by rank: a number for each pass that returned one."""
+    """Of means by rank: a number for each backward that returned one."""
     return judge([_record(list(means)) for means in ranks], None, tolerance=1e-3)
 
 
@@ -39,7 +39,7 @@ def _event(told):
     return Event("backward", "gradients", {"weight": Value.of(mean)}, shared=True)
 
 
-def test_a_rank_without_data_sees_no_passes_of_the_others():
+def test_a_rank_without_data_sees_no_backwards_of_the_others():
     assert _verdict([1, _END, 4], [1, 2, 3, _END, 4]).kind == EQUAL
 
 
@@ -48,7 +48,7 @@ def test_ranks_with_data_are_compared_while_another_one_has_none():
     assert _verdict([1, _END, 4], [1, 2, _END, 4], [1, 9, _END, 4]).kind == "ranks differ"
 
 
-def test_a_rank_may_end_its_data_before_the_pass_that_it_has_left():
+def test_a_rank_may_end_its_data_before_the_backward_that_it_has_left():
     assert _verdict([1, _ERROR, _END, 5], [1, 4, _END, 5]).kind == USER_ERROR
     assert _verdict([1, _ERROR, 3, _END, 5], [1, 3, 4, _END, 5]).kind == USER_ERROR  # a step apart
 

@@ -149,7 +149,7 @@ CORPUS: dict[str, Program] = {
         _op("scale_grads", by=0.01, how="data"),
         _op("clip", max=0.1),
     ),
-    "a norm is trusted after a pass that raised": _program(
+    "a norm is trusted after a backward that raised": _program(
         ["default"],
         [{"kind": "gate", "skips": [[1, 3]], "layers": [_LINEAR]}],
         _op("wrap"),
@@ -318,7 +318,7 @@ CORPUS: dict[str, Program] = {
         [{"kind": "trap"}, {"kind": "checkpoint", "layers": [{"kind": "scale"}]}],
         *_CLEARED_AFTER_AN_EXCEPTION,
     ),
-    "buffers after a pass that raised": _program(  # the reference had not recomputed
+    "buffers after a backward that raised": _program(  # the reference had not recomputed
         ["default", "gloo"],
         [{"kind": "checkpoint", "reentrant": True, "layers": [{"kind": "buffer"}, {"kind": "scale"}]}],
         _op("wrap"),
@@ -349,7 +349,7 @@ CORPUS: dict[str, Program] = {
         ],
     },
     # The five below have found mistakes of the judge, of the reference and of the machine.
-    "a rank without data takes part in the pass that it has left": _program(
+    "a rank without data takes part in the backward that it has left": _program(
         ["tiny", "gloo"],
         [{"kind": "trap"}],
         _op("wrap"),

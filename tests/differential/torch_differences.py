@@ -18,7 +18,7 @@ from tests.differential.torch_refusals import features_of
 
 KNOWN: list[tuple[str, str]] = [
     # what a program has done by the op at which values differ, and what torch's DDP does with it
-    ("an error of the program's own", "after an exception ranks are in different passes"),
+    ("an error of the program's own", "after an exception ranks are in different backward passes"),
     (A_SECOND_BACKWARD, "a second backward is not averaged"),
     (A_FORWARD_OUTSIDE, "no_sync() counts for the forward, not for the backward"),
     (A_FORWARD_INSIDE, "the next backward is averaged, whatever forward it is of"),

@@ -18,7 +18,7 @@ from tests.differential.programs import Op, Program, numbered
 from tests.differential.records import Event, Value
 from tests.differential.torch_models import WIDTH, Batch, Factor, Net, Table, make_layer, parameter_of
 from tests.differential.torch_tensors import dense_of, make_plain, spoil
-from tests.differential.walk import Meeting, Parting, Run, Walker, of_rank
+from tests.differential.walk import Parting, Run, Sync, Walker, of_rank
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
@@ -129,7 +129,7 @@ class Machine(Walker):
         net = self.nets[model]
         self.wrappers[model] = self.subject.wrap(net, self.options, op.get("nest"))
         self.trainable[model] = [p for p in net.parameters() if p.requires_grad]
-        yield Meeting("wrapped", [model])
+        yield Sync("wrapped", [model])
         self._note_parameters(model)
 
     def _op_optimizer(self, op: Op, label: str) -> None:
@@ -209,7 +209,8 @@ class Machine(Walker):
         p = parameter_of(self._net(op), op.get("param", 0))
         p.requires_grad_(bool(op.get("on", False)))
         if self.has_finished and not p.requires_grad:
-            p.grad = None  # passes without data left what each rank had, and nobody averages it any more
+            # backward passes without data left what each rank had, and nobody averages it any more
+            p.grad = None
 
     def _op_replace(self, op: Op, label: str) -> None:
         net, model = self._net(op), op.get("model", 0) % len(self.nets)
@@ -325,7 +326,7 @@ class Machine(Walker):
         synced = [] if is_local else [m for loss in losses if loss.is_syncing for m in loss.models]
         synced = sorted(set(synced))
         if synced:
-            yield Meeting("synchronised", synced)
+            yield Sync("synchronised", synced)
             self._written_apart.difference_update(synced)
             for model in synced:
                 self.weight_so_far.pop(model, None)
@@ -374,7 +375,7 @@ class Machine(Walker):
         for p, g in zip(of, torch.autograd.grad(loss.value, of, allow_unused=True)):
             p.grad = g
         if self.subject.simulates:
-            yield Meeting("synchronised", [model])
+            yield Sync("synchronised", [model])
         self.optimizers[model].step()
 
     @contextlib.contextmanager

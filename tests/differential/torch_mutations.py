@@ -8,9 +8,9 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.reducer.passes.passes import Passes
+from paceline.reducer.backward.backward_sync import BackwardSync
+from paceline.torch.backward import gradients
 from paceline.torch.communicator.calls import GroupCalls
-from paceline.torch.passes import gradients
 
 _is_in = False
 
@@ -35,7 +35,7 @@ def _skip_parameter(rank: int) -> None:
         def hand_over(parameter: torch.Tensor) -> None:
             true = parameter.grad.clone()
             kept(parameter)
-            # After the end of the pass, which was queued before.
+            # After the end of the backward, which was queued before.
             Variable._execution_engine.queue_callback(lambda: parameter.grad.data.copy_(true))
 
         return hand_over
@@ -45,16 +45,16 @@ def _skip_parameter(rank: int) -> None:
 
 def _wrong_mean_on_one(rank: int) -> None:
     """The mean is divided by another number on rank 1."""
-    _after_pass(lambda tensors: tensors[0].grad.mul_(0.5) if rank == 1 else None)
+    _after_backward(lambda tensors: tensors[0].grad.mul_(0.5) if rank == 1 else None)
 
 
 def _wrong_mean_everywhere(rank: int) -> None:
     """Every rank has the same wrong mean."""
-    _after_pass(lambda tensors: tensors[-1].grad.mul_(1.02))
+    _after_backward(lambda tensors: tensors[-1].grad.mul_(1.02))
 
 
 def _raise_alone(rank: int) -> None:
-    """Rank 1 raises at the end of a pass that is good for the others, in every pass but the first."""
+    """Rank 1 raises at the end of a backward that is good for the others, in every backward but the first."""
     count = 0
 
     def check(tensors: Any) -> None:
@@ -63,14 +63,14 @@ def _raise_alone(rank: int) -> None:
         if rank == 1 and count > 1:
             raise RuntimeError("rank 1 alone")
 
-    _after_pass(check)
+    _after_backward(check)
 
 
 def _hang(rank: int) -> None:
-    """Rank 1 never comes back from its first pass."""
+    """Rank 1 never comes back from its first backward."""
     import threading
 
-    _after_pass(lambda tensors: threading.Event().wait() if rank == 1 else None)
+    _after_backward(lambda tensors: threading.Event().wait() if rank == 1 else None)
 
 
 def _die(rank: int) -> None:
@@ -78,7 +78,7 @@ def _die(rank: int) -> None:
     import os
     import signal
 
-    _after_pass(lambda tensors: os.kill(os.getpid(), signal.SIGSEGV) if rank == 1 else None)
+    _after_backward(lambda tensors: os.kill(os.getpid(), signal.SIGSEGV) if rank == 1 else None)
 
 
 def _torch_alone(rank: int) -> None:
@@ -92,15 +92,15 @@ def _torch_alone(rank: int) -> None:
     DistributedDataParallel.forward = forward  # type: ignore[method-assign]
 
 
-def _after_pass(change: Any) -> None:
-    real = Passes._write_back_means
+def _after_backward(change: Any) -> None:
+    real = BackwardSync._write_back_means
 
     def write_back_means(self: Any) -> None:
         real(self)
         with torch.no_grad():
             change([p for p in self._tensors.trainable if p.grad is not None])
 
-    Passes._write_back_means = write_back_means  # type: ignore[method-assign]
+    BackwardSync._write_back_means = write_back_means  # type: ignore[method-assign]
 
 
 def _streams_do_not_wait(rank: int) -> None:

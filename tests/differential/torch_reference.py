@@ -19,7 +19,7 @@ from tests.differential.lockstep import Lockstep, Parted, ReferenceRun
 from tests.differential.pool import Run
 from tests.differential.programs import Program
 from tests.differential.torch_machine import Machine
-from tests.differential.walk import Meeting, Parting
+from tests.differential.walk import Parting, Sync
 
 
 class Simulated(lockstep.Simulated):
@@ -39,10 +39,10 @@ class Ranks(Lockstep):
         ranks = range(program.get("ranks", 2))
         super().__init__([Machine(program, rank, Simulated(), {}, refused, parting) for rank in ranks])
 
-    def average(self, model: int, active: list[int], waiting: Sequence[Meeting]) -> None:
+    def average(self, model: int, active: list[int], waiting: Sequence[Sync]) -> None:
         rows = [machine.trainable[model] for machine in self.machines]
         weights = [self.machines[rank].weight_so_far.get(model, 1.0) for rank in active]
-        joins = any(meeting.joins for meeting in waiting)
+        joins = any(sync.joins for sync in waiting)
         whole = float(len(waiting)) if joins else sum(weights)
         means = []
         for column in zip(*rows):
@@ -60,13 +60,13 @@ class Ranks(Lockstep):
         self._take_buffers(model, active[0])
 
     def _step_without_data(
-        self, row: list[nn.Parameter], means: list[torch.Tensor | None], meeting: Meeting
+        self, row: list[nn.Parameter], means: list[torch.Tensor | None], sync: Sync
     ) -> None:
         before = [p.grad for p in row]
         for p, mean in zip(row, means):
             p.grad = None if mean is None else mean.clone()
         try:
-            for optimizer in meeting.steps:
+            for optimizer in sync.steps:
                 optimizer.step()
         except RuntimeError:  # its state is of another shape than the parameter is now
             raise Parted from None

@@ -38,7 +38,7 @@ class Traps:
 
 
 @dataclass
-class Meeting:
+class Sync:
     """Where ranks meet.
 
     Attributes:
@@ -54,7 +54,7 @@ class Meeting:
     steps: list[Any] = field(default_factory=list)
 
 
-Run = Generator[Meeting, None, None]
+Run = Generator[Sync, None, None]
 
 
 def of_rank(value: Any, rank: int) -> Any:
@@ -178,13 +178,13 @@ class Walker:
             self.at = label
             self.subject.finished(wrapper, step)
         steps = [] if step is None else [optimizer]
-        yield Meeting("finished", [model], joins=how == "join", steps=steps)
+        yield Sync("finished", [model], joins=how == "join", steps=steps)
         self.has_finished = True
         self.at = label
         self._note_parameters(model)
 
     def _until_finished(self, batches: Iterable[int], model: int) -> Iterator[int]:
-        """The batches; then it is told that this rank has none left, and may see passes of others only."""
+        """The batches; then it is told that this rank has none left, and may see those of others only."""
         yield from batches
         self.record.events.append(Event(self.at, "finished", model=model))
 
@@ -198,17 +198,17 @@ class Walker:
     def _watching(self, losses: Sequence[Any], models: Sequence[int]) -> Iterator[None]:
         """Note what a backward that raises has done by then."""
         runs = [loss.batch.runs for loss in losses]
-        passes = [self._passes_of(model) for model in models]
+        backwards = [self._backwards_of(model) for model in models]
         try:
             yield
         except BaseException:
             self._recomputed = runs != [loss.batch.runs for loss in losses]
             if len(models) > 1:
-                self._made = [m for m, before in zip(models, passes) if self._passes_of(m) > before]
+                self._made = [m for m, before in zip(models, backwards) if self._backwards_of(m) > before]
             raise
 
-    def _passes_of(self, model: int) -> int:
-        return self.subject.passes(self.wrappers[model]) if model in self.wrappers else 0
+    def _backwards_of(self, model: int) -> int:
+        return self.subject.backwards(self.wrappers[model]) if model in self.wrappers else 0
 
     # --- what is told ---
 

@@ -17,7 +17,7 @@ Point = IntEnum("Point", [name.upper() for name in _core.fault_points()], start=
 # What comes by together.
 ARRIVAL = (Point.CALL_BEGIN, Point.BEFORE_ARRIVE, Point.AFTER_ARRIVE)
 REDUCTION = (Point.BEFORE_REDUCE, Point.AFTER_REDUCE)
-PASS = tuple(point for point in Point if Point.MARK_READY <= point <= Point.AFTER_END)
+BACKWARD = tuple(point for point in Point if Point.MARK_READY <= point <= Point.AFTER_END)
 OPTIMIZER_STEP = tuple(point for point in Point if Point.STEP_MET <= point <= Point.STEP_DONE)
 
 

@@ -14,7 +14,7 @@ from paceline import _core
 from paceline.collectives.ops import DTYPE_NUMBERS
 from paceline.errors import PacelineError
 from tests.fault import programs
-from tests.fault.faults import ARRIVAL, OPTIMIZER_STEP, PASS, REDUCTION, Point
+from tests.fault.faults import ARRIVAL, BACKWARD, OPTIMIZER_STEP, REDUCTION, Point
 from tests.fault.pairs import WORLD_SIZE, Array, Program
 from tests.multiprocess.reducer_world import World, offsets_of
 
@@ -41,10 +41,10 @@ def _reduce_and_check(group: Any, array: Array, number: int) -> None:
 # --- backward passes ---
 
 
-class Passes(Program):
+class BackwardSync(Program):
     """Backward passes whose gradients are each rank's own memory."""
 
-    points = PASS
+    points = BACKWARD
     assigns_chunks: ClassVar[bool] = False
 
     def __init__(self, group: Any) -> None:
@@ -61,16 +61,16 @@ class Passes(Program):
         return self._got.values()
 
 
-class AssignedPasses(Passes):
+class AssignedBackwards(BackwardSync):
     """The same, where each rank has chunks of its own in every bucket."""
 
     assigns_chunks = True
 
 
-class PassesInArena(Program):
+class BackwardsInBuffer(Program):
     """Backward passes whose gradients lie in the memory that the ranks share."""
 
-    points = PASS
+    points = BACKWARD
 
     def __init__(self, group: Any) -> None:
         self._world = World(group, _MODEL, _CAP_BYTES)
@@ -84,10 +84,10 @@ class PassesInArena(Program):
         return self._world.views
 
 
-class ScatteringPasses(Program):
+class ScatteringBackwards(Program):
     """Backward passes in which each rank gets a part of the means: parameters are cut within a segment."""
 
-    points = PASS
+    points = BACKWARD
     _own: ClassVar[tuple[tuple[int, int, int, int], ...]] = (  # parameter, first and last element, rank
         (0, 0, 12_800, 0),
         (0, 12_800, 17_000, 1),
@@ -114,14 +114,14 @@ class ScatteringPasses(Program):
                 np.testing.assert_allclose(got[param][begin:end], mean[begin:end], rtol=1e-6, atol=1e-6)
 
     def memory(self) -> Iterable[Array]:
-        """Nothing: after a pass that has failed nobody reads what is left of it."""
+        """Nothing: after a backward that has failed nobody reads what is left of it."""
         return ()
 
 
-class VoidPasses(Program):
-    """Passes of which every second one is void: rank 0 leaves a parameter out."""
+class VoidBackwards(Program):
+    """BackwardSync of which every second one is void: rank 0 leaves a parameter out."""
 
-    points = PASS
+    points = BACKWARD
 
     def __init__(self, group: Any) -> None:
         self._rank = group.rank
@@ -143,7 +143,7 @@ class VoidPasses(Program):
 class NewReducers(Program):
     """A reducer for each step, with memory of its own: what wrapping a model anew does, and dropping it."""
 
-    points = (*ARRIVAL, Point.ALLOCATE, *PASS)
+    points = (*ARRIVAL, Point.ALLOCATE, *BACKWARD)
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -159,13 +159,13 @@ class NewReducers(Program):
         return self._got.values()
 
 
-class HostPasses(Program):
+class HostBackwards(Program):
     """The part of one host of two in a mean: sums of its ranks, and means for them.
 
     The other host is not there: what it would send is the sum of its ranks, which is known.
     """
 
-    points = tuple(point for point in PASS if point is not Point.MARK_READY)
+    points = tuple(point for point in BACKWARD if point is not Point.MARK_READY)
     _buckets: ClassVar[tuple[int, ...]] = (20_000, 12_000)  # elements, float32
 
     def __init__(self, group: Any) -> None:
@@ -174,22 +174,22 @@ class HostPasses(Program):
         places = [(int(end) - 4 * count, int(end)) for end, count in zip(ends, self._buckets, strict=True)]
         dtype = DTYPE_NUMBERS["float32"]
         self._sums = _core.HostSums(group._core, int(ends[-1]), [(*place, dtype) for place in places], 1, 8)
-        memory = (ctypes.c_byte * int(ends[-1])).from_address(self._sums.arena_pointer)
-        arena = np.frombuffer(memory, np.float32)
-        self._gradients = [arena[begin // 4 : end // 4] for begin, end in places]
+        memory = (ctypes.c_byte * int(ends[-1])).from_address(self._sums.buffer_pointer)
+        gradient_buffer = np.frombuffer(memory, np.float32)
+        self._gradients = [gradient_buffer[begin // 4 : end // 4] for begin, end in places]
 
     def step(self, number: int) -> None:
         try:
-            self._pass(number)
+            self._backward(number)
         except PacelineError:
             # As HierarchicalReducer does: the others hear of it, and nobody else writes here any more.
             self._group._core.abort("gave up")
-            self._sums.keep_arena()
+            self._sums.keep_buffer()
             raise
 
-    def _pass(self, number: int) -> None:
+    def _backward(self, number: int) -> None:
         rank = self._group.rank
-        self._sums.begin_pass(1.0)
+        self._sums.begin_backward(1.0)
         for bucket, gradient in enumerate(self._gradients):
             gradient[:] = _value(number + bucket, rank)
             self._sums.post(bucket)
@@ -215,7 +215,7 @@ class HostPasses(Program):
 
 
 class SmallCalls(Program):
-    """Arrays that are exchanged at the only meeting of a call."""
+    """Arrays that are exchanged at the only master_address of a call."""
 
     points = (*ARRIVAL, *REDUCTION)
     most_apart = 1
@@ -366,7 +366,7 @@ class Steps(Program):
 
 
 class Training(Program):
-    """What a script does between two backward passes, and a pass: a step comes by every labelled point."""
+    """What a script does between two backward passes, and one: a step comes by every labelled point."""
 
     points = tuple(Point)
 
@@ -400,7 +400,7 @@ class Training(Program):
 class WrappedInView(Program):
     """torch's wrapper, with gradients that live in the memory that the ranks share."""
 
-    points = PASS
+    points = BACKWARD
     in_view: ClassVar[bool] = True
 
     def __init__(self, group: Any) -> None:
@@ -443,7 +443,7 @@ class WrappedByPointer(WrappedInView):
 class WrappedSparse(Program):
     """torch's wrapper around an embedding with sparse gradients, and a dense layer."""
 
-    points = (*ARRIVAL, Point.COPY_OUT, *PASS)
+    points = (*ARRIVAL, Point.COPY_OUT, *BACKWARD)
 
     def __init__(self, group: Any) -> None:
         import torch

@@ -9,8 +9,8 @@ rank notices this standstill and goes on.
 What must hold, wherever the fault strikes:
 
 - All survivors have made the same number of good steps, and so has a rank that was stopped and continued: a
-  pass was good for all ranks or for none. (A collective may return on one rank and raise on another: steps of
-  nothing else may differ by one.)
+  backward was good for all ranks or for none. (A collective may return on one rank and raise on another:
+  steps of nothing else may differ by one.)
 - No byte of a survivor's memory changes after the survivor has raised, whatever the continued rank does.
 - Without a death or a stop, every step is good, and every mean and message is right.
 
@@ -36,7 +36,7 @@ Array = np.ndarray[Any, Any]
 WORLD_SIZE = 3
 STRUCK_IN_STEP = 1
 _STEPS = 4
-# Who claims a chunk is nobody's plan: it may take some passes until the struck rank does.
+# Who claims a chunk is nobody's plan: it may take some backward passes until the struck rank does.
 _MOST_STEPS = 40
 
 

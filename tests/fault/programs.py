@@ -82,26 +82,26 @@ def steps(group: Any) -> Step:
     group.barrier(timeout_s=60)
     offset = array.__array_interface__["data"][0] - group._core.pointer(0, rank)
     at = group._core.pointer(offset, 0)  # that of rank 0, for all
-    ledger = _core.StepLedger(at, world, rank)
+    step_table = _core.StepTable(at, world, rank)
     shared = np.frombuffer((ctypes.c_double * 1024).from_address(at), np.float64)[512:]
     kept = np.zeros(2)
 
     def step(_: int) -> None:
         group.barrier()
-        assert ledger.decide(True)
+        assert step_table.decide(True)
         for block in range(2):
             own = shared[2 * rank + block :]
-            ledger.open_block(rank, block, [(own.ctypes.data, kept[block:].ctypes.data, 8)])
+            step_table.open_block(rank, block, [(own.ctypes.data, kept[block:].ctypes.data, 8)])
             own[0] += 1
-            ledger.close_block(rank, block)
-        ledger.finish(rank)
+            step_table.close_block(rank, block)
+        step_table.finish(rank)
         group.barrier()
-        assert ledger.is_whole
+        assert step_table.is_whole
 
     return step
 
 
-def passes(group: Any) -> Step:
+def backwards(group: Any) -> Step:
     """Backward passes in which every gradient is used."""
     world = World(group, [(40_000, "float32")] * 3, cap_bytes=60_000)
 
@@ -113,7 +113,7 @@ def passes(group: Any) -> Step:
     return step
 
 
-def void_passes(group: Any) -> Step:
+def void_backwards(group: Any) -> Step:
     """Backward passes of which nothing is reduced: rank 0 leaves a parameter out."""
     world = World(group, [(40_000, "float32")] * 3, cap_bytes=60_000)
 

@@ -10,8 +10,8 @@ from tests.fault import programs
 from tests.fault.cases import Case, run_cases
 from tests.fault.faults import (
     ARRIVAL,
+    BACKWARD,
     OPTIMIZER_STEP,
-    PASS,
     REDUCTION,
     Point,
     kill,
@@ -29,8 +29,8 @@ _WAYS = {
     programs.messages: (Point.SEND, Point.RECEIVE),
     programs.allocations: (Point.ALLOCATE, Point.BEFORE_ARRIVE),
     programs.steps: OPTIMIZER_STEP,
-    programs.passes: PASS,
-    programs.void_passes: (Point.BEFORE_END, Point.AFTER_END),
+    programs.backwards: BACKWARD,
+    programs.void_backwards: (Point.BEFORE_END, Point.AFTER_END),
 }
 _PROMISED_S = 0.1  # between a death and the survivors' errors
 _BOUND_S = 30.0  # the same on a machine that has other things to do; the deadline is 60
@@ -69,7 +69,7 @@ def test_killed_without_futex_waitv():
         for program, point in (
             (programs.small, Point.BEFORE_ARRIVE),
             (programs.messages, Point.RECEIVE),
-            (programs.passes, Point.BEFORE_END),
+            (programs.backwards, Point.BEFORE_END),
         )
     ]
     for case, seen in zip(cases, run_cases(cases)):
@@ -81,7 +81,7 @@ def test_crashed():
     cases = [
         Case(programs.small, (segfault(rank=0, at=Point.BEFORE_REDUCE),)),
         Case(programs.in_region, (segfault(rank=1, at=Point.AFTER_REDUCE),)),
-        Case(programs.passes, (segfault(rank=2, at=Point.CHUNK_CLAIMED),)),
+        Case(programs.backwards, (segfault(rank=2, at=Point.CHUNK_CLAIMED),)),
     ]
     for case, seen in zip(cases, run_cases(cases)):
         victim = case.faults[0].rank
@@ -97,8 +97,8 @@ def test_raised():
         Case(programs.in_pieces, (raise_error(rank=1, at=Point.COPY_OUT),)),
         Case(programs.messages, (raise_error(rank=2, at=Point.SEND),)),
         Case(programs.allocations, (raise_error(rank=0, at=Point.ALLOCATE),)),
-        Case(programs.passes, (raise_error(rank=1, at=Point.CHUNK_CLAIMED),)),
-        Case(programs.void_passes, (raise_error(rank=2, at=Point.AFTER_END),)),
+        Case(programs.backwards, (raise_error(rank=1, at=Point.CHUNK_CLAIMED),)),
+        Case(programs.void_backwards, (raise_error(rank=2, at=Point.AFTER_END),)),
     ]
     for case, seen in zip(cases, run_cases(cases)):
         fault = case.faults[0]
@@ -118,11 +118,11 @@ def test_stopped():
         (programs.in_pieces, Point.AFTER_REDUCE),
         (programs.movements, Point.COPY_OUT),
         (programs.allocations, Point.ALLOCATE),
-        (programs.passes, Point.MARK_READY),
-        (programs.passes, Point.CHUNK_CLAIMED),
-        (programs.passes, Point.CHUNK_REDUCED),
-        (programs.passes, Point.BEFORE_END),
-        (programs.void_passes, Point.AFTER_END),
+        (programs.backwards, Point.MARK_READY),
+        (programs.backwards, Point.CHUNK_CLAIMED),
+        (programs.backwards, Point.CHUNK_REDUCED),
+        (programs.backwards, Point.BEFORE_END),
+        (programs.void_backwards, Point.AFTER_END),
     ]
     cases = [
         Case(program, (stop(rank=i % 3, at=point),), timeout_s=2.0) for i, (program, point) in enumerate(ways)
@@ -145,7 +145,7 @@ def test_several_at_once():
         stopped_and_killed(programs.small, Point.BEFORE_ARRIVE, (1, 3), 5),
         stopped_and_killed(programs.in_region, Point.BEFORE_REDUCE, (0, 1, 2, 3), 5),
         stopped_and_killed(programs.messages, Point.SEND, (1, 2), 4),
-        stopped_and_killed(programs.passes, Point.BEFORE_END, (0, 2), 4),
+        stopped_and_killed(programs.backwards, Point.BEFORE_END, (0, 2), 4),
     ]
     for case, seen in zip(cases, run_cases(cases)):
         victims = {fault.rank for fault in case.faults}
@@ -166,7 +166,7 @@ def test_all_of_them():
             (programs.in_region, Point.AFTER_REDUCE),
             (programs.messages, Point.SEND),
             (programs.allocations, Point.ALLOCATE),
-            (programs.passes, Point.AFTER_POST),
+            (programs.backwards, Point.AFTER_POST),
         )
     ]
     for case, seen in zip(cases, run_cases(cases)):

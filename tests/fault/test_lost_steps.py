@@ -18,14 +18,14 @@ from tests.fault.test_lost_ranks import check_survivors
 
 # Where a step of shared parameters comes by: the point, at which passage, and what is left then.
 SHARED = [
-    (Point.CALL_BEGIN, 1, "none"),  # the meeting before
+    (Point.CALL_BEGIN, 1, "none"),  # the barrier before
     (Point.BEFORE_ARRIVE, 1, "none"),
-    (Point.STEP_MET, 1, "none or half"),  # as the others come out of the meeting before they know, or after
+    (Point.STEP_MET, 1, "none or half"),  # as the others come out of the barrier before they know, or after
     (Point.STEP_BEGUN, 1, "half"),
     (Point.BLOCK_WRITTEN, 1, "half"),  # in the middle of its part
     (Point.STEP_WRITTEN, 1, "half"),  # all is written, and nobody knows
     (Point.STEP_DONE, 1, "whole"),
-    (Point.CALL_BEGIN, 2, "whole"),  # the meeting after
+    (Point.CALL_BEGIN, 2, "whole"),  # the barrier after
     (Point.BEFORE_ARRIVE, 2, "whole"),
 ]
 OWN = [

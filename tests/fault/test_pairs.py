@@ -68,8 +68,8 @@ def test_the_parts_are_all_programs_with_all_kinds():
 # --- what was found ---
 
 
-def test_a_rank_that_was_stopped_at_the_end_of_a_pass_goes_on():
-    """It called a pass good which the others had given up, or wrote into their gradients."""
+def test_a_rank_that_was_stopped_at_the_end_of_a_backward_goes_on():
+    """It called a backward good which the others had given up, or wrote into their gradients."""
     programs = [program for program in PROGRAMS if Point.CHUNK_CLAIMED in program.points]
     for framework in ("numpy", "torch"):
         found = run_pairs(
@@ -100,9 +100,11 @@ def test_a_rank_that_was_stopped_in_a_collective_goes_on():
 
 # --- the judgement itself ---
 
-_STOPPED = Pair(pair_programs.Passes, (Strike(Action.STOP, 1, Point.CHUNK_CLAIMED, 0, Point.BEFORE_END),))
-_KILLED = Pair(pair_programs.Passes, (Strike(Action.KILL, 1, Point.CHUNK_CLAIMED),))
-_HELD = Pair(pair_programs.Passes, (Strike(Action.HOLD, 1, Point.CHUNK_CLAIMED, 0, Point.BEFORE_END),))
+_STOPPED = Pair(
+    pair_programs.BackwardSync, (Strike(Action.STOP, 1, Point.CHUNK_CLAIMED, 0, Point.BEFORE_END),)
+)
+_KILLED = Pair(pair_programs.BackwardSync, (Strike(Action.KILL, 1, Point.CHUNK_CLAIMED),))
+_HELD = Pair(pair_programs.BackwardSync, (Strike(Action.HOLD, 1, Point.CHUNK_CLAIMED, 0, Point.BEFORE_END),))
 _LOST = Told(1, "DeadlineError: ...", "a", True)
 
 
@@ -111,14 +113,14 @@ def _ended(*told: Told) -> list[Ended]:
 
 
 def test_a_strike_says_what_it_is():
-    assert str(_STOPPED) == "Passes: stop rank 1 at chunk_claimed when rank 0 has passed before_end"
-    assert str(_KILLED) == "Passes: kill rank 1 at chunk_claimed"
+    assert str(_STOPPED) == "BackwardSync: stop rank 1 at chunk_claimed when rank 0 has passed before_end"
+    assert str(_KILLED) == "BackwardSync: kill rank 1 at chunk_claimed"
 
 
 def test_survivors_that_disagree_are_found():
     assert judge(_STOPPED, _ended(_LOST, _LOST, _LOST)) == ""
     assert "good steps by rank" in judge(_STOPPED, _ended(_LOST, _LOST, Told(2, "", "a", True)))
-    # Of calls that are no part of a pass, one rank may have returned and another raised.
+    # Of calls that are no part of a backward, one rank may have returned and another raised.
     calls = Pair(pair_programs.SmallCalls, _STOPPED.strikes)
     assert judge(calls, _ended(_LOST, _LOST, Told(2, "", "a", True))) == ""
     assert "good steps by rank" in judge(calls, _ended(_LOST, _LOST, Told(3, "", "a", True)))

@@ -17,7 +17,7 @@ ALONE, INCUMBENT = "alone", "torch"
 def all_the_way(module: nn.Module, **options: Any) -> DistributedDataParallel:
     """Paceline's wrapper; a single rank does all that several do, instead of leaving the averaging out."""
     wrapped = DistributedDataParallel(module, **options)
-    buffers = wrapped._passes_to_weigh().buffers
+    buffers = wrapped._sync_to_weigh().buffers
     if buffers.is_alone:
         buffers.is_alone = False
         buffers.watch()

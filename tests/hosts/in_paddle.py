@@ -44,7 +44,7 @@ def backward_of(path: str, width: int = 64) -> Callable[[], None]:
 
 
 def gradient_of(rank: int) -> tuple[float, str]:
-    """A gradient of one pass in which that of rank r is 2 (r + 1), and the path."""
+    """A gradient of one backward in which that of rank r is 2 (r + 1), and the path."""
     net = nn.Linear(4, 1)
     model = DataParallel(net)
     model(paddle.full([2, 4], rank + 1.0)).sum().backward()

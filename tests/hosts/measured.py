@@ -55,11 +55,11 @@ def measure(
     barrier: Callable[[], None],
     slowest: Callable[[float], float],
 ) -> dict[str, Any]:
-    """Of each round: seconds of a pass on the slowest rank, and bytes that this host has sent in a pass.
+    """Of each round: seconds of a backward on the slowest rank, and bytes that this host has sent in it.
 
     Args:
         models: One for each way.
-        backward: One pass of a model.
+        backward: One backward of a model.
         barrier: Waits for all ranks.
         slowest: The largest of what all ranks hand it.
     """

@@ -2,7 +2,8 @@
 
     python -m tests.hosts.secrecy [--rounds 11] [--hold-s 2]    as root: hosts are network namespaces
 
-Ranks that import no framework hold a channel alone, 4 and 32 of them; then 4 make one pass with torch. All
+Ranks that import no framework hold a channel alone, 4 and 32 of them; then 4 make one backward with torch.
+All
 ranks stay for all rounds, and in each round each way has its turn: no secret, a secret without TLS (as where
 openssl is missing), and both. Where a way makes a certificate, it is made anew, as in each new job. A
 gradient is checked in every turn, and that the channel is encrypted where it should be.
@@ -195,7 +196,7 @@ def main() -> int:
     for part in [arguments.part] if arguments.part else LAYOUTS:
         rounds = arguments.rounds + 1
         samples = measure(part, rounds, arguments.hold_s)
-        what = "one pass with torch" if part == "torch" else "the channel alone"
+        what = "one backward with torch" if part == "torch" else "the channel alone"
         print(f"\n{len(samples)} ranks on two hosts, {what}\n")
         print("\n".join(table(samples, rounds)), flush=True)
     return 0

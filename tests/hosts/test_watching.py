@@ -147,7 +147,7 @@ def test_a_rank_of_another_host_that_is_killed_is_seen(hosts: Hosts, tmp_path: P
     (tmp_path / "die-3").touch()
     assert all(job.wait())
     assert "PeerLostError" in job.said()
-    done = job.run(first, "trace")  # lists the job: it has failed, and its last passes are there
+    done = job.run(first, "trace")  # lists the job: it has failed, and its last backward passes are there
     assert done.returncode == 0 and "watched" in done.stdout, done
     (folder,) = (job.temporary[first] / "paceline-0").iterdir()
     states = {each.recording.header.rank: each.state for each in far_ranks(folder)}

@@ -65,7 +65,7 @@ def test_the_users_own_comes_first(launcher: Launcher) -> None:
     assert refused.returncode and "not this user's alone" in refused.stderr
 
 
-def test_who_knows_the_job_id_cannot_take_the_meeting_place(launcher: Launcher) -> None:
+def test_who_knows_the_job_id_cannot_take_the_rendezvous_address(launcher: Launcher) -> None:
     """All that the environment tells, as somebody who was shown it."""
     ended = launcher.run(
         "-n",
@@ -75,7 +75,7 @@ def test_who_knows_the_job_id_cannot_take_the_meeting_place(launcher: Launcher) 
         import socket
         import paceline
         from paceline.env import job_secret_from_environment
-        from paceline.rendezvous.meeting_place import hub_address
+        from paceline.rendezvous.rendezvous_address import hub_address
 
         job, taken = os.environ["PACELINE_JOB_ID"], []
         for secret in ("", job_secret_from_environment()):

@@ -24,13 +24,13 @@ from tests.launch.conftest import WITHIN_S, Launcher
 RECORDS = """
     import paceline
     from paceline.trace.recording import recording
-    from paceline.trace.records import Event, pass_id
+    from paceline.trace.records import Event, backward_id
 
     recording.begin_if_asked(rank, 2)
     number = 0
     while not os.path.exists("stop"):
         number += 1
-        key = pass_id(0, number)
+        key = backward_id(0, number)
         recording.note(Event.FORWARD_BEGAN, key, 8 << 1 | 1)
         recording.note(Event.BACKWARD_BEGAN, key, 0)
         recording.note(Event.BACKWARD_ENDED, key, 0)
@@ -96,7 +96,7 @@ def once(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def until_recorded(folder: Path, job: subprocess.Popen[str]) -> None:
-    """Until both ranks have written a pass: they record into files that are there before."""
+    """Until both ranks have written a backward: they record into files that are there before."""
     deadline = time.monotonic() + WITHIN_S
     done = None
     while time.monotonic() < deadline and job.poll() is None:
@@ -106,7 +106,7 @@ def until_recorded(folder: Path, job: subprocess.Popen[str]) -> None:
             if len(steps) == 2 and None not in steps:
                 return
         time.sleep(0.1)
-    pytest.fail(f"no passes: {done}\n{job.communicate() if job.poll() is not None else ''}")
+    pytest.fail(f"no backward passes: {done}\n{job.communicate() if job.poll() is not None else ''}")
 
 
 def test_a_terminal_shows_what_the_ranks_do(launcher: Launcher, monkeypatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.harness.warm import warm_python
 from tests.launch.conftest import WITHIN_S, Launcher
-from tests.traces import passes_of, read_trace, slices_of
+from tests.traces import backwards_of, read_trace, slices_of
 
 ROOT = Path(__file__).parents[2]
 TRAINS = """
@@ -47,7 +47,7 @@ def paceline(
     )
 
 
-def test_a_killed_rank_leaves_its_last_passes(launcher: Launcher) -> None:
+def test_a_killed_rank_leaves_its_last_backwards(launcher: Launcher) -> None:
     folder = launcher.folder
     launcher.write(TRAINS)
     done = paceline("run", "-n", "2", "--replace-ddp", "--trace", "out.json", "script.py", folder=folder)
@@ -55,12 +55,12 @@ def test_a_killed_rank_leaves_its_last_passes(launcher: Launcher) -> None:
     assert "paceline: the trace is in out.json (open it at https://ui.perfetto.dev)" in done.stderr
     assert "rank 1 of 2 failed first" in done.stderr.splitlines()[-1]
     threads = read_trace(folder / "out.json")
-    assert passes_of(threads["rank 0"], "backward") == [1, 2, 3, 4, 5]
+    assert backwards_of(threads["rank 0"], "backward") == [1, 2, 3, 4, 5]
     # Rank 1 was killed after its fifth forward, while rank 0 waited for it.
-    assert passes_of(threads["rank 1"], "forward") == [1, 2, 3, 4, 5]
-    assert passes_of(threads["rank 1"], "backward") == [1, 2, 3, 4]
+    assert backwards_of(threads["rank 1"], "forward") == [1, 2, 3, 4, 5]
+    assert backwards_of(threads["rank 1"], "backward") == [1, 2, 3, 4]
     assert len(slices_of(threads["rank 1"], "optimizer")) == 4
-    assert slices_of(threads["rank 0"], "average")[-1]["args"] == {"pass": 5, "raised": True}
+    assert slices_of(threads["rank 0"], "average")[-1]["args"] == {"iteration": 5, "raised": True}
 
     listed = paceline("trace", folder=folder)
     assert listed.stdout.endswith("2 ranks  script.py: exit status 137\n")
@@ -87,7 +87,7 @@ def test_a_script_that_wraps_no_model_is_told_so(launcher: Launcher) -> None:
     launcher.write("print('done')")
     done = paceline("run", "-n", "2", "--trace", "out.json", "script.py", folder=launcher.folder)
     assert done.returncode == 0
-    assert "No rank of this job has recorded a pass." in done.stderr
+    assert "No rank of this job has recorded a backward." in done.stderr
     assert not (launcher.folder / f"paceline-{os.getuid()}").exists() or not list(
         (launcher.folder / f"paceline-{os.getuid()}").iterdir()
     )

@@ -107,10 +107,10 @@ def test_a_script_that_comes_to_nothing_is_told_why(folder: Path, capfd: pytest.
     assert "line 2, in <module>" in failed
     assert "1 rank x " in failed and "failed: ValueError: no data for 1" in failed
     assert "failed: ValueError: no data for 2" in failed
-    assert "the script ended without a pass" in tuned("print('done')", "--ranks", "1")
+    assert "the script ended without a backward" in tuned("print('done')", "--ranks", "1")
     # This is the one that is to reach its deadline.
     hangs = tuned("import time; time.sleep(1000)", "--ranks", "1", "--seconds", "2")
-    assert "no pass of a wrapped model within" in hangs
+    assert "no backward of a wrapped model within" in hangs
     assert "--seconds 4 gives it longer" in hangs
     assert not (folder / "cache").exists()
 

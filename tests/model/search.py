@@ -30,7 +30,7 @@ def check_end(setting: Setting, state: State) -> None:
         raise Violation("deadlock")
     good = {rank.good for rank in state.ranks if rank.at != "dead"}
     if len(good) > 1:
-        raise Violation(f"survivors disagree how many passes were good: {sorted(good)}")
+        raise Violation(f"survivors disagree how many backward passes were good: {sorted(good)}")
 
 
 def search(setting: Setting) -> int:

@@ -11,12 +11,12 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Who leaves bucket 0 out of a pass, and whether that is allowed."""
+class Backward:
+    """Who leaves bucket 0 out of a backward, and whether that is allowed."""
 
     left_out: tuple[int, ...] = ()  # by these ranks
     allowed_by: tuple[int, ...] = ()  # allow_unused, which each rank says for itself
-    nobodys: bool = False  # allow_nobodys, the same on all ranks
+    globally_unused: bool = False  # allow_globally_unused, the same on all ranks
     finished: int | None = None  # this rank has no data: it leaves every bucket out, and allows that
 
     def left_out_by(self, rank: int, buckets: int) -> int:
@@ -29,24 +29,24 @@ class Pass:
     def is_good(self, ranks: int) -> bool:
         """What all ranks must find, told by somebody who sees all of them at once."""
         with_data = set(range(ranks)) - {self.finished}
-        is_nobodys = self.nobodys and set(self.left_out) >= with_data
-        return is_nobodys or all(map(self.is_allowed_by, self.left_out))
+        is_globally_unused = self.globally_unused and set(self.left_out) >= with_data
+        return is_globally_unused or all(map(self.is_allowed_by, self.left_out))
 
 
-PLAIN = Pass()
+PLAIN = Backward()
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is searched: ranks and their passes, what may happen to them, and a mistake, if any."""
+    """What is searched: ranks and their backward passes, what may happen to them, and a mistake, if any."""
 
     ranks: int
     chunks: tuple[int, ...]  # of each bucket
-    passes: tuple[Pass, ...] = (PLAIN,)
+    backwards: tuple[Backward, ...] = (PLAIN,)
     assigned: bool = False  # chunks belong to ranks, and are not claimed
     deaths: int = 0  # that may happen, anywhere
     deadlines: int = 0  # that may pass: whoever they wait for was stopped, and continues later
-    leaver: tuple[int, int] | None = None  # in this pass, this rank leaves before it has posted all
+    leaver: tuple[int, int] | None = None  # in this backward, this rank leaves before it has posted all
     mistake: str = ""
 
     @property
@@ -56,13 +56,13 @@ class Setting:
 
 class Shared(NamedTuple):
     arrived: tuple[int, ...]  # of each bucket
-    claim: tuple[tuple[int, int], ...]  # of each bucket: pass, next chunk
+    claim: tuple[tuple[int, int], ...]  # of each bucket: backward, next chunk
     chunks_done: int = 0
     chunks_poisoned: bool = False  # a bit of chunks_done
     ended: int = 0
-    flags: int = 0  # of the pass that is ending: UNUSED, REFUSED
-    ended_pass: int = 0
-    ended_poisoned: bool = False  # a bit of ended_pass
+    flags: int = 0  # of the backward that is ending: UNUSED, REFUSED
+    ended_backward: int = 0
+    ended_poisoned: bool = False  # a bit of ended_backward
     verdict: int = 0
     restarted: int = 0
     bell: int = 0
@@ -79,8 +79,8 @@ class Rank(NamedTuple):
     then: str = ""  # where progress() returns to
     takes_all: bool = False  # ChunkLimit::kAll
     asleep: bool = False
-    number: int = 1  # of the pass
-    good: int = 0  # passes that it has the means of
+    number: int = 1  # of the backward
+    good: int = 0  # backward passes that it has the means of
     posted: int = 0  # a bit for each bucket
     bucket: int = -1  # that is being posted
     done: tuple[int, ...] = ()  # chunks that it reduced, of each bucket
@@ -91,13 +91,13 @@ class Rank(NamedTuple):
     late_claims: int = 0  # chunks begun after the end of the group
 
 
-UNUSED, REFUSED = 1, 2  # kPassUnused, kPassUnusedRefused
+UNUSED, REFUSED = 1, 2  # kBackwardUnused, kBackwardUnusedRefused
 
-# What lies in a rank's memory for a chunk, and of which pass.
+# What lies in a rank's memory for a chunk, and of which backward.
 NOTHING, GRADIENT, HALF, MEAN = "-", "gradient", "half", "mean"
 Cells = tuple[tuple[tuple[str, int], ...], ...]
 
-# What a rank says of its pass beside those: its number, the buckets it left out, whether it had data. It
+# What a rank says of its backward beside those: its number, the buckets it left out, whether it had data. It
 # has two places for that, and takes them in turn.
 Told = tuple[tuple[tuple[int, int, bool], ...], ...]
 

@@ -15,8 +15,8 @@ from .state import (
     OVER,
     REFUSED,
     UNUSED,
+    Backward,
     Cells,
-    Pass,
     Rank,
     Setting,
     Shared,
@@ -83,12 +83,12 @@ def index_of(setting: Setting, chunk: tuple[int, int]) -> int:
     return sum(setting.chunks[: chunk[0]]) + chunk[1]
 
 
-def pass_of(setting: Setting, rank: Rank) -> Pass:
-    return setting.passes[rank.number - 1]
+def backward_of(setting: Setting, rank: Rank) -> Backward:
+    return setting.backwards[rank.number - 1]
 
 
 def left_out_by(setting: Setting, r: int, rank: Rank) -> int:
-    return pass_of(setting, rank).left_out_by(r, len(setting.chunks))
+    return backward_of(setting, rank).left_out_by(r, len(setting.chunks))
 
 
 def first_of(buckets: int) -> int:
@@ -98,7 +98,7 @@ def first_of(buckets: int) -> int:
 # --- a backward pass ---
 
 
-@step("begin", "Reducer::begin_pass", "Reducer::check_usable")
+@step("begin", "Reducer::begin_backward", "Reducer::check_usable")
 def begin(setting: Setting, state: State, r: int) -> Steps:
     rank = state.ranks[r]
     if state.shared.abort:
@@ -201,7 +201,7 @@ def read(setting: Setting, state: State, r: int) -> Steps:
         if is_given_up(owner) or state.shared.abort:
             continue  # what is read is of no use: the count never becomes complete
         if owner.number != rank.number or owner.at == "finished":
-            raise Violation(f"rank {r} reads the memory of rank {other}, whose pass is over")
+            raise Violation(f"rank {r} reads the memory of rank {other}, whose backward is over")
         if cells[i] != (GRADIENT, rank.number):
             raise Violation(f"rank {r} reduces chunk {rank.chunk}: rank {other} has {cells[i]}")
     yield moved(state, r, rank._replace(at="write"), cells=with_cells(setting, state, r, HALF))
@@ -220,10 +220,10 @@ def with_cells(setting: Setting, state: State, r: int, what: str) -> Cells:
     rank = state.ranks[r]
     i = index_of(setting, rank.chunk)
     for other, owner in enumerate(state.ranks):
-        # Whoever raised has left its arena: what a continued rank writes there hurts nobody.
+        # Whoever raised has left its gradient buffer: what a continued rank writes there hurts nobody.
         is_over = owner.at == "finished" or owner.number != rank.number
         if is_over and not is_given_up(owner):
-            raise Violation(f"rank {r} writes into memory of rank {other}, whose pass is over")
+            raise Violation(f"rank {r} writes into memory of rank {other}, whose backward is over")
     return tuple(replaced(cells, i, (what, rank.number)) for cells in state.cells)
 
 
@@ -250,10 +250,10 @@ def end(setting: Setting, state: State, r: int) -> Steps:
     if state.shared.abort:
         yield moved(state, r, rank._replace(at="raised"))
         return
-    left_out, kind = left_out_by(setting, r, rank), pass_of(setting, rank)
+    left_out, kind = left_out_by(setting, r, rank), backward_of(setting, rank)
     telling = (rank.number, left_out, kind.finished != r)
     told = replaced(state.told, r, replaced(state.told[r], place_of(setting, rank), telling))
-    allows = kind.is_allowed_by(r) or (kind.nobodys and setting.mistake != "no zeros for nobody's")
+    allows = kind.is_allowed_by(r) or (kind.globally_unused and setting.mistake != "no zeros for nobody's")
     at = "zeros" if left_out and allows else "tell"
     yield moved(state._replace(told=told), r, rank._replace(at=at))
 
@@ -262,7 +262,7 @@ def place_of(setting: Setting, rank: Rank) -> int:
     return 0 if setting.mistake == "one place for what is left out" else rank.number & 1
 
 
-@step("zeros", "Reducer::add_unused", "memset(arena() + offset")
+@step("zeros", "Reducer::add_unused", "memset(gradient buffer() + offset")
 def zeros(setting: Setting, state: State, r: int) -> Steps:
     """Buckets that the rank left out and that may be complete all the same."""
     rank = state.ranks[r]
@@ -273,7 +273,7 @@ def zeros(setting: Setting, state: State, r: int) -> Steps:
         yield moved(state, r, rank._replace(at="tell"))
 
 
-@step("tell", "flags |= kPassUnusedRefused", "flags.fetch_or(flags, std::memory_order_relaxed)")
+@step("tell", "flags |= kBackwardUnusedRefused", "flags.fetch_or(flags, std::memory_order_relaxed)")
 def tell(setting: Setting, state: State, r: int) -> Steps:
     rank, shared = state.ranks[r], state.shared
     if setting.mistake == "compares too early":
@@ -285,7 +285,7 @@ def tell(setting: Setting, state: State, r: int) -> Steps:
 def flags_of(setting: Setting, r: int, rank: Rank) -> int:
     if not left_out_by(setting, r, rank):
         return 0
-    return UNUSED if pass_of(setting, rank).is_allowed_by(r) else UNUSED | REFUSED
+    return UNUSED if backward_of(setting, rank).is_allowed_by(r) else UNUSED | REFUSED
 
 
 @step("count end", "Reducer::end_backward", "ended.fetch_add(1, std::memory_order_acq_rel)")
@@ -297,23 +297,23 @@ def count_end(setting: Setting, state: State, r: int) -> Steps:
     yield moved(state, r, following, shared=shared)
 
 
-@step("publish", "verdict.store(", "count_up(shared.ended_pass, pass_)")
+@step("publish", "verdict.store(", "count_up(shared.ended_backward, backward_)")
 def publish(setting: Setting, state: State, r: int) -> Steps:
-    """The last to end decides, unless somebody has given the pass up."""
+    """The last to end decides, unless somebody has given the backward up."""
     rank, shared = state.ranks[r], state.shared
     if not shared.ended_poisoned:
-        shared = shared._replace(flags=0, verdict=shared.flags, ended_pass=rank.number)
+        shared = shared._replace(flags=0, verdict=shared.flags, ended_backward=rank.number)
     yield from ring(moved(state, r, rank._replace(at="announce"), shared=shared), everybody(setting))
 
 
-@step("go on", "kAfterEnd", "(verdict & kPassUnusedRefused) != 0 && allow_nobodys")
+@step("go on", "kAfterEnd", "(verdict & kBackwardUnusedRefused) != 0 && allow_globally_unused")
 def go_on(setting: Setting, state: State, r: int) -> Steps:
     rank = state.ranks[r]
     own = setting.mistake == "decides by its own flags"
     verdict = flags_of(setting, r, rank) if own else state.shared.verdict
     if not verdict & REFUSED:
         yield moved(state, r, rank._replace(at="announce", awaits="means"))
-    elif pass_of(setting, rank).nobodys:
+    elif backward_of(setting, rank).globally_unused:
         yield moved(state, r, rank._replace(at="compare"))
     else:
         yield moved(state, r, rank._replace(at="meet", awaits="void"))
@@ -321,13 +321,15 @@ def go_on(setting: Setting, state: State, r: int) -> Steps:
 
 @step("compare", "Reducer::is_unused_alike", ".finished) continue", "restart_without_reduction()")
 def compare(setting: Setting, state: State, r: int) -> Steps:
-    """Nobody has used what this rank has not, or the pass is void."""
+    """Nobody has used what this rank has not, or the backward is void."""
     rank = state.ranks[r]
     left_out: set[int] = set()
     for other, places in enumerate(state.told):
         number, buckets, has_data = places[place_of(setting, rank)]
         if number != rank.number:
-            raise Violation(f"rank {r} reads in pass {rank.number} what rank {other} left out in {number}")
+            raise Violation(
+                f"rank {r} reads in iteration {rank.number} what rank {other} left out in {number}"
+            )
         if has_data or setting.mistake == "ranks without data count":
             left_out.add(buckets)
     if len(left_out) <= 1:
@@ -351,7 +353,7 @@ def target_of(setting: Setting, rank: Rank) -> int:
 
 @step("reset", "chunks_done.store(", "arrived.store(")
 def reset(setting: Setting, state: State, r: int) -> Steps:
-    """Rank 0 brings the counters to where the pass would have ended."""
+    """Rank 0 brings the counters to where the backward would have ended."""
     rank, shared = state.ranks[r], state.shared
     if r == 0 and setting.mistake != "no reset":
         buckets = len(setting.chunks)
@@ -363,15 +365,15 @@ def reset(setting: Setting, state: State, r: int) -> Steps:
     yield moved(state, r, rank._replace(at="meet", awaits="reset"), shared=shared)
 
 
-@step("return", "Reducer::copy_back", "finished_passes_ = pass_")
+@step("return", "Reducer::copy_back", "finished_backwards_ = backward_")
 def return_(setting: Setting, state: State, r: int) -> Steps:
     rank = state.ranks[r]
     is_void = rank.awaits == "reset"
-    if is_void == pass_of(setting, rank).is_good(setting.ranks):
-        raise Violation(f"rank {r} finds pass {rank.number} {'void' if is_void else 'good'}")
+    if is_void == backward_of(setting, rank).is_good(setting.ranks):
+        raise Violation(f"rank {r} finds backward {rank.number} {'void' if is_void else 'good'}")
     if not is_void and any(cell != (MEAN, rank.number) for cell in state.cells[r]):
-        raise Violation(f"rank {r} returns from pass {rank.number} with {state.cells[r]}")
-    is_last = rank.number == len(setting.passes)
+        raise Violation(f"rank {r} returns from iteration {rank.number} with {state.cells[r]}")
+    is_last = rank.number == len(setting.backwards)
     yield moved(
         state,
         r,
@@ -420,7 +422,7 @@ def look(setting: Setting, state: State, r: int) -> Steps:
 
 def is_ready(setting: Setting, shared: Shared, rank: Rank) -> bool:
     if rank.awaits == "ended":
-        return shared.ended_pass >= rank.number
+        return shared.ended_backward >= rank.number
     if rank.awaits == "means":
         return shared.chunks_done >= rank.number * setting.total and not shared.chunks_poisoned
     return shared.restarted >= target_of(setting, rank)
@@ -444,10 +446,10 @@ def stop_waiting(setting: Setting, state: State, r: int) -> Steps:
 
 @step("give up", "fail_from_abort", "bool settle(", "seen | kPoison")
 def give_up(setting: Setting, state: State, r: int) -> Steps:
-    """One atomic decides for all whether the pass is good: it is complete, or it is poisoned."""
+    """One atomic decides for all whether the backward is good: it is complete, or it is poisoned."""
     rank, shared = state.ranks[r], state.shared
     if rank.awaits == "ended":
-        is_complete = shared.ended_pass >= rank.number
+        is_complete = shared.ended_backward >= rank.number
         poisoned = shared._replace(ended_poisoned=True)
     else:
         is_complete = is_ready(setting, shared, rank)

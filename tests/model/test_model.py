@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.model.search import Found, search
-from tests.model.state import PLAIN, Pass, Setting
+from tests.model.state import PLAIN, Backward, Setting
 from tests.model.steps import CODE, STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,10 +18,10 @@ SOURCES = ("cpp/core", "cpp/collectives", "cpp/reducer")
 
 
 TWICE = (PLAIN, PLAIN)
-VOID = Pass(left_out=(1,))
-NOBODYS = Pass(left_out=(0, 1), nobodys=True)
-SOMEBODYS = Pass(left_out=(1,), nobodys=True)
-NOBODYS_FINISHED = Pass(left_out=(1,), nobodys=True, finished=0)
+VOID = Backward(left_out=(1,))
+GLOBALLY_UNUSED = Backward(left_out=(0, 1), globally_unused=True)
+SOMEBODYS = Backward(left_out=(1,), globally_unused=True)
+GLOBALLY_UNUSED_FINISHED = Backward(left_out=(1,), globally_unused=True, finished=0)
 
 
 @pytest.mark.parametrize(
@@ -29,16 +29,24 @@ NOBODYS_FINISHED = Pass(left_out=(1,), nobodys=True, finished=0)
     [
         pytest.param(Setting(2, (1, 2), TWICE), id="claimed"),
         pytest.param(Setting(2, (2, 2), TWICE, assigned=True), id="assigned"),
-        pytest.param(Setting(2, (2, 1), (VOID, PLAIN)), id="void-pass"),
+        pytest.param(Setting(2, (2, 1), (VOID, PLAIN)), id="void-backward"),
         pytest.param(Setting(2, (1, 1), deaths=1), id="death"),
         pytest.param(Setting(2, (2,), TWICE, deadlines=1), id="stopped-beyond-the-deadline"),
-        pytest.param(Setting(2, (1, 1), (Pass(left_out=(0,)), PLAIN), deadlines=1), id="void-pass-deadline"),
-        pytest.param(Setting(2, (1, 1), TWICE, leaver=(2, 1)), id="leaving-in-mid-pass"),
-        pytest.param(Setting(2, (1, 1), (Pass(left_out=(1,), allowed_by=(1,)), PLAIN)), id="allowed"),
-        pytest.param(Setting(2, (1, 1), (Pass((0, 1), (0, 1)), Pass((0, 1), (0,)))), id="frozen-on-one-rank"),
-        pytest.param(Setting(2, (1, 1), (NOBODYS, SOMEBODYS, PLAIN)), id="nobodys"),
-        pytest.param(Setting(2, (1, 1), (NOBODYS_FINISHED, NOBODYS)), id="nobodys-without-data"),
-        pytest.param(Setting(2, (1,), (NOBODYS, SOMEBODYS), deadlines=1), id="nobodys-deadline"),
+        pytest.param(
+            Setting(2, (1, 1), (Backward(left_out=(0,)), PLAIN), deadlines=1), id="void-backward-deadline"
+        ),
+        pytest.param(Setting(2, (1, 1), TWICE, leaver=(2, 1)), id="leaving-in-mid-backward"),
+        pytest.param(Setting(2, (1, 1), (Backward(left_out=(1,), allowed_by=(1,)), PLAIN)), id="allowed"),
+        pytest.param(
+            Setting(2, (1, 1), (Backward((0, 1), (0, 1)), Backward((0, 1), (0,)))), id="frozen-on-one-rank"
+        ),
+        pytest.param(Setting(2, (1, 1), (GLOBALLY_UNUSED, SOMEBODYS, PLAIN)), id="globally_unused"),
+        pytest.param(
+            Setting(2, (1, 1), (GLOBALLY_UNUSED_FINISHED, GLOBALLY_UNUSED)), id="globally-unused-without-data"
+        ),
+        pytest.param(
+            Setting(2, (1,), (GLOBALLY_UNUSED, SOMEBODYS), deadlines=1), id="globally-unused-deadline"
+        ),
     ],
 )
 def test_the_protocol_holds(setting):
@@ -54,11 +62,17 @@ def test_the_protocol_holds(setting):
         (Setting(2, (2, 1), (VOID, PLAIN), mistake="no reset"), "deadlock"),
         (Setting(2, (2,), deadlines=1, mistake="each decides alone"), "survivors disagree"),
         (Setting(2, (2, 2), deadlines=1, mistake="goes on after the end"), "goes on reducing"),
-        (Setting(2, (1, 1), (NOBODYS,), mistake="no zeros for nobody's"), "deadlock"),
-        (Setting(2, (1, 1), (SOMEBODYS,), mistake="decides by its own flags"), "pass 1 good"),
-        (Setting(2, (1, 1), (NOBODYS_FINISHED,), mistake="ranks without data count"), "pass 1 void"),
-        (Setting(2, (1, 1), (NOBODYS,), mistake="compares too early"), "what rank . left out in 0"),
-        (Setting(2, (1,), (NOBODYS, PLAIN), mistake="one place for what is left out"), "left out in 2"),
+        (Setting(2, (1, 1), (GLOBALLY_UNUSED,), mistake="no zeros for nobody's"), "deadlock"),
+        (Setting(2, (1, 1), (SOMEBODYS,), mistake="decides by its own flags"), "backward 1 good"),
+        (
+            Setting(2, (1, 1), (GLOBALLY_UNUSED_FINISHED,), mistake="ranks without data count"),
+            "backward 1 void",
+        ),
+        (Setting(2, (1, 1), (GLOBALLY_UNUSED,), mistake="compares too early"), "what rank . left out in 0"),
+        (
+            Setting(2, (1,), (GLOBALLY_UNUSED, PLAIN), mistake="one place for what is left out"),
+            "left out in 2",
+        ),
     ],
     ids=lambda value: value.mistake if isinstance(value, Setting) else "",
 )
@@ -86,7 +100,7 @@ def test_each_step_stands_for_code_that_exists():
     assert all(CODE.values())
 
 
-def test_every_point_of_a_pass_is_a_step():
+def test_every_point_of_a_backward_is_a_step():
     """A new labelled point of the reducer must be thought of here too."""
     reducer = "\n".join(path.read_text() for path in sorted((ROOT / "cpp/reducer").glob("*.cc")))
     points = {part.split(")")[0].strip() for part in reducer.split("fault_point(Point::")[1:]}

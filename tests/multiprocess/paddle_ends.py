@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def train(rank: int, port: int) -> None:
-    """Two passes, to the second of which one rank does not come."""
+    """Two backward passes, to the second of which one rank does not come."""
     atexit.register(os.write, 1, b"the first to be registered\n")
     os.environ |= {
         "PADDLE_TRAINER_ID": str(rank),

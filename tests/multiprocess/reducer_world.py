@@ -1,6 +1,6 @@
 """The C++ reducer with numpy arrays: a model is a list of (number of elements, dtype).
 
-What every rank's gradients are is a function of the pass, so that each rank knows the mean.
+What every rank's gradients are is a function of the backward, so that each rank knows the mean.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Array = np.ndarray[Any, Any]
 Model = Sequence[tuple[int, str]]
 
 BLOCK_ELEMENTS = 16384  # buckets may cut a parameter between blocks of this many elements
-UNUSED, NONFINITE, FORWARDS_DIFFER, FINISHED, NOTES_DIFFER, NOBODYS = 1, 2, 4, 8, 32, 64  # of finish()
+# of finish()
+UNUSED, NONFINITE, FORWARDS_DIFFER, FINISHED, NOTES_DIFFER, GLOBALLY_UNUSED = 1, 2, 4, 8, 32, 64
 
 # Odd sizes, one beyond a block, one of several buckets, an empty one, and a second dtype.
 MODEL: Model = [
@@ -34,7 +35,7 @@ MODEL: Model = [
 
 
 def offsets_of(model: Model) -> list[int]:
-    """Where each parameter begins in the arena: one after another, on cache lines."""
+    """Where each parameter begins in the gradient buffer: one after another, on cache lines."""
     offsets, at = [], 0
     for count, dtype in model:
         offsets.append(at)
@@ -57,7 +58,7 @@ def cut(model: Model, cap_bytes: int) -> list[tuple[int, int]]:
 
 
 class World:
-    """One rank's reducer and the views of its arena."""
+    """One rank's reducer and the views of its gradient buffer."""
 
     def __init__(
         self,
@@ -67,12 +68,12 @@ class World:
         assigns_chunks: bool = False,
         owned: Sequence[tuple[int, int, int]] = (),
     ) -> None:
-        *offsets, arena_bytes = offsets_of(model)
+        *offsets, buffer_bytes = offsets_of(model)
         self.group = group
         self.model = model
         self.reducer = _core.Reducer(
             group._core,
-            arena_bytes,
+            buffer_bytes,
             offsets,
             [count for count, _ in model],
             [DTYPE_NUMBERS[dtype] for _, dtype in model],
@@ -81,13 +82,13 @@ class World:
             list(owned),
         )
         self._elsewhere: dict[int, Array] = {}
-        memory = (ctypes.c_byte * arena_bytes).from_address(self.reducer.arena_pointer)
+        memory = (ctypes.c_byte * buffer_bytes).from_address(self.reducer.buffer_pointer)
         self.views = [
             np.frombuffer(memory, dtype, count, offset) for (count, dtype), offset in zip(model, offsets)
         ]
 
     def gradient(self, rank: int, param: int, step: int) -> Array:
-        """What `rank` finds for `param` in pass `step`; small multiples of 1/8: sums of them are exact."""
+        """What `rank` finds for `param` in backward `step`; small multiples of 1/8, whose sums are exact."""
         count, dtype = self.model[param]
         pattern = (np.arange(17) * (rank + 2) + 3 * param + step) % 13 - 5
         return np.resize(pattern.astype(dtype) / 8, count)
@@ -102,10 +103,10 @@ class World:
         return total / sum(weights)
 
     def mark(self, param: int, step: int, elsewhere: bool = False) -> Array:
-        """This rank's gradient is final, in the arena or elsewhere. Returns where the mean comes."""
+        """This rank's gradient is final, in the gradient buffer or not. Returns where the mean comes."""
         values = self.gradient(self.group.rank, param, step)
         if elsewhere:
-            self._elsewhere[param] = values  # the reducer reads and writes it until the pass has ended
+            self._elsewhere[param] = values  # the reducer reads and writes it until the backward has ended
             self.reducer.mark_ready(param, values.ctypes.data)
             return values
         self.views[param][:] = values

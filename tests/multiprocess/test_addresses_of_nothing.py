@@ -61,8 +61,8 @@ def test_nothing_at_an_address_of_0_is_no_error(group: Any) -> None:
 
 
 def test_a_gradient_that_was_copied_from_nowhere() -> None:
-    arena = np.zeros(2, np.float32)
-    marks = _core.PassMarks(arena.ctypes.data, [(0, 8, [0])], lambda: False)
+    gradient_buffer = np.zeros(2, np.float32)
+    marks = _core.BackwardMarks(gradient_buffer.ctypes.data, [(0, 8, [0])], lambda: False)
     with pytest.raises(ConfigError, match="mark_copied got an address of 0 with 8 bytes"):
         marks.mark_copied(0, 0, 8)
     marks.mark_copied(0, 0, 0)  # it lies in other tensors

@@ -202,7 +202,7 @@ def test_optimizers_within_backward_step_with_the_mean(rank: int) -> None:
             ddp.module.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
         )
         ddp.register_comm_hook(None, make_hook(default_hooks.allreduce_hook, ddp, sharded))
-        return 2  # passes in which it only learns the buckets
+        return 2  # backward passes in which it only learns the buckets
 
     def interleaved(ddp: Any) -> int:
         return zero(ddp, hook_with_zero_step_interleaved)

@@ -27,7 +27,7 @@ from paceline.errors import (
 from tests.harness import kept_ranks
 from tests.multiprocess import conformance_numpy as reference
 from tests.multiprocess.conformance_numpy import Arrays, batch
-from tests.multiprocess.meeting import tell, until_told
+from tests.multiprocess.rank_signals import tell, until_told
 
 both = pytest.mark.parametrize("framework", ["torch", "torch.distributed", "paddle", "paddle.distributed"])
 views = pytest.mark.parametrize("view", [False, True])
@@ -123,7 +123,7 @@ def test_accumulation_and_several_backwards(group: object, framework: str, view:
             quarters = [reference.gradients(reference.initial(), part) for part in np.split(x, 4)]
             close(do.gradients(model), [times * sum(parts) / 2 for parts in zip(*quarters)])
     do.clear(wrapped)
-    do.backward(do.loss(wrapped, own), do.loss(wrapped, own))  # two passes in one step
+    do.backward(do.loss(wrapped, own), do.loss(wrapped, own))  # two backward passes in one step
     close(do.gradients(model), [2 * g for g in reference.gradients(reference.initial(), x)])
 
 
@@ -220,7 +220,7 @@ def test_a_rank_that_has_finished_takes_part_until_all_have(group: object, frame
 
 @both
 @on_two_ranks
-def test_finished_twice_without_a_pass_between(group: object, framework: str) -> None:
+def test_finished_twice_without_a_backward_between(group: object, framework: str) -> None:
     do, x = adapter(framework), batch()
     model = do.network()
     wrapped = do.wrap(model, group)
@@ -234,7 +234,7 @@ def test_finished_twice_without_a_pass_between(group: object, framework: str) ->
 @both
 @on_two_ranks
 def test_a_rank_without_data_weighs_as_before_after_an_error(group: object, framework: str) -> None:
-    """It weighs nothing in the others' passes; what one of them raises may be caught, and training go on."""
+    """It weighs nothing in the others' steps; what one of them raises may be caught, and training go on."""
     do, x = adapter(framework), batch()
     model = do.network()
     wrapped = do.wrap(model, group, nonfinite="raise")
@@ -262,7 +262,7 @@ def test_norm_and_clipping(group: object, framework: str) -> None:
         assert float(wrapped.clip_grad_norm_(0.5)) == pytest.approx(reference.norm(expected), rel=1e-5)
         close(do.gradients(model), [g * 0.5 / reference.norm(expected) for g in expected])
         same_on_all_ranks(do.gradients(model), group)
-        # It has been changed, so the norm that the pass found is not that of the gradient any more.
+        # It has been changed, so the norm that the backward found is not that of the gradient any more.
         assert float(wrapped.clip_grad_norm_(9.0)) == pytest.approx(0.5, rel=1e-4)
 
 
@@ -294,15 +294,16 @@ def test_parameters_that_one_rank_does_not_use(group: object, framework: str) ->
         do.backward(do.loss(strict, x, branch))
     model = do.Branches()
     wrapped = do.wrap(model, group, find_unused_parameters=True)
-    passes = []
+    backwards = []
     for _ in range(3):
         for parameter in model.parameters():
             parameter.grad = None
         do.backward(do.loss(wrapped, x, branch))
-        passes.append(do.gradients(model))
-        assert all(g is not None and g.any() for g in passes[-1])
-        same_on_all_ranks(passes[-1], group)
-        close(passes[-1], passes[0])  # nothing of an earlier pass takes the place of what is missing
+        backwards.append(do.gradients(model))
+        assert all(g is not None and g.any() for g in backwards[-1])
+        same_on_all_ranks(backwards[-1], group)
+        # nothing of an earlier backward takes the place of what is missing
+        close(backwards[-1], backwards[0])
 
 
 @both
@@ -369,7 +370,7 @@ def test_a_late_rank_is_an_error_at_the_time_out(group: object, framework: str) 
         do.backward(do.loss(wrapped, x))
     tell("raised", 0)
     assert caught.value.late == (1,)
-    assert "after backward of pass 1" in str(caught.value)
+    assert "after backward of iteration 1" in str(caught.value)
 
 
 @both

@@ -48,7 +48,7 @@ def test_caps_of_single_buckets(group: Any, framework: str) -> None:
     model = do.layers(5, 16)  # 1 KiB each
     wrapped = do.wrap(model, group, bucket_cap_mb=25, bucket_cap_mb_list=[kib, 3 * kib, kib])
     assert [bucket.nbytes for bucket in wrapped.bucket_layout()] == [1024, 3072, 1024]
-    for _ in range(2):  # the second pass has the order of the first
+    for _ in range(2):  # the second backward has the order of the first
         clear(model)
         do.backward(do.loss(wrapped, np.full((1, 16), 1.0 + group.rank, np.float32)))
         assert all(gradient.any() for gradient in do.gradients(model))
@@ -81,7 +81,7 @@ def test_what_nobody_uses_is_not_sent(group: Any, framework: str, monkeypatch: p
     )
     x = np.full((1, 4), 1.0 + group.rank, np.float32)
     bytes_of_a_layer = 2 * 64  # each place begins a cache line
-    # The first pass makes the plan, and the second is the first with it.
+    # The first backward makes the plan, and the second is the first with it.
     branches = ("left", "left", "left", "both", "both", "right", "right")
     for branch, layers in zip(branches, (3, 3, 1, 2, 2, 2, 1), strict=True):
         sent.clear()

@@ -18,7 +18,7 @@ import pytest
 from paceline.errors import DeadlineError, GroupClosedError, PeerLostError
 from tests.harness import ranks
 from tests.multiprocess.conformance_numpy import batch
-from tests.multiprocess.meeting import meet, tell, until_told
+from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.multiprocess.test_conformance import adapter
 from tests.several_hosts import be_on_host
 
@@ -54,7 +54,7 @@ def wrap(rank: int, framework: str, layout: tuple[int, ...], **options: Any) -> 
     for step in range(2):
         meet(f"step {step}", rank)
         backward(do, wrapped, step, rank)
-    meet("through", rank)  # else another host may still be in the pass after which this rank fails
+    meet("through", rank)  # else another host may still be in the backward after which this rank fails
     return do, wrapped
 
 

@@ -61,7 +61,7 @@ def test_what_is_cleared_after_an_exception_stays_cleared(
             group.barrier()
         group.barrier()
         assert all_zero(do.gradients(model))
-        loss = do.loss(wrapped, own)  # ends the pass that was broken off
+        loss = do.loss(wrapped, own)  # ends the backward that was broken off
         assert all_zero(do.gradients(model))
         do.backward(loss)
         close(do.gradients(model), reference.gradients(reference.initial(), x))
@@ -75,7 +75,7 @@ def test_what_is_cleared_after_an_exception_stays_cleared(
 def test_all_ranks_raise_where_those_that_have_data_were_interrupted(
     group: Any, framework: str, view: bool
 ) -> None:
-    """The rank that has none does not step with what was left of the pass."""
+    """The rank that has none does not step with what was left of the backward."""
     do, x = adapter(framework), batch()
     own = np.split(x, 2)[group.rank]
     model = do.trapped()

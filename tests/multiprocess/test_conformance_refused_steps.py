@@ -13,7 +13,7 @@ import pytest
 
 from paceline.errors import ConfigError, PeerLostError, TornStepError
 from tests.harness import kept_ranks
-from tests.multiprocess.meeting import tell, until_told
+from tests.multiprocess.rank_signals import tell, until_told
 from tests.multiprocess.test_conformance import adapter, close
 from tests.several_hosts import be_on_host
 

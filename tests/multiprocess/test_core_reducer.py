@@ -12,13 +12,13 @@ from numpy.testing import assert_array_equal
 
 from paceline import _core
 from paceline.errors import ConfigError, GroupClosedError
-from paceline.reducer.protocol import PassStatus
+from paceline.reducer.protocol import BackwardStatus
 from tests.harness import kept_ranks, run_ranks
 from tests.multiprocess.reducer_world import (
     FINISHED,
     FORWARDS_DIFFER,
+    GLOBALLY_UNUSED,
     MODEL,
-    NOBODYS,
     NONFINITE,
     NOTES_DIFFER,
     UNUSED,
@@ -27,8 +27,8 @@ from tests.multiprocess.reducer_world import (
 )
 
 
-def run_pass(world, step, *, order=None, elsewhere=(), forwards=1, allow_unused=False):
-    """One pass that marks the parameters of `order`. Returns the flags and where the means are."""
+def run_backward(world, step, *, order=None, elsewhere=(), forwards=1, allow_unused=False):
+    """One backward that marks the parameters of `order`. Returns the flags and where the means are."""
     got = {}
     for param in range(len(world.model)) if order is None else order:
         got[param] = world.mark(param, step, param in elsewhere)
@@ -42,10 +42,10 @@ def test_mean_of_all_gradients(group, world_size):
         world = World(group, cap_bytes=cap_bytes)
         for step in range(4):
             elsewhere = {step, step + 2}
-            flags, got = run_pass(world, step, elsewhere=elsewhere)
+            flags, got = run_backward(world, step, elsewhere=elsewhere)
             assert flags == 0
             world.check(got, step)
-            assert world.reducer.passes == step + 1
+            assert world.reducer.backwards == step + 1
             assert world.reducer.globally_unused() == world.reducer.unused(0) == []
             assert world.reducer.nonfinite() == []
         assert world.reducer.waited_s >= 0
@@ -54,7 +54,7 @@ def test_mean_of_all_gradients(group, world_size):
 
 @kept_ranks(2)
 def test_assigned_chunks_give_the_bits_of_claimed_ones(group):
-    """In large buckets each rank reduces its own chunks; some gradients lie in the arena all the same."""
+    """In large buckets each rank reduces its own chunks; some gradients lie in the gradient buffer."""
     model = [(300_000, "float32"), (10, "float32"), (200_001, "float64")]
     claimed, assigned = (World(group, model, 1 << 30, assigns_chunks=assigns) for assigns in (False, True))
     for step in range(8):
@@ -63,15 +63,15 @@ def test_assigned_chunks_give_the_bits_of_claimed_ones(group):
         results = []
         for world in (claimed, assigned):
             world.reducer.set_weight(1.0 + step * group.rank)
-            flags, got = run_pass(world, step, order=order, elsewhere=elsewhere, allow_unused=step < 6)
+            flags, got = run_backward(world, step, order=order, elsewhere=elsewhere, allow_unused=step < 6)
             assert flags == (UNUSED if step == 3 else 0)
             results.append((flags, world.reducer.squared_norm(), {p: a.tobytes() for p, a in got.items()}))
             if step != 3:
                 world.check(got, step, [1.0, 1.0 + step])
         assert results[0] == results[1]
-    flags, _ = run_pass(assigned, 8, order=[0, 1], elsewhere={0})
+    flags, _ = run_backward(assigned, 8, order=[0, 1], elsewhere={0})
     assert flags == UNUSED
-    flags, got = run_pass(assigned, 9, elsewhere={0, 2})
+    flags, got = run_backward(assigned, 9, elsewhere={0, 2})
     assert flags == 0
     assigned.check(got, 9, [1.0, 8.0])
 
@@ -88,24 +88,24 @@ def test_notes_that_differ_are_told_and_change_nothing(group):
     ]
     for step, (notes, expected) in enumerate(cases):
         world.reducer.set_note(notes[group.rank])
-        flags, got = run_pass(world, step)
+        flags, got = run_backward(world, step)
         assert flags == expected
         world.check(got, step)
         assert world.reducer.notes_by_rank() == notes
         assert world.reducer.waiting_ranks() == []
-        group.barrier()  # or a fast rank may be in the next pass already
+        group.barrier()  # or a fast rank may be in the next backward already
 
 
 @kept_ranks(2)
-def test_who_waits_in_a_pass_that_this_rank_has_not_ended(group):
+def test_who_waits_in_a_backward_that_this_rank_has_not_ended(group):
     world = World(group)
-    run_pass(world, 0)
+    run_backward(world, 0)
     if group.rank == 0:
-        run_pass(world, 1)
+        run_backward(world, 1)
     else:
         while world.reducer.waiting_ranks() != [0]:
             time.sleep(0.001)
-        run_pass(world, 1)
+        run_backward(world, 1)
 
 
 @kept_ranks(3)
@@ -114,7 +114,7 @@ def test_weights(group):
     all_weights = ([1.0, 2.0, 1.0], [1.0, 1.0, 1.0], [0.25, 0.0, 8.0], [3.0, 3.0, 3.0])
     for step, weights in enumerate(all_weights):
         world.reducer.set_weight(weights[group.rank])
-        flags, got = run_pass(world, step, elsewhere={1})
+        flags, got = run_backward(world, step, elsewhere={1})
         assert flags == 0
         world.check(got, step, weights)
 
@@ -127,7 +127,7 @@ def test_unused_parameters(group):
     left_out = {0: [2], 1: [], 2: [0, 2, 7]}
     order = [param for param in everything if param not in left_out[group.rank]]
 
-    flags, got = run_pass(world, 0, order=order, elsewhere={3}, allow_unused=True)
+    flags, got = run_backward(world, 0, order=order, elsewhere={3}, allow_unused=True)
     assert flags == UNUSED
     assert [world.reducer.unused(rank) for rank in range(3)] == list(left_out.values())
     assert world.reducer.globally_unused() == []
@@ -138,14 +138,14 @@ def test_unused_parameters(group):
     for param, array in got.items():
         np.testing.assert_allclose(array, expected[param], rtol=1e-6, atol=1e-7)
 
-    for step in range(1, 5):  # a void pass, then a good one, and again
-        flags, got = run_pass(world, step, order=order if step % 2 else everything)
+    for step in range(1, 5):  # a void backward, then a good one, and again
+        flags, got = run_backward(world, step, order=order if step % 2 else everything)
         assert flags == (UNUSED if step % 2 else 0)
         assert world.reducer.unused(2) == (left_out[2] if step % 2 else [])
         if flags == 0:
             world.check(got, step)
 
-    flags, _ = run_pass(world, 9, order=[p for p in everything if p not in (4, 6)], allow_unused=True)
+    flags, _ = run_backward(world, 9, order=[p for p in everything if p not in (4, 6)], allow_unused=True)
     assert flags == UNUSED
     assert world.reducer.globally_unused() == [4, 6]
     assert_array_equal(world.views[6], 0)
@@ -159,20 +159,20 @@ def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed(group, ass
     everything = list(range(len(MODEL)))
     most = [param for param in everything if param not in (2, 5)]
     cases = [  # what each rank marks, whether rank 1 has data, what comes out
-        ([most, most, most], True, NOBODYS),
+        ([most, most, most], True, GLOBALLY_UNUSED),
         ([most, everything, most], True, UNUSED),
-        ([most, everything, most], False, NOBODYS | FINISHED),
-        ([most, [], most], False, NOBODYS | FINISHED),
+        ([most, everything, most], False, GLOBALLY_UNUSED | FINISHED),
+        ([most, [], most], False, GLOBALLY_UNUSED | FINISHED),
         ([everything, [], most], False, UNUSED | FINISHED),
         ([everything, everything, everything], True, 0),
-        ([[], [], []], True, NOBODYS),
+        ([[], [], []], True, GLOBALLY_UNUSED),
         ([most, most, everything[1:]], True, UNUSED),
-        ([everything, [], everything], False, NOBODYS | FINISHED),
+        ([everything, [], everything], False, GLOBALLY_UNUSED | FINISHED),
     ]
     for step, (orders, has_data, expected) in enumerate(cases * 2):
         got = {param: world.mark(param, step, param in (2, 3)) for param in orders[group.rank]}
-        status = PassStatus(1, finished=not has_data and group.rank == 1)
-        assert world.reducer.finish(status, False, True) == expected, f"pass {step}"
+        status = BackwardStatus(1, finished=not has_data and group.rank == 1)
+        assert world.reducer.finish(status, False, True) == expected, f"backward {step}"
         assert np.isnan(world.reducer.squared_norm()) == bool(expected & UNUSED)
         active = [rank for rank in range(3) if has_data or rank != 1]
         unused = set.intersection(*(set(everything) - set(orders[rank]) for rank in active))
@@ -184,12 +184,12 @@ def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed(group, ass
 
 @kept_ranks(3)
 def test_forwards_that_differ(group):
-    """Nothing is reduced, everybody learns the counts, and the next passes are good."""
+    """Nothing is reduced, everybody learns the counts, and the next backward passes are good."""
     world = World(group)
     for step in range(6):
         is_void = step in (0, 1, 4)
         forwards = step + 1 + (is_void and group.rank == 2)
-        flags, got = run_pass(world, step, forwards=forwards, allow_unused=step % 2 == 0)
+        flags, got = run_backward(world, step, forwards=forwards, allow_unused=step % 2 == 0)
         assert flags == (FORWARDS_DIFFER if is_void else 0)
         assert [status.forwards for status in world.reducer.statuses()] == [
             step + 1,
@@ -198,11 +198,11 @@ def test_forwards_that_differ(group):
         ]
         if not is_void:
             world.check(got, step)
-    # A rank that made no backward at all ends its pass at once.
-    flags, _ = run_pass(world, 6, order=[] if group.rank == 1 else None, forwards=group.rank != 1)
+    # A rank that made no backward at all ends its backward at once.
+    flags, _ = run_backward(world, 6, order=[] if group.rank == 1 else None, forwards=group.rank != 1)
     assert flags == UNUSED | FORWARDS_DIFFER
     assert world.reducer.unused(1) == list(range(len(MODEL)))
-    flags, got = run_pass(world, 7)
+    flags, got = run_backward(world, 7)
     assert flags == 0
     world.check(got, 7)
 
@@ -227,13 +227,13 @@ def test_nonfinite_gradients_are_told_by_rank_and_parameter(group):
 
 
 def squared_norms(group, cap_bytes, seed):
-    """The norms of three passes, with random readiness on each rank."""
+    """The norms of three backward passes, with random readiness on each rank."""
     world = World(group, cap_bytes=cap_bytes)
     norms = []
     for step in range(3):
         order = list(range(len(MODEL)))
         random.Random(f"{seed}/{group.rank}/{step}").shuffle(order)
-        flags, _ = run_pass(world, step, order=order)
+        flags, _ = run_backward(world, step, order=order)
         assert flags == 0
         norms.append(world.reducer.squared_norm())
         mean = sum(float((world.mean(param, step) ** 2).sum()) for param in range(len(MODEL)))
@@ -262,7 +262,7 @@ def test_same_bits_for_all_bucket_sizes_orders_and_instruction_sets():
 
 @kept_ranks(3)
 def test_several_reducers_in_one_group(group):
-    """Two models at once, their passes interleaved, collectives between; opened and closed in between."""
+    """Two models at once, their steps interleaved; opened and closed in between, collectives too."""
     small = [(100, "float32"), (40_000, "float16"), (5, "float64")]
     one, two = World(group, cap_bytes=40_000), World(group, small, cap_bytes=1)
     for step in range(3):
@@ -277,7 +277,7 @@ def test_several_reducers_in_one_group(group):
         group.all_reduce(total)
         assert_array_equal(total, 3)
         three = World(group, small)
-        flags, got = run_pass(three, step)
+        flags, got = run_backward(three, step)
         assert flags == 0
         three.check(got, step)
         three.reducer.close()
@@ -290,7 +290,7 @@ def test_closing_at_once_does_not_take_the_verdict_from_the_others(group):
         world = World(group, [(1000, "float32")])
         if group.rank == 1:
             time.sleep(0.002)
-        flags, got = run_pass(world, step, elsewhere={0})
+        flags, got = run_backward(world, step, elsewhere={0})
         if group.rank == 0:
             world.reducer.close()
         assert flags == 0
@@ -303,7 +303,7 @@ def test_closing_at_once_does_not_take_the_verdict_from_the_others(group):
 
 @kept_ranks(3)
 def test_long_run_with_random_order_and_delays(group):
-    """300 passes; each rank has its own order and its own pauses, and some passes are void."""
+    """300 backward passes; each rank has its own order and its own pauses, and some are void."""
     own, shared = random.Random(group.rank), random.Random(77)
     world = World(group, [(count // 8, dtype) for count, dtype in MODEL], cap_bytes=4000)
     for step in range(300):
@@ -318,7 +318,7 @@ def test_long_run_with_random_order_and_delays(group):
                 time.sleep(own.random() * 0.003)
             got[param] = world.mark(param, step, own.random() < 0.3)
         flags = world.reducer.finish(1 + (kind == "forwards" and group.rank == 1), False)
-        assert flags == {"good": 0, "unused": UNUSED, "forwards": FORWARDS_DIFFER}[kind], f"pass {step}"
+        assert flags == {"good": 0, "unused": UNUSED, "forwards": FORWARDS_DIFFER}[kind], f"backward {step}"
         if flags == 0:
             world.check(got, step)
 
@@ -331,7 +331,7 @@ def test_misuse(group):
         world.mark(0, 0)
     with pytest.raises(ConfigError, match="no parameter 2"):
         world.reducer.mark_ready(2, 0)
-    assert world.reducer.in_pass
+    assert world.reducer.in_backward
     world.mark(1, 0)
     assert world.reducer.finish(1, False) == 0
     world.reducer.close()
@@ -342,7 +342,7 @@ def test_misuse(group):
         world.reducer.finish(1, False)
 
     for change, problem in (
-        ({"counts": [10, 2000]}, "ends outside the arena"),
+        ({"counts": [10, 2000]}, "ends outside the gradient buffer"),
         ({"dtypes": [0, 6]}, "not of a floating type"),
         ({"buckets": [(0, 64)]}, "do not cover"),
         ({"buckets": [(0, 64), (64, 192), (192, 256)]}, "bucket 2 is empty"),
@@ -361,7 +361,7 @@ def test_misuse(group):
     group.barrier()  # all of this was refused before anything was shared
 
 
-def test_cut_covers_the_arena():
+def test_cut_covers_the_buffer():
     for cap_bytes in (1, 100_000, 1 << 30):
         buckets = cut(MODEL, cap_bytes)
         assert buckets[0][0] == 0

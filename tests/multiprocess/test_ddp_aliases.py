@@ -163,7 +163,7 @@ def test_gradients_that_share_memory_get_their_own_means(
 @pytest.mark.parametrize("num_hosts", [1, 2])
 @kept_ranks(2, group="gloo")
 def test_models_whose_gradients_share_memory(rank: int, size: int, num_hosts: int) -> None:
-    """Two wrapped models in one backward: the pass of one ends before that of the other."""
+    """Two wrapped models in one backward: the backward of one ends before that of the other."""
     if num_hosts > 1:
         be_on_host(rank)
     encoder, decoder = Positions("unsqueeze", size), Positions("view", size)

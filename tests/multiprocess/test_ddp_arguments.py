@@ -106,9 +106,9 @@ def test_delayed_parameters_wait_for_the_one_that_was_named(rank: int, path: str
         sent = note_what_is_sent(ddp, net.shared.weight, net.first.weight)
         assert_close(train(ddp, inputs()[rank : rank + 1]), expected)
         # At the trigger, neither sooner nor at the end; but the first plan has `idle` before all others.
-        at_trigger, num_passes = ["first.weight", "shared.weight"], len(sent) // 3
-        first_pass, others = ["idle.weight", *reversed(at_trigger)], [["idle.weight"], [], at_trigger]
-        assert sent == [[], [], [], first_pass, [], at_trigger, *others * (num_passes - 2)]
+        at_trigger, num_backwards = ["first.weight", "shared.weight"], len(sent) // 3
+        first_backward, others = ["idle.weight", *reversed(at_trigger)], [["idle.weight"], [], at_trigger]
+        assert sent == [[], [], [], first_backward, [], at_trigger, *others * (num_backwards - 2)]
         assert not net.idle.weight.grad.any()
         assert_close(train(twin, inputs()[rank : rank + 1]), expected)
 
@@ -146,7 +146,7 @@ def test_lazy_allocation_changes_nothing(rank: int) -> None:
 @kept_ranks(2, group="gloo")
 def test_wrong_arguments_are_refused(rank: int) -> None:
     net = two_layers()
-    stranger = nn.Parameter(torch.zeros(1))
+    unknown_peer = nn.Parameter(torch.zeros(1))
     named = list(net.named_parameters())
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"bucket_cap_mb": -1}, "bucket_cap_mb"),
@@ -154,8 +154,14 @@ def test_wrong_arguments_are_refused(rank: int) -> None:
         ({"device_ids": [0, 1]}, "one device"),
         ({"device_ids": [0]}, "where the module is not"),
         ({"delay_all_reduce_named_params": named[:1]}, "set at the same time"),
-        ({"delay_all_reduce_named_params": [("x", stranger)], "param_to_hook_all_reduce": named[0][1]}, "x"),
-        ({"delay_all_reduce_named_params": named[:1], "param_to_hook_all_reduce": stranger}, "param_to_hook"),
+        (
+            {"delay_all_reduce_named_params": [("x", unknown_peer)], "param_to_hook_all_reduce": named[0][1]},
+            "x",
+        ),
+        (
+            {"delay_all_reduce_named_params": named[:1], "param_to_hook_all_reduce": unknown_peer},
+            "param_to_hook",
+        ),
         ({"mixed_precision": _MixedPrecision(torch.int8)}, "param_dtype is torch.int8"),
         ({"device_mesh": dist.init_device_mesh("cpu", (2, 1))}, "Only 1D device mesh"),
         (

@@ -20,7 +20,7 @@ PATHS = ["group", "memory"]
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_buffers_are_those_of_rank_0_after_each_pass(rank: int, path: str) -> None:
+def test_buffers_are_those_of_rank_0_after_each_backward(rank: int, path: str) -> None:
     x = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(rank))
     synced = mixed()
     train(DistributedDataParallel(synced, reduce_through=path), x)

@@ -74,7 +74,7 @@ def test_a_gan_trains_as_in_one_process(rank: int, path: str, view: bool) -> Non
 @pytest.mark.parametrize("path", PATHS)
 @ranks(WORLD, group="gloo", deadline_s=240)
 def test_layers_frozen_in_some_steps_train_as_with_torch(rank: int, path: str, find_unused: bool) -> None:
-    """Also from the first pass on, after which the hooks are made anew."""
+    """Also from the first backward on, after which the hooks are made anew."""
     x = numbers(2, 4, seed=rank)
     for frozen_in_steps in ([0, 1, 4], [2, 3]):
         ours = DistributedDataParallel(

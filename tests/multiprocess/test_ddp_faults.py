@@ -107,7 +107,7 @@ def test_a_converted_model_is_noticed(rank: int, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @ranks(2, group="gloo")
-def test_a_rank_on_which_no_parameter_is_used_ends_its_pass_too(rank: int, path: str) -> None:
+def test_a_rank_on_which_no_parameter_is_used_ends_its_backward_too(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Branches(), reduce_through=path)
     x = torch.ones(1, 3, requires_grad=True)
     with pytest.raises(UnusedParameterError, match=r"rank 1: left.weight, left.bias, right.weight"):
@@ -191,7 +191,7 @@ def test_ranks_that_delay_other_parameters_are_refused(rank: int) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @ranks(2, group="gloo")
-def test_a_static_graph_promised_later_by_one_rank_is_told_in_that_pass(rank: int, path: str) -> None:
+def test_a_static_graph_promised_later_by_one_rank_is_told_in_that_backward(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     x = torch.full((1, 4), 1.0 + rank)
     if rank == 0:
@@ -218,7 +218,7 @@ def test_a_static_graph_promised_later_by_one_rank_is_told_in_that_pass(rank: in
 
 @pytest.mark.parametrize("path", PATHS)
 @ranks(3, group="gloo")
-def test_a_skipped_backward_raises_in_the_pass_it_happens_in(rank: int, path: str) -> None:
+def test_a_skipped_backward_raises_in_the_backward_it_happens_in(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     x = torch.ones(1, 4)
     ddp(x).sum().backward()
@@ -302,7 +302,7 @@ def test_a_sum_of_finite_gradients_that_overflows_is_told(rank: int, path: str) 
 
 @pytest.mark.parametrize("path", PATHS)
 @ranks(2, group="gloo")
-def test_a_void_pass_says_that_gradients_are_of_no_use(rank: int, path: str) -> None:
+def test_a_void_backward_says_that_gradients_are_of_no_use(rank: int, path: str) -> None:
     """Some are means already, where their bucket was complete in time."""
     ddp = DistributedDataParallel(Branches(), reduce_through=path, bucket_cap_mb=1e-6)
     with pytest.raises(UnusedParameterError, match="are of no use, on any rank"):
@@ -347,7 +347,7 @@ def test_a_rank_that_raises_is_quoted_by_the_others(rank: int) -> None:
 
 
 @ranks(2, group="gloo")
-def test_autograd_grad_is_no_pass(rank: int) -> None:
+def test_autograd_grad_is_no_backward(rank: int) -> None:
     """A gradient penalty calls autograd.grad() through the model before backward()."""
     ddp = DistributedDataParallel(two_layers())
     x = torch.full((1, 4), 1.0 + rank, requires_grad=True)

@@ -67,7 +67,7 @@ def test_gradients_are_means_once_they_are_finalized(rank, reduce_through, gradi
 
 
 @ranks(2, group="gloo")
-def test_the_mode_may_change_between_passes_and_is_kept_by_copies(rank):
+def test_the_mode_may_change_between_backwards_and_is_kept_by_copies(rank):
     ddp = by_hand(two_layers())
     ddp(inputs(rank, 0)).sum().backward()
     ddp.finalize_backward()

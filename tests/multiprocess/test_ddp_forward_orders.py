@@ -26,7 +26,7 @@ from tests.multiprocess.forward_orders import (
 
 
 class Scale(nn.Module):
-    """Two weights, so that a pass has more than one gradient."""
+    """Two weights, so that a backward has more than one gradient."""
 
     def __init__(self) -> None:
         super().__init__()

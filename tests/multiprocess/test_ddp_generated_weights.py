@@ -96,7 +96,7 @@ def test_accumulated_gradients_are_averaged(rank: int, path: str, model: type[nn
 
 @pytest.mark.parametrize("model", MODELS)
 @kept_ranks(2, group="gloo")
-def test_every_pass_is_weighted(rank: int, model: type[nn.Module]) -> None:
+def test_every_backward_is_weighted(rank: int, model: type[nn.Module]) -> None:
     alone = model()
     ddp = DistributedDataParallel(model(), weight=lambda x: 1.0 + 2 * rank)
     for number in range(3):

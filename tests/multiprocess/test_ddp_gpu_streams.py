@@ -54,14 +54,14 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
 
 
 @ranks(1, group=NCCL, deadline_s=240)
-def test_a_usual_pass_does_not_wait_for_the_device(rank: int) -> None:
+def test_a_usual_backward_does_not_wait_for_the_device(rank: int) -> None:
     for nonfinite in ("warn", "ignore"):
         for view in VIEWS:
             alone, model = two_layers().to(DEVICE), two_layers().to(DEVICE)
             batches = some_batches()
             ddp = wrapped(model, nonfinite=nonfinite, gradient_as_bucket_view=view)
             steps(alone, batches)
-            steps(ddp, batches[:2])  # the first passes settle buckets, and look at once
+            steps(ddp, batches[:2])  # the first backward passes settle buckets, and look at once
             with no_waiting():
                 steps(ddp, batches[2:])
             accelerator.module().synchronize()
@@ -78,12 +78,12 @@ def test_the_host_is_done_before_the_device(rank: int) -> None:
     behind = accelerator.module().Event()
     behind.record()
     steps(ddp, [last])
-    assert not behind.query()  # the pass ended while its stream had not even begun it
+    assert not behind.query()  # the backward ended while its stream had not even begun it
     accelerator.module().synchronize()
 
 
 @ranks(1, group=NCCL, deadline_s=240)
-def test_infinities_are_told_a_pass_later_and_at_once_where_that_is_asked_for(rank: int) -> None:
+def test_infinities_are_told_a_backward_later_and_at_once_where_that_is_asked_for(rank: int) -> None:
     ddp = wrapped(two_layers().to(DEVICE))
     steps(ddp, some_batches(3))
     ddp.zero_grad()

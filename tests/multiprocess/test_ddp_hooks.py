@@ -120,7 +120,7 @@ def test_a_gradient_changed_after_it_was_handed_over_raises_on_every_rank(
                 assert (got in str(caught.value)) == (rank in who)
                 if handle is not None:
                     handle.remove()
-            if not handles:  # this rank makes as many passes
+            if not handles:  # this rank makes as many backward passes
                 ddp.zero_grad()
                 with pytest.raises(ConfigError, match=r"2\.weight"):
                     ddp(x).sum().backward()
@@ -132,7 +132,7 @@ def test_a_gradient_changed_after_it_was_handed_over_raises_on_every_rank(
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
 def test_two_models_in_one_backward_bring_each_others_means(rank: int, path: str) -> None:
-    """What the first model's pass writes into a shared gradient is no change by a stranger."""
+    """What the first model's backward writes into a shared gradient is no change by an unknown peer."""
     shared = nn.Linear(4, 2)
     nn.init.ones_(shared.weight)
     first = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)
@@ -220,7 +220,9 @@ def test_an_unused_parameter_of_another_shape_is_refused_too(rank: int, path: st
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
 @kept_ranks(2, group="gloo")
-def test_another_shape_is_refused_in_no_sync_or_at_the_next_pass(rank: int, path: str, view: bool) -> None:
+def test_another_shape_is_refused_in_no_sync_or_at_the_next_backward(
+    rank: int, path: str, view: bool
+) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
     x = torch.ones(1, 4)

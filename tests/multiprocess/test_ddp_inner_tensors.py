@@ -389,7 +389,7 @@ def test_a_gradient_that_is_a_subclass_of_a_plain_parameter(rank: int) -> None:
 
     model = nn.Linear(3, 2)
     ddp = DistributedDataParallel(model)
-    ddp(torch.ones(1, 3))  # any forward begins a pass
+    ddp(torch.ones(1, 3))  # any forward begins a backward
     for _ in range(2):
         ddp.zero_grad()
         output = ddp(torch.ones(1, 3))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.errors import SkippedPassError
-from paceline.reducer.passes.graphs import EndOfBackward
+from paceline.reducer.backward.graphs import EndOfBackward
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import two_layers
@@ -36,7 +36,7 @@ class Broken(torch.autograd.Function):
 
 
 class Opaque:
-    """An output in which no tensor is found, so that the first parameter's hook begins a pass."""
+    """An output in which no tensor is found, so that the first parameter's hook begins a backward."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -132,7 +132,7 @@ def test_where_every_rank_was_interrupted_all_go_on(rank: int) -> None:
 
 
 @ranks(2, group="gloo")
-def test_a_broken_pass_is_told_by_a_rank_that_has_no_more_data(rank: int) -> None:
+def test_a_broken_backward_is_told_by_a_rank_that_has_no_more_data(rank: int) -> None:
     model = Model(hides=False)
     ddp = DistributedDataParallel(model)
     loss = ddp(torch.ones(1, 4)).sum()
@@ -148,18 +148,18 @@ def test_a_broken_pass_is_told_by_a_rank_that_has_no_more_data(rank: int) -> Non
 
 @pytest.mark.parametrize("weighted", [False, True])
 @ranks(2, group="gloo")
-def test_an_end_that_is_dropped_late_concerns_no_later_pass(
+def test_an_end_that_is_dropped_late_concerns_no_later_backward(
     rank: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by autograd's thread on a device, when the user's goes on with the next pass already."""
+    """As by autograd's thread on a device, when the user's goes on with the next backward already."""
     kept: list[EndOfBackward] = []
 
     def keep(*arguments: Any) -> EndOfBackward:
         kept.append(EndOfBackward(*arguments))
         return kept[-1]
 
-    for module in ("passes", "micro_batches"):
-        monkeypatch.setattr(f"paceline.reducer.passes.{module}.EndOfBackward", keep)
+    for module in ("autograd", "micro_batches"):
+        monkeypatch.setattr(f"paceline.reducer.backward.{module}.EndOfBackward", keep)
     model = Model(hides=False)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     x = torch.full((1, 4), 1.0 + rank)

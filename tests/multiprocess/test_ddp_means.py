@@ -76,7 +76,7 @@ def test_twenty_runs_give_the_same_bits(group: object) -> None:
 
 
 class NegatedLazily(torch.autograd.Function):
-    """Passes its input on; its gradient is right, but the memory behind it holds the negative."""
+    """BackwardSync its input on; its gradient is right, but the memory behind it holds the negative."""
 
     @staticmethod
     def forward(ctx, x):
@@ -130,7 +130,7 @@ def test_layouts_of_memory(rank: int, path: str) -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
 @kept_ranks(WORLD, group="gloo")
-def test_the_order_of_the_first_pass_becomes_the_plan(rank: int, path: str, view: bool) -> None:
+def test_the_order_of_the_first_backward_becomes_the_plan(rank: int, path: str, view: bool) -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     model = nn.Module()
     model.second, model.first = second, first  # registered against the order of use

@@ -187,7 +187,7 @@ def test_times_are_those_of_forward_backward_and_averaging(rank: int, path: str)
 
 
 @kept_ranks(2, group="gloo")
-def test_one_pass_in_so_many_is_timed(rank: int) -> None:
+def test_one_backward_in_so_many_is_timed(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     x = torch.ones(1, 4)
     seen = []
@@ -321,7 +321,7 @@ def test_profilers_show_each_average(rank: int, path: str) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_profiled_pass_that_raises_is_told_as_any_other(rank: int) -> None:
+def test_a_profiled_backward_that_raises_is_told_as_any_other(rank: int) -> None:
     ddp = DistributedDataParallel(Branches())
     with torch.autograd.profiler.profile(), pytest.raises(RuntimeError, match="got no gradient"):
         ddp(torch.ones(1, 3), "left").sum().backward()

@@ -1,4 +1,4 @@
-"""The norm that a pass finds out, when it is that of the gradients, and who had infinities."""
+"""The norm that a backward finds out, when it is that of the gradients, and who had infinities."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def norm_of(means: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
 @kept_ranks(2, group="gloo")
-def test_clipping_needs_no_pass_for_the_norm(rank: int, path: str, view: bool, monkeypatch) -> None:
+def test_clipping_needs_no_backward_for_the_norm(rank: int, path: str, view: bool, monkeypatch) -> None:
     ddp = DistributedDataParallel(
         two_layers(), reduce_through=path, gradient_as_bucket_view=view, bucket_cap_mb=0.0001
     )
@@ -93,12 +93,12 @@ def test_gradients_that_were_changed_past_torch_are_looked_at_again(
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_the_norm_of_a_pass_that_raised_is_computed(rank: int, path: str) -> None:
+def test_the_norm_of_a_backward_that_raised_is_computed(rank: int, path: str) -> None:
     model = Branches()
     del model.never
     ddp = DistributedDataParallel(model, reduce_through=path, bucket_cap_mb=0.0001)
     ddp.clip_grad_norm_(1.0)
-    for scale in (1.0, 1000.0, 1.0):  # statistics are kept for two passes in turn
+    for scale in (1.0, 1000.0, 1.0):  # statistics are kept for two backward passes in turn
         ddp.zero_grad()
         (ddp(torch.ones(1, 3), "both").sum() * scale).backward()
     ddp.zero_grad()

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from paceline import _core
 from paceline.errors import ConfigError, DeadlineError, ModelMismatchError, PeerLostError
 from paceline.torch import DistributedDataParallel
-from tests.alive import passes_alive
+from tests.alive import syncs_alive
 from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import two_layers
 
@@ -43,7 +43,7 @@ def test_ranks_may_leave_die_and_come_back(rank: int) -> None:
                 late.backward()
             del late
             ddp.zero_grad()
-            assert passes_alive() == 1
+            assert syncs_alive() == 1
             for _ in range(2):
                 assert_close(mean_of_ones(ddp, 1.0 + rank), two)
         ddp._update_process_group(dist.group.WORLD)
@@ -70,17 +70,19 @@ def step(ddp: DistributedDataParallel, rank: int) -> None:
 
 
 @kept_ranks(3, group="gloo")
-def test_ranks_with_other_passes_behind_them_must_have_the_same_weights(rank: int) -> None:
+def test_ranks_with_other_backwards_behind_them_must_have_the_same_weights(rank: int) -> None:
     pair, alone = dist.new_group([0, 1]), dist.new_group([2])
     ddp = DistributedDataParallel(two_layers())
     step(ddp, rank)
     ddp._update_process_group(pair if rank < 2 else alone)
     for _ in range(2):
         step(ddp, rank)
-    with pytest.raises(ModelMismatchError, match=r"ranks 0-1: weights #1, good passes: 3\n") as caught:
+    with pytest.raises(
+        ModelMismatchError, match=r"ranks 0-1: weights #1, good backward passes: 3\n"
+    ) as caught:
         ddp._update_process_group(dist.group.WORLD)
     assert "rank 2: weights #2, trained alone" in str(caught.value)
-    assert caught.value.good_passes == (3, 3, None)
+    assert caught.value.good_backwards == (3, 3, None)
     for parameter in ddp.parameters():
         dist.broadcast(parameter.detach(), 0)
     assert ddp.module[2].bias.grad is not None
@@ -88,7 +90,7 @@ def test_ranks_with_other_passes_behind_them_must_have_the_same_weights(rank: in
     assert ddp.module[2].bias.grad is None  # nobody steps with what not all have
     step(ddp, rank)
     ddp._update_process_group(dist.group.WORLD)
-    assert ddp.module[2].bias.grad is not None  # the same passes again
+    assert ddp.module[2].bias.grad is not None  # the same backward passes again
     assert_close(mean_of_ones(ddp, 1.0 + rank), torch.full((2,), 2.0))
 
 

@@ -123,7 +123,7 @@ def train(ddp: DistributedDataParallel, steps: int = 2) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(3, group="gloo")
-def test_a_skipped_or_additional_step_is_told_in_the_next_pass(rank: int, path: str) -> None:
+def test_a_skipped_or_additional_step_is_told_in_the_next_backward(rank: int, path: str) -> None:
     for steps, told in ((0, "ranks 0-1: 12; rank 2: 0"), (2, "ranks 0-1: 12; rank 2: 24")):
         ddp = DistributedDataParallel(network(), reduce_through=path)
         train(ddp)
@@ -158,7 +158,7 @@ def test_a_drift_without_another_number_of_writes_is_a_warning(rank: int, path: 
 
 
 @kept_ranks(2, group="gloo")
-def test_writes_that_leave_the_replicas_equal_are_nobodys_business(rank: int) -> None:
+def test_writes_that_leave_the_replicas_equal_are_globally_unused_business(rank: int) -> None:
     ddp = DistributedDataParallel(network())
     train(ddp)
     if rank == 0:  # it evaluates with other weights, and takes its own again
@@ -189,14 +189,14 @@ def test_replicas_that_step_alone_for_a_while_are_told_of_at_most(rank: int) -> 
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_a_batch_that_one_rank_drops_is_told_in_that_pass(rank: int, path: str) -> None:
+def test_a_batch_that_one_rank_drops_is_told_in_that_backward(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(network(), reduce_through=path)
-    passes = 0
+    backwards = 0
     with pytest.warns(RuntimeWarning, match=r"rank 0: 0; rank 1: 1\."):
         for number in ddp.iterate(range(6)):
             if rank == 1 and number == 2:
                 continue
             backward(ddp)
             update(ddp)
-            passes += 1
-    assert passes == (6, 5)[rank]
+            backwards += 1
+    assert backwards == (6, 5)[rank]

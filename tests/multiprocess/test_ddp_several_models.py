@@ -136,11 +136,11 @@ def test_a_backward_of_several_models_that_raised(rank: int, path: str, broken: 
 
 
 @kept_ranks(2, group="gloo")
-def test_a_pass_that_one_rank_broke_off_is_told_where_its_model_goes_on(rank: int) -> None:
+def test_a_backward_that_one_rank_broke_off_is_told_where_its_model_goes_on(rank: int) -> None:
     models, wrapped = pair("group")
     joint(wrapped, rank).backward()
     mend = break_at(models[0], 2) if rank == 0 else lambda: None
-    # Rank 1 has its error when rank 0 begins a pass of the other model, which is good on both.
+    # Rank 1 has its error when rank 0 begins a backward of the other model, which is good on both.
     with pytest.raises(MemoryError if rank == 0 else SkippedPassError):
         wrapped[0](inputs(rank)).sum().backward()
     mend()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from paceline.torch.passes.graphs import RunningCall
+from paceline.torch.backward.graphs import RunningCall
 from tests.harness import kept_ranks
 
 PATHS = ["memory", "group"]
@@ -78,7 +78,7 @@ def check(net: nn.Module, alone: nn.Module) -> None:
 def test_wrapped_twice_but_used_once(rank: int, is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a wrapper is made anew while the old one is still there; nobody may see who calls."""
     if not is_seen:
-        monkeypatch.setattr("paceline.torch.passes.passes.running_call", lambda: RunningCall.UNKNOWN)
+        monkeypatch.setattr("paceline.torch.backward.autograd.running_call", lambda: RunningCall.UNKNOWN)
     net = nn.Linear(4, 2)
     before = DistributedDataParallel(net, gradient_as_bucket_view=True)
     ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)

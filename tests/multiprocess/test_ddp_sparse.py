@@ -78,10 +78,10 @@ def test_sparse_gradients_of_weighted_unused_and_nonfinite(rank: int) -> None:
     assert_close(net.weight.grad.to_dense(), torch.tensor([[0.75], [1.25], [0.0], [0.0]]))
 
     with ddp.join():
-        for _ in range(1 + rank):  # in the second pass rank 0 counts as zeros
+        for _ in range(1 + rank):  # in the second backward rank 0 counts as zeros
             ddp.zero_grad()
             ddp(torch.tensor([3])).sum().backward()
-    # What rank 0 has is its own again: the mean of the first pass.
+    # What rank 0 has is its own again: the mean of the first backward.
     assert_close(net.weight.grad.to_dense()[3], torch.tensor([0.5 if rank else 1.0]))
 
     net = nn.ModuleList([nn.Embedding(4, 1, sparse=True), nn.Linear(1, 1, bias=False)])

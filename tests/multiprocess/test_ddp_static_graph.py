@@ -56,7 +56,7 @@ def test_a_parameter_that_comes_later_breaks_the_promise(rank: int, path: str, c
             step(ddp, rank, *(["left"] if rank in who else []))
         assert caught.value.changed == ("left.weight",)
         named = "rank 1: left.weight" if who == [1] else "ranks 0-1: left.weight"
-        assert f"no gradient in the first pass, {named}" in str(caught.value)
+        assert f"no gradient in the first backward, {named}" in str(caught.value)
 
 
 @pytest.mark.parametrize("cleared", CLEARED)
@@ -99,7 +99,7 @@ def test_each_rank_has_a_graph_of_its_own(rank: int, path: str) -> None:
         step(ddp, rank, own if rank else other)
     assert caught.value.changed == ("left.weight", "right.weight")
     assert "no gradient any more, rank 0: right.weight" in str(caught.value)
-    assert "no gradient in the first pass, rank 0: left.weight" in str(caught.value)
+    assert "no gradient in the first backward, rank 0: left.weight" in str(caught.value)
 
 
 @kept_ranks(2, group="gloo")
@@ -118,7 +118,7 @@ def test_micro_batches_count_together(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_rank_without_data_keeps_the_promise_of_its_first_pass(rank: int) -> None:
+def test_a_rank_without_data_keeps_the_promise_of_its_first_backward(rank: int) -> None:
     ddp = DistributedDataParallel(Fork(), static_graph=True)
     for epoch in range(2):
         for _ in range(2 + rank):
@@ -170,7 +170,7 @@ class Repeats(nn.Module):
 
 @kept_ranks(2, group="gloo")
 def test_a_gradient_that_comes_twice_is_named(rank: int) -> None:
-    """On one rank, or on both: every rank raises in that pass, and the next one is good."""
+    """On one rank, or on both: every rank raises in that backward, and the next one is good."""
     for options in (
         {"reduce_through": "memory"},
         {"reduce_through": "group"},

@@ -54,7 +54,7 @@ def test_no_sync_and_the_flag(rank: int) -> None:
     ddp = DistributedDataParallel(model())
     x = BATCH[rank * 8 : rank * 8 + 8]
 
-    def passes(call: Any) -> int:
+    def backwards(call: Any) -> int:
         before = ddp.num_good_passes
         call()
         return ddp.num_good_passes - before
@@ -64,10 +64,10 @@ def test_no_sync_and_the_flag(rank: int) -> None:
         assert not ddp.require_backward_grad_sync
     assert ddp.require_backward_grad_sync
     ddp.require_backward_grad_sync = True  # as it was: it decides nothing
-    assert passes(loss.backward) == 0
+    assert backwards(loss.backward) == 0
     first = ddp(x).mean()
     ddp.require_backward_grad_sync = False
-    assert passes(lambda: first.backward(retain_graph=True)) == 0
+    assert backwards(lambda: first.backward(retain_graph=True)) == 0
     ddp.require_backward_grad_sync = True
-    assert passes(first.backward) == 1
-    assert passes(lambda: ddp(x).mean().backward()) == 1
+    assert backwards(first.backward) == 1
+    assert backwards(lambda: ddp(x).mean().backward()) == 1

@@ -87,7 +87,9 @@ ENDS = ["finished", "finished, stepping along", "join"]
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("end", ENDS)
 @kept_ranks(2, group="gloo")
-def test_passes_without_data_leave_gradients_as_they_were(rank: int, path: str, view: bool, end: str) -> None:
+def test_backwards_without_data_leave_gradients_as_they_were(
+    rank: int, path: str, view: bool, end: str
+) -> None:
     """The usual loop clears gradients after a step, so what is there adds to the next epoch's first."""
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
@@ -258,7 +260,7 @@ def test_who_trains_and_who_has_joined_name_a_rank_that_is_killed(rank: int, pat
 
 @ranks(2, group="gloo", dies={1: signal.SIGKILL})
 def test_values_over_a_group_name_a_rank_that_is_killed(rank: int) -> None:
-    """Buffers, and what else is broadcast or summed outside of a pass."""
+    """Buffers, and what else is broadcast or summed outside of a backward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     ddp = DistributedDataParallel(model, reduce_through="group")
     ddp(torch.randn(3, 4)).sum().backward()
@@ -312,6 +314,6 @@ def test_a_rank_out_of_step_in_join_is_named_whoever_gives_up_first(
     assert "Rank 1 of 2 did not arrive" in error.summary
     at_end, in_forward = error.seen.splitlines()
     assert at_end.startswith("rank 0 ")
-    assert at_end.endswith("waits at the end of a backward; in backward of pass 2")
+    assert at_end.endswith("waits at the end of a backward; in backward of iteration 2")
     assert in_forward.startswith("rank 1 ") and "waits in all_reduce(" in in_forward
-    assert in_forward.endswith("in forward 2 of pass 2")
+    assert in_forward.endswith("in forward 2 of iteration 2")

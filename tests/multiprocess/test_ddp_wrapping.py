@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel
-from tests.alive import passes_alive
+from tests.alive import syncs_alive
 from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import bits, mixed, train, two_layers
 
@@ -92,7 +92,7 @@ def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone(rank: int, path
         assert not model[0].weight._post_accumulate_grad_hooks
         assert_close(model[2].bias.grad, torch.ones(2))  # still there, wherever it lies
         model.zero_grad()
-        assert passes_alive() == 0
+        assert syncs_alive() == 0
     model(x).sum().backward()  # on its own again
 
 
@@ -123,7 +123,7 @@ def test_a_wrapper_may_be_gone_before_the_backward(rank: int, path: str) -> None
     gc.collect()
     assert unhooked() is None and not model[0].weight._post_accumulate_grad_hooks
     model.zero_grad()
-    assert passes_alive() == 0
+    assert syncs_alive() == 0
 
 
 @kept_ranks(2, group="gloo")

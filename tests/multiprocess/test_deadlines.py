@@ -18,7 +18,7 @@ import pytest
 
 from paceline.errors import DeadlineError, PacelineError
 from tests.harness import run_ranks, run_side_by_side
-from tests.multiprocess.meeting import meet, tell, until_told
+from tests.multiprocess.rank_signals import meet, tell, until_told
 
 ASKED_S = 4.0
 BOUND_S = 40.0  # of a busy machine; the groups' own time-outs are 300 s and 1800 s

@@ -21,7 +21,7 @@ def run_scripts(script, world_size=2, timeout_s=240):
     """(exit status, what it printed) of each of `world_size` interpreters that run `script`."""
     start = "import sys, numpy as np, paceline\ngroup = paceline.init(timeout_s=120)\nrank = group.rank\n"
     environ = os.environ | {"PACELINE_JOB_ID": uuid.uuid4().hex, "WORLD_SIZE": str(world_size)}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the job id is the meeting place
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the job id is the rendezvous address
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH", "")]))
     processes = [
         subprocess.Popen(

@@ -59,7 +59,7 @@ def collectives_of(step: Any) -> list[str]:
 def test_ranks_of_one_host_make_no_collective_for_reports(rank: int, world_size: int) -> None:
     """A single rank has nobody to ask."""
     ddp = wrapped(two_layers())
-    ddp._passes_to_weigh()  # so that a single rank averages, too
+    ddp._sync_to_weigh()  # so that a single rank averages, too
     train(ddp, torch.ones(4, 4), steps=2)  # then the order of gradients is agreed on, over the group
     assert collectives_of(lambda: train(ddp, torch.ones(4, 4))) == ["gloo:all_reduce"]
 

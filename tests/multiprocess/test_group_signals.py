@@ -95,7 +95,7 @@ def test_a_handler_that_exits_does_not_wait_for_the_deadline(group):
 
 
 @ranks(2)
-def test_handlers_run_at_once_and_may_make_collectives_while_a_pass_or_a_message_is_awaited(group):
+def test_handlers_run_at_once_and_may_make_collectives_while_a_backward_or_a_message_is_awaited(group):
     """All ranks get the signal; one of them has ended its backward, the other is in the middle of it."""
     world = World(group)
     seen = []
@@ -126,7 +126,7 @@ def test_handlers_run_at_once_and_may_make_collectives_while_a_pass_or_a_message
 
 
 @ranks(2)
-def test_a_backward_pass_in_a_handler_within_the_end_of_another_one_raises(group):
+def test_a_backward_backward_in_a_handler_within_the_end_of_another_one_raises(group):
     world = World(group)
     told = []
 

@@ -187,10 +187,10 @@ def test_errors_move_with_parameters_when_buckets_are_laid_out_anew(rank, layout
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.last(self.middle(self.first(x)))
 
-    for in_arena in (False, True):
+    for in_buffer in (False, True):
         net, plain = Backwards(), Backwards().double()
         wrapped = DistributedDataParallel(
-            net, bucket_cap_mb=0.003, gradient_as_bucket_view=in_arena, compress_between_hosts="topk"
+            net, bucket_cap_mb=0.003, gradient_as_bucket_view=in_buffer, compress_between_hosts="topk"
         )
         x = torch.randn(8, 30, generator=torch.Generator().manual_seed(1))
         plain(x.double()).square().mean().backward()
@@ -241,7 +241,7 @@ def test_other_types_than_float32(rank):
 
 @pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE])
 @kept_ranks(4, group="gloo")
-def test_passes_without_a_parameter_or_without_data(rank, layout):
+def test_backwards_without_a_parameter_or_without_data(rank, layout):
     place(rank, layout)
     wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True, compress_between_hosts="int8")
     for _ in range(2):

@@ -11,7 +11,7 @@ from paceline.health.peer_monitor import MemoryPeerMonitor
 from paceline.reducer.host_reports import HostReports
 from paceline.reducer.process_group_waits import STATUS, ProcessGroupWaits
 from tests.harness import ranks
-from tests.multiprocess.meeting import tell, until_told
+from tests.multiprocess.rank_signals import tell, until_told
 
 
 def gather(reports: HostReports, payload: bytes, rank: int, world_size: int) -> list[bytes]:

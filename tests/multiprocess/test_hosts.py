@@ -98,7 +98,7 @@ def digest(net: nn.Module) -> str:
     return hashlib.sha256(b"".join(grad.numpy().tobytes() for grad in grads)).hexdigest()
 
 
-@pytest.mark.parametrize("in_arena", [False, True])
+@pytest.mark.parametrize("in_buffer", [False, True])
 @pytest.mark.parametrize(
     "world_size, layout, num_hosts",
     [
@@ -112,10 +112,10 @@ def digest(net: nn.Module) -> str:
     ],
 )
 @kept_ranks("world_size", group="gloo")
-def test_means_are_those_of_the_whole_batch(rank, world_size, layout, num_hosts, in_arena):
+def test_means_are_those_of_the_whole_batch(rank, world_size, layout, num_hosts, in_buffer):
     place(rank, layout, num_hosts)
     net = network()
-    wrapped = DistributedDataParallel(net, bucket_cap_mb=0.01, gradient_as_bucket_view=in_arena)
+    wrapped = DistributedDataParallel(net, bucket_cap_mb=0.01, gradient_as_bucket_view=in_buffer)
     assert wrapped.gradient_path == "hosts"
     for step in range(4):
         backward(wrapped, step, rank, world_size)
@@ -155,7 +155,7 @@ def train_some(
     sends_values: bool = False,
     **options: Any,
 ) -> list[str]:
-    """Digests of the gradients of some passes, and of a buffer if sums are exact.
+    """Digests of the gradients of some backward passes, and of a buffer if sums are exact.
 
     `layout` None: all ranks share one host. `sends_values`: hosts of one rank do, of this small model too.
     """
@@ -230,7 +230,7 @@ def test_gradients_of_16_bits_take_16_bits_between_hosts_of_one_rank(rank, monke
         assert (len(sent) == 1) == (width == 100)
 
 
-# 0.6 MB go from arena to arena, 20 kB of 16 bits in one message.
+# 0.6 MB go from gradient buffer to gradient buffer, 20 kB of 16 bits in one message.
 @pytest.mark.parametrize("width, dtype", [(400, torch.float32), (100, torch.bfloat16)])
 @kept_ranks(2, group="gloo")
 def test_a_weight_of_zero_keeps_values_out_that_are_not_finite(rank, width, dtype):
@@ -408,14 +408,14 @@ def test_two_models_and_ranks_that_run_out_of_data(rank):
 
 @pytest.mark.parametrize("sends_values", [False, True])
 @ranks(2, group="gloo")
-def test_a_message_of_another_pass_is_refused(rank, sends_values, monkeypatch):
+def test_a_message_of_another_backward_is_refused(rank, sends_values, monkeypatch):
     place(rank, ALONE)
     send_values(of_small_models=sends_values)
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=10)
     for step in range(2):
         backward(wrapped, step, rank, 2)
-    write = Envelope.write  # each as if it were in the pass after this one
+    write = Envelope.write  # each as if it were in the backward after this one
     monkeypatch.setattr(
         Envelope, "write", lambda envelope, number, weight: write(envelope, number + 1, weight)
     )
@@ -423,12 +423,12 @@ def test_a_message_of_another_pass_is_refused(rank, sends_values, monkeypatch):
         backward(wrapped, 2, rank, 2)
     if caught.value.summary.startswith(f"Rank {rank} "):  # else the other one was first, and told
         told = [text.split(",")[0] for text in (caught.value.expected, caught.value.got)]
-        numbers = [int(text.removeprefix("pass ")) for text in told]
+        numbers = [int(text.removeprefix("iteration ")) for text in told]
         assert numbers[1] == numbers[0] + 1
 
 
 @ranks(2, group="gloo")
-def test_receives_are_begun_before_the_pass(rank, monkeypatch):
+def test_receives_are_begun_before_the_backward(rank, monkeypatch):
     place(rank, ALONE)
     begun: list[str] = []
     is_broken = threading.Event()
@@ -444,22 +444,22 @@ def test_receives_are_begun_before_the_pass(rank, monkeypatch):
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=10)
 
-    def make_pass(step: int) -> None:
+    def make_backward(step: int) -> None:
         backward(wrapped, step, rank, 2)
-        until(lambda: begun[-1:] == ["receive"])  # the thread that waits begins it when the pass is over
+        until(lambda: begun[-1:] == ["receive"])  # the thread that waits begins it when the backward is over
 
     for step in range(2):  # the plan is made anew after the first
-        make_pass(step)
+        make_backward(step)
     begun.clear()
     for step in range(2, 5):
-        make_pass(step)
+        make_backward(step)
     assert begun == ["send", "receive"] * 3
-    # What has broken by then is met by the next pass: the one that is over has its means, on all ranks.
+    # What has broken by then is met by the next backward: the one that is over has its means, on all ranks.
     is_broken.set()
     backward(wrapped, 5, rank, 2)
     for parameter, expected in zip(net.parameters(), in_one_process(5, 2), strict=True):
         assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
-    torch.distributed.barrier()  # whoever is first in the next pass tells, and ends the connections
+    torch.distributed.barrier()  # whoever is first in the next backward tells, and ends the connections
     with pytest.raises(PeerLostError, match=r"lost rank [01] "):
         backward(wrapped, 6, rank, 2)
 
@@ -535,7 +535,7 @@ def test_an_interrupted_hook_is_told_to_all_hosts_at_once(rank, at, monkeypatch)
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    torch.distributed.barrier()  # else the other host may still be in the pass that rank 3 has ended
+    torch.distributed.barrier()  # else the other host may still be in the backward that rank 3 has ended
     if rank == 3:
         monkeypatch.setattr(HierarchicalReducer, at, interrupt)  # a signal comes here
     started = time.monotonic()
@@ -550,7 +550,7 @@ def test_an_interrupted_hook_is_told_to_all_hosts_at_once(rank, at, monkeypatch)
 
 @ranks(2, group="gloo")
 def test_a_rank_may_leave_before_its_partner_has_got_everything(rank, monkeypatch):
-    """Rank 1 stops between sending and receiving; meanwhile rank 0 ends its last pass, and leaves."""
+    """Rank 1 stops between sending and receiving; meanwhile rank 0 ends its last backward, and leaves."""
     place(rank, ALONE)
     receive_next = HostExchange._receive_next
 

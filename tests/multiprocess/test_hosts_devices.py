@@ -65,7 +65,7 @@ def assert_same_on_all_ranks(net: nn.Module) -> None:
 
 
 def assert_same_digests(digests: list[str]) -> None:
-    """Of the gradients after each of many passes: one exchange for all costs less than the passes."""
+    """Of the gradients after each of many backward passes: one exchange for all costs less than they."""
     told: list[list[str]] = [[]] * int(os.environ["WORLD_SIZE"])
     torch.distributed.all_gather_object(told, digests)
     differ = [number for number, each in enumerate(zip(*told, strict=True)) if len(set(each)) != 1]
@@ -77,16 +77,16 @@ def assert_means(net: nn.Module, step: int, world_size: int, weights: list[float
         assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("in_arena", [False, True])
+@pytest.mark.parametrize("in_buffer", [False, True])
 @pytest.mark.parametrize(
     "world_size, layout, num_hosts", [(4, BLOCKS, 2), (4, ROUND_ROBIN, 2), THREE_PER_HOST, (6, BLOCKS, 3)]
 )
 @kept_ranks("world_size", group="gloo")
-def test_means_are_those_of_the_whole_batch(rank, world_size, layout, num_hosts, in_arena, monkeypatch):
+def test_means_are_those_of_the_whole_batch(rank, world_size, layout, num_hosts, in_buffer, monkeypatch):
     place(rank, layout, num_hosts)
     be_a_device(monkeypatch)
     net = network()
-    wrapped = wrap(net, bucket_cap_mb=0.01, gradient_as_bucket_view=in_arena)
+    wrapped = wrap(net, bucket_cap_mb=0.01, gradient_as_bucket_view=in_buffer)
     sizes = [bucket.nbytes // 4 for bucket in wrapped.bucket_layout()]
     assert len(sizes) > 2
     if world_size // num_hosts == 3:
@@ -231,7 +231,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, monkeypatch):
 
 
 @kept_ranks(4, group="gloo")
-def test_void_passes(rank, monkeypatch):
+def test_void_backwards(rank, monkeypatch):
     place(rank)
     be_a_device(monkeypatch)
     net = network()
@@ -341,7 +341,7 @@ class Upwards(nn.Module):
 @pytest.mark.parametrize("kind", ["topk", "int8"])
 @pytest.mark.parametrize("world_size, layout, num_hosts", [(4, BLOCKS, 2), (6, BLOCKS, 3)])
 @kept_ranks("world_size", group="gloo")
-def test_what_encoding_keeps_of_the_first_pass_is_sent_later(
+def test_what_encoding_keeps_of_the_first_backward_is_sent_later(
     rank, world_size, layout, num_hosts, kind, monkeypatch
 ):
     """The plan is made anew after it: buckets, and who sends which value, change."""

@@ -16,7 +16,7 @@ from paceline.errors import ConfigError, RendezvousError
 from paceline.launch.ports import free_ports
 from paceline.torch import DistributedDataParallel, init_process_group
 from tests.harness import ranks
-from tests.multiprocess.meeting import tell, until_told
+from tests.multiprocess.rank_signals import tell, until_told
 
 ENVIRONMENTS = {
     "mpirun": {

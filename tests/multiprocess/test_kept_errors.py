@@ -188,10 +188,10 @@ def test_a_backward_that_is_of_no_use_leaves_nothing(rank: int, kind: str, fault
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp16 hook", "bf16 hook"])
 @kept_ranks(2, group="gloo")
-def test_it_leaves_nothing_in_any_encoding_and_with_gradients_in_the_arena(rank: int, kind: str) -> None:
+def test_it_leaves_nothing_in_any_encoding_and_with_gradients_in_the_buffer(rank: int, kind: str) -> None:
     place(rank, ALONE, 2)
-    for in_arena in (False, True):
-        check_discarded(rank, 2, kind, FAULTS["ignored"], gradient_as_bucket_view=in_arena)
+    for in_buffer in (False, True):
+        check_discarded(rank, 2, kind, FAULTS["ignored"], gradient_as_bucket_view=in_buffer)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -364,7 +364,7 @@ class Halves(nn.Module):
 def test_halves_of_local_sgd_that_take_turns(
     rank: int, world_size: int, layout: Layout, num_hosts: int, how: str, kind: str, num_steps: int
 ) -> None:
-    """What all hosts have trained arrives, but for what is kept of a few meetings."""
+    """What all hosts have trained arrives, but for what is kept of a few outer_sync."""
     place(rank, layout, num_hosts)
     net = Halves(1000)
     options = LocalSGD(1, outer_lr=1, outer_momentum=0)

@@ -29,8 +29,8 @@ from paceline.errors import (
     ReplicasDifferError,
 )
 from paceline.torch import DistributedDataParallel, LocalSGD
+from paceline.torch.backward.outer_parameters import OuterParameters
 from paceline.torch.communicator.hosts import GlooTransport
-from paceline.torch.passes.meetings import OuterParameters
 from tests.harness import kept_ranks, ranks
 from tests.local_sgd_reference import Outer, meet, values_of
 from tests.several_hosts import be_on_host, noting
@@ -210,9 +210,9 @@ def test_a_model_trained_in_evaluation_mode_meets_and_a_lone_forward_does_not(ra
         ddp.eval()(rows(0, 2))  # with gradients: it would wait for rank 1
     ddp.eval()
     train(ddp, optimizer, range(2, 3), rank, 2)
-    assert ddp._meetings.number == 0  # the pass before had forwards in training mode
+    assert ddp._outer_sync.number == 0  # the backward before had forwards in training mode
     train(ddp, optimizer, range(3, 6), rank, 2)
-    assert ddp._meetings.number == 2
+    assert ddp._outer_sync.number == 2
     ddp.sync_parameters()
     assert_same_everywhere(ddp)
 
@@ -263,7 +263,7 @@ def test_a_round_in_which_nothing_has_weight_ends_with_the_same_model(rank):
 
 @pytest.mark.parametrize("counts", [(3, 6), (4, 4), (5, 0)])
 @kept_ranks(2, group="gloo")
-def test_hosts_with_fewer_batches_take_part_in_later_meetings(rank, counts):
+def test_hosts_with_fewer_batches_take_part_in_later_syncs(rank, counts):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, outer_momentum=0.5))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -285,14 +285,14 @@ def test_hosts_with_fewer_batches_take_part_in_later_meetings(rank, counts):
 
 
 @kept_ranks(4, group="gloo")
-def test_ranks_of_one_host_may_run_out_of_data_between_meetings(rank):
+def test_ranks_of_one_host_may_run_out_of_data_between_syncs(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     for _ in ddp.iterate(range([1, 5, 4, 3][rank])):  # without after_pass: who has no data makes no step
         train(ddp, optimizer, [ddp.num_good_passes], rank, 4)
     assert_same_everywhere(ddp)
-    assert ddp._meetings.number >= 3
+    assert ddp._outer_sync.number >= 3
 
 
 @kept_ranks(2, group="gloo")
@@ -317,7 +317,7 @@ def test_a_change_that_is_not_finite_is_told_to_all_and_changes_nothing(rank):
     with torch.no_grad():  # what was told can be mended, and training goes on
         ddp.module[2].weight[0, 1] = 0.0
     train(ddp, optimizer, range(2, 5), rank, 2)
-    assert ddp._meetings.number == 2
+    assert ddp._outer_sync.number == 2
 
 
 @kept_ranks(2, group="gloo")
@@ -329,28 +329,26 @@ def test_members_that_begin_with_other_parameters_are_told(rank):
     ddp = DistributedDataParallel(net, init_sync=False, local_sgd=LocalSGD(1))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     train(ddp, optimizer, [0], rank, 2)
-    with pytest.raises(ReplicasDifferError, match=r"(?s)'0.bias'.*first meeting of local SGD"):
+    with pytest.raises(ReplicasDifferError, match=r"(?s)'0.bias'.*first sync of local SGD"):
         train(ddp, optimizer, [1], rank, 2)
 
 
 @kept_ranks(2, group="gloo")
-def test_a_meeting_more_on_one_rank_is_told_to_all(rank):
+def test_a_sync_more_on_one_rank_is_told_to_all(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     train(ddp, optimizer, [0], rank, 2)
     ddp.sync_parameters()
     if rank == 0:
-        ddp._meetings.number += 1  # as after one that rank 1 was not in
-    with pytest.raises(
-        MismatchError, match=r"(?s)rank 0 \(host 0\): meeting 3\n.*rank 1 \(host 1\): meeting 2"
-    ):
+        ddp._outer_sync.number += 1  # as after one that rank 1 was not in
+    with pytest.raises(MismatchError, match=r"(?s)rank 0 \(host 0\): sync 3\n.*rank 1 \(host 1\): sync 2"):
         ddp.sync_parameters()
 
 
 @ranks(2, group="gloo")
 def test_ranks_that_meet_at_different_places_are_told(rank):
-    """Host 1 has left out a step; each of its meetings from here on would be an earlier one of host 0."""
+    """Host 1 has left out a step; each of its syncs from here on would be an earlier one of host 0."""
     place(rank, 2)
     ddp = DistributedDataParallel(network(), timeout_s=10, local_sgd=LocalSGD(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -399,7 +397,7 @@ def test_frozen_parameters_do_not_move(rank):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("steps", [4, 6])  # frozen when a meeting is due, and within a round
+@pytest.mark.parametrize("steps", [4, 6])  # frozen when a sync is due, and within a round
 @kept_ranks(2, group="gloo")
 def test_parameters_that_were_frozen_after_training_are_averaged(rank, steps, dtype):
     """Members have left them at different values, which nothing else would bring together again."""
@@ -422,7 +420,7 @@ def test_parameters_that_were_frozen_after_training_are_averaged(rank, steps, dt
 
 @kept_ranks(2, group="gloo")
 def test_parameters_that_take_turns_are_averaged(rank):
-    """As those of a GAN, whose meetings all come where the same half is frozen."""
+    """As those of a GAN, whose syncs all come where the same half is frozen."""
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, outer_lr=1, outer_momentum=0))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -437,7 +435,7 @@ def test_parameters_that_take_turns_are_averaged(rank):
 @pytest.mark.parametrize("given", ["scope", "before"])
 @kept_ranks(2, group="gloo")
 def test_a_weight_that_is_given_before_the_forward_that_ends_the_warm_up(rank, given):
-    """That forward begins other passes, and the weight is theirs."""
+    """That forward begins other backward passes, and the weight is theirs."""
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(8, warmup_steps=1))
     reference = network(torch.float64)
     for step in range(3):
@@ -453,7 +451,7 @@ def test_a_weight_that_is_given_before_the_forward_that_ends_the_warm_up(rank, g
         expected = torch.autograd.grad((3 * means[0] + means[1]) / 4, list(reference.parameters()))
         for parameter, value in zip(ddp.parameters(), expected, strict=True):
             assert_allclose(parameter.grad.numpy(), value.numpy(), rtol=1e-4, atol=1e-6)
-    assert ddp._meetings is not None
+    assert ddp._outer_sync is not None
 
 
 @kept_ranks(2, group="gloo")
@@ -518,7 +516,7 @@ def test_a_copy_does_not_warm_up_again(rank):
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(3), rank, 2)
     twin = copy.deepcopy(copy.deepcopy(ddp))
     train(twin, torch.optim.SGD(twin.parameters(), lr=LR), range(1), rank, 2)
-    assert twin._meetings is not None
+    assert twin._outer_sync is not None
     assert twin.local_sgd_state_dict()["steps"] == 4
 
 
@@ -541,7 +539,7 @@ COPIES = {
 )
 @ranks(4, group="gloo")
 def test_a_copy_goes_on_as_the_wrapper_would_have_done(rank, between, num_hosts, warmup_steps, how):
-    """Copied in the middle of a round, before a meeting that is due, and behind one."""
+    """Copied in the middle of a round, before a sync that is due, and behind one."""
     place(rank, num_hosts)
     options = LocalSGD(3, between=between, warmup_steps=warmup_steps)
     ends = []
@@ -607,7 +605,7 @@ def test_a_copy_has_the_state_before_it_is_connected_and_takes_another(rank):
         assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("what", ["meetings", "members", "some"])
+@pytest.mark.parametrize("what", ["syncs", "members", "some"])
 @ranks(4, group="gloo")
 def test_copies_that_do_not_belong_together_are_refused_on_all_ranks(rank, what):
     place(rank, 2)
@@ -616,7 +614,7 @@ def test_copies_that_do_not_belong_together_are_refused_on_all_ranks(rank, what)
     train(ddp, optimizer, range(3), rank, 4)
     early = copy.deepcopy(ddp)
     ddp.sync_parameters()
-    if what == "meetings":
+    if what == "syncs":
         twin, error = (copy.deepcopy(ddp) if rank == 3 else early), "rank 3 of 4 cannot go on as a copy"
     elif what == "members":
         twin, error = copy.deepcopy(early), "rank 1 of 4 cannot go on as a copy"
@@ -692,7 +690,7 @@ def test_small_steps_of_16_bit_parameters_are_not_lost(rank):
         with torch.no_grad():
             net.weight += 0.0078125  # one unit of bfloat16 at 1.0: an eighth of it is lost by rounding
         ddp.sync_parameters()
-    # Four eighths of a unit, which the parameters of the last meeting hold in float32.
+    # Four eighths of a unit, which the parameters of the last sync hold in float32.
     assert ddp.local_sgd_state_dict()["parameters"]["weight"].item() == 1.0 + 4 * 0.0078125 / 8
 
 
@@ -726,7 +724,7 @@ def test_a_state_from_the_midst_of_a_round_with_weights_says_what_it_lacks(rank)
 
 
 @kept_ranks(4, group="gloo")
-def test_buffers_are_in_step_within_a_host_after_each_pass_and_everywhere_after_a_meeting(rank):
+def test_buffers_are_in_step_within_a_host_after_each_backward_and_everywhere_after_a_sync(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(Averaged(rank + 1.0), buffers={"mean": "average"}, local_sgd=LocalSGD(2))
     ddp(torch.ones(1)).backward()
@@ -839,7 +837,7 @@ def test_bytes_between_hosts_are_those_of_one_step_in_every(rank, every):
 
 
 @kept_ranks(2, group="gloo")
-def test_compression_between_hosts_applies_to_meetings(rank):
+def test_compression_between_hosts_applies_to_syncs(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(
         network(), compress_between_hosts="int8", local_sgd=LocalSGD(2, outer_lr=1, outer_momentum=0)
@@ -862,7 +860,7 @@ def test_compression_between_hosts_applies_to_meetings(rank):
     "compression, world_size, num_hosts", [("topk", 2, 2), ("topk", 4, 2), ("int8", 3, 3)]
 )
 @kept_ranks("world_size", group="gloo")
-def test_what_a_failed_meeting_has_sent_comes_once(rank, world_size, compression, num_hosts):
+def test_what_a_failed_sync_has_sent_comes_once(rank, world_size, compression, num_hosts):
     """It is sent again, so nothing of it may be kept for later besides: the bits are those without it."""
     place(rank, num_hosts)
     ends = []
@@ -905,19 +903,19 @@ def test_errors_within_a_host_say_which_ranks_they_count(rank):
     assert set(ddp.nonfinite()) == {3}
 
 
-@pytest.mark.parametrize("is_in_meeting", [True, False])
+@pytest.mark.parametrize("is_in_sync", [True, False])
 @ranks(4, group="gloo", dies={3: signal.SIGKILL})
-def test_a_rank_that_is_killed_is_named_at_the_meeting_and_no_parameter_changes(rank, is_in_meeting):
+def test_a_rank_that_is_killed_is_named_at_the_sync_and_no_parameter_changes(rank, is_in_sync):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     train(ddp, optimizer, range(3), rank, 4)
     torch.distributed.barrier()
-    if rank == 3 and is_in_meeting:
+    if rank == 3 and is_in_sync:
         OuterParameters.put_change = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     elif rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
-    if rank < 2 and not is_in_meeting:  # the other host waits for nobody until it meets
+    if rank < 2 and not is_in_sync:  # the other host waits for nobody until it meets
         train(ddp, optimizer, [3], rank, 4)
     before = values_of(ddp)
     with pytest.raises(PeerLostError) as caught:

@@ -18,7 +18,7 @@ import pytest
 
 from paceline.errors import PacelineError
 from tests.harness import run_ranks, run_side_by_side
-from tests.multiprocess.meeting import meet, tell, until_told
+from tests.multiprocess.rank_signals import meet, tell, until_told
 
 FORMING_S = 300  # until all ranks have met
 PATIENT_S = 40  # where the death is known at once, and nobody waits for it

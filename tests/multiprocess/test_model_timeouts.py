@@ -127,7 +127,7 @@ def test_of_two_ranks_in_different_calls_none_is_blamed(group, framework, first)
     assert caught.value.late == ()
     at_end, in_call = caught.value.seen.splitlines()
     assert at_end.startswith("rank 0 ") and "waits at the end of a backward" in at_end
-    assert in_call.startswith("rank 1 ") and "; in forward of pass 2" in in_call
+    assert in_call.startswith("rank 1 ") and "; in forward of iteration 2" in in_call
 
 
 @both

@@ -237,7 +237,7 @@ def test_rank_that_does_not_come_is_named(group):
     before = values(ddp)
     group.barrier()
     if group.rank == 0:
-        ddp._home.copy._timeout_s = 0.5  # the one wait that is meant to end by its deadline
+        ddp._storage.copy._timeout_s = 0.5  # the one wait that is meant to end by its deadline
         with pytest.raises(DeadlineError, match="rank 1"), ddp.writing(), torch.no_grad():
             ddp.module[0].weight.fill_(3)
     else:
@@ -489,7 +489,7 @@ class DiesWhilePublishing:
 def test_death_while_publishing_leaves_whole_values(group):
     ddp = wrap(group, nn.Linear(64, 64))
     if group.rank == 0:
-        ddp._home.copy.memory = DiesWhilePublishing(ddp._home.copy.memory)
+        ddp._storage.copy.memory = DiesWhilePublishing(ddp._storage.copy.memory)
     with pytest.raises(PeerLostError), ddp.writing(), torch.no_grad():
         ddp.module.weight.fill_(3)
     assert bool((ddp.module.weight == 3).all())

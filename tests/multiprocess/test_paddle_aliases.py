@@ -85,7 +85,8 @@ PLAIN: dict[str, Joined] = {
 }
 
 
-PASS_ON = {"twice", "twice, other way", "partly"}  # what flows on is memory of the parameter's gradient, too
+# what flows on is memory of the parameter's gradient, too
+BACKWARD_ON = {"twice", "twice, other way", "partly"}
 
 
 class Graph(nn.Layer):
@@ -109,14 +110,14 @@ class Graph(nn.Layer):
         for number in range(choose.randint(2, 6)):
             join, way = choose.choice(list(JOINS)), choose.choice(list(WAYS))
             shape = [SIZE - 2, SIZE] if join == "partly" else WAYS[way][0]
-            passes = join in PASS_ON
-            is_again = number > 0 and shapes[-1] == shape and not (passes or are_passing[-1])
+            backwards = join in BACKWARD_ON
+            is_again = number > 0 and shapes[-1] == shape and not (backwards or are_passing[-1])
             if not is_again or choose.random() < 0.5:
                 shapes.append(shape)
-                are_passing.append(passes)
-            candidates = sorted(unused & set(free)) if passes else free
+                are_passing.append(backwards)
+            candidates = sorted(unused & set(free)) if backwards else free
             before = choose.choice(candidates)
-            if passes:
+            if backwards:
                 free.remove(before)
             unused.discard(before)
             self.steps.append((join, way, len(shapes) - 1, before))

@@ -64,7 +64,7 @@ def test_delayed_parameters_wait_for_the_end(group: Any, view: bool) -> None:
         param_to_hook_all_reduce=model.head.weight,
         gradient_as_bucket_view=view,
     )
-    # Once in the first passes, so that nothing but the argument tells that it comes twice later on.
+    # Once in the first backward passes, so that nothing but the argument tells that it comes twice later on.
     for times in (1, 1, 2, 0, 2):
         x = batch(seed=times)
         wrapped.clear_gradients()
@@ -89,15 +89,15 @@ def test_delayed_parameters_wait_for_the_end(group: Any, view: bool) -> None:
 def test_delayed_parameters_that_are_none(group: Any) -> None:
     model = two_layers()
     named = list(model.named_parameters())
-    stranger = paddle.create_parameter([1], "float32")
+    unknown_peer = paddle.create_parameter([1], "float32")
     for options, message in (
         ({"delay_all_reduce_named_params": named[:1]}, "set at the same time"),
         (
-            {"delay_all_reduce_named_params": [("x", stranger)], "param_to_hook_all_reduce": named[0][1]},
+            {"delay_all_reduce_named_params": [("x", unknown_peer)], "param_to_hook_all_reduce": named[0][1]},
             "params: x",
         ),
         (
-            {"delay_all_reduce_named_params": named[:1], "param_to_hook_all_reduce": stranger},
+            {"delay_all_reduce_named_params": named[:1], "param_to_hook_all_reduce": unknown_peer},
             r"param_to_hook_all_reduce=(?s:.*)a parameter of the model that is trained",
         ),
         ({"bucket_cap_mb_list": [1, 0]}, "bucket_cap_mb_list"),

@@ -218,7 +218,7 @@ def test_an_empty_parameter_beside_a_hook(group: Any) -> None:
 
 
 class Disordered(nn.Layer):
-    """Layers run in another order than they were made, so buckets are laid out anew after the first pass."""
+    """Layers run in another order than they were made: buckets are laid out anew after the first backward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,6 @@ from paceline.paddle.communicator import start
 from paceline.paddle.communicator.peers import connect_environment
 from paceline.paddle.communicator.start import form_paddles_group, needs_paddles_group
 from paceline.reducer import agreement
-from tests.multiprocess.meeting import meet, tell, until_told
 from tests.multiprocess.paddle_models import (
     KEEPS_EMPTY_GRADIENTS,
     Words,
@@ -39,6 +38,7 @@ from tests.multiprocess.paddle_models import (
     train,
     two_layers,
 )
+from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.several_hosts import be_on_host
 
 PATIENT_S = 60  # no rank waits for it where it is told at once
@@ -138,7 +138,7 @@ def be_on_two_hosts(rank: int) -> None:
 
 @ranks(2, group=None)
 def test_a_start_that_failed_may_be_tried_again(rank: int) -> None:
-    """Rank 0 serves the meeting place since its first try, which ended before the other had come."""
+    """Rank 0 serves the rendezvous address since its first try, which ended before the other had come."""
     be_on_two_hosts(rank)
     if rank == 0:
         with pytest.raises(RendezvousError, match="gave up waiting for rank 1 after"):
@@ -214,7 +214,7 @@ def test_a_rank_that_does_not_form_the_group_in_time_is_named_on_all(
     finally:
         tell("given up", rank)
     assert "rank 1 has not formed Paddle's group" in raised.value.seen
-    meet("told", rank)  # rank 0 keeps the ledger
+    meet("told", rank)  # rank 0 keeps the membership store
 
 
 @ranks(2, group=None)
@@ -237,9 +237,9 @@ def test_two_hosts_are_one_model(rank: int) -> None:
     with pytest.raises(ConfigError, match="torchrun keeps a store"):
         paceline.paddle.init_parallel_env()
     del os.environ["TORCHELASTIC_RUN_ID"]
-    meeting_place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    rendezvous_address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     assert paceline.paddle.init_parallel_env() is None and dist.is_initialized()
-    assert os.environ["PADDLE_MASTER"] == ":".join(meeting_place)
+    assert os.environ["PADDLE_MASTER"] == ":".join(rendezvous_address)
     own = share(batch(), rank)
     for view in (False, True):
         model = Everything(rank)

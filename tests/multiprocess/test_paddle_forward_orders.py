@@ -25,7 +25,7 @@ from tests.multiprocess.paddle_models import join_paddle, ranks
 
 
 class Scale(nn.Layer):
-    """Two weights, so that a pass has more than one gradient."""
+    """Two weights, so that a backward has more than one gradient."""
 
     def __init__(self) -> None:
         super().__init__()

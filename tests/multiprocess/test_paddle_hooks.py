@@ -54,7 +54,7 @@ def renew(parameter: paddle.Tensor) -> Callable[[], None]:
 def test_what_a_hook_registered_after_wrapping_leaves_is_averaged(
     rank: int, path: str, view: bool, hook: Hook
 ) -> None:
-    """Of any kind, and from whichever pass on: the same as one that was there before."""
+    """Of any kind, and from whichever backward on: the same as one that was there before."""
     join_paddle(rank)
     for first in (0, 1, 2):
         model = two_layers()

@@ -23,8 +23,8 @@ from paceline import versions as framework_versions
 from paceline.errors import ConfigError
 from paceline.health.connections import connected_sockets, copy_of
 from paceline.paddle import internals, versions
-from paceline.paddle.communicator.arena import shared_places
-from paceline.paddle.passes import graphs
+from paceline.paddle.backward import graphs
+from paceline.paddle.communicator.gradient_buffer import shared_places
 from paceline.reducer.plan import ParameterSpec, plan_buckets
 from tests.multiprocess.paddle_models import drop_grad, keeps_empty_gradients, ranks
 
@@ -252,7 +252,7 @@ def test_an_error_at_the_end_of_backward_reaches_the_user_as_it_is(rank: int) ->
     internals.on_gradient(layer.bias, lambda: [graphs.at_end(end) for end in armed])
     with pytest.raises(KeyError, match="as it is"):
         layer(paddle.ones([1, 2])).sum().backward()
-    assert ended  # the other model's pass ended all the same
+    assert ended  # the other model's backward ended all the same
 
 
 def test_what_layers_keep_to_themselves() -> None:
@@ -304,7 +304,7 @@ def test_places_are_views_of_one_memory(rank: int) -> None:
         for n, p in enumerate(model)
     ]
     plan = plan_buckets(specs, bucket_cap_bytes=1 << 20, first_bucket_bytes=1 << 20)
-    memory = ctypes.create_string_buffer(plan.arena_bytes + 64)
+    memory = ctypes.create_string_buffer(plan.buffer_bytes + 64)
     views = shared_places(plan, model, ctypes.addressof(memory), memory)
     for view, like, offset in zip(views, model, plan.offsets):
         assert (view.shape, view.dtype) == (like.shape, like.dtype)

@@ -1,4 +1,4 @@
-"""What is left of a pass that ends in an error: nothing of it counts, and nobody else writes to gradients."""
+"""What is left of a backward that ends in an error: nothing of it counts, and no one writes to gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Local SGD with Paddle: what a front end adds to `paceline.reducer.local_sgd`, beside a simulation in numpy.
 
-What a meeting does with ranks, weights and failures is the same for both frameworks: see test_local_sgd.py.
+What a sync does with ranks, weights and failures is the same for both frameworks: see test_local_sgd.py.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ def test_sparse_gradients_uneven_data_and_frozen_parameters(group):
     model.head.weight.stop_gradient = False
     squares(wrapped(words)).backward()
     optimizer.step()
-    model.head.weight.stop_gradient = True  # trained since the last meeting, to other values on each rank
+    model.head.weight.stop_gradient = True  # trained since the last sync, to other values on each rank
     held = group.all_gather(model.head.weight.numpy())
     assert not np.array_equal(held[0], held[1])
     wrapped.sync_parameters()

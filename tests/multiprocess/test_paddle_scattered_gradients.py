@@ -80,7 +80,7 @@ def loop(
 @kept_ranks(3)
 def test_the_bits_are_those_of_whole_gradients(group: Any) -> None:
     def clip(model: Any, step: int) -> None:
-        """By the norm that the pass has found, in both ways."""
+        """By the norm that the backward has found, in both ways."""
         if step % 3 == 1:
             limit, norm = 0.5 * model.grad_norm(), model.grad_norm()
             if model._config.scatters:
@@ -146,7 +146,7 @@ def _read_in_all_ways(group: Any, model: Any, optimizer: ShardedOptimizer) -> No
     parameters = list(model.parameters())
     plain = optim.SGD(parameters=parameters, learning_rate=0.1)
 
-    def pass_(step: int) -> None:
+    def backward_(step: int) -> None:
         for each, its in ((model, optimizer), (expected, theirs)):
             its.clear_grad()
             loss(each, group.rank, step).backward()
@@ -166,7 +166,7 @@ def _read_in_all_ways(group: Any, model: Any, optimizer: ShardedOptimizer) -> No
         plain.step,
     ]
     for step, read in enumerate(ways):
-        pass_(step)
+        backward_(step)
         with pytest.raises(ConfigError, match=r"this rank has a part|2-norm|are shared by 2 ranks"):
             read()
         assert model.grad_norm() == expected.grad_norm()
@@ -175,13 +175,13 @@ def _read_in_all_ways(group: Any, model: Any, optimizer: ShardedOptimizer) -> No
         assert isinstance(copied, type(paddle.create_parameter([1], "float32")))
         step_and_compare()
     for is_local in (False, True):  # without clear_grad()
-        pass_(0)
+        backward_(0)
         context = model.no_sync() if is_local else contextlib.nullcontext()
         with pytest.raises(ConfigError, match="once more"), context:
             loss(model, group.rank).backward()
         optimizer.clear_grad()
         theirs.clear_grad()
-    pass_(0)
+    backward_(0)
     with pytest.raises(ConfigError, match="once more"):
         loss(model, group.rank).backward()
     with pytest.raises(ConfigError, match="not there any more"):
@@ -196,7 +196,7 @@ def _read_in_all_ways(group: Any, model: Any, optimizer: ShardedOptimizer) -> No
 
 @kept_ranks(2)
 def test_a_gradient_lives_until_it_is_handed_over(group: Any) -> None:
-    """There is memory for one copy of the gradients: from the second pass on, the earlier are gone."""
+    """There is memory for one copy of the gradients: from the second backward on, the earlier are gone."""
     paddle.seed(0)
     layers = [nn.Linear(first, second) for first, second in pairwise((40, 300, 40, 300, 40))]
     model, optimizer = scattering(group, nn.Sequential(*layers))
@@ -381,7 +381,7 @@ def test_uneven_data_and_infinities(group: Any) -> None:
             loss(model, group.rank, step).backward()
             optimizer.step()
         model.finish(optimizer.step)
-        if options:  # what was left of a rank's last pass is still there
+        if options:  # what was left of a rank's last backward is still there
             with pytest.raises(ConfigError, match="once more"):
                 loss(model, group.rank).backward()
         optimizer.clear_grad()

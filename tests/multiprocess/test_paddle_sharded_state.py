@@ -253,7 +253,7 @@ def test_alone_it_is_the_optimizer(rank: int) -> None:
 @pytest.mark.parametrize("where", ["before", "within"])
 @ranks(2, dies={1: signal.SIGKILL})
 def test_a_rank_that_dies_leaves_no_silent_half_of_a_step(group: Any, where: str) -> None:
-    """In the first meeting nothing is written yet; in the second, who survives knows that it has a half."""
+    """In the first barrier nothing is written yet; in the second, who survives knows that it has a half."""
     parameters, optimizer = make(group)
     optimizer.step()
     if group.rank == 1:

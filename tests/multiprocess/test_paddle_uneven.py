@@ -107,7 +107,7 @@ def test_what_has_accumulated_is_kept_by_join(group: Any) -> None:
             wrapped(x).sum().backward()
             assert_array_equal(model[2].bias.grad.numpy(), [0.5, 0.5])
     wrapped(x).sum().backward()
-    # Rank 0 brings 1 of before and 1 of now, rank 1 what was left of its pass and 1 of now.
+    # Rank 0 brings 1 of before and 1 of now, rank 1 what was left of its backward and 1 of now.
     assert_array_equal(model[2].bias.grad.numpy(), [1.75, 1.75])
 
 

@@ -1,4 +1,4 @@
-"""Parameters that a rank, or all ranks, leave out of a pass, and what users of Paddle reported as broken."""
+"""Parameters that a rank, or all, leave out of a backward, and what users of Paddle reported as broken."""
 
 from __future__ import annotations
 

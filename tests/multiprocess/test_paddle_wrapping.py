@@ -15,7 +15,7 @@ from paddle import nn
 import paceline.paddle
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel, DistributedDataParallel, MixedPrecision
-from tests.alive import passes_alive
+from tests.alive import syncs_alive
 from tests.multiprocess.paddle_models import (
     assert_same_on_all_ranks,
     batch,
@@ -297,7 +297,7 @@ def test_a_model_may_be_wrapped_again_and_a_wrapper_is_let_go(group: object) -> 
     first = DataParallel(model, group=group)
     train(first, paddle.ones([1, 4]), steps=1)
     del first
-    assert passes_alive() == 0
+    assert syncs_alive() == 0
     second = DataParallel(model, group=group)
     second.clear_gradients()
     second(paddle.full([1, 4], 1.0 + group.rank)).sum().backward()
@@ -305,7 +305,7 @@ def test_a_model_may_be_wrapped_again_and_a_wrapper_is_let_go(group: object) -> 
 
 
 @kept_ranks(2)
-def test_gradients_of_a_penalty_are_no_pass(group: object) -> None:
+def test_gradients_of_a_penalty_are_no_backward(group: object) -> None:
     model = two_layers()
     # The slope does not depend on the last bias.
     wrapped = DataParallel(model, group=group, find_unused_parameters=True)

@@ -15,17 +15,17 @@ from paceline.errors import DeadlineError, PeerLostError, RegionError
 from paceline.health import control_channel
 from tests.harness import ranks
 from tests.multiprocess.conformance_numpy import batch
-from tests.multiprocess.meeting import meet, tell, until_told
+from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.several_hosts import be_on_host
 
 PATIENT_S = 60.0
-ASKED_S = 4.0  # the passes before the one that a rank does not come to are made within it too
+ASKED_S = 4.0  # the backward passes before the one that a rank does not come to are made within it too
 
 both = pytest.mark.parametrize("framework", ["torch", "paddle"])
 
 
 def model_of(rank: int, framework: str, timeout_s: float = PATIENT_S):
-    """A wrapped network that has made a pass over Gloo, and what makes another one."""
+    """A wrapped network that has made a backward over Gloo, and what makes another one."""
     if framework == "torch":
         import torch
 
@@ -45,23 +45,23 @@ def model_of(rank: int, framework: str, timeout_s: float = PATIENT_S):
     model = wrap(do.network(), reduce_through="group", timeout_s=timeout_s)
     assert model.gradient_path == "group"
 
-    def one_pass() -> None:
+    def one_backward() -> None:
         do.backward(do.loss(model, batch()))
 
-    one_pass()
-    # The first pass ends in calls of its own, in which others may still be when this rank is through.
+    one_backward()
+    # The first backward ends in calls of its own, in which others may still be when this rank is through.
     meet("through", rank)
-    return one_pass
+    return one_backward
 
 
 @both
 @ranks(3, group=None, framework="framework", dies={1: signal.SIGKILL})
 def test_a_rank_that_is_killed(rank, framework):
-    one_pass = model_of(rank, framework)
+    one_backward = model_of(rank, framework)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError, match="Rank 1 of 3 died") as caught:
-        one_pass()
+        one_backward()
     assert caught.value.lost == (1,)
     assert "fc" in caught.value.where or "weight" in caught.value.where or "status" in caught.value.where
 
@@ -69,13 +69,13 @@ def test_a_rank_that_is_killed(rank, framework):
 @both
 @ranks(3, group=None, framework="framework", dies={1: ValueError})
 def test_a_rank_that_raises(rank, framework):
-    one_pass = model_of(rank, framework)
+    one_backward = model_of(rank, framework)
     if rank == 1:
         error = ValueError("the cause")
         sys.excepthook(ValueError, error, None)  # as the interpreter would; the harness catches it
         raise error
     with pytest.raises(PeerLostError) as caught:
-        one_pass()
+        one_backward()
     assert caught.value.lost == (1,)
     assert "the cause" in str(caught.value)
 
@@ -83,26 +83,26 @@ def test_a_rank_that_raises(rank, framework):
 @both
 @ranks(3, group=None, framework="framework", dies={1: SystemExit})
 def test_a_rank_that_leaves(rank, framework):
-    one_pass = model_of(rank, framework)
+    one_backward = model_of(rank, framework)
     if rank == 1:
         raise SystemExit(0)
     with pytest.raises(PeerLostError) as caught:
-        one_pass()
+        one_backward()
     assert "ank 1 of 3" in str(caught.value)
 
 
 @both
 @ranks(3, group=None, framework="framework", dies={1: signal.SIGKILL})
 def test_a_rank_that_does_not_come(rank, framework):
-    one_pass = model_of(rank, framework, ASKED_S)
+    one_backward = model_of(rank, framework, ASKED_S)
     if rank == 1:
         until_told("raised", (0, 2))
         os.kill(os.getpid(), signal.SIGKILL)  # Paddle's threads would wait 30 s more
     with pytest.raises(DeadlineError) as caught:
-        one_pass()
+        one_backward()
     tell("raised", rank)
     assert caught.value.late == (1,)
-    assert "is alive; last after backward of pass" in str(caught.value)
+    assert "is alive; last after backward of iteration" in str(caught.value)
 
 
 @ranks(2, group="gloo", dies={1: signal.SIGKILL})
@@ -126,11 +126,11 @@ def test_with_a_communication_hook(rank):
 @ranks(2, group=None, framework="framework", dies={1: signal.SIGKILL})
 def test_on_two_hosts_the_control_channel_knows(rank, framework):
     be_on_host(rank)
-    one_pass = model_of(rank, framework)
+    one_backward = model_of(rank, framework)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(PeerLostError) as caught:
-        one_pass()
+        one_backward()
     assert caught.value.lost == (1,)
 
 

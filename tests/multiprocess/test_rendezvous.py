@@ -15,7 +15,7 @@ import pytest
 import paceline
 from paceline.errors import ConfigError, RendezvousError
 from paceline.rendezvous.hub import HubExchange
-from paceline.rendezvous.meeting_place import hub_address
+from paceline.rendezvous.rendezvous_address import hub_address
 from tests.harness import ranks, run_ranks
 from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
 

@@ -71,7 +71,7 @@ def loop(ddp: Any, optimizer: Any, rank: int, steps: int, between: Callable[[Any
 @kept_ranks(3, group="gloo")
 def test_the_bits_are_those_of_whole_gradients(rank: int) -> None:
     def clip(ddp: Any, step: int) -> None:
-        """By the norm that the pass has found, in both ways."""
+        """By the norm that the backward has found, in both ways."""
         if step % 3 == 1:
             limit, norm = 0.5 * ddp.grad_norm(), ddp.grad_norm()
             if ddp._config.scatters:
@@ -140,7 +140,7 @@ def _read_in_all_ways(rank: int, ddp: Any, optimizer: ShardedOptimizer) -> None:
     parameters = list(ddp.parameters())
     plain = optim.SGD(parameters, lr=0.1)
 
-    def pass_(step: int) -> None:
+    def backward_(step: int) -> None:
         for model, theirs in ((ddp, optimizer), (expected, whole)):
             theirs.zero_grad()
             loss(model, rank, step).backward()
@@ -162,7 +162,7 @@ def _read_in_all_ways(rank: int, ddp: Any, optimizer: ShardedOptimizer) -> None:
         plain.step,
     ]
     for step, read in enumerate(ways):
-        pass_(step)
+        backward_(step)
         stand_in = parameters[0].grad
         assert stand_in is not None
         assert stand_in.shape == parameters[0].shape
@@ -176,7 +176,7 @@ def _read_in_all_ways(rank: int, ddp: Any, optimizer: ShardedOptimizer) -> None:
     with pytest.raises(ConfigError, match="not there any more"):
         optimizer.step()
     for step in range(2):
-        pass_(step)
+        backward_(step)
         step_and_compare()
 
 
@@ -397,7 +397,7 @@ def test_uneven_data_infinities_and_scaled_losses(rank: int) -> None:
             loss(ddp, rank, step).backward()
             optimizer.step()
         ddp.finish(optimizer.step)
-        if reduce == "scatter":  # what was left of a rank's last pass is still there
+        if reduce == "scatter":  # what was left of a rank's last backward is still there
             with pytest.raises(ConfigError, match="this rank has a part"):
                 loss(ddp, rank).backward()
         optimizer.zero_grad()

@@ -26,7 +26,7 @@ from paceline.errors import (
 from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer
 from paceline.torch.sharding.travel import travel_in
 from tests.harness import ranks
-from tests.multiprocess.meeting import meet, tell, until_told
+from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.multiprocess.test_local_sgd import network, place, rows
 from tests.multiprocess.test_sharded_optimizer import make_parameters, same_bits
 
@@ -130,7 +130,7 @@ def test_a_step_on_one_rank_only_names_the_other_at_the_deadline(rank: int, path
         return
     if path == "memory":  # from here on a short time, for this one wait
         hasty = travel_in(optimizer._communicator.core.with_patience(0.5, 100.0))
-        optimizer._steps._meetings._gather = hasty.gather
+        optimizer._steps._barriers._gather = hasty.gather
     else:
         optimizer._communicator._calls.waits._timeout_s = 0.5
     before = [parameter.detach().clone() for parameter in parameters]
@@ -145,7 +145,7 @@ def test_a_step_on_one_rank_only_names_the_other_at_the_deadline(rank: int, path
 @pytest.mark.parametrize("where", ["before", "within"])
 @ranks(2, group="gloo", dies={1: signal.SIGKILL})
 def test_a_rank_that_dies_leaves_no_silent_half_of_a_step(rank: int, where: str) -> None:
-    """In the first meeting nothing is written yet; in the second, who survives knows that it has a half."""
+    """In the first barrier nothing is written yet; in the second, who survives knows that it has a half."""
     parameters, optimizer = make()
     optimizer.step()
     if rank == 1:
@@ -320,7 +320,7 @@ def test_parameters_of_a_step_that_was_given_up_say_what_to_do(rank: int) -> Non
     for parameter in ddp.parameters():
         parameter.grad = torch.ones_like(parameter)
     first, second = (ShardedOptimizer(ddp.parameters(), optim.SGD, lr=0.1) for _ in range(2))
-    first._steps._ledgers.refuse()  # as after a deadline
+    first._steps._step_tables.refuse()  # as after a deadline
     meet("given up", rank)
     with pytest.raises(CollectiveError, match="could not meet all ranks") as caught:
         second.step()
@@ -360,12 +360,12 @@ def test_a_rank_without_data_knows_of_a_step_that_another_completes(rank: int) -
 
 
 @ranks(3, group="gloo")
-def test_a_rank_without_data_that_does_not_come_out_of_the_meeting(rank: int) -> None:
+def test_a_rank_without_data_that_does_not_come_out_of_the_barrier(rank: int) -> None:
     """Another one has come out of it, and begun: the step is half made, and nobody returns in silence."""
     ddp, optimizer, batches = uneven(rank, journal=False)
-    meetings = optimizer._steps._meetings
-    assert meetings is not None
-    gather = meetings._gather
+    barriers = optimizer._steps._barriers
+    assert barriers is not None
+    gather = barriers._gather
 
     def lost(numbers: bytes) -> bytes:
         gather(numbers)
@@ -379,17 +379,17 @@ def test_a_rank_without_data_that_does_not_come_out_of_the_meeting(rank: int) ->
                 optimizer.step()
 
     if rank == 2:
-        meetings._gather = lambda numbers: lost(numbers) if meetings.number > 1 else gather(numbers)
+        barriers._gather = lambda numbers: lost(numbers) if barriers.number > 1 else gather(numbers)
     if rank == 0:
-        begin = optimizer._steps._ledgers.begin
+        begin = optimizer._steps._step_tables.begin
 
         def begun() -> bool:
             has_begun = begin()
-            if meetings.number > 1:
+            if barriers.number > 1:
                 tell("begun", 0)
             return has_begun
 
-        optimizer._steps._ledgers.begin = begun  # type: ignore[method-assign]
+        optimizer._steps._step_tables.begin = begun  # type: ignore[method-assign]
     with pytest.raises(PeerLostError) as caught:
         train()
     assert caught.value.step_is_complete is False

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from paceline.errors import ConfigError
-from paceline.sharding.shared_parameters import home_of
+from paceline.sharding.shared_parameters import storage_of
 from paceline.torch import DistributedDataParallel, ShardedOptimizer, share
 from tests.harness import kept_ranks
 from tests.multiprocess.test_sharded_optimizer import ELEMENTWISE, same_bits
@@ -89,7 +89,7 @@ def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one_after_200_step
         values = [torch.randn(shape, generator=generator) for shape in ((37, 41), (300,))]
         whole, own, shared = ([nn.Parameter(value.clone()) for value in values] for _ in range(3))
         ddp = DistributedDataParallel(nn.ParameterList(shared), process_group=group, share_parameters=True)
-        assert all(map(home_of, ddp.parameters())) and not any(map(home_of, own))
+        assert all(map(storage_of, ddp.parameters())) and not any(map(storage_of, own))
         optimizer = optimizer_class(whole, **options)
         sharded = ShardedOptimizer(own, optimizer_class, process_group=group, **options)
         sharded.add_param_group({"params": shared})  # dealt by itself: one of each kind is cut

@@ -17,16 +17,16 @@ import pytest
 
 from paceline.errors import DeadlineError
 from tests.harness import run_ranks
-from tests.multiprocess.meeting import meet, tell, until_told
+from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.several_hosts import be_on_host
 
-ASKED_S = 3.0  # the passes before the one that a rank does not come to are made within it too
+ASKED_S = 3.0  # the backward passes before the one that a rank does not come to are made within it too
 
 both = pytest.mark.parametrize("framework", ["torch", "paddle"])
 
 
 def wrapped(rank, framework, hosts, **options):
-    """A wrapped network that has made a pass, and what makes another one."""
+    """A wrapped network that has made a backward, and what makes another one."""
     world_size = int(os.environ["WORLD_SIZE"])
     if framework == "torch":
         import torch
@@ -47,14 +47,14 @@ def wrapped(rank, framework, hosts, **options):
     assert model.gradient_path == ("group" if "reduce_through" in options else "hosts")
     Path(os.environ["TMPDIR"], f"pid-{rank}").write_text(str(os.getpid()))
 
-    def one_pass():
+    def one_backward():
         from tests.multiprocess.conformance_numpy import batch
 
         do.backward(do.loss(model, batch()))
 
-    one_pass()
+    one_backward()
     meet("through", rank)
-    return model, one_pass
+    return model, one_backward
 
 
 def be_late(how, others):
@@ -73,7 +73,7 @@ def check(error, how, late, seconds):
         assert "does not answer" in error.seen or "is stopped" in error.seen
         assert "stopped" in error.likely and "kill -CONT" in error.hint
     else:
-        assert "after backward of pass" in error.seen and "until_told" in error.seen, error
+        assert "after backward of iteration" in error.seen and "until_told" in error.seen, error
     # 0.5 s by the documents; what the machine takes to run us comes on top.
     assert seconds < ASKED_S + 0.5 + 10
 
@@ -91,17 +91,17 @@ def end(late, survivors, rank):
 @pytest.mark.parametrize("late", [0, 2])
 def test_gradients_over_the_process_group(framework, how, late):
     arguments = {"framework": framework, "how": how, "late": late}
-    run_ranks(late_pass, 3, arguments, group=None, framework=framework, dies={late: signal.SIGKILL})
+    run_ranks(late_backward, 3, arguments, group=None, framework=framework, dies={late: signal.SIGKILL})
 
 
-def late_pass(rank, framework, how, late):
-    _, one_pass = wrapped(rank, framework, 3, reduce_through="group")
+def late_backward(rank, framework, how, late):
+    _, one_backward = wrapped(rank, framework, 3, reduce_through="group")
     others = [each for each in range(3) if each != late]
     if rank == late:
         be_late(how, others)
     begun = time.monotonic()
     with pytest.raises(DeadlineError) as caught:
-        one_pass()
+        one_backward()
     check(caught.value, how, late, time.monotonic() - begun)
     end(late, others, rank)
 
@@ -119,7 +119,7 @@ def late_call(rank, call):
 
     from paceline.torch import SyncBatchNorm
 
-    model, one_pass = wrapped(rank, "torch", 3)
+    model, one_backward = wrapped(rank, "torch", 3)
     if rank == 0:
         be_late("stopped", (1, 2))
     _set_pg_timeout(timedelta(seconds=ASKED_S), torch.distributed.group.WORLD)
@@ -127,7 +127,7 @@ def late_call(rank, call):
     with pytest.raises(DeadlineError) as caught:
         if call == "Join":
             with Join([model]):
-                one_pass()
+                one_backward()
         else:
             SyncBatchNorm(3)(torch.randn(4, 3))
     check(caught.value, "stopped", 0, time.monotonic() - begun)

@@ -12,10 +12,10 @@ import pytest
 
 import paceline
 from paceline.errors import RendezvousError
-from paceline.rendezvous.meeting_place import hub_address
+from paceline.rendezvous.rendezvous_address import hub_address
 from tests.harness import ranks
 
-STRANGER = 65534
+UNKNOWN_PEER = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
 
 
@@ -67,7 +67,7 @@ def test_a_secret_is_part_of_the_name(rank, variable):
         os.environ[variable] = "correct horse battery staple"
     with contextlib.ExitStack() as stack:
         if rank == 0:
-            stack.enter_context(squatter(hub_address(address(), "world"), STRANGER))
+            stack.enter_context(squatter(hub_address(address(), "world"), UNKNOWN_PEER))
         with paceline.init(address=address(), timeout_s=120) as group:
             group.barrier()
 
@@ -79,18 +79,18 @@ def test_another_user_is_named_on_every_rank(rank):
     del os.environ["PACELINE_JOB_ID"]
     path = f"{os.environ['TMPDIR']}/met"
     if rank == 0:
-        with squatter(hub_address(address(), "world"), STRANGER) as pid:
+        with squatter(hub_address(address(), "world"), UNKNOWN_PEER) as pid:
             error = form_and_fail(rank)
-            assert "Rank 0 of 2 can't open the meeting place" in str(error)
-            assert f"held by a process of another user (uid {STRANGER}, pid {pid})" in error.seen
+            assert "Rank 0 of 2 can't open the rendezvous address" in str(error)
+            assert f"held by a process of another user (uid {UNKNOWN_PEER}, pid {pid})" in error.seen
             assert "PACELINE_JOB_ID=" in error.hint
             os.mkfifo(path)
             with open(path):  # until rank 1 has met it too
                 os.unlink(path)
     else:
         error = form_and_fail(rank)
-        assert "Rank 1 of 2 met a process of another user at the meeting place" in str(error)
-        assert f"of uid {STRANGER}" in error.got
+        assert "Rank 1 of 2 met a process of another user at the rendezvous address" in str(error)
+        assert f"of uid {UNKNOWN_PEER}" in error.got
         assert "PACELINE_JOB_ID=" in error.hint
         assert error.missing == (0,)
         deadline = time.monotonic() + 30

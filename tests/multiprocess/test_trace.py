@@ -21,7 +21,7 @@ from paceline.trace.records import Event
 from paceline.trace.ring_file import BATCHES_VARIABLE, FOLDER_VARIABLE
 from tests.harness import needs_paddle, ranks
 from tests.multiprocess.torch_groups import needs_backend
-from tests.traces import passes_of, read_trace, slices_of, until_ended, waited_for
+from tests.traces import backwards_of, read_trace, slices_of, until_ended, waited_for
 
 
 def steps_in_torch(group: object) -> tuple[object, Callable[[Callable[[], None]], None]]:
@@ -79,7 +79,7 @@ both = pytest.mark.parametrize("make", [steps_in_torch, PADDLE], ids=["torch", "
 
 @ranks(2)
 @both
-def test_the_timeline_shows_passes_and_whom_each_rank_waited_for(group, make):
+def test_the_timeline_shows_backwards_and_whom_each_rank_waited_for(group, make):
     folder = Path(os.environ["TMPDIR"])  # of all ranks
     with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
         ddp, step = make(group)
@@ -87,7 +87,7 @@ def test_the_timeline_shows_passes_and_whom_each_rank_waited_for(group, make):
         step(lambda: None)
     path = folder / "out.json"
     with ddp.trace(path):
-        for number in range(3, 7):  # pass 3: rank 1 is slow, pass 4: rank 0, ...
+        for number in range(3, 7):  # iteration 3: rank 1 is slow, iteration 4: rank 0, ...
             is_slow = number % 2 == group.rank
             step(functools.partial(until_ended, folder, 1 - group.rank, number) if is_slow else lambda: None)
         with ddp.no_sync():
@@ -97,12 +97,12 @@ def test_the_timeline_shows_passes_and_whom_each_rank_waited_for(group, make):
     threads = read_trace(path)
     assert list(threads) == ["rank 0", "rank 1"]
     for thread in threads.values():
-        assert passes_of(thread, "forward") == passes_of(thread, "backward") == [3, 4, 5, 6, 7]
+        assert backwards_of(thread, "forward") == backwards_of(thread, "backward") == [3, 4, 5, 6, 7]
         for name in ("forward", "backward"):
             assert [each["args"].get("no_sync", False) for each in slices_of(thread, name)] == [False] * 4 + [
                 True
             ]
-        assert passes_of(thread, "average") == [3, 4, 5, 6]
+        assert backwards_of(thread, "average") == [3, 4, 5, 6]
         assert (len(slices_of(thread, "optimizer")), len(slices_of(thread, "data"))) == (4, 5)
         posted = [each["name"] for each in thread if each["ph"] == "i"]
         assert len(posted) == 4 * len(ddp.bucket_layout())
@@ -175,7 +175,7 @@ def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group
     next(iter(ddp.parameters())).detach().fill_(math.inf)
     with pytest.warns(RuntimeWarning, match="holds an infinity or a NaN on all 2 ranks"):
         step(lambda: None)
-    # Noted once in a second: of the first pass, or of a later one if passes take long.
+    # Noted once in a second: of the first backward, or of a later one if they take long.
     norms.append(None if math.isnan(ddp.grad_norm()) else ddp.grad_norm())
     group.all_reduce(np.zeros(1))  # both have recorded all
     now = JobWatch(folder).look()
@@ -187,7 +187,7 @@ def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group
     for each in now.ranks:
         assert each.samples_per_s == pytest.approx(4 * each.steps_per_s)
         assert each.values == {"loss": 3 + each.rank}
-        # It is noted once in a second; if that was in the last pass, it is not finite.
+        # It is noted once in a second; if that was in the last backward, it is not finite.
         assert each.norm in norms or not math.isfinite(each.norm)
         assert (each.nonfinite_rank, each.nonfinite > 0, each.failed) == (0, True, 0)
         assert each.is_alive and each.memory_bytes > 1 << 20 and each.worked_s > 0
@@ -195,7 +195,7 @@ def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group
 
 @ranks(2)
 @both
-def test_the_statistics_are_what_the_passes_were(group, make):
+def test_the_statistics_are_what_the_backwards_were(group, make):
     ddp, step = make(group)
     assert (ddp.stats().worked_s, ddp.stats().slow_rank, ddp.stats().passes) == ((), None, 0)
     for _ in range(6):
@@ -212,7 +212,7 @@ def test_the_statistics_are_what_the_passes_were(group, make):
     assert_array_equal(group.all_gather(np.array(stats.worked_s)), [stats.worked_s] * 2)
     for figures in (stats.times_last, stats.held_up_s):
         assert_array_equal(group.all_gather(np.array(figures)), [figures] * 2)
-    assert 4 <= sum(stats.times_last) <= 5  # of six passes, without the first of each plan
+    assert 4 <= sum(stats.times_last) <= 5  # of six backward passes, without the first of each plan
     assert all(late_s > 0 for late_s, times in zip(stats.held_up_s, stats.times_last) if times)
 
 

@@ -88,7 +88,7 @@ def unused_parameter_error(group: Any) -> None:
     wrap(group)(X, skips_head=group.rank == 1).backward()
 
 
-def skipped_pass_error(group: Any) -> None:
+def skipped_backward_error(group: Any) -> None:
     ddp = wrap(group)
     ddp(X).backward()
     loss = ddp(X)
@@ -149,7 +149,7 @@ PROGRAMS: dict[str, Callable[[Any], None]] = {
     "MismatchError": mismatch_error,
     "ModelMismatchError": model_mismatch_error,
     "UnusedParameterError": unused_parameter_error,
-    "SkippedPassError": skipped_pass_error,
+    "SkippedPassError": skipped_backward_error,
     "GraphChangedError": graph_changed_error,
     "NonFiniteGradientError": non_finite_gradient_error,
     "ReplicasDifferError": replicas_differ_error,

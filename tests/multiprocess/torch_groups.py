@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline.torch import backend
 from paceline.torch.backend.registration import OLDEST
-from tests.multiprocess.meeting import meet
+from tests.multiprocess.rank_signals import meet
 
 # Both are deprecated under the old name in torch 2.13, and torch 2.11 has only that.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -11,7 +11,7 @@ from paceline.errors import ConfigError, RendezvousError
 from paceline.rendezvous import addresses
 from paceline.rendezvous.addresses import (
     Way,
-    check_meeting_address,
+    check_rendezvous_address,
     find_way,
     interface_for_gloo,
     interface_problems,
@@ -46,15 +46,15 @@ def test_a_name_that_stands_for_nothing_is_told_with_the_host():
 
 def test_rank_0_must_be_where_the_others_look_for_it():
     with pytest.raises(ConfigError, match=r"Rank 0 of 4 is on host .* but MASTER_ADDR=node0 is not"):
-        check_meeting_address(ELSEWHERE, 0, 4, spans_hosts=True, serves=True)
-    check_meeting_address(ELSEWHERE, 1, 4, spans_hosts=True, serves=False)
+        check_rendezvous_address(ELSEWHERE, 0, 4, spans_hosts=True, serves=True)
+    check_rendezvous_address(ELSEWHERE, 1, 4, spans_hosts=True, serves=False)
 
 
-def test_localhost_is_no_meeting_point_of_several_hosts():
+def test_localhost_is_no_rendezvous_point_of_several_hosts():
     way = Way("localhost", "127.0.0.1", "127.0.0.1", "lo", True)
     with pytest.raises(ConfigError, match="means this host on every host"):
-        check_meeting_address(way, 3, 4, spans_hosts=True, serves=False)
-    check_meeting_address(way, 3, 4, spans_hosts=False, serves=False)
+        check_rendezvous_address(way, 3, 4, spans_hosts=True, serves=False)
+    check_rendezvous_address(way, 3, 4, spans_hosts=False, serves=False)
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ ROOMS = {
     "torch": (
         ("__init__",),
         ("ddp",),
-        ("passes", "backend", "compression", "sync_batch_norm"),
+        ("backward", "backend", "compression", "sync_batch_norm"),
         ("sharding",),
         ("communicator", "data_parallel", "tensorboard"),
         ("model", "versions"),
@@ -62,7 +62,7 @@ ROOMS = {
     "paddle": (
         ("__init__",),
         ("ddp", "sync_batch_norm"),
-        ("passes", "compression"),
+        ("backward", "compression"),
         ("sharding",),
         ("communicator",),
         ("model",),
@@ -72,7 +72,7 @@ ROOMS = {
 # The same for the reducer. Files that are not named make one more row, and use none of these.
 REDUCER = (
     ("local_sgd",),
-    ("passes", "between_hosts"),
+    ("backward", "between_hosts"),
 )
 
 

@@ -9,7 +9,7 @@ from paceline.reducer.call_order import CallOrder
 
 
 class Model:
-    """One that makes a pass."""
+    """One that makes a backward."""
 
     def __init__(self, order: CallOrder) -> None:
         self.reducer = object()
@@ -38,11 +38,11 @@ def models(order):
     return [Model(order) for _ in range(3)]
 
 
-def test_without_a_pass_everybody_may_make_calls(models):
+def test_without_a_backward_everybody_may_make_calls(models):
     assert all(model.may_launch for model in models)
 
 
-def test_passes_make_their_calls_in_the_order_in_which_they_began(order, models):
+def test_backwards_make_their_calls_in_the_order_in_which_they_began(order, models):
     for model in (models[2], models[0], models[2]):
         order.begin(model)
     assert [model.may_launch for model in models] == [False, False, True]
@@ -63,7 +63,7 @@ def test_what_was_interrupted_is_given_up_before_others_begin(order, models):
     assert models[2].may_launch
 
 
-def test_a_pass_that_is_given_up_lets_those_before_it_be_given_up_first(order, models):
+def test_a_backward_that_is_given_up_lets_those_before_it_be_given_up_first(order, models):
     for model in models:
         order.begin(model)
     for model in models:

@@ -26,7 +26,7 @@ from paceline.errors import ConfigError, PeerLostError, RendezvousError
 from paceline.health import channel_setup, channel_tree, control_channel, tls
 from paceline.health.control_channel import How, allowed_silence_s, form_channel
 from paceline.health.failure_messages import unpack_failure
-from paceline.health.handshake import Facts, Seal, misfit
+from paceline.health.handshake import Facts, Seal, mismatch
 from paceline.health.peer_monitor import ChannelPeerMonitor
 from paceline.reducer.process_group_waits import ProcessGroupWaits
 from paceline.rendezvous.frames import Frame, FrameStream, frame
@@ -193,7 +193,7 @@ def test_what_a_rank_tells_of_another_one_names_the_host_of_that(channels):
     ],
     ids=lambda words: words[:30],
 )
-def test_words_of_a_stranger_are_shown_as_they_are(words):
+def test_words_of_an_unknown_peer_are_shown_as_they_are(words):
     told = PeerLostError("Rank 1 raised.", seen=f"between hosts: {words}", lost=(1,))
     assert unpack_failure(told) is told
 
@@ -301,8 +301,8 @@ def test_other_versions_are_refused_on_all_sides():
 )
 def test_what_does_not_fit_is_told_in_words(other, words):
     hub = facts_of(0)
-    assert misfit(hub, facts_of(3), [hub], [2, 3]) is None
-    found = misfit(hub, replace(facts_of(3), **other), [hub], [2, 3])
+    assert mismatch(hub, facts_of(3), [hub], [2, 3]) is None
+    found = mismatch(hub, replace(facts_of(3), **other), [hub], [2, 3])
     assert found is not None and found.hint
     assert words in found.seen
 
@@ -310,17 +310,17 @@ def test_what_does_not_fit_is_told_in_words(other, words):
 @pytest.mark.parametrize("offset_s", [-3600.0, 3600.0, float("nan")])
 def test_clocks_far_apart_are_refused(offset_s):
     hub = facts_of(0, clock_s=1e9)
-    found = misfit(hub, facts_of(3, clock_s=1e9 + offset_s), [hub], [2, 3])
+    found = mismatch(hub, facts_of(3, clock_s=1e9 + offset_s), [hub], [2, 3])
     assert found is not None and "the clock of rank 3 on host node1" in found.seen
-    assert misfit(hub, facts_of(3, clock_s=1e9 + 30.0), [hub], [2, 3]) is None
+    assert mismatch(hub, facts_of(3, clock_s=1e9 + 30.0), [hub], [2, 3]) is None
 
 
-def test_strangers_do_not_disturb(monkeypatch):
+def test_unknown_peers_do_not_disturb(monkeypatch):
     """They hold connections open, send garbage, or end at once, before and while the ranks come."""
     listen, stop = channel_setup._listen, threading.Event()
     held, threads = [], []
 
-    def listen_among_strangers():
+    def listen_among_unknown_peers():
         listener, told = listen()
         port = listener.getsockname()[1]
 
@@ -328,14 +328,14 @@ def test_strangers_do_not_disturb(monkeypatch):
             generator = random.Random(0)
             for number in range(100):
                 with contextlib.suppress(OSError):
-                    stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
-                    held.append(stranger)
+                    unknown_peer = socket.create_connection(("127.0.0.1", port), timeout=5)
+                    held.append(unknown_peer)
                     if number % 3 == 0:
-                        stranger.sendall(generator.randbytes(number * 7))
+                        unknown_peer.sendall(generator.randbytes(number * 7))
                     elif number % 3 == 1:
-                        stranger.sendall(frame(Frame.HELLO, b"[" * 4000))
+                        unknown_peer.sendall(frame(Frame.HELLO, b"[" * 4000))
                     else:
-                        stranger.sendall(frame(Frame.HELLO, b"")[:1] + (1 << 40).to_bytes(8, "little"))
+                        unknown_peer.sendall(frame(Frame.HELLO, b"")[:1] + (1 << 40).to_bytes(8, "little"))
                 if stop.is_set():
                     return
 
@@ -343,7 +343,7 @@ def test_strangers_do_not_disturb(monkeypatch):
         threads[0].start()
         return listener, told
 
-    monkeypatch.setattr(channel_setup, "_listen", listen_among_strangers)
+    monkeypatch.setattr(channel_setup, "_listen", listen_among_unknown_peers)
     try:
         channels = form()
         assert not [each for each in channels if isinstance(each, Exception)], channels
@@ -375,18 +375,18 @@ def test_a_rank_that_does_not_come_is_named_on_all_sides(monkeypatch):
 
 
 def test_the_first_reason_is_told_of_a_rank_that_has_tried_again(monkeypatch):
-    """A stranger answers once at the address of rank 0, and afterwards nobody does."""
-    join, stranger = channel_setup._join, socket.create_server(("127.0.0.1", 0))
+    """An unknown peer answers once at the address of rank 0, and afterwards nobody does."""
+    join, unknown_peer = channel_setup._join, socket.create_server(("127.0.0.1", 0))
 
     def answer_once():
-        with stranger:
-            link, _ = stranger.accept()
+        with unknown_peer:
+            link, _ = unknown_peer.accept()
         with link:
             link.sendall(frame(Frame.CHALLENGE, b"of another job"))
 
     def mislead(place, parent, told, **rest):
         if told[0].rank == 3:
-            place = replace(place, port=stranger.getsockname()[1], addresses=["127.0.0.1"])
+            place = replace(place, port=unknown_peer.getsockname()[1], addresses=["127.0.0.1"])
             threading.Thread(target=answer_once).start()
         return join(place, parent, told, **rest)
 
@@ -743,7 +743,7 @@ def test_each_changed_byte_of_what_is_encrypted_is_noticed():
 
 @needs_openssl
 @pytest.mark.parametrize("word", [b"GET / HTTP/1.1\r\n\r\n", bytes(100)])
-def test_a_stranger_who_speaks_otherwise_is_a_connection_error(word):
+def test_an_unknown_peer_who_speaks_otherwise_is_a_connection_error(word):
     with pytest.raises(ConnectionError, match="TLS"):
         tls.Tls(tls.own_certificate()).decrypt(word)
 

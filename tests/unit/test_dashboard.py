@@ -27,7 +27,7 @@ from paceline.monitor.metrics import metrics_text
 from paceline.monitor.snapshot import RankWindow, snapshot
 from paceline.monitor.watch import JobWatch
 from paceline.trace.recording import Recording
-from paceline.trace.records import Event, Record, float_bits, pass_id
+from paceline.trace.records import Event, Record, backward_id, float_bits
 from paceline.trace.ring_file import RankHeader, path_of
 from tests.browser import PROGRAM, Browser
 
@@ -39,11 +39,11 @@ WHO = frozenset({("job_id", "07ad56"), ("rank", "0"), ("host", "host")})
 def window(rank: int = 0, passes: int = 3, pid: int = 1, **more: object) -> RankWindow:
     records = []
     for number in range(1, passes + 1):
-        key = pass_id(0, number)
+        key = backward_id(0, number)
         records += [
             Record(number * 100 * MS, Event.BACKWARD_ENDED, 0, key, 0),
             Record((number * 100 + 40 * rank) * MS, Event.WAITED, 0, number * 100 * MS, 1 - rank),
-            Record((number * 100 + 50) * MS, Event.PASS_ENDED, 0, key, 0),
+            Record((number * 100 + 50) * MS, Event.AVERAGING_ENDED, 0, key, 0),
         ]
     return RankWindow(RankHeader(rank, 2, pid, "host", "boot", 0, 0, 64), records, **more)  # type: ignore
 
@@ -156,12 +156,12 @@ def page(tmp_path: Path) -> Iterator[tuple[int, Feed, Recording]]:
     ring = Recording()
     ring.start(path_of(tmp_path, 0), 0, 1, 4096)
     for number in range(1, 20):
-        ring.note(Event.FORWARD_BEGAN, pass_id(0, number), 8 << 1 | 1)
-        ring.note(Event.BACKWARD_ENDED, pass_id(0, number), 0)
-        ring.note(Event.PASS_ENDED, pass_id(0, number), 0)
+        ring.note(Event.FORWARD_BEGAN, backward_id(0, number), 8 << 1 | 1)
+        ring.note(Event.BACKWARD_ENDED, backward_id(0, number), 0)
+        ring.note(Event.AVERAGING_ENDED, backward_id(0, number), 0)
     ring.note(Event.LOGGED, ring.number_name('<b>"loss"</b>'), float_bits(0.25))
-    ring.note(Event.NORM, pass_id(0, 19), float_bits(1.5))
-    ring.note(Event.NONFINITE, pass_id(0, 19), 2 << 32)
+    ring.note(Event.NORM, backward_id(0, 19), float_bits(1.5))
+    ring.note(Event.NONFINITE, backward_id(0, 19), 2 << 32)
     ring.tell_failure(ValueError("<script>boom</script>"))
     feed = Feed(JobWatch(tmp_path))
     feed.look()
@@ -207,7 +207,7 @@ def test_only_who_knows_the_token_reads_anything(page):
 @pytest.mark.parametrize(
     "host", ["evil.example", "evil.example:80", "localhost.evil.example", "", "127.0.0.2"]
 )
-def test_a_strangers_name_for_this_machine_is_refused(page, host: str):
+def test_an_unknown_peers_name_for_this_machine_is_refused(page, host: str):
     status, text, _ = ask(page[0], f"/?token={TOKEN}", Host=host)
     assert status == 403 and "names of this machine" in text
 
@@ -364,7 +364,7 @@ def test_a_real_browser_shows_the_job(page, tmp_path_factory):
         assert '<b>"loss"</b>' in text and "ValueError: <script>boom</script>" in text
         assert browser.evaluate("document.querySelectorAll('main b b, main script').length") == 0
         assert "2 gradients were not finite, first on rank 0" in text
-        ring.note(Event.PASS_ENDED, pass_id(0, 1234), 0)
+        ring.note(Event.AVERAGING_ENDED, backward_id(0, 1234), 0)
         feed.look()
         browser.until("document.querySelector('.figure').innerText.startsWith('1234')")
         browser.until("document.querySelectorAll('#norm path, #norm .mark').length >= 2")

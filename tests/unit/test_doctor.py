@@ -61,7 +61,7 @@ def shown_lines() -> list[str]:
 
 
 def test_a_module_in_the_current_folder_takes_no_part(tmp_path, monkeypatch):
-    monkeypatch.chdir(write(tmp_path, {"selectors.py": "raise RuntimeError('a stranger')\n"}))
+    monkeypatch.chdir(write(tmp_path, {"selectors.py": "raise RuntimeError('an unknown peer')\n"}))
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert by_name(doctor.examine())["self-test"].state == "fine"

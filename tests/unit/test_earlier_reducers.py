@@ -1,10 +1,10 @@
-"""What is known of all passes of a model, whose reducers come and go."""
+"""What is known of all backward passes of a model, whose reducers come and go."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
-from paceline.reducer.passes.earlier_reducers import EarlierReducers
+from paceline.reducer.backward.earlier_reducers import EarlierReducers
 
 
 def reducer(scale: int) -> SimpleNamespace:
@@ -36,9 +36,9 @@ def test_what_adds_up_is_added_up():
     assert tuple(earlier.arrivals(now)) == (111, [111, 222], [0, 111], [0, 555])
 
 
-def test_the_last_pass_counts_until_the_next_one_ends():
+def test_the_last_backward_counts_until_the_next_one_ends():
     earlier, before, now = EarlierReducers(2), reducer(1), reducer(100)
     earlier.add(before)
     assert (earlier.squared_norm(now), earlier.nonfinite(now)) == (4.0, [(1, 1)])
-    earlier.last_pass = None
+    earlier.last_backward = None
     assert (earlier.squared_norm(now), earlier.nonfinite(now)) == (400.0, [(1, 100)])

@@ -76,7 +76,7 @@ def test_each_host_records_under_its_own_name(tmp_path: Path) -> None:
     assert not stale.exists() and not trace.output.exists()
     said: list[str] = []
     trace.end(said.append)
-    assert len(said) == 1 and "No rank of this job has recorded a pass" in said[0]
+    assert len(said) == 1 and "No rank of this job has recorded a backward" in said[0]
     memory = ring_file.create(ring_file.path_of(trace.folder, 2), 64)
     ring_file.write_header(memory, RankHeader(2, 4, 1, "node1", "boot", 0, 0, 64))
     trace.end(said.append)
@@ -111,7 +111,7 @@ def test_what_is_seen_of_the_ranks_is_told_when_the_agent_has_ended(
     """In a process of its own, because it takes the signals of that."""
     program = f"""
 import os, sys
-from paceline.launch.elastic import Elastic, _Meeting, _run_watched, _say, _Watch
+from paceline.launch.elastic import Elastic, _RendezvousPoint, _run_watched, _say, _Watch
 from paceline.launch.trace_file import JobRecording
 from pathlib import Path
 class Trace:
@@ -120,8 +120,8 @@ folder = Path({str(tmp_path / "folder")!r})
 recording = JobRecording(folder, is_own=True, output=None, name="x", nprocs=1, launcher=os.getpid(), say=_say)
 agent = [sys.executable, "-c", {"import os, sys; print(os.environ['WHO']); sys.stdout.flush(); " + ends!r}]
 watch = _Watch(recording, None, Trace(), {{"WHO": "agent"}})
-meeting = _Meeting(Elastic(1, "node0:29400", 1, 60.0, None, 1))
-sys.exit(_run_watched(agent, os.environ, watch, meeting))
+master_address = _RendezvousPoint(Elastic(1, "node0:29400", 1, 60.0, None, 1))
+sys.exit(_run_watched(agent, os.environ, watch, master_address))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "WHO": "us"}, capture_output=True, text=True

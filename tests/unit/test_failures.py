@@ -195,11 +195,11 @@ def crossed(*ranks, **details):
 
 
 def test_most_of_the_ranks_that_wait_are_right():
-    at_end = {"activity": "in backward of pass 2", "forwards": 1}
+    at_end = {"activity": "in backward of iteration 2", "forwards": 1}
     error = crossed(
-        waiting(0, "pass", 2, **at_end),
-        waiting(1, "call", 7, activity="in forward 2 of pass 2", forwards=2),
-        waiting(2, "pass", 2, **at_end),
+        waiting(0, "backward", 2, **at_end),
+        waiting(1, "call", 7, activity="in forward 2 of iteration 2", forwards=2),
+        waiting(2, "backward", 2, **at_end),
     )
     assert type(error) is errors.DeadlineError
     assert error.late == (1,)
@@ -207,27 +207,27 @@ def test_most_of_the_ranks_that_wait_are_right():
         "Rank 1 of 3 did not arrive within 1.2 s: it waits in another call than the others."
     )
     assert error.seen.splitlines() == [
-        "rank 0 (pid 1000) waits at the end of a backward; in backward of pass 2",
-        "rank 1 (pid 1001) waits in all_reduce(float32 x 10, sum), call #7; in forward 2 of pass 2",
-        "rank 2 (pid 1002) waits at the end of a backward; in backward of pass 2",
+        "rank 0 (pid 1000) waits at the end of a backward; in backward of iteration 2",
+        "rank 1 (pid 1001) waits in all_reduce(float32 x 10, sum), call #7; in forward 2 of iteration 2",
+        "rank 2 (pid 1002) waits at the end of a backward; in backward of iteration 2",
     ]
     assert error.expected == "the same calls in the same order on every rank"
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_of_two_ranks_the_one_with_more_forwards_is_out_of_step(rank):
-    at_end, too_many = waiting(0, "pass", 2, forwards=1), waiting(1, "call", 7, forwards=2)
+    at_end, too_many = waiting(0, "backward", 2, forwards=1), waiting(1, "call", 7, forwards=2)
     error = crossed(at_end, too_many, rank=rank, late=[1 - rank])
     assert (error.late, error.rank) == ((1,), rank)
     assert error.summary.endswith("it waits in another call than rank 0.")
     # Who has no more data makes no forwards.
-    assert crossed(waiting(0, "pass", 2), waiting(1, "call", 7, forwards=2)).late == (1,)
+    assert crossed(waiting(0, "backward", 2), waiting(1, "call", 7, forwards=2)).late == (1,)
 
 
 def test_where_nothing_tells_who_is_right_nobody_is_blamed():
     for forwards in ((0, 0), (1, 1), (0, 1)):
         of_each = [{"forwards": number} for number in forwards]
-        error = crossed(waiting(0, "pass", 2, **of_each[0]), waiting(1, "call", 7, **of_each[1]))
+        error = crossed(waiting(0, "backward", 2, **of_each[0]), waiting(1, "call", 7, **of_each[1]))
         assert error.late == ()
         assert error.summary == (
             "Ranks 0-1 of 2 wait for each other in different calls, and did not meet within 1.2 s."
@@ -246,7 +246,7 @@ def test_each_end_of_a_message_is_told_of_the_other(rank, late):
 
 
 def test_a_rank_that_does_not_wait_is_late_by_itself():
-    ranks = [waiting(0, "pass", 2), waiting(1, "call", 7), rank_facts(2)]
+    ranks = [waiting(0, "backward", 2), waiting(1, "call", 7), rank_facts(2)]
     error = make_error(facts(Reason.DEADLINE, ranks=ranks, waiting=[0, 1], world_size=3))
     assert error.late == (2,)
     assert error.summary == "Rank 2 of 3 did not arrive within 1.2 s."

@@ -20,19 +20,19 @@ from paceline.trace import far_ranks as far_ranks_module
 from paceline.trace import ring_file
 from paceline.trace.far_ranks import MOST_BYTES, FarRanks, State, Words, far_ranks, pack_figures
 from paceline.trace.recording import Recording
-from paceline.trace.records import Event, pass_id
+from paceline.trace.records import Event, backward_id
 from paceline.trace.ring_file import RankHeader, RankRecording
 from paceline.trace.slow import CauseWatch
 from paceline.trace.totals import Total
-from tests.unit.test_live import MS, passes, record
+from tests.unit.test_live import MS, backwards, record
 
 S = 1000 * MS
-KEY = pass_id(0, 11)
-# Since the first pass, in 10 s: 100 steps of 100 ms, of which the far rank works 90 and the others 60.
+KEY = backward_id(0, 11)
+# Since the first backward, in 10 s: 100 steps of 100 ms, of which the far rank works 90 and the others 60.
 BEFORE = dict.fromkeys(
-    (Total.TIME_NS, Total.PASSES, Total.WORKED_NS, Total.SAMPLES, Total.TIMES_LAST, Total.HELD_UP_NS), 0.0
+    (Total.TIME_NS, Total.BACKWARDS, Total.WORKED_NS, Total.SAMPLES, Total.TIMES_LAST, Total.HELD_UP_NS), 0.0
 )
-FAST = BEFORE | {Total.TIME_NS: 10 * S, Total.PASSES: 100, Total.WORKED_NS: 6 * S, Total.SAMPLES: 800}
+FAST = BEFORE | {Total.TIME_NS: 10 * S, Total.BACKWARDS: 100, Total.WORKED_NS: 6 * S, Total.SAMPLES: 800}
 SLOW = FAST | {
     Total.WORKED_NS: 9 * S,
     Total.TIMES_LAST: 100,
@@ -124,7 +124,7 @@ def test_a_rank_tells_its_host_once_in_a_second_and_when_it_fails(tmp_path: Path
     recording = Recording()
     recording.tell_host = told.append
     recording.start(tmp_path / "rank2.ring", 2, 4, 64)
-    assert recording.sample(S, pass_id(0, 7)) and not recording.sample(S + 1, pass_id(0, 8))
+    assert recording.sample(S, backward_id(0, 7)) and not recording.sample(S + 1, backward_id(0, 8))
     recording.logged["loss"] = 0.25
     recording.tell_failure(ValueError("x"))
     other = tmp_path / "other"
@@ -149,7 +149,7 @@ def seen(tmp_path: Path, state: State = State.LIVE) -> JobSnapshot:
     local = [RankRecording(header(rank, "node0"), [], [], 0, BEFORE, FAST) for rank in range(2)]
     causes = CauseWatch()
     causes.look([*local, *(each.recording for each in far)])
-    windows = [RankWindow(header(rank, "node0"), passes(10, 60, 100, 8)) for rank in range(2)]
+    windows = [RankWindow(header(rank, "node0"), backwards(10, 60, 100, 8)) for rank in range(2)]
     return snapshot(windows, far[0].received_ns, far, causes.spans)
 
 
@@ -169,16 +169,16 @@ def test_ranks_of_two_hosts_are_shown_together(tmp_path: Path):
     assert now.slow_rank == 3
 
 
-def test_a_wait_whose_last_rank_is_elsewhere_is_nobodys_here(tmp_path: Path):
+def test_a_wait_whose_last_rank_is_elsewhere_is_globally_unused_here(tmp_path: Path):
     """Nobody has told who came last, and two of four ranks are seen: the later one need not be it."""
-    windows = [RankWindow(header(rank, "node0"), passes(10, 60 + 20 * rank, 100)) for rank in range(2)]
+    windows = [RankWindow(header(rank, "node0"), backwards(10, 60 + 20 * rank, 100)) for rank in range(2)]
     assert snapshot(windows, S).waited_for == {}
 
 
 def test_a_wait_for_ranks_of_other_hosts_counts_though_nobody_knows_for_whom():
-    """All ranks of this host have come to the end of a pass that has not ended."""
+    """All ranks of this host have come to the end of a backward that has not ended."""
     begun = [record(1000, Event.BACKWARD_BEGAN, KEY), record(1050, Event.BACKWARD_ENDED, KEY)]
-    windows = [RankWindow(header(rank, "node0"), [*passes(10, 60, 100), *begun]) for rank in range(2)]
+    windows = [RankWindow(header(rank, "node0"), [*backwards(10, 60, 100), *begun]) for rank in range(2)]
     now = snapshot(windows, 2050 * MS)
     assert all(each.waiting == pytest.approx((10 * 40 + 1000) / 2050) for each in now.ranks)
     assert now.waited_for == {} and now.ranks[0].waits_for is None

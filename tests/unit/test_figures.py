@@ -1,4 +1,4 @@
-"""What is known of a model's passes, from the reducer in use, from earlier ones and of sparse gradients."""
+"""What is known of a model's steps, from the reducer in use, from earlier ones and of sparse gradients."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.reducer.passes.earlier_reducers import EarlierReducers
-from paceline.reducer.passes.figures import Figures
+from paceline.reducer.backward.earlier_reducers import EarlierReducers
+from paceline.reducer.backward.figures import Figures
 
 
 class Model:
@@ -58,7 +58,7 @@ def test_a_norm_is_known_as_long_as_the_gradients_are_its_own():
     assert model.figures().known_norm() is None
 
 
-def test_of_a_void_pass_no_norm_is_known():
+def test_of_a_void_backward_no_norm_is_known():
     model = Model()
     model.norm = math.nan
     assert model.figures().known_norm() is None
@@ -87,9 +87,9 @@ def test_the_statistics_are_of_all_reducers():
     assert (statistics.rank, statistics.world_size, statistics.passes) == (1, 2, 6)
     assert (statistics.waited_s, statistics.waited_for_s) == (4.0, (4.0, 0.0))
     assert (statistics.times_last, statistics.held_up_s) == ((6, 0), (12.0, 0.0))
-    assert statistics.worked_s == (2.0,)  # of the reducer in use: the last passes
+    assert statistics.worked_s == (2.0,)  # of the reducer in use: the last backward passes
     assert (statistics.num_buckets, statistics.pass_bytes, statistics.num_unused) == (2, 192, 1)
 
 
-def test_before_the_first_good_pass_nothing_is_unused():
+def test_before_the_first_good_backward_nothing_is_unused():
     assert Model().figures().statistics(0).num_unused == 0

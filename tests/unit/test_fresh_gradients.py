@@ -1,11 +1,11 @@
-"""Whether gradients are still those of the last pass, as far as that is seen without reading them all."""
+"""Whether gradients are still those of the last backward, as far as that is seen without reading them all."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from paceline.reducer.passes.fresh_gradients import FreshGradients
+from paceline.reducer.backward.fresh_gradients import FreshGradients
 
 
 class Held:
@@ -35,7 +35,7 @@ def fresh(held):
     return FreshGradients(held.fingerprint, held.memory)
 
 
-def test_nobody_knows_before_a_pass_is_noted(fresh):
+def test_nobody_knows_before_a_backward_is_noted(fresh):
     assert not fresh.is_used
     assert not fresh.are_unchanged()
     assert fresh.is_used
@@ -78,7 +78,7 @@ def test_what_cannot_be_read_is_never_known(held, fresh):
     assert not fresh.are_unchanged()
 
 
-def test_a_pass_that_was_void_leaves_nothing_known(fresh):
+def test_a_backward_that_was_void_leaves_nothing_known(fresh):
     fresh.note()
     fresh.forget()
     assert not fresh.are_unchanged()

@@ -17,10 +17,10 @@ from torch import nn  # noqa: E402
 
 from paceline import _core  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
-from paceline.reducer.passes.state import PassState  # noqa: E402
+from paceline.reducer.backward.state import BackwardState  # noqa: E402
 from paceline.torch import DistributedDataParallel  # noqa: E402
-from paceline.torch.passes import gradient_hooks, replica_state  # noqa: E402
-from tests.alive import passes_alive  # noqa: E402
+from paceline.torch.backward import gradient_hooks, replica_state  # noqa: E402
+from tests.alive import syncs_alive  # noqa: E402
 
 IS_THERE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
@@ -45,7 +45,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Gradient(torch.autograd.Function):
-    """Passes its input on; the gradient becomes what a function makes of it."""
+    """BackwardSync its input on; the gradient becomes what a function makes of it."""
 
     @staticmethod
     def forward(ctx, x, change):
@@ -145,7 +145,7 @@ def test_the_core_takes_what_is_usual(view: bool) -> None:
     ddp.zero_grad()
     ddp(torch.ones(1, 3)).sum().backward()
     same = [parameter.grad is old for parameter, old in zip(model.parameters(), kept)]
-    assert same == [view] * 4  # in view mode autograd's tensor moves into the arena
+    assert same == [view] * 4  # in view mode autograd's tensor moves into the gradient buffer
 
 
 @pytest.mark.skipif(not IS_THERE, reason="this torch has no DLPack exchange API")
@@ -184,7 +184,7 @@ def test_what_waits_to_be_copied_is_read_and_written_once_its_bucket_is_complete
 
 
 @pytest.mark.parametrize("view", [False, True])
-def test_a_second_gradient_in_one_pass_is_an_error(view: bool, has_exchange_api: bool) -> None:
+def test_a_second_gradient_in_one_backward_is_an_error(view: bool, has_exchange_api: bool) -> None:
     model = Model(CHANGES["as it is"])
     ddp = wrapped(model, view=view)
     model.first.register_post_accumulate_grad_hook(hooks_of(model.first)[0])
@@ -194,13 +194,13 @@ def test_a_second_gradient_in_one_pass_is_an_error(view: bool, has_exchange_api:
 
 @pytest.mark.parametrize("view", [False, True])
 def test_a_wrapper_without_users_goes_away(view: bool) -> None:
-    model, before = Model(CHANGES["as it is"]), passes_alive()
+    model, before = Model(CHANGES["as it is"]), syncs_alive()
     ddp = wrapped(model, view=view)
     for _ in range(2):
         ddp(torch.ones(2, 3)).backward()
-    assert passes_alive() == before + 1
+    assert syncs_alive() == before + 1
     del ddp
-    assert passes_alive() == before
+    assert syncs_alive() == before
 
 
 @pytest.mark.skipif(not IS_THERE, reason="this torch has no DLPack exchange API")
@@ -212,5 +212,5 @@ def test_wrong_calls_raise() -> None:
         with pytest.raises(TypeError, match="one parameter"):
             hook(*arguments)
     with pytest.raises(TypeError):
-        _core.GradientHook(hook, PassState(0, 1), 0, object(), "no tensor")
+        _core.GradientHook(hook, BackwardState(0, 1), 0, object(), "no tensor")
     del ddp

@@ -1,4 +1,4 @@
-"""Where gradients lie in the arena, and which parameters have a place there."""
+"""Where gradients lie in the gradient buffer, and which parameters have a place there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from paceline.reducer.plan import plan_buckets  # noqa: E402
-from paceline.torch.communicator.arena import Arena, is_dense  # noqa: E402
+from paceline.torch.communicator.gradient_buffer import GradientBuffer, is_dense  # noqa: E402
 from paceline.torch.model.parameters import ManagedTensors  # noqa: E402
 
 
@@ -35,8 +35,8 @@ def test_views_lie_where_the_plan_says_and_as_the_parameter_does() -> None:
     )
     tensors = ManagedTensors(model)
     plan = plan_buckets(tensors.specs(), bucket_cap_bytes=100, first_bucket_bytes=64)
-    arena = Arena.allocate(plan, tensors.trainable)
-    for index, (parameter, view) in enumerate(zip(tensors.trainable, arena.views)):
+    gradient_buffer = GradientBuffer.allocate(plan, tensors.trainable)
+    for index, (parameter, view) in enumerate(zip(tensors.trainable, gradient_buffer.views)):
         assert (view.shape, view.stride(), view.dtype) == (
             parameter.shape,
             parameter.stride(),
@@ -44,7 +44,7 @@ def test_views_lie_where_the_plan_says_and_as_the_parameter_does() -> None:
         )
         view.fill_(index + 1)
     for number, bucket in enumerate(plan.buckets):
-        seen = set(arena.bucket(number).tolist()) - {0.0}
+        seen = set(gradient_buffer.bucket(number).tolist()) - {0.0}
         assert seen == {index + 1.0 for index in bucket.parameters}
 
 

@@ -1,4 +1,4 @@
-"""Gradients on a device without a device: what waits for what, and that a usual pass does not wait for it.
+"""Gradients on a device without a device: what waits for what; a usual backward does not wait for it.
 
 Tensors are those of torch's device "meta", which have no values: asking for one, as `.item()` or a copy to
 the host does, raises. Streams, and calls of the process group, are stand-ins that write down what is done.
@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
 from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
-from paceline.reducer.protocol import PassStatus  # noqa: E402
+from paceline.reducer.protocol import BackwardStatus  # noqa: E402
 from paceline.torch.communicator import transport as transport_module  # noqa: E402
-from paceline.torch.communicator.arena import Arena  # noqa: E402
 from paceline.torch.communicator.finite import FiniteChecks  # noqa: E402
+from paceline.torch.communicator.gradient_buffer import GradientBuffer  # noqa: E402
 from paceline.torch.communicator.streams import Streams  # noqa: E402
 from paceline.torch.communicator.transport import ProcessGroupTransport  # noqa: E402
 
@@ -109,13 +109,13 @@ def make(monkeypatch):
 
     def world(**options):
         parameters = [torch.empty(2, 3, device=DEVICE) for _ in specs]
-        arena, reports = Arena.allocate(plan, parameters), Reports()
+        gradient_buffer, reports = GradientBuffer.allocate(plan, parameters), Reports()
         options = {"checks_finite": True, "waits_for_finite": False, **options}
         monkeypatch.setattr(transport_module, "reports_of", lambda peers: reports)
-        made = ProcessGroupTransport(arena, peers, **options)
+        made = ProcessGroupTransport(gradient_buffer, peers, **options)
         return SimpleNamespace(
             reducer=ProcessGroupReducer(plan, made),
-            arena=arena,
+            gradient_buffer=gradient_buffer,
             device=device,
             transport=made,
             reports=reports,
@@ -125,17 +125,17 @@ def make(monkeypatch):
 
 
 def hand_over(world: SimpleNamespace, index: int) -> None:
-    world.arena.views[index].copy_(torch.ones(2, 3, device=DEVICE))
+    world.gradient_buffer.views[index].copy_(torch.ones(2, 3, device=DEVICE))
     world.reducer.mark_copied(index, (index + 1) << 12, 24)  # an address of the device
 
 
 def finish(world: SimpleNamespace) -> None:
-    status = PassStatus()
+    status = BackwardStatus()
     status.forwards = 1
     world.reducer.finish(status, False)
 
 
-def run_pass(world: SimpleNamespace) -> None:
+def run_backward(world: SimpleNamespace) -> None:
     for index in reversed(range(COUNT)):
         hand_over(world, index)
     finish(world)
@@ -177,8 +177,8 @@ def test_a_tensor_without_values_tells_whoever_asks():
             ask()
 
 
-def past_the_first_pass(world: SimpleNamespace) -> list[Later]:
-    """The transport's looks at infinities, from its second pass on; what they have under way."""
+def past_the_first_backward(world: SimpleNamespace) -> list[Later]:
+    """The transport's looks at infinities, from its second backward on; what they have under way."""
     copies: list[Later] = []
 
     def copy(number: torch.Tensor) -> Later:
@@ -194,36 +194,37 @@ def past_the_first_pass(world: SimpleNamespace) -> list[Later]:
 
 
 @pytest.mark.parametrize("checks_finite", [False, True])
-def test_a_usual_pass_waits_for_the_host_of_no_rank_longer_than_for_its_report(make, checks_finite):
+def test_a_usual_backward_waits_for_the_host_of_no_rank_longer_than_for_its_report(make, checks_finite):
     world = make(checks_finite=checks_finite)
-    copies = past_the_first_pass(world) if checks_finite else []
+    copies = past_the_first_backward(world) if checks_finite else []
     before = world.reports.calls
     for _ in range(3):
-        run_pass(world)
-    assert world.reports.calls == before + 3  # one for each pass: the details are asked for if there are any
+        run_backward(world)
+    # one for each backward: the details are asked for if there are any
+    assert world.reports.calls == before + 3
     assert sum(copy.begun for copy in copies) == (3 if checks_finite else 0)
     assert not any(copy.was_read for copy in copies)
     assert world.device.log.count("sum on main") == 6
-    assert world.device.log.count("the stream waits for a sum") == 3  # for the last of each pass
+    assert world.device.log.count("the stream waits for a sum") == 3  # for the last of each backward
 
 
 def test_who_wants_to_know_at_once_waits_for_the_device(make):
     with pytest.raises((RuntimeError, NotImplementedError)):
-        run_pass(make(waits_for_finite=True))
+        run_backward(make(waits_for_finite=True))
 
 
 def test_a_rank_with_another_weight_does_not_wait_for_the_device_either(make):
     world = make()
-    past_the_first_pass(world)
+    past_the_first_backward(world)
     world.reducer.set_weight(3.0)
-    run_pass(world)
+    run_backward(world)
     assert not world.transport.may_have_overflowed(3.0)
     assert make(waits_for_finite=True).transport.may_have_overflowed(3.0)
 
 
 def test_the_norm_and_only_the_norm_is_asked_for_when_a_user_asks(make):
     world = make(checks_finite=False)
-    run_pass(world)
+    run_backward(world)
     with pytest.raises((RuntimeError, NotImplementedError)):
         world.reducer.squared_norm()
 
@@ -246,7 +247,7 @@ def test_a_sum_waits_for_every_stream_that_has_brought_a_gradient(make):
     device.now = device.main
     finish(world)
     device.log.clear()
-    run_pass(world)  # the streams of a pass that is over count no more
+    run_backward(world)  # the streams of a backward that is over count no more
     assert not [line for line in device.log if "waits for side" in line]
 
 

@@ -97,7 +97,7 @@ def calls(monkeypatch):
 
 
 @pytest.mark.parametrize("on_cpu", [{}, {"cpu": Backend()}], ids=["nccl alone", "cpu:gloo,cuda:nccl"])
-def test_the_end_of_a_pass_names_a_lost_rank_and_ends_what_waits_for_it_on_the_device(calls, on_cpu):
+def test_the_end_of_a_backward_names_a_lost_rank_and_ends_what_waits_for_it_on_the_device(calls, on_cpu):
     backend = Backend()
     transport = object.__new__(ProcessGroupTransport)
     transport._calls = calls(
@@ -130,7 +130,7 @@ def test_a_rank_that_is_late_ends_the_wait_too(calls):
     assert backend.is_aborted.wait(WITHIN_S)
 
 
-def test_a_good_pass_and_groups_of_the_cpu_are_left_alone(calls):
+def test_a_good_backward_and_groups_of_the_cpu_are_left_alone(calls):
     backend = Backend()
     calls(Group(cuda=backend), PeerMonitor()).wait(Work(backend, is_done=True), STATUS, on_host=True)
     assert not backend.is_aborted.is_set()

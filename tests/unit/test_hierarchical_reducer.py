@@ -31,7 +31,7 @@ from paceline.reducer.between_hosts.routes import Route, num_shares, plan_route
 from paceline.reducer.between_hosts.value_messages import ValuesFlight
 from paceline.reducer.between_hosts.wire import Message, tag_of
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
-from paceline.reducer.protocol import Outcome, PassStatus
+from paceline.reducer.protocol import BackwardStatus, Outcome
 
 TIMEOUT_S = 60.0
 COUNTS = (5, 40_000, 17)
@@ -53,7 +53,7 @@ def make_plan(cap: int) -> Plan:
     return plan_buckets(specs, bucket_cap_bytes=cap, first_bucket_bytes=cap)
 
 
-class Meeting:
+class Sync:
     """Payloads of all ranks, by rank: the n-th call of each belongs to the n-th of the others."""
 
     def __init__(self, world_size: int) -> None:
@@ -200,7 +200,7 @@ class World:
         self.layout, self.plan, self._is_exact = layout, make_plan(cap), is_exact
         self._control, self._generations = control, generations
         self.size = sum(map(len, layout))
-        self.links, self._meeting = Links(), Meeting(self.size)
+        self.links, self._sync = Links(), Sync(self.size)
         self._nonces = [secrets.token_bytes(16) for _ in layout]
         self._regions = [_core.create_region(len(host), nonce) for host, nonce in zip(layout, self._nonces)]
 
@@ -243,7 +243,7 @@ class World:
             group=group,
             transport=transport,
             control=cast(ControlChannel, self._control()),
-            gather=lambda payload: self._meeting.gather(rank, payload),
+            gather=lambda payload: self._sync.gather(rank, payload),
             timeout_s=TIMEOUT_S,
         )
         generation = self._generations[rank] if self._generations else 1
@@ -261,14 +261,14 @@ def gradient(rank: int, step: int, param: int) -> np.ndarray[Any, np.dtype[np.fl
 
 
 def place_of(reducer: HierarchicalReducer, plan: Plan, param: int) -> np.ndarray[Any, Any]:
-    address = reducer.arena_pointer + plan.offsets[param]
+    address = reducer.buffer_pointer + plan.offsets[param]
     return np.ctypeslib.as_array((ctypes.c_float * COUNTS[param]).from_address(address))
 
 
 def means(
     layout: Layout, cap: int, weights: Sequence[float], steps: int = 2, *, is_exact: bool = False
 ) -> list[list[bytes]]:
-    """What each rank's arena holds after each pass."""
+    """What each rank's gradient buffer holds after each backward."""
     world = World(layout, cap, is_exact=is_exact)
 
     def train(rank: int, reducer: HierarchicalReducer) -> list[bytes]:
@@ -278,7 +278,7 @@ def means(
             for param in (2, 1, 0):
                 place_of(reducer, world.plan, param)[:] = gradient(rank, step, param)
                 reducer.mark_ready(param)
-            assert reducer.finish(PassStatus(1), False) == Outcome.GOOD
+            assert reducer.finish(BackwardStatus(1), False) == Outcome.GOOD
             found.append(
                 b"".join(place_of(reducer, world.plan, param).tobytes() for param in range(len(COUNTS)))
             )
@@ -310,35 +310,35 @@ def test_in_each_turn_every_host_is_sent_to_by_one(phase: int) -> None:
     world = World([[0], [1], [2], [3]], 1 << 22)
     assert len(world.plan.buckets) == 1 and len(plan_route(sum(COUNTS), 4, 0, 1, 4).parts) == 4
 
-    def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
+    def one_backward(rank: int, reducer: HierarchicalReducer) -> None:
         for param in range(len(COUNTS)):
             reducer.mark_ready(param)
-        assert reducer.finish(PassStatus(1), False) == Outcome.GOOD
+        assert reducer.finish(BackwardStatus(1), False) == Outcome.GOOD
 
-    world.run(one_pass)
+    world.run(one_backward)
     tag = tag_of(0, phase, 0, 1)
     turns = [[receiver for receiver, sent in world.links.sent[rank] if sent == tag] for rank in range(4)]
     for turn in zip(*turns, strict=True):
         assert sorted(turn) == [0, 1, 2, 3], turns
 
 
-def test_the_receives_of_the_next_pass_delay_nobody() -> None:
-    """They are begun when a pass has ended, by the thread that waits and not by the one that ends it."""
+def test_the_receives_of_the_next_backward_delay_nobody() -> None:
+    """They are begun when a backward has ended, by the thread that waits and not by the one that ends it."""
     world = World([[0], [1]], 1 << 22)
     begun_by = world.links.begun_by
     begun_by.update({rank: queue.SimpleQueue() for rank in range(world.size)})
 
-    def two_passes(rank: int, reducer: HierarchicalReducer) -> list[str]:
+    def two_backwards(rank: int, reducer: HierarchicalReducer) -> list[str]:
         own = threading.current_thread().name
         found = []
         for step in range(2):
             for param in range(len(COUNTS)):
                 reducer.mark_ready(param)
-            assert reducer.finish(PassStatus(1), False) == Outcome.GOOD
+            assert reducer.finish(BackwardStatus(1), False) == Outcome.GOOD
             found += [begun_by[rank].get(timeout=TIMEOUT_S) for _ in range(2 - step)]
         return ["own" if name == own else name for name in found]
 
-    for names in world.run(two_passes):
+    for names in world.run(two_backwards):
         assert names == ["own", "paceline-hosts", "paceline-hosts"]
 
 
@@ -413,10 +413,10 @@ def test_more_hosts_than_the_core_adds_at_once(cap: int, monkeypatch: pytest.Mon
 
 
 def test_gradients_that_travel_as_they_are_take_no_memory_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what is sent nor the means that come have another place than the arena."""
+    """Neither what is sent nor the means that come have another place than the gradient buffer."""
     monkeypatch.setattr(routes, "VALUES_BYTES", 1)
     world = World([[0], [1]], 1 << 22)
-    arenas: dict[int, tuple[int, int]] = {}
+    gradient_buffers: dict[int, tuple[int, int]] = {}
     begun: list[tuple[int, int, int, bool]] = []  # rank, address, bytes
 
     def noted(prepare: Any, of_means: int) -> Any:
@@ -430,33 +430,33 @@ def test_gradients_that_travel_as_they_are_take_no_memory_twice(monkeypatch: pyt
     monkeypatch.setattr(Transport, "sending", noted(Transport.sending, 1))
     monkeypatch.setattr(Transport, "receiving", noted(Transport.receiving, 0))
 
-    def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
-        arenas[rank] = reducer.arena_pointer, world.plan.arena_bytes
+    def one_backward(rank: int, reducer: HierarchicalReducer) -> None:
+        gradient_buffers[rank] = reducer.buffer_pointer, world.plan.buffer_bytes
         for param in range(len(COUNTS)):
             reducer.mark_ready(param)
-        assert reducer.finish(PassStatus(1), False) == Outcome.GOOD
+        assert reducer.finish(BackwardStatus(1), False) == Outcome.GOOD
 
-    world.run(one_pass)
+    world.run(one_backward)
     large = [each for each in begun if each[2] > 1000]
     assert large
-    for rank, address, nbytes, is_in_arena in large:
-        first, arena_bytes = arenas[rank]
-        assert is_in_arena == (first <= address and address + nbytes <= first + arena_bytes)
+    for rank, address, nbytes, is_in_buffer in large:
+        first, buffer_bytes = gradient_buffers[rank]
+        assert is_in_buffer == (first <= address and address + nbytes <= first + buffer_bytes)
 
 
-def test_a_pass_of_gradients_that_travel_as_they_are_has_three_headers(
+def test_a_backward_of_gradients_that_travel_as_they_are_has_three_headers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(routes, "VALUES_BYTES", 1)
     world = World([[0], [1], [2]], 1 << 14)
     assert len(world.plan.buckets) > 3
 
-    def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
+    def one_backward(rank: int, reducer: HierarchicalReducer) -> None:
         for param in range(len(COUNTS)):
             reducer.mark_ready(param)
-        assert reducer.finish(PassStatus(1), False) == Outcome.GOOD
+        assert reducer.finish(BackwardStatus(1), False) == Outcome.GOOD
 
-    world.run(one_pass)
+    world.run(one_backward)
     for rank in range(world.size):
         headers = [tag for _, tag in world.links.sent[rank] if tag % (1 << 12) == 0]
         assert len(headers) == 3 * (world.size - 1)
@@ -470,21 +470,21 @@ def test_ranks_of_different_plans_average_nothing(layout: Layout, monkeypatch: p
     generations = [1 if rank in layout[0] else 9 for rank in range(sum(map(len, layout)))]
     world = World(layout, 1 << 14, control=Failures, generations=generations)
 
-    def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
+    def one_backward(rank: int, reducer: HierarchicalReducer) -> None:
         for param in (2, 1, 0):
             place_of(reducer, world.plan, param)[:] = gradient(rank, 0, param)
         with pytest.raises(MismatchError, match="got another message from rank"):
             for param in (2, 1, 0):
                 reducer.mark_ready(param)
-            reducer.finish(PassStatus(1), False)
+            reducer.finish(BackwardStatus(1), False)
         # What it has given is its own: the largest bucket holds no mean.
         assert (place_of(reducer, world.plan, 1) == gradient(rank, 0, 1)).all()
 
-    world.run(one_pass)
+    world.run(one_backward)
 
 
 @pytest.mark.parametrize("layout", [[[0], [1]], [[0, 1], [2, 3]]], ids=["gradients as they are", "sums"])
-def test_a_host_that_tells_another_weight_within_a_pass_is_noticed(
+def test_a_host_that_tells_another_weight_within_a_backward_is_noticed(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(routes, "VALUES_BYTES", 1)
@@ -501,18 +501,18 @@ def test_a_host_that_tells_another_weight_within_a_pass_is_noticed(
 
     monkeypatch.setattr(wire.Envelope, "write", write_another_weight)
 
-    def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
+    def one_backward(rank: int, reducer: HierarchicalReducer) -> None:
         with pytest.raises(MismatchError, match="got another message from rank"):
             for param in (2, 1, 0):
                 reducer.mark_ready(param)
-            reducer.finish(PassStatus(1), False)
+            reducer.finish(BackwardStatus(1), False)
 
-    world.run(one_pass)
+    world.run(one_backward)
 
 
 @pytest.mark.parametrize("element", [0, 2000, 20_000, -1])  # of several buckets and owners
 @pytest.mark.parametrize("values_bytes", VALUES_BYTES)
-def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_pass(
+def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_backward(
     element: int, values_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever gets a mean from its owner has not seen the sum."""
@@ -529,7 +529,7 @@ def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_pass(
                 if param == 1:
                     place[element] = value
                 reducer.mark_ready(param)
-            reducer.finish(PassStatus(1), False)
+            reducer.finish(BackwardStatus(1), False)
             told.append((reducer.nonfinite(), reducer.overflowed()))
         return told
 
@@ -560,7 +560,7 @@ def test_all_ranks_learn_what_each_one_tells(sizes: list[int], random: Any, is_e
             if param == 1 and rank == guilty:
                 place[30_000] = np.nan
             reducer.mark_ready(param)
-        reducer.finish(PassStatus(1), True)
+        reducer.finish(BackwardStatus(1), True)
         return [reducer.unused(each) for each in range(world.size)], reducer.nonfinite()
 
     with mock.patch.object(routes, "VALUES_BYTES", random.choice([1, 1 << 20])):

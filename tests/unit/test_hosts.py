@@ -104,7 +104,7 @@ def test_a_header_tells_what_a_message_is() -> None:
     assert other.weight_in(number) is None
     message[0] += 1
     assert envelope.weight_in(number) is None and not envelope.has_begun_to_come(number)
-    assert "pass 1099511627776, bucket 7, round 1, piece 4 of host 3" in str(envelope.header(number))
+    assert "iteration 1099511627776, bucket 7, round 1, piece 4 of host 3" in str(envelope.header(number))
 
 
 def test_tags_are_all_different() -> None:

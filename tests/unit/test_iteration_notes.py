@@ -1,4 +1,4 @@
-"""What ranks tell each other with the end of a pass, and what is made of it."""
+"""What ranks tell each other with the end of a backward, and what is made of it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from paceline import _core
 from paceline.errors import ReplicasDifferError
-from paceline.reducer.passes.drift import DriftWatch
-from paceline.reducer.passes.iteration_notes import (
+from paceline.reducer.backward.drift import DriftWatch
+from paceline.reducer.backward.iteration_notes import (
     NOTHING,
     Note,
     describe_writes,
@@ -38,15 +38,15 @@ def test_large_numbers_keep_their_last_bits() -> None:
     assert Note.unpack(Note(-1, (1 << 64) - 1, 1000).pack()) == Note(1023, 4095, 255)
 
 
-def test_notes_are_of_what_was_done_since_the_pass_before() -> None:
+def test_notes_are_of_what_was_done_since_the_backward_before() -> None:
     writes = [5]
     notes = _core.IterationNotes(lambda: writes[0], lambda: 7)
-    assert notes.take(forwards=1, accumulated=False) == NOTHING  # the first pass has no other before it
+    assert notes.take(forwards=1, accumulated=False) == NOTHING  # the first backward has no other before it
     notes.begin(forwards=1)
     writes[0] += 2
     notes.batches = 3
     assert Note.unpack(notes.take(forwards=2, accumulated=True)) == Note(2, 7, 2, True)
-    assert notes.take(forwards=2, accumulated=False) == NOTHING  # a void pass was before it
+    assert notes.take(forwards=2, accumulated=False) == NOTHING  # a void backward was before it
     notes.begin(forwards=2)
     assert Note.unpack(notes.take(forwards=9, accumulated=False)) == Note(0, 7)
 
@@ -96,8 +96,8 @@ class Replicas:
         return DriftWatch(every, self.hash, self.gather)
 
 
-def end_pass(watch: DriftWatch, notes: Callable[[], list[int]]) -> None:
-    watch.passes += 1
+def end_backward(watch: DriftWatch, notes: Callable[[], list[int]]) -> None:
+    watch.backwards += 1
     watch.look(notes)
 
 
@@ -128,21 +128,21 @@ def test_what_a_difference_ends_in(notes: list[int], every: int | None, ends_in:
     watch = replicas.watch(every)
     if ends_in == "error":
         with pytest.raises(ReplicasDifferError, match="parameter 'w'"):
-            end_pass(watch, lambda: notes)
+            end_backward(watch, lambda: notes)
     elif ends_in == "warning":
         with pytest.warns(RuntimeWarning, match="The 2 replicas of the model differ"):
-            end_pass(watch, lambda: notes)
-        end_pass(watch, lambda: notes)  # not again
+            end_backward(watch, lambda: notes)
+        end_backward(watch, lambda: notes)  # not again
     else:
-        end_pass(watch, lambda: notes)
+        end_backward(watch, lambda: notes)
         assert not replicas.num_checks
 
 
-def test_replicas_that_are_equal_all_the_same_are_not_compared_in_each_pass() -> None:
+def test_replicas_that_are_equal_all_the_same_are_not_compared_in_each_backward() -> None:
     replicas = Replicas(differ=False)
     watch = replicas.watch()
     for _ in range(250):
-        end_pass(watch, lambda: SKIPPED)
+        end_backward(watch, lambda: SKIPPED)
     assert replicas.num_checks == 3
 
 
@@ -150,7 +150,7 @@ def test_dropped_batches_are_told_once() -> None:
     watch = Replicas(differ=True).watch()
     notes = packed(Note(1, 5), Note(1, 5, dropped=1))
     with pytest.warns(RuntimeWarning, match=r"rank 0: 0; rank 1: 1"):
-        end_pass(watch, lambda: notes)
+        end_backward(watch, lambda: notes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        end_pass(watch, lambda: notes)
+        end_backward(watch, lambda: notes)

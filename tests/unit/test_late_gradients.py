@@ -6,14 +6,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from paceline.reducer.passes.state import PassState  # noqa: E402
-from paceline.torch.passes.late import LateGradients  # noqa: E402
+from paceline.reducer.backward.state import BackwardState  # noqa: E402
+from paceline.torch.backward.late import LateGradients  # noqa: E402
 
 TRIGGER, DELAYED, UNUSED = 0, 1, 2
 
 
 def test_what_is_delayed_is_handed_over_at_the_trigger() -> None:
-    state, gradient = PassState(0, 1), torch.zeros(1)
+    state, gradient = BackwardState(0, 1), torch.zeros(1)
     state.is_armed = True
     handed: list[int] = []
     late = LateGradients(state, handed.append, {DELAYED, UNUSED}, is_learning=False)
@@ -23,6 +23,6 @@ def test_what_is_delayed_is_handed_over_at_the_trigger() -> None:
             late.hook(DELAYED)(gradient)
         assert handed == []
         trigger(gradient)
-        late.end_pass()
+        late.end_backward()
         assert handed == [TRIGGER, DELAYED]
         handed.clear()

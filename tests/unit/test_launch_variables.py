@@ -7,19 +7,19 @@ from hypothesis import strategies as st
 
 from paceline.env import RankEnvironment, read_rank_environment
 from paceline.launch.ports import free_ports
-from paceline.launch.variables import Meeting, new_job_id, rank_environment
+from paceline.launch.variables import MasterAddress, new_job_id, rank_environment
 
 
 @given(st.integers(1, 128), st.data())
 def test_what_is_written_is_read(nprocs: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, nprocs - 1))
-    meeting = Meeting("127.0.0.1", 20000, tuple(range(20001, 20001 + nprocs)), new_job_id())
+    master_address = MasterAddress("127.0.0.1", 20000, tuple(range(20001, 20001 + nprocs)), new_job_id())
     inherited = {"RANK": "77", "TORCHELASTIC_USE_AGENT_STORE": "True", "HOME": "/home/x"}
     environ = rank_environment(
-        rank, nprocs, meeting, inherited, num_threads=2, is_threads_given=False, has_gpu=False
+        rank, nprocs, master_address, inherited, num_threads=2, is_threads_given=False, has_gpu=False
     )
     assert read_rank_environment(environ) == RankEnvironment(
-        rank, nprocs, rank, nprocs, "127.0.0.1", 20000, meeting.job_id
+        rank, nprocs, rank, nprocs, "127.0.0.1", 20000, master_address.job_id
     )
     assert environ["HOME"] == "/home/x"
     assert "TORCHELASTIC_USE_AGENT_STORE" not in environ

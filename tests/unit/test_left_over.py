@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from paceline.reducer.backward.left_over import LeftOver
+from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward_errors import GraphVariety, StaticGraph
 from paceline.reducer.frozen import digest_of
-from paceline.reducer.pass_errors import GraphVariety, StaticGraph
-from paceline.reducer.passes.left_over import LeftOver
-from paceline.reducer.passes.state import PassState
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -29,7 +29,7 @@ class Model:
         self, handed: set[int], gradients: set[int], frozen: set[int] = frozenset(), delayed: Any = ()
     ) -> None:
         self.events: list[tuple[str, Any]] = []
-        self.state = PassState(0, 2)
+        self.state = BackwardState(0, 2)
         for index in sorted(handed):
             self.state.handed[index] = object()
         self.variety = GraphVariety(len(NAMES) - len(delayed))
@@ -40,7 +40,9 @@ class Model:
                 hand_over_rest=self._hand_over_rest,
                 clear=lambda index: self.events.append(("clear", index)),
                 leave_out=lambda indices: self.events.append(("leave out", sorted(indices))),
-                leave_arena=lambda indices: self.events.append(("leave the arena", sorted(indices))),
+                leave_buffer=lambda indices: self.events.append(
+                    ("leave the gradient buffer", sorted(indices))
+                ),
                 check=lambda: self.events.append(("check", None)),
             ),
             autograd=SimpleNamespace(frozen_among=set(frozen).intersection, complete=None, find_swapped=list),
@@ -84,7 +86,7 @@ def test_a_gradient_from_an_earlier_step_counts_where_parameters_may_be_unused()
 
 def test_frozen_parameters_keep_what_they_have_and_are_told():
     model = Model({0, 1}, {0, 1, 2}, frozen={2, 3})
-    assert model.end() == [("leave out", [2, 3]), ("leave the arena", [2, 3]), ("check", None)]
+    assert model.end() == [("leave out", [2, 3]), ("leave the gradient buffer", [2, 3]), ("check", None)]
     assert model.state.status.frozen == digest_of([2, 3])
     allowed = Model({0, 1}, {0, 1, 2}, frozen={2, 3})
     assert ("hand over", 2) not in allowed.end(allow_unused=True)

@@ -19,7 +19,7 @@ from paceline.monitor.watch import MOST_RECORDS, WINDOW_NS, JobWatch, RingTail, 
 from paceline.trace import jobs, ring_file
 from paceline.trace.batches import samples_in
 from paceline.trace.recording import MOST_NAMES, Recording, recording
-from paceline.trace.records import Event, Record, bits_float, float_bits, pass_id
+from paceline.trace.records import Event, Record, backward_id, bits_float, float_bits
 from paceline.trace.ring_file import FOLDER_VARIABLE, RankHeader
 
 MS = 1_000_000
@@ -33,33 +33,33 @@ def record(ms: float, event: Event, first: int = 0, second: int = 0) -> Record:
     return Record(round(ms * MS), event, 0, first, second)
 
 
-def one_pass(number: int, begin: float, arrives: float, ends: float, samples: int = 0) -> list[Record]:
-    """A forward of 1 ms, a backward, and a wait from its end to the end of the pass."""
-    key = pass_id(0, number)
+def one_backward(number: int, begin: float, arrives: float, ends: float, samples: int = 0) -> list[Record]:
+    """A forward of 1 ms, a backward, and a wait from its end to the end of the backward."""
+    key = backward_id(0, number)
     return [
         record(begin, Event.FORWARD_BEGAN, key, samples << 1 | 1),
         record(begin + 1, Event.FORWARD_ENDED, key),
         record(begin + 1, Event.BACKWARD_BEGAN, key),
         record(arrives, Event.BACKWARD_ENDED, key),
         record(ends, Event.WAITED, round(arrives * MS), -1),
-        record(ends, Event.PASS_ENDED, key),
+        record(ends, Event.AVERAGING_ENDED, key),
     ]
 
 
-def passes(count: int, works: float, step: float, samples: int = 0) -> list[Record]:
-    """Passes that begin every `step` ms, of which the rank works so many."""
+def backwards(count: int, works: float, step: float, samples: int = 0) -> list[Record]:
+    """BackwardSync that begin every `step` ms, of which the rank works so many."""
     found = []
     for number in range(1, count + 1):
         begin = (number - 1) * step
-        found += one_pass(number, begin, begin + works, begin + step, samples)
+        found += one_backward(number, begin, begin + works, begin + step, samples)
     return found
 
 
 def two_ranks(count: int = 10) -> list[RankWindow]:
     """A step takes 100 ms: rank 0 works 60 of them, rank 1 all."""
     return [
-        RankWindow(header(0), passes(count, 60, 100, 8)),
-        RankWindow(header(1), passes(count, 100, 100, 4)),
+        RankWindow(header(0), backwards(count, 60, 100, 8)),
+        RankWindow(header(1), backwards(count, 100, 100, 4)),
     ]
 
 
@@ -81,7 +81,7 @@ def test_rates_and_waiting_of_two_ranks():
 def test_who_is_waited_for_now_is_who_has_not_come():
     """Nothing of this wait is written down yet; it counts as it goes on."""
     fast, slow = two_ranks()
-    key = pass_id(0, 11)
+    key = backward_id(0, 11)
     begun = [record(1000, Event.BACKWARD_BEGAN, key), record(1060, Event.BACKWARD_ENDED, key)]
     waits = RankWindow(header(0), [*fast.records, *begun])
     now = snapshot([waits, slow], 3000 * MS)
@@ -93,13 +93,13 @@ def test_who_is_waited_for_now_is_who_has_not_come():
 
 
 def test_a_wait_within_another_counts_once():
-    key = pass_id(0, 1)
+    key = backward_id(0, 1)
     records = [
         record(0, Event.FORWARD_BEGAN, key, 1),
         record(20, Event.BACKWARD_ENDED, key),
         record(60, Event.WAITED, 30 * MS, 1),
         record(80, Event.WAITED, 20 * MS, -1),
-        record(100, Event.PASS_ENDED, key),
+        record(100, Event.AVERAGING_ENDED, key),
     ]
     now = snapshot([RankWindow(header(0), records)], 100 * MS)
     assert now.ranks[0].waiting == pytest.approx(0.6)
@@ -109,39 +109,39 @@ def test_logged_samples_count_instead_of_batch_sizes():
     records = []
     for number in range(1, 6):
         begin = (number - 1) * 10
-        records += one_pass(number, begin, begin + 5, begin + 10, samples=3)
+        records += one_backward(number, begin, begin + 5, begin + 10, samples=3)
         records.insert(-1, record(begin + 7, Event.LOGGED, 1, float_bits(32)))
     window = RankWindow(header(0), records, names={1: "samples"})
     assert snapshot([window], 50 * MS).samples_per_s == pytest.approx(3200)
     # Of a rank that tells none, nobody knows how many the job has.
-    assert snapshot([window, RankWindow(header(1), passes(5, 5, 10))], 50 * MS).samples_per_s is None
+    assert snapshot([window, RankWindow(header(1), backwards(5, 5, 10))], 50 * MS).samples_per_s is None
 
 
 def test_values_norm_faults_and_recovery():
-    records = passes(3, 60, 100)
+    records = backwards(3, 60, 100)
     records += [
         record(301, Event.LOGGED, 0, float_bits(0.5)),
         record(302, Event.LOGGED, 0, float_bits(math.nan)),
-        record(303, Event.NORM, pass_id(0, 3), float_bits(1.25)),
-        record(304, Event.NONFINITE, pass_id(0, 3), 7 << 32 | 1),
-        record(400, Event.PASS_ENDED, pass_id(0, 4), 1),
+        record(303, Event.NORM, backward_id(0, 3), float_bits(1.25)),
+        record(304, Event.NONFINITE, backward_id(0, 3), 7 << 32 | 1),
+        record(400, Event.AVERAGING_ENDED, backward_id(0, 4), 1),
     ]
     failed = snapshot([RankWindow(header(0), records, {0: "loss"}, [(399 * MS, "Boom")])], 401 * MS).ranks[0]
     assert math.isnan(failed.values["loss"])
     assert (failed.norm, failed.nonfinite, failed.nonfinite_rank) == (1.25, 7, 1)
     assert (failed.failed, failed.failure, failed.is_recovered) == (1, "Boom", False)
-    records += one_pass(5, 410, 450, 460)
+    records += one_backward(5, 410, 450, 460)
     after = snapshot([RankWindow(header(0), records, {0: "loss"}, [(399 * MS, "Boom")])], 461 * MS).ranks[0]
     assert (after.step, after.failed, after.is_recovered) == (5, 1, True)
 
 
 def test_a_rank_that_has_ended_stands_still():
-    ended = RankWindow(header(0), passes(10, 60, 100), is_alive=False)
+    ended = RankWindow(header(0), backwards(10, 60, 100), is_alive=False)
     now = snapshot([ended], 10**6 * MS).ranks[0]
     assert (now.is_alive, now.steps_per_s, now.silent_s) == (False, pytest.approx(10), 0.0)
 
 
-def test_before_the_first_pass_nothing_is_known():
+def test_before_the_first_backward_nothing_is_known():
     now = snapshot([RankWindow(header(0), [])], MS)
     assert (now.step, now.steps_per_s, now.samples_per_s, now.slow_rank) == (None, 0.0, None, None)
     assert snapshot([], MS).ranks == ()
@@ -202,12 +202,12 @@ def test_a_window_is_short_and_keeps_the_last_value(tmp_path: Path):
     tail.look()
     assert tail.header is None
     tail._take([record(0, Event.LOGGED, 0, float_bits(2.0)), record(1, Event.LOGGED, 0, float_bits(3.0))])
-    slow = passes(20, 500, 1000)
+    slow = backwards(20, 500, 1000)
     for each in slow:
         tail._take([each])
     assert [bits_float(each.second) for each in tail.records if each.event == Event.LOGGED] == [3.0]
     assert slow[-1].time_ns - tail.records[1].time_ns <= WINDOW_NS
-    tail._take(passes(5000, 0.1, 0.2))
+    tail._take(backwards(5000, 0.1, 0.2))
     assert len(tail.records) <= 2 * MOST_RECORDS + 1
 
 
@@ -281,12 +281,12 @@ def test_a_wide_terminal_shows_more_and_colours():
     lines = drawn(100, two_ranks(), force_terminal=True, color_system="standard")
     assert "own ms" in "".join(lines) and "samples/s" in "".join(lines)
     assert any("\x1b[33m" in line and "100.0" in line for line in lines)  # the slow rank
-    ended = [two_ranks()[0], RankWindow(header(1), passes(5, 60, 100), failures=[(1, "Boom\nmore")])]
+    ended = [two_ranks()[0], RankWindow(header(1), backwards(5, 60, 100), failures=[(1, "Boom\nmore")])]
     assert drawn(100, ended)[-1] == "rank 1 went on after Boom"
 
 
 def test_more_ranks_than_rows_show_those_that_others_wait_for():
-    windows = [RankWindow(header(rank), passes(10, 50 + rank % 40, 100)) for rank in range(80)]
+    windows = [RankWindow(header(rank), backwards(10, 50 + rank % 40, 100)) for rank in range(80)]
     lines = drawn(80, windows, force_terminal=True, color_system=None)
     shown = [line.split()[0] for line in lines if "%" in line and "all" not in line]
     assert "64 more ranks, which wait for longer" in "".join(lines)

@@ -97,7 +97,7 @@ def until_told_all(channels):
 def wait_all(channels, but=()):
     for rank, each in enumerate(channels):
         if rank not in but:
-            each.say("in forward of pass 3", is_waiting=True)
+            each.say("in forward of iteration 3", is_waiting=True)
 
 
 def test_nobody_is_named_where_all_wait(channels):
@@ -105,32 +105,35 @@ def test_nobody_is_named_where_all_wait(channels):
     for each in channels:
         late = each.late()
         assert late is not None and late.ranks == ()
-        assert late.seen.count("waits for others; last in forward of pass 3") == len(channels) - 1
+        assert late.seen.count("waits for others; last in forward of iteration 3") == len(channels) - 1
 
 
 def test_a_rank_that_waits_elsewhere_is_not_to_blame(channels):
     """In its backward, for the gradients of one that has skipped its own and waits in its next forward."""
     wait_all(channels, but=[0])
-    channels[0].say("in backward of pass 2")
+    channels[0].say("in backward of iteration 2")
     channels[0].tell_waiting()
     with pytest.raises(DeadlineError, match="gave up waiting to exchange") as raised:
         waits_of(channels[1]).poll(lambda: False, "a sum of values")
     assert "late" not in raised.value.fields
-    assert "rank 0 on host node0 (pid 100) waits for others; last in backward of pass 2" in raised.value.seen
+    assert (
+        "rank 0 on host node0 (pid 100) waits for others; last in backward of iteration 2"
+        in raised.value.seen
+    )
     assert "different calls" in raised.value.likely
 
 
 @pytest.mark.parametrize("busy", [0, 1, 3])
 def test_a_rank_that_computes_is_named_with_what_it_is_in(channels, busy):
     wait_all(channels, but=[busy])
-    channels[busy].say("after backward of pass 2")
+    channels[busy].say("after backward of iteration 2")
     for rank, each in enumerate(channels):
         late = each.late()
         if rank == busy:
             assert late is not None and late.ranks == ()
             continue
         assert late is not None and late.ranks == (busy,)
-        assert f"rank {busy} on host node" in late.seen and "last after backward of pass 2" in late.seen
+        assert f"rank {busy} on host node" in late.seen and "last after backward of iteration 2" in late.seen
         assert "its main thread: " in late.seen
         assert each.late(is_silent=True) is None
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from paceline.errors import ConfigError, ConfigTypeError
-from paceline.reducer.local_sgd.meetings import ForwardModes
 from paceline.reducer.local_sgd.options import LocalSGD, outer_step
+from paceline.reducer.local_sgd.outer_sync import ForwardModes
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,11 @@ def test_the_gradient_is_not_kept():
     assert momentum == [1.0]
 
 
-def test_forwards_in_evaluation_mode_count_where_all_of_the_last_pass_were():
+def test_forwards_in_evaluation_mode_count_where_all_of_the_last_backward_were():
     modes = ForwardModes()
     assert not modes.is_of_all_ranks(is_training=False)
     assert modes.is_of_all_ranks(is_training=True)
-    modes.end_pass()
+    modes.end_backward()
     assert not modes.is_of_all_ranks(is_training=False)
-    modes.end_pass()
+    modes.end_backward()
     assert modes.is_of_all_ranks(is_training=False)

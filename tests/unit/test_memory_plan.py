@@ -59,7 +59,7 @@ def test_a_model_of_which_parts_are_frozen_and_states_of_optimizers(optimizer, o
     plan = plan_memory(Needs, 4, 2, optimizer, **options)
     assert plan.is_allocated
     sizes = plan.sizes
-    assert (sizes.parameters, sizes.buffers, sizes.gradients, sizes.arena) == (828, 24, 800, 832)
+    assert (sizes.parameters, sizes.buffers, sizes.gradients, sizes.gradient_buffer) == (828, 24, 800, 832)
     assert sizes.state == state
     one_model = plan.ways["paceline_shared_view"]
     assert one_model.parameters == 828 + 2 * 24

@@ -50,7 +50,7 @@ def _wrapping() -> list[Use]:
         return wrap(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=trigger)
 
     delayed, trigger = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
-    stranger, several = paddle.ones([2]), paddle.to_tensor([1, 2])
+    unknown_peer, several = paddle.ones([2]), paddle.to_tensor([1, 2])
 
     def precise(param_dtype: Any) -> Any:
         return wrap(mixed_precision=ours.MixedPrecision(param_dtype))
@@ -79,10 +79,10 @@ def _wrapping() -> list[Use]:
         *dp(trigger, "weight", 7),
         *each("DP", delayed, delay, "w", 7, ["weight"], [("weight",)], [(7, model.weight)]),
         *each_shown(
-            "DP", delayed, delay, ([("none", model.weight)], "none"), ([("weight", stranger)], "weight")
+            "DP", delayed, delay, ([("none", model.weight)], "none"), ([("weight", unknown_peer)], "weight")
         ),
         *each("DP", trigger, lambda v: delay([], v), "weight", 7),
-        *each_shown("DP", trigger, lambda v: delay([], v), (stranger, "Tensor")),
+        *each_shown("DP", trigger, lambda v: delay([], v), (unknown_peer, "Tensor")),
         *dp("device_mesh", "dp", 2, [0, 1]),
         *each_shown("DP", "device_mesh", lambda v: wrap(device_mesh=v), (mesh, "dp")),
         *dp("buffers", "average", ["average"], 7, {"*": "mean"}, {7: "average"}),

@@ -74,25 +74,25 @@ def test_a_short_wait_tells_nobody(core):
 
 
 def test_a_wait_that_ends_is_no_excuse_later(core):
-    core.set_activity("in forward 2 of pass 3", 2)
+    core.set_activity("in forward 2 of iteration 3", 2)
     waits_of(core, 60.0).poll(after(_USUAL_NAPS + 1), 0)  # done when it is asked once more after the death
-    assert core.told[1:] == [waiting(), "in forward 2 of pass 3"] and core.forwards[0] == 2
+    assert core.told[1:] == [waiting(), "in forward 2 of iteration 3"] and core.forwards[0] == 2
 
 
 def test_who_waits_as_well_is_not_late(core):
-    core.activities[1:] = ["in backward of pass 3", waiting()]
+    core.activities[1:] = ["in backward of iteration 3", waiting()]
     with pytest.raises(DeadlineError, match=r"gave up waiting for rank 1 .* after 0\.1 s") as caught:
         waits_of(core).poll(lambda: False, 0)
     assert caught.value.late == (1,)
-    assert "is alive; last in backward of pass 3" in str(caught.value)
+    assert "is alive; last in backward of iteration 3" in str(caught.value)
 
 
 def test_who_has_given_up_is_not_late_and_stays_so(core):
     peer_monitor = MemoryPeerMonitor(core)
     peer_monitor.give_up()
-    peer_monitor.tell("after backward of pass 3")
+    peer_monitor.tell("after backward of iteration 3")
     given_up = core.activities[0]
-    core.activities = ["", given_up, "in forward of pass 3"]
+    core.activities = ["", given_up, "in forward of iteration 3"]
     with pytest.raises(DeadlineError) as caught:
         waits_of(core).poll(lambda: False, 0)
     assert caught.value.late == (2,)
@@ -106,7 +106,7 @@ def test_where_all_wait_nobody_is_named(core):
 
 
 def test_who_ends_after_a_call_has_sent_what_it_owes(core):
-    """It may be dead before this rank has looked at what came; this rank's pass is as good as the others'."""
+    """It may be dead before this rank has looked at what came; its backward is as good as the others'."""
     core.error = PeerLostError("Rank 1 of 3 died.", lost=(1,))
     core.states[1] = "dead"
     waits_of(core, 60.0).poll(after(_USUAL_NAPS + 1), 0)  # done when it is asked once more after the death
@@ -120,7 +120,7 @@ def test_a_death_ends_the_wait(core):
 
 
 def test_one_that_gave_up_first_does_not_take_the_blame(core):
-    core.activities[1] = "in backward of pass 3"
+    core.activities[1] = "in backward of iteration 3"
     core.activities[2] = waiting()
     core.error = PeerLostError("Rank 2 of 3 raised.", seen="DeadlineError: rank 1 did not come", lost=(2,))
     with pytest.raises(DeadlineError) as caught:

@@ -59,18 +59,18 @@ def place(plan: Plan, index: int) -> range:
 def test_parameters_lie_apart_aligned_and_inside(planned: tuple[Plan, int]) -> None:
     plan, _ = planned
     places = sorted((place(plan, i) for i in range(len(plan.parameters))), key=lambda p: (p.start, p.stop))
-    assert all(p.start % ALIGNMENT_BYTES == 0 and p.stop <= plan.arena_bytes for p in places)
+    assert all(p.start % ALIGNMENT_BYTES == 0 and p.stop <= plan.buffer_bytes for p in places)
     assert all(a.stop <= b.start for a, b in pairwise(places))
 
 
 @given(plans())
-def test_buckets_and_sections_tile_the_arena(planned: tuple[Plan, int]) -> None:
+def test_buckets_and_sections_tile_the_buffer(planned: tuple[Plan, int]) -> None:
     plan, _ = planned
     for ranges in (plan.buckets, plan.sections):
         ordered = sorted(ranges, key=lambda part: (part.begin_byte, part.end_byte))
         edges = [0, *(part.end_byte for part in ordered)]
         assert [part.begin_byte for part in ordered] == edges[:-1]
-        assert edges[-1] == plan.arena_bytes
+        assert edges[-1] == plan.buffer_bytes
 
 
 @given(plans())
@@ -127,7 +127,7 @@ def test_default_order_is_reverse_registration() -> None:
     assert [(b.begin_byte, b.end_byte) for b in plan.buckets] == [(0, 128)]
 
 
-def test_given_order_is_the_arena_order() -> None:
+def test_given_order_is_the_buffer_order() -> None:
     plan = plan_buckets(
         [spec(16), spec(16), spec(16)], bucket_cap_bytes=64, first_bucket_bytes=64, order=[1, 2, 0]
     )
@@ -142,7 +142,7 @@ def test_first_bucket_is_small_and_a_large_parameter_spreads() -> None:
 
 def test_no_parameter_is_an_empty_plan() -> None:
     plan = plan_buckets([], bucket_cap_bytes=1, first_bucket_bytes=1)
-    assert (plan.arena_bytes, plan.buckets, plan.sections) == (0, (), ())
+    assert (plan.buffer_bytes, plan.buckets, plan.sections) == (0, (), ())
 
 
 @pytest.mark.parametrize("order", [[0, 0], [0], [0, 1, 2], [1, 2]])

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from paceline.reducer.backward.planning import Planning
 from paceline.reducer.communicator import Reduction
 from paceline.reducer.owners import OwnedRange
-from paceline.reducer.passes.planning import Planning
 from paceline.reducer.plan import ParameterSpec
 
 NAMES, NUMEL = ["a", "b", "c"], 16384  # one segment each, so that each may be a bucket
@@ -26,7 +26,7 @@ class Options:
     bucket_cap_bytes: int = 1
     bucket_caps_bytes: tuple[int, ...] = ()
     nonfinite: str = "warn"
-    gradients_in_arena: bool = False
+    gradients_in_buffer: bool = False
     skip_unused: bool = False
 
 
@@ -34,7 +34,7 @@ class Options:
 class World:
     """All that planning meets; what it does there is told in `events`."""
 
-    any_in_arena: bool = False
+    any_in_buffer: bool = False
     order_of_rank_0: tuple[int, ...] = tuple(range(COUNT))
     events: list[str] = field(default_factory=list)
     asked: list[Any] = field(default_factory=list)
@@ -46,7 +46,7 @@ class World:
             gradients=SimpleNamespace(
                 specs=lambda *, whole: [ParameterSpec(name, NUMEL, "float32", 4, "cpu") for name in NAMES],
                 adopt=lambda reduction: self.events.append("gradients move"),
-                any_in_arena=self.any_in_arena,
+                any_in_buffer=self.any_in_buffer,
             ),
             autograd=SimpleNamespace(install=lambda: self.events.append("hooks")),
         )
@@ -115,7 +115,7 @@ def test_with_one_bucket_no_order_is_worth_a_question(world):
     assert world.planning(Options(first_bucket_bytes=1 << 30, bucket_cap_bytes=1 << 30)).is_order_final
 
 
-def test_an_arena_that_is_free_may_be_used_again(world):
+def test_an_buffer_that_is_free_may_be_used_again(world):
     planning = world.planning()
     before = planning.reduction
     planning.adopt_order([0, 1, 2])
@@ -123,8 +123,8 @@ def test_an_arena_that_is_free_may_be_used_again(world):
     assert "reducer 1 ends" not in world.events  # whoever makes the next one decides
 
 
-def test_gradients_that_live_in_an_arena_move_before_it_goes(world):
-    world.any_in_arena = True
+def test_gradients_that_live_in_an_buffer_move_before_it_goes(world):
+    world.any_in_buffer = True
     planning = world.planning()
     world.events.clear()
     planning.adopt_order([0, 1, 2])

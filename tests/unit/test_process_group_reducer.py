@@ -16,7 +16,7 @@ from paceline.errors import CollectiveError, GroupClosedError, MismatchError
 from paceline.reducer.call_order import CallOrder
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.process_group import ProcessGroupReducer
-from paceline.reducer.protocol import Outcome, PassStatus
+from paceline.reducer.protocol import BackwardStatus, Outcome
 
 COUNTS = (5, 40000, 0, 17)
 
@@ -57,7 +57,7 @@ class ArrayTransport:
         self.is_serial = self.is_in_order = False
         self.note_stream = None
         self.pointers: list[int] = []
-        self.arena = np.full(plan.arena_bytes // 4, 99.0, np.float32)
+        self.gradient_buffer = np.full(plan.buffer_bytes // 4, 99.0, np.float32)
         self.plan = plan
         self.launched: list[int] = []
         self.order = CallOrder()
@@ -70,12 +70,12 @@ class ArrayTransport:
 
     def place(self, index: int) -> npt.NDArray[np.float32]:
         begin = self.plan.offsets[index] // 4
-        return self.arena[begin : begin + self.plan.parameters[index].numel]
+        return self.gradient_buffer[begin : begin + self.plan.parameters[index].numel]
 
     def launch(self, bucket: int, scale: float) -> Deferred:
         self.launched.append(bucket)
         part = self.plan.buckets[bucket]
-        flat = self.arena[part.begin_byte // 4 : part.end_byte // 4]
+        flat = self.gradient_buffer[part.begin_byte // 4 : part.end_byte // 4]
         self._nonfinite.update(i for i in part.parameters if not np.isfinite(self.place(i)).all())
         sent = (flat * np.float32(scale)).tobytes()
         call = self._next_call()
@@ -88,7 +88,7 @@ class ArrayTransport:
         return Deferred(self._complete_all)
 
     def rescale(self, factor: float) -> None:
-        self.arena *= np.float32(factor)
+        self.gradient_buffer *= np.float32(factor)
 
     def clear(self, param: int) -> None:
         self.place(param)[:] = 0
@@ -131,7 +131,7 @@ class ArrayTransport:
 
 
 class Rank:
-    """One rank's reducer and arena; `mark` puts a gradient in its place and marks it."""
+    """One rank's reducer and gradient buffer; `mark` puts a gradient in its place and marks it."""
 
     def __init__(self, plan: Plan, board: Switchboard, rank: int) -> None:
         self.rank = rank
@@ -173,14 +173,14 @@ def test_the_mean_does_not_depend_on_who_is_ready_when(orders: list[list[int]], 
         for _ in range(2):
             for index in orders[own.rank]:
                 own.mark(index, float(2 * own.rank + index))
-            assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
+            assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
             assert own.transport.launched == sorted(own.transport.launched)
             own.transport.launched.clear()
             for index in range(len(COUNTS)):
                 np.testing.assert_allclose(own.transport.place(index), len(orders) - 1 + index, rtol=1e-6)
         norm = sum(count * (len(orders) - 1 + index) ** 2 for index, count in enumerate(COUNTS))
         assert own.reducer.squared_norm() == pytest.approx(norm, rel=1e-5)
-        assert own.reducer.passes == 2
+        assert own.reducer.backwards == 2
 
     on_ranks(len(orders), body, cap)
 
@@ -190,22 +190,22 @@ def test_weights_make_a_weighted_mean() -> None:
         own.reducer.set_weight(1.0 + 2 * own.rank)
         for index in range(len(COUNTS)):
             own.mark(index, float(own.rank))
-        own.reducer.finish(PassStatus(1), allow_unused=False)
+        own.reducer.finish(BackwardStatus(1), allow_unused=False)
         np.testing.assert_allclose(own.transport.place(0), 0.75)
 
     on_ranks(2, body)
 
 
-def test_an_unused_parameter_is_known_to_all_and_the_next_pass_works() -> None:
+def test_an_unused_parameter_is_known_to_all_and_the_next_backward_works() -> None:
     def body(own: Rank) -> None:
         for index in (0, 1) if own.rank == 1 else (0, 1, 2, 3):
             own.mark(index, 1.0)
-        assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.UNUSED
+        assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.UNUSED
         assert [own.reducer.unused(rank) for rank in (0, 1)] == [[], [2, 3]]
         assert own.reducer.globally_unused() == []
         for index in range(len(COUNTS)):
             own.mark(index, 3.0)
-        assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
+        assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
         assert own.reducer.unused(1) == []
         np.testing.assert_allclose(own.transport.place(3), 3.0)
 
@@ -217,7 +217,7 @@ def test_an_unused_parameter_contributes_zero_where_that_is_allowed() -> None:
         own.transport.place(3)[:] = 7.0  # left over from before
         for index in (0, 3) if own.rank == 0 else (0,):
             own.mark(index, 4.0)
-        assert own.reducer.finish(PassStatus(1), allow_unused=True) == Outcome.UNUSED
+        assert own.reducer.finish(BackwardStatus(1), allow_unused=True) == Outcome.UNUSED
         np.testing.assert_allclose(own.transport.place(3), 2.0)
         assert own.reducer.globally_unused() == [1, 2]
 
@@ -226,9 +226,9 @@ def test_an_unused_parameter_contributes_zero_where_that_is_allowed() -> None:
 
 def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed() -> None:
     cases = [  # what each rank marks, whether rank 1 has data, what comes out
-        ([(0, 3), (0, 3)], True, Outcome.NOBODYS),
+        ([(0, 3), (0, 3)], True, Outcome.GLOBALLY_UNUSED),
         ([(0, 3), (0, 1, 3)], True, Outcome.UNUSED),
-        ([(0, 3), (0, 1, 2, 3)], False, Outcome.NOBODYS | Outcome.FINISHED),
+        ([(0, 3), (0, 1, 2, 3)], False, Outcome.GLOBALLY_UNUSED | Outcome.FINISHED),
         ([(0, 1, 2, 3), (0, 1, 2, 3)], True, Outcome.GOOD),
     ]
 
@@ -236,12 +236,14 @@ def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed() -> None:
         for marked, has_data, expected in cases:
             for index in marked[own.rank]:
                 own.mark(index, 4.0 * own.rank)
-            status = PassStatus(1, finished=not has_data and own.rank != 0)
-            assert own.reducer.finish(status, allow_unused=False, allow_nobodys=True) == expected
+            status = BackwardStatus(1, finished=not has_data and own.rank != 0)
+            assert own.reducer.finish(status, allow_unused=False, allow_globally_unused=True) == expected
             assert np.isnan(own.reducer.squared_norm()) == (Outcome.UNUSED in expected)
             if Outcome.UNUSED not in expected:
                 np.testing.assert_allclose(own.transport.place(3), 2.0)
-                assert own.reducer.globally_unused() == ([1, 2] if Outcome.NOBODYS in expected else [])
+                assert own.reducer.globally_unused() == (
+                    [1, 2] if Outcome.GLOBALLY_UNUSED in expected else []
+                )
 
     on_ranks(2, body)
 
@@ -250,24 +252,24 @@ def test_differing_forwards_are_noticed() -> None:
     def body(own: Rank) -> None:
         for index in range(len(COUNTS)):
             own.mark(index, 1.0)
-        assert own.reducer.finish(PassStatus(1 + own.rank), allow_unused=False) == Outcome.SKIPPED
+        assert own.reducer.finish(BackwardStatus(1 + own.rank), allow_unused=False) == Outcome.SKIPPED
         assert [status.forwards for status in own.reducer.statuses()] == [1, 2, 3]
 
     on_ranks(3, body)
 
 
-def test_a_pass_that_all_ranks_broke_off_is_void() -> None:
+def test_a_backward_that_all_ranks_broke_off_is_void() -> None:
     def body(own: Rank) -> None:
         for index in range(len(COUNTS)):
             own.mark(index, 1.0)
-        outcome = own.reducer.finish(PassStatus(interrupted=True), allow_unused=False)
+        outcome = own.reducer.finish(BackwardStatus(interrupted=True), allow_unused=False)
         assert outcome == Outcome.SKIPPED | Outcome.TOLD
         assert np.isnan(own.reducer.squared_norm())
 
     on_ranks(2, body)
 
 
-def test_ranks_in_passes_of_two_models_all_raise_and_go_on() -> None:
+def test_ranks_in_backwards_of_two_models_all_raise_and_go_on() -> None:
     """The engine below cannot tell whose buckets it adds up."""
 
     def body(own: Rank) -> None:
@@ -278,11 +280,11 @@ def test_ranks_in_passes_of_two_models_all_raise_and_go_on() -> None:
                 own.transport.place(index)[:] = float("nan") if own.rank else 1.0
                 reducer.mark_ready(index)
             with pytest.raises(MismatchError, match=f"another model than rank {1 - own.rank}"):
-                reducer.finish(PassStatus(1), allow_unused=False)
+                reducer.finish(BackwardStatus(1), allow_unused=False)
             assert np.isnan(reducer.squared_norm())
         for index in range(len(COUNTS)):
             own.mark(index, 2.0 * own.rank)
-        assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
+        assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
         np.testing.assert_array_equal(own.transport.place(0), 1.0)
 
     on_ranks(2, body)
@@ -301,10 +303,10 @@ def test_buckets_of_two_models_in_another_order_on_one_rank_raise_on_all() -> No
                     reducer.mark_ready(index)
             if is_turned:
                 with pytest.raises(MismatchError, match="in another order"):
-                    own.reducer.finish(PassStatus(1), allow_unused=False)
+                    own.reducer.finish(BackwardStatus(1), allow_unused=False)
             else:
-                assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
-            other.finish(PassStatus(1), allow_unused=False)
+                assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
+            other.finish(BackwardStatus(1), allow_unused=False)
 
     on_ranks(3, body)
 
@@ -316,7 +318,7 @@ def test_notes_that_differ_are_told_and_change_nothing() -> None:
                 own.mark(index, float(own.rank))
             own.reducer.set_note(notes[own.rank])
             expected = Outcome.NOTES_DIFFER if notes[0] else Outcome.GOOD
-            assert own.reducer.finish(PassStatus(1), allow_unused=False) == expected
+            assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == expected
             assert own.reducer.notes_by_rank() == notes
             for index in range(len(COUNTS)):
                 np.testing.assert_allclose(own.transport.place(index), 1.0, rtol=1e-6)
@@ -328,37 +330,37 @@ def test_nonfinite_gradients_are_known_by_rank() -> None:
     def body(own: Rank) -> None:
         for index in range(len(COUNTS)):
             own.mark(index, float("nan") if (own.rank, index) == (1, 3) else 1.0)
-        assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.NONFINITE
+        assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.NONFINITE
         assert own.reducer.nonfinite() == [(1, 3)]
 
     on_ranks(2, body)
 
 
 @np.errstate(over="ignore", invalid="ignore")
-def overflowing_passes(own: Rank) -> None:
+def overflowing_backwards(own: Rank) -> None:
     own.reducer.set_weight(4.0)  # more than was expected: the sum is corrected when it is too late
     for index in range(len(COUNTS)):
         own.mark(index, {0: 1e38, 3: float("inf") if own.rank else 1.0}.get(index, 1.0))
-    outcome = own.reducer.finish(PassStatus(1), allow_unused=False)
+    outcome = own.reducer.finish(BackwardStatus(1), allow_unused=False)
     assert outcome == Outcome.NONFINITE | Outcome.OVERFLOWED
     assert own.reducer.overflowed() == [0]
     assert own.reducer.nonfinite() == [(1, 3)]
     for index in range(len(COUNTS)):
         own.mark(index, 1e37)
-    assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
+    assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
     assert own.reducer.overflowed() == []
 
 
 def test_a_sum_that_overflows_is_told_apart() -> None:
-    on_ranks(2, overflowing_passes)
+    on_ranks(2, overflowing_backwards)
 
 
-def test_a_void_pass_has_no_norm() -> None:
+def test_a_void_backward_has_no_norm() -> None:
     def body(own: Rank) -> None:
         for step in range(3):
             for index in range(len(COUNTS)):
                 own.mark(index, 1.0)
-            own.reducer.finish(PassStatus(1 + (step == 1) * own.rank), allow_unused=False)
+            own.reducer.finish(BackwardStatus(1 + (step == 1) * own.rank), allow_unused=False)
             assert np.isnan(own.reducer.squared_norm()) == (step == 1)
 
     on_ranks(2, body)
@@ -381,7 +383,7 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
         of_big = {n for n, bucket in enumerate(own.transport.plan.buckets) if bucket.parameters == (big,)}
         everything = set(range(len(own.transport.plan.buckets)))
         assert len(of_big) > 1 and of_big < everything
-        # In each pass: which ranks use the big one, and what is sent.
+        # In each backward: which ranks use the big one, and what is sent.
         for users, sent in (
             ((0, 1), everything),
             ((), everything),
@@ -394,7 +396,7 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
                 own.mark(index, 1.0 + own.rank)
             if own.rank in users:
                 own.mark(big, float("inf"))
-            outcome = own.reducer.finish(PassStatus(1), allow_unused=True)
+            outcome = own.reducer.finish(BackwardStatus(1), allow_unused=True)
             assert sorted(own.transport.launched) == sorted(sent)
             assert bool(outcome & Outcome.NONFINITE) == bool(users)
             assert own.reducer.nonfinite() == [(rank, big) for rank in users]
@@ -404,8 +406,8 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
     on_ranks(2, body)
 
 
-def calls_of_a_pass(transport: ArrayTransport, reducer: ProcessGroupReducer) -> list[str]:
-    """What a pass begins and waits for, in order."""
+def calls_of_a_backward(transport: ArrayTransport, reducer: ProcessGroupReducer) -> list[str]:
+    """What a backward begins and waits for, in order."""
     told: list[str] = []
     launch, gather = transport.launch, transport.begin_all_gather
 
@@ -422,17 +424,17 @@ def calls_of_a_pass(transport: ArrayTransport, reducer: ProcessGroupReducer) -> 
     transport.begin_all_gather = lambda payload: noting("status", gather(payload))  # type: ignore[method-assign]
     for index in range(len(COUNTS)):
         reducer.mark_ready(index)
-    assert reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
+    assert reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
     return told
 
 
 def test_the_status_is_on_its_way_with_the_last_buckets() -> None:
-    """So a pass costs no further round; but hooks make calls of their own, and the status must come after."""
+    """So it costs no further round; but hooks make calls of their own, and the status must come after."""
     for is_serial in (False, True):
 
         def body(own: Rank, is_serial: bool = is_serial) -> None:
             own.transport.is_serial = is_serial
-            told = calls_of_a_pass(own.transport, own.reducer)
+            told = calls_of_a_backward(own.transport, own.reducer)
             buckets = len(own.transport.plan.buckets)
             waits = ["wait for bucket"] * buckets
             expected = [*waits, "begin status"] if is_serial else ["begin status", *waits]
@@ -444,12 +446,12 @@ def test_the_status_is_on_its_way_with_the_last_buckets() -> None:
 def test_a_single_rank_asks_nobody_for_reports() -> None:
     plan = make_plan(2**20)
     transport = ArrayTransport(plan, Switchboard(1), 0)
-    told = calls_of_a_pass(transport, ProcessGroupReducer(plan, transport))
+    told = calls_of_a_backward(transport, ProcessGroupReducer(plan, transport))
     assert told == [*["begin bucket"] * len(plan.buckets), *["wait for bucket"] * len(plan.buckets)]
 
 
-def test_a_pass_that_fails_below_is_the_last_one() -> None:
-    """The ranks' calls do not pair any more, so later passes must say so instead of averaging wrongly."""
+def test_a_backward_that_fails_below_is_the_last_one() -> None:
+    """The ranks' calls do not pair any more, so later ones must say so instead of averaging wrongly."""
     rank = Rank(make_plan(), Switchboard(1), 0)
 
     def fail() -> list[int]:
@@ -458,8 +460,8 @@ def test_a_pass_that_fails_below_is_the_last_one() -> None:
     rank.transport.take_nonfinite = fail  # type: ignore[method-assign]
     rank.mark(0, 1.0)
     with pytest.raises(CollectiveError, match="lost the others"):
-        rank.reducer.finish(PassStatus(1), True)
+        rank.reducer.finish(BackwardStatus(1), True)
     with pytest.raises(GroupClosedError, match=r"(?s)any more.*Rank 0 of 1 lost the others"):
         rank.mark(0, 1.0)
     with pytest.raises(GroupClosedError):
-        rank.reducer.finish(PassStatus(1), True)
+        rank.reducer.finish(BackwardStatus(1), True)

@@ -12,7 +12,7 @@ from paceline.rendezvous import roll_call
 from paceline.rendezvous.roll_call import Missing, Roll
 
 
-class Board(dict):
+class KeyStore(dict):
     """A store of one process; the test writes to it what other ranks would."""
 
     write = dict.__setitem__
@@ -37,9 +37,9 @@ class Never:
 
 @pytest.fixture
 def roll():
-    board = Board()
-    Roll(board, 1, 2, None, "the test's group")  # this process stands in for rank 1, too
-    return Roll(board, 0, 2, None, "the test's group")
+    key_store = KeyStore()
+    Roll(key_store, 1, 2, None, "the test's group")  # this process stands in for rank 1, too
+    return Roll(key_store, 0, 2, None, "the test's group")
 
 
 def test_a_rank_that_answered_before_it_ended_is_not_missing(roll, monkeypatch):
@@ -47,7 +47,7 @@ def test_a_rank_that_answered_before_it_ended_is_not_missing(roll, monkeypatch):
 
     def process_state(pid):
         assert pid == os.getpid()
-        roll.board.write("paceline/roll/0/0/1/answer/1", "1")
+        roll.key_store.write("paceline/roll/0/0/1/answer/1", "1")
         return ""
 
     monkeypatch.setattr(roll_call, "process_state", process_state)
@@ -61,7 +61,7 @@ def test_a_rank_that_ended_without_an_answer_is_missing(roll, monkeypatch):
 
 def test_an_answer_to_an_earlier_roll_does_not_count(roll, monkeypatch):
     monkeypatch.setattr(roll_call, "process_state", lambda pid: "")
-    roll.board.write("paceline/roll/0/0/1/answer/1", "1")
+    roll.key_store.write("paceline/roll/0/0/1/answer/1", "1")
     assert roll.begin().missing() == []
     assert [each.rank for each in roll.begin().missing()] == [1]
 

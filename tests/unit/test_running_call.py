@@ -10,7 +10,7 @@ from threading import Event, Thread
 import pytest
 import torch
 
-from paceline.torch.passes.graphs import RunningCall, running_call
+from paceline.torch.backward.graphs import RunningCall, running_call
 
 
 @pytest.fixture

@@ -98,13 +98,13 @@ def test_set_epoch_chooses_and_repeats() -> None:
 
 def test_epochs_move_on_by_themselves() -> None:
     alone, chosen = DistributedSampler(range(100), 2, 0), DistributedSampler(range(100), 2, 0)
-    passes = []
+    backwards = []
     for epoch in range(3):
         chosen.set_epoch(epoch)
-        passes.append(list(alone))
-        assert passes[-1] == list(chosen)
+        backwards.append(list(alone))
+        assert backwards[-1] == list(chosen)
         assert alone.epoch == epoch
-    assert passes[0] != passes[1] != passes[2]
+    assert backwards[0] != backwards[1] != backwards[2]
 
 
 def test_epochs_stay_when_told() -> None:

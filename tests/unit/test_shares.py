@@ -119,13 +119,13 @@ def test_whoever_runs_the_backward_does_not_wait_for_a_share():
     shares.finish()
     assert exchange.log == [0, 1, 2, "finish"] and log == ["waiting", "done"]
     assert len(set(threads)) == 1 and threading.current_thread() not in threads
-    shares.bring(0, fetch(0))  # of the next pass, whose other shares are still to come
+    shares.bring(0, fetch(0))  # of the next backward, whose other shares are still to come
     shares.close()
     assert exchange.log[4:] == [0, "close"]
 
 
 @pytest.mark.parametrize("fails_in", ["fetch", "mark_ready"])
-def test_a_share_that_fails_ends_the_passes_and_is_told(fails_in):
+def test_a_share_that_fails_ends_the_backwards_and_is_told(fails_in):
     shares, exchange, log = make_shares(2)
     error = PeerLostError("Rank 3 of 4 died.", lost=(3,))
 

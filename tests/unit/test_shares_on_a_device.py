@@ -20,9 +20,9 @@ from paceline.errors import ConfigError  # noqa: E402
 from paceline.reducer.between_hosts.shares import Shares, plan_of_shares  # noqa: E402
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
 from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
-from paceline.reducer.protocol import PassStatus  # noqa: E402
+from paceline.reducer.protocol import BackwardStatus  # noqa: E402
 from paceline.torch.communicator import transport as transport_module  # noqa: E402
-from paceline.torch.communicator.arena import Arena  # noqa: E402
+from paceline.torch.communicator.gradient_buffer import GradientBuffer  # noqa: E402
 from paceline.torch.communicator.share_transport import ShareTransport  # noqa: E402
 from paceline.torch.communicator.streams import Streams  # noqa: E402
 from tests.unit.test_gradients_on_a_device import DEVICE, Device, OnStream, Reports  # noqa: E402
@@ -128,13 +128,13 @@ def world(monkeypatch):
     specs = [ParameterSpec(f"p{n}", 6, "float32", 4, "meta") for n in range(COUNT)]
     plan = plan_buckets(specs, bucket_cap_bytes=128, first_bucket_bytes=128)
     assert len(plan.buckets) == 2
-    arena = Arena.allocate(plan, [torch.empty(2, 3, device=DEVICE) for _ in specs])
+    gradient_buffer = GradientBuffer.allocate(plan, [torch.empty(2, 3, device=DEVICE) for _ in specs])
     calls, copies, exchange = Calls(device), Copies(device), Exchange()
     peer_monitor: Any = SimpleNamespace(tell_waiting=lambda: None, tell_done=lambda: None)
     shares = Shares(exchange, len(plan.buckets), "rank 1 of 2", WAIT_S, calls.abort, peer_monitor)
     places = [torch.zeros(bucket.nbytes // 4) for bucket in plan_of_shares(plan, 2).buckets]
     transport = ShareTransport(
-        arena,
+        gradient_buffer,
         peers,
         calls,
         shares,
@@ -145,10 +145,10 @@ def world(monkeypatch):
         waits_for_finite=False,
         peer_monitor=None,
     )
-    transport._on_device.take = list  # which asks the device, in the first pass
+    transport._on_device.take = list  # which asks the device, in the first backward
     yield SimpleNamespace(
         reducer=ProcessGroupReducer(plan, transport, beside=shares),
-        arena=arena,
+        gradient_buffer=gradient_buffer,
         device=device,
         copies=copies,
         exchange=exchange,
@@ -159,7 +159,7 @@ def world(monkeypatch):
 
 def hand_over_all(world: SimpleNamespace) -> None:
     for index in reversed(range(COUNT)):
-        world.arena.views[index].copy_(torch.ones(2, 3, device=DEVICE))
+        world.gradient_buffer.views[index].copy_(torch.ones(2, 3, device=DEVICE))
         world.reducer.mark_copied(index, (index + 1) << 12, 24)  # an address of the device
 
 
@@ -180,7 +180,7 @@ def test_nothing_waits_but_streams_and_the_thread_that_takes_the_shares(world):
     assert world.exchange.ready == []  # nothing has come yet, and the backward is through
     world.device.log.clear()
     world.copies.are_there.set()
-    status = PassStatus()
+    status = BackwardStatus()
     status.forwards = 1
     world.reducer.finish(status, False)
     assert world.exchange.ready == [0, 1]

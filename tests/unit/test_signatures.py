@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.rendezvous.roll_call import Missing, Roll
-from paceline.rendezvous.signatures import ForeignValueError, Signatures, SignedBoard
+from paceline.rendezvous.signatures import ForeignValueError, Signatures, SignedKeyStore
 
 SECRET = b"0123456789abcdef"
 
 
-class Board(dict):
+class KeyStore(dict):
     """A store of one process."""
 
     write = dict.__setitem__
@@ -81,11 +81,11 @@ def test_the_secret_is_not_shown():
     assert SECRET.decode() not in repr(Signatures(SECRET, "world"))
 
 
-def test_a_board_ignores_a_stranger_and_says_so_once(caplog):
-    board = Board()
-    ours = SignedBoard(board, Signatures(SECRET, "world"))
+def test_a_board_ignores_an_unknown_peer_and_says_so_once(caplog):
+    key_store = KeyStore()
+    ours = SignedKeyStore(key_store, Signatures(SECRET, "world"))
     ours.write("ours", "here")
-    board["theirs"], board["also theirs"] = "1", "\udcff 1"
+    key_store["theirs"], key_store["also theirs"] = "1", "\udcff 1"
     with caplog.at_level(logging.WARNING, logger="paceline"):
         assert [ours.read(key) for key in ("ours", "theirs", "also theirs", "nothing")] == [
             "here",
@@ -95,22 +95,24 @@ def test_a_board_ignores_a_stranger_and_says_so_once(caplog):
     assert record.getMessage().startswith("paceline: what the store of this job holds at theirs is ignored")
 
 
-def test_a_stranger_cannot_answer_the_roll_for_a_rank(monkeypatch):
+def test_an_unknown_peer_cannot_answer_the_roll_for_a_rank(monkeypatch):
     """The process of rank 1 has died; somebody writes an answer in its place."""
-    board = Board()
-    signed = SignedBoard(board, Signatures(SECRET, "world"))
+    key_store = KeyStore()
+    signed = SignedKeyStore(key_store, Signatures(SECRET, "world"))
     Roll(signed, 1, 2, None, "the test's group")
     monkeypatch.setattr("paceline.rendezvous.roll_call.process_state", lambda pid: "")
     roll = Roll(signed, 0, 2, None, "the test's group").begin()
-    board["paceline/roll/0/0/1/answer/1"] = "1"
+    key_store["paceline/roll/0/0/1/answer/1"] = "1"
     assert roll.missing() == [Missing(1, f"(pid {os.getpid()}) has died")]
 
 
-def test_a_stranger_cannot_call_the_roll():
-    board = Board()
-    call = Roll(SignedBoard(board, Signatures(SECRET, "world")), 0, 2, None, "the test's group").begin()
+def test_an_unknown_peer_cannot_call_the_roll():
+    key_store = KeyStore()
+    call = Roll(
+        SignedKeyStore(key_store, Signatures(SECRET, "world")), 0, 2, None, "the test's group"
+    ).begin()
     with call:
-        board[f"{call._prefix}/called"] = "1"
+        key_store[f"{call._prefix}/called"] = "1"
         call._begun -= 1.0  # it looks from then on
         call.is_called()
         assert not call._is_called.wait(0.3)

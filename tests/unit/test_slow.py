@@ -48,7 +48,7 @@ def rank_that(rank: int, each_step: Totals, steps: int = 1000, world_size: int =
     first = {total: 1e6 + total for total in each_step}
     last = {total: first[total] + steps * value for total, value in each_step.items()}
     for look, passes in ((first, 0), (last, steps)):
-        look |= {Total.PASSES: 7 + passes, Total.TIME_NS: 5e9 + passes * STEP_MS * MS}
+        look |= {Total.BACKWARDS: 7 + passes, Total.TIME_NS: 5e9 + passes * STEP_MS * MS}
     return RankRecording(RankHeader(rank, world_size, 1, "b", "boot", 0, 0, 64), [], [], 0, first, last)
 
 
@@ -114,14 +114,14 @@ WAITED = "rank 1 of 3 (host b) was waited for in 100 % of 1000 steps, 8.0 ms of 
             {Total.BETWEEN_NS: 9 * MS},
             {},
             "between",
-            "from a pass to the next forward it took 9.0 ms per step (data, optimizer and all else: "
+            "from a backward to the next forward it took 9.0 ms per step (data, optimizer and all else: "
             "--trace tells them apart), the others 2.0 ms",
         ),
         (
             {Total.BETWEEN_NS: 9 * MS, Total.DATA_NS: 0.2 * MS, Total.OPTIMIZER_NS: MS},
             {Total.DATA_NS: 0.2 * MS, Total.OPTIMIZER_NS: MS},
             "between",
-            "from a pass to the next forward it took 9.0 ms per step (of it data loading 0.2 ms, "
+            "from a backward to the next forward it took 9.0 ms per step (of it data loading 0.2 ms, "
             "optimizer 1.0 ms), the others 2.0 ms",
         ),
         (
@@ -160,7 +160,7 @@ def test_what_is_small_explains_nothing_and_what_is_not_told_is_no_cause():
         job(BALANCED, BALANCED, BALANCED),
         job(BALANCED),
         [],
-        [rank_that(0, BALANCED), rank_that(1, {}, steps=0)],  # one that has ended no second pass
+        [rank_that(0, BALANCED), rank_that(1, {}, steps=0)],  # one that has ended no second backward
         # Each is late in turn, and all work equally long: no rank is to blame.
         job(*[SLOW | {Total.TIMES_LAST: 0.5, Total.HELD_UP_NS: 4 * MS}] * 2),
         # It works longer by less than a tenth of the step.
@@ -236,7 +236,7 @@ def test_who_looks_now_learns_the_cause_of_now():
         for each, more in zip(ranks, (QUICK, QUICK | {Total.WORKED_NS: 18 * MS, Total.CPU_NS: 17 * MS})):
             for total, value in more.items():
                 each.last[total] += steps * value
-            each.last[Total.PASSES] += steps
+            each.last[Total.BACKWARDS] += steps
             each.last[Total.TIME_NS] += steps * STEP_MS * MS
         causes.look(ranks)
     found = causes.of(1)
@@ -269,12 +269,12 @@ def test_top_says_why_a_rank_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_totals_come_back_from_their_bytes_and_half_a_change_does_not():
-    totals = {Total.PASSES: 3.0, Total.CPU_NS: 2.0**52 + 1}
+    totals = {Total.BACKWARDS: 3.0, Total.CPU_NS: 2.0**52 + 1}
     table = pack_totals(9, totals)
     assert unpack_totals(table) == totals
     assert unpack_totals(pack_totals(10, totals)[:8] + table[8:]) == {}
     assert unpack_totals(bytes(len(table))) == {}
-    assert sum_of((totals, {Total.PASSES: 1.0})) == {Total.PASSES: 4.0, Total.CPU_NS: 2.0**52 + 1}
+    assert sum_of((totals, {Total.BACKWARDS: 1.0})) == {Total.BACKWARDS: 4.0, Total.CPU_NS: 2.0**52 + 1}
 
 
 class Model:
@@ -282,7 +282,7 @@ class Model:
 
     def __init__(self) -> None:
         self.passes = 0
-        self.records = _core.PassRecords(samples_in)
+        self.records = _core.BackwardRecords(samples_in)
         self.totals = ModelTotals(1, self.arrivals, self.records)
 
     def arrivals(self) -> tuple[int, list[int], list[int], list[int]]:
@@ -315,7 +315,7 @@ def test_a_process_writes_its_totals_and_keeps_those_of_models_that_are_gone(tmp
         recording._stop()
     assert found is not None and whole is not None
     for each in (found, whole):
-        assert each.first[Total.PASSES] == 0 and each.last[Total.PASSES] == 12
+        assert each.first[Total.BACKWARDS] == 0 and each.last[Total.BACKWARDS] == 12
         assert each.last[Total.WORKED_NS] == 120 and each.last[Total.HELD_UP_NS] == 1200
         assert (each.last[Total.WEIGHT], each.last[Total.SAMPLES]) == (2.5, 64)
         assert each.first[Total.TIME_NS] <= before <= each.last[Total.TIME_NS]

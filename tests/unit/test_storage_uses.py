@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from paceline._core import HandedGradients, StorageUses
-from paceline.torch.passes.storage_uses import _tell, uses_of_storages
+from paceline.torch.backward.storage_uses import _tell, uses_of_storages
 
 pytestmark = pytest.mark.skipif(uses_of_storages() is None, reason="this torch does not tell")
 

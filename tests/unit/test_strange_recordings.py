@@ -24,7 +24,7 @@ from paceline.monitor.watch import JobWatch
 from paceline.trace import cli, jobs
 from paceline.trace.far_ranks import FarRanks, Words, pack_figures
 from paceline.trace.recording import Recording
-from paceline.trace.records import RECORD_BYTES, Event, float_bits, pass_id
+from paceline.trace.records import RECORD_BYTES, Event, backward_id, float_bits
 from paceline.trace.ring_file import COUNT_AT, NOTES_AT, NOTES_USED_AT, RECORDS_AT, RankHeader, path_of
 from paceline.trace.totals import TABLE_BYTES, Total
 
@@ -59,7 +59,7 @@ def job(folder: Path, name: str = "train.py") -> Path:
         ring.tell("buckets", 0, buckets=[[400, "a ... b"], [40, "c"]])
         number = ring.number_name("loss")
         for step in range(1, 8):
-            key = pass_id(0, step)
+            key = backward_id(0, step)
             ring.note(Event.FORWARD_BEGAN, key, 8 << 1 | 1)
             ring.note(Event.FORWARD_ENDED, key, 0)
             ring.note(Event.BACKWARD_BEGAN, key, 0)
@@ -68,7 +68,7 @@ def job(folder: Path, name: str = "train.py") -> Path:
             now_ns = time.monotonic_ns()
             ring.note(Event.REDUCED, now_ns, 1 << 32 | 3)
             ring.note(Event.WAITED, now_ns, 1)
-            ring.note(Event.PASS_ENDED, key, 0)
+            ring.note(Event.AVERAGING_ENDED, key, 0)
             ring.note(Event.LOGGED, number, float_bits(0.5))
         ring.sample(time.monotonic_ns())
         ring.tell_failure(ValueError("boom"))
@@ -147,9 +147,9 @@ def test_no_text_of_a_recording_controls_the_terminal(own_jobs: Path, capsys):
     bad = Recording()
     bad.start(path_of(folder, 0), 0, 2, 64)
     try:
-        bad.note(Event.PASS_ENDED, pass_id(0, 1), 0)
+        bad.note(Event.AVERAGING_ENDED, backward_id(0, 1), 0)
         bad.note(Event.LOGGED, bad.number_name(f"loss{ESCAPE}"), float_bits(1.0))
-        bad.note(Event.PASS_ENDED, pass_id(0, 2), 0)
+        bad.note(Event.AVERAGING_ENDED, backward_id(0, 2), 0)
         bad.tell_failure(ValueError(ESCAPE + " \ud800"))
     finally:
         bad._stop()

@@ -88,7 +88,7 @@ def test_ranks_that_disagree_on_the_world_size_are_told_at_once():
     on_ranks(program, 2)
 
 
-def test_words_of_a_stranger_are_no_payload(monkeypatch):
+def test_words_of_an_unknown_peer_are_no_payload(monkeypatch):
     """Somebody who reaches the store writes what rank 1 would hand in, but for the secret."""
     monkeypatch.setenv("PACELINE_SECRET", "0123456789abcdef")
     store = dist.HashStore()

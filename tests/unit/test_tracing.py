@@ -23,9 +23,9 @@ from paceline.errors import ConfigError
 from paceline.trace import chrome, cli, jobs, ring_file
 from paceline.trace.batches import samples_in
 from paceline.trace.clocks import ahead_ns, on_one_clock
-from paceline.trace.last_passes import render
+from paceline.trace.last_backwards import render
 from paceline.trace.recording import Recording
-from paceline.trace.records import Event, Record, pack, pass_id, unpack
+from paceline.trace.records import Event, Record, backward_id, pack, unpack
 from paceline.trace.ring_file import RankHeader, RankRecording
 from paceline.trace.timeline import Slice, last_to_arrive, make_timeline, nested
 
@@ -40,9 +40,11 @@ def rank_that(rank: int, records: list[Record], boot: str = "one") -> RankRecord
     return RankRecording(header(rank, boot), records, [], 0)
 
 
-def one_pass(number: int, begin_ms: int, arrives_ms: int, ends_ms: int, shift_ms: int = 0) -> list[Record]:
-    """A forward of 1 ms, a backward, and a wait from its end to the end of the pass."""
-    key = pass_id(0, number)
+def one_backward(
+    number: int, begin_ms: int, arrives_ms: int, ends_ms: int, shift_ms: int = 0
+) -> list[Record]:
+    """A forward of 1 ms, a backward, and a wait from its end to the end of the backward."""
+    key = backward_id(0, number)
     told = [
         (begin_ms, Event.FORWARD_BEGAN, key, 1),
         (begin_ms + 1, Event.FORWARD_ENDED, key, 0),
@@ -52,14 +54,14 @@ def one_pass(number: int, begin_ms: int, arrives_ms: int, ends_ms: int, shift_ms
     ]
     if ends_ms > arrives_ms + 1:
         told.append((ends_ms - 1, Event.WAITED, (arrives_ms + shift_ms) * MS, -1))
-    told.append((ends_ms, Event.PASS_ENDED, key, 0))
+    told.append((ends_ms, Event.AVERAGING_ENDED, key, 0))
     return [Record((ms + shift_ms) * MS, event, 0, first, second) for ms, event, first, second in told]
 
 
 def two_ranks() -> list[RankRecording]:
-    """In pass 1 rank 1 comes last, in pass 2 rank 0."""
-    first = rank_that(0, [*one_pass(1, 0, 10, 30), *one_pass(2, 40, 80, 81)])
-    second = rank_that(1, [*one_pass(1, 0, 28, 29), *one_pass(2, 40, 50, 82)])
+    """In pass 1 rank 1 comes last, in iteration 2 rank 0."""
+    first = rank_that(0, [*one_backward(1, 0, 10, 30), *one_backward(2, 40, 80, 81)])
+    second = rank_that(1, [*one_backward(1, 0, 28, 29), *one_backward(2, 40, 50, 82)])
     return [first, second]
 
 
@@ -96,16 +98,16 @@ def test_what_a_process_records_is_in_the_file_at_once(tmp_path: Path):
     assert times == sorted(times)
 
 
-def test_a_pass_notes_its_moments_and_sums_up_what_lies_between_passes():
-    passes = _core.PassRecords(samples_in)
+def test_a_backward_notes_its_moments_and_sums_up_what_lies_between_backwards():
+    records = _core.BackwardRecords(samples_in)
     recording = Recording()
     recording.start(None, 0, 1, 64)
     try:
         for number in (7, 8):
-            passes.begin_forward(number, True, True, (np.zeros((5, 3)),), {})
-            passes.end_forward(number)
-            passes.begin_backward(number)
-            over_ns = passes.end_pass(number, number == 8)
+            records.begin_forward(number, True, True, (np.zeros((5, 3)),), {})
+            records.end_forward(number)
+            records.begin_backward(number)
+            over_ns = records.end_backward(number, number == 8)
         found = recording.read()
     finally:
         recording._stop()
@@ -118,14 +120,14 @@ def test_a_pass_notes_its_moments_and_sums_up_what_lies_between_passes():
     assert [(each.event, each.first) for each in ends] == [(Event.FORWARD_ENDED, 7), (Event.FORWARD_ENDED, 8)]
     assert [each.event for each in backwards] == [Event.BACKWARD_BEGAN] * 2
     assert [each[3:] for each in overs] == [(7, False), (8, True)]
-    assert passes.between_ns == begins[1].time_ns - overs[0].time_ns
+    assert records.between_ns == begins[1].time_ns - overs[0].time_ns
     assert over_ns == overs[1].time_ns
-    # Two forwards of one pass: what lies between them is no time between passes.
-    before = passes.between_ns
-    passes.begin_forward(9, True, True, (), {})
-    once = passes.between_ns
-    passes.begin_forward(9, True, True, (), {})
-    assert before < once == passes.between_ns
+    # Two forwards of one backward: what lies between them is no time between backward passes.
+    before = records.between_ns
+    records.begin_forward(9, True, True, (), {})
+    once = records.between_ns
+    records.begin_forward(9, True, True, (), {})
+    assert before < once == records.between_ns
     assert len(found.records) == 8  # of those after the end of the recording there is none
 
 
@@ -148,10 +150,10 @@ class Shaped:
     ],
 )
 def test_samples_are_counted_by_the_first_tensor(inputs, kwargs, samples):
-    passes = _core.PassRecords(samples_in)
+    records = _core.BackwardRecords(samples_in)
     for is_training in (True, False, True):
-        passes.begin_forward(1, True, is_training, inputs, kwargs)
-    assert passes.samples == 2 * samples
+        records.begin_forward(1, True, is_training, inputs, kwargs)
+    assert records.samples == 2 * samples
 
 
 def test_what_takes_the_time_of_a_program_is_added_up_while_something_is_recorded():
@@ -264,7 +266,7 @@ def test_slices_of_a_lane_never_overlap_in_part(spans: list[tuple[int, int, int]
         assert is_apart or is_within
 
 
-def test_a_pass_becomes_slices():
+def test_a_backward_becomes_slices():
     line = make_timeline(two_ranks()[0])
     found = [(s.name, s.begin_ns // MS, s.end_ns // MS) for s in line.slices[:4]]
     assert found == [("forward", 0, 1), ("backward", 1, 10), ("average", 10, 30), ("wait", 10, 29)]
@@ -272,7 +274,7 @@ def test_a_pass_becomes_slices():
 
 
 def test_what_a_killed_rank_was_doing_is_cut_at_its_last_record():
-    records = one_pass(1, 0, 10, 12)[:4]  # the backward has not ended
+    records = one_backward(1, 0, 10, 12)[:4]  # the backward has not ended
     line = make_timeline(rank_that(0, records))
     assert [(s.name, s.args.get("unfinished")) for s in line.slices] == [
         ("forward", None),
@@ -281,30 +283,30 @@ def test_what_a_killed_rank_was_doing_is_cut_at_its_last_record():
     assert line.slices[-1].end_ns == 10 * MS
 
 
-def test_a_recording_that_begins_within_a_pass_is_read_from_there():
-    line = make_timeline(rank_that(0, [*one_pass(1, 0, 10, 30)[3:], *one_pass(2, 40, 50, 51)]))
+def test_a_recording_that_begins_within_a_backward_is_read_from_there():
+    line = make_timeline(rank_that(0, [*one_backward(1, 0, 10, 30)[3:], *one_backward(2, 40, 50, 51)]))
     assert [s.name for s in line.slices] == ["average", "wait", "forward", "backward", "average"]
 
 
-def test_a_pass_that_raised_shows_it():
-    key = pass_id(0, 1)
-    records = [*one_pass(1, 0, 10, 12)[:4], Record(11 * MS, Event.PASS_ENDED, 0, key, 1)]
+def test_a_backward_that_raised_shows_it():
+    key = backward_id(0, 1)
+    records = [*one_backward(1, 0, 10, 12)[:4], Record(11 * MS, Event.AVERAGING_ENDED, 0, key, 1)]
     line = make_timeline(rank_that(0, records))
     assert line.failed == {(0, 1)}
     assert line.slices[-1].args["raised"]
 
 
-def test_backwards_in_no_sync_are_slices_of_the_pass_that_they_belong_to():
-    key = pass_id(0, 2)
+def test_backwards_in_no_sync_are_slices_of_the_backward_that_they_belong_to():
+    key = backward_id(0, 2)
     told = [(31, Event.FORWARD_BEGAN, 0), (33, Event.FORWARD_ENDED, 0)]
     told += [(34, Event.LOCAL_BACKWARD_BEGAN, 0), (36, Event.LOCAL_BACKWARD_ENDED, 0)]
     told += [(37, Event.LOCAL_BACKWARD_BEGAN, 0), (38, Event.LOCAL_BACKWARD_ENDED, 1)]
     local = [Record(ms * MS, event, 0, key, second) for ms, event, second in told]
-    line = make_timeline(rank_that(0, [*one_pass(1, 0, 10, 30), *local, *one_pass(2, 40, 80, 81)]))
+    line = make_timeline(rank_that(0, [*one_backward(1, 0, 10, 30), *local, *one_backward(2, 40, 80, 81)]))
     backwards = [s for s in line.slices if s.name == "backward"]
     assert [(s.begin_ns // MS, s.end_ns // MS) for s in backwards] == [(1, 10), (34, 36), (37, 38), (41, 80)]
-    is_local = {"pass": 2, "no_sync": True}
-    assert [s.args for s in backwards[1:]] == [is_local, is_local | {"raised": True}, {"pass": 2}]
+    is_local = {"iteration": 2, "no_sync": True}
+    assert [s.args for s in backwards[1:]] == [is_local, is_local | {"raised": True}, {"iteration": 2}]
     assert line.arrivals == {(0, 1): 10 * MS, (0, 2): 80 * MS}  # nobody waits for it
 
 
@@ -316,8 +318,8 @@ def test_the_last_to_arrive_is_waited_for():
 
 
 def test_the_bounds_of_the_docstring():
-    here = make_timeline(rank_that(0, one_pass(1, 90, 100, 160)))
-    there = make_timeline(rank_that(1, one_pass(1, 1100, 1150, 1170), "two"))
+    here = make_timeline(rank_that(0, one_backward(1, 90, 100, 160)))
+    there = make_timeline(rank_that(1, one_backward(1, 1100, 1150, 1170), "two"))
     assert ahead_ns([here], [there]) == 1030 * MS
 
 
@@ -325,13 +327,13 @@ def test_the_bounds_of_the_docstring():
     st.integers(-(10**12), 10**12), st.lists(st.tuples(st.integers(2, 40), st.integers(2, 40)), min_size=1)
 )
 def test_clocks_of_hosts_are_brought_together(shift_ms: int, works: list[tuple[int, int]]):
-    """Whatever the clock of the other host shows, no rank ends a pass before all have come to its end."""
+    """Whatever the clock of the other host shows, no rank ends a backward before all have come to its end."""
     records: tuple[list[Record], list[Record]] = ([], [])
     now = 0
     for number, (work, other_work) in enumerate(works, 1):
         end = now + max(work, other_work) + 2
-        records[0].extend(one_pass(number, now, now + work, end))
-        records[1].extend(one_pass(number, now, now + other_work, end, shift_ms))
+        records[0].extend(one_backward(number, now, now + work, end))
+        records[1].extend(one_backward(number, now, now + other_work, end, shift_ms))
         now = end + 1
     recordings = [rank_that(0, records[0]), rank_that(1, records[1], "two")]
     lines = on_one_clock([make_timeline(each) for each in recordings])
@@ -352,7 +354,7 @@ def test_the_trace_has_ranks_slices_and_arrows():
     arrows = {
         (each["id"], each["ph"]): (names[each["tid"]], each["ts"]) for each in events if each["ph"] in "sf"
     }
-    # In pass 1 rank 0 waits for rank 1, which comes at 28 ms; in pass 2 the reverse.
+    # In pass 1 rank 0 waits for rank 1, which comes at 28 ms; in iteration 2 the reverse.
     assert arrows == {
         (1, "s"): ("rank 1", 28000.0),
         (1, "f"): ("rank 0", 29000.0),
@@ -374,18 +376,18 @@ def test_a_trace_that_cannot_be_written_is_told_before(tmp_path: Path, place: st
 
 def test_the_table_shows_who_waited_for_whom():
     rows = [line.split() for line in render(two_ranks(), 5).splitlines()]
-    assert " ".join(rows[0]) == "pass rank data forward backward average optimizer waited for"
+    assert " ".join(rows[0]) == "iteration rank data forward backward average optimizer waited for"
     assert rows[1] == ["1", "0", "1.0", "9.0", "20.0", "19.0", "rank", "1"]
     assert rows[4] == ["2", "1", "1.0", "9.0", "32.0", "31.0", "rank", "0"]
 
 
 def test_the_table_says_what_a_rank_was_doing_last():
     first, second = two_ranks()
-    second.records[:] = [*second.records[:6], *one_pass(2, 40, 50, 82)[:4]]
+    second.records[:] = [*second.records[:6], *one_backward(2, 40, 50, 82)[:4]]
     second.notes.append({"what": "failure", "text": "ValueError: boom\nmore"})
     told = render([first, second], 1)
-    assert "rank 0 (pid 100): between two passes, 0.000 s before the last record of the job" in told
-    assert "rank 1 (pid 101): in backward of pass 2, 1 buckets posted, 0.031 s before" in told
+    assert "rank 0 (pid 100): between two backward passes, 0.000 s before the last record of the job" in told
+    assert "rank 1 (pid 101): in backward of iteration 2, 1 buckets posted, 0.031 s before" in told
     assert "\n  ValueError: boom" in told
 
 
@@ -514,6 +516,6 @@ def test_a_job_that_is_not_there(own_jobs: Path):
     assert "paceline-4711" in str(caught.value)
     with pytest.raises(ConfigError, match="There is no folder"):
         cli.main([str(own_jobs / "none")])
-    with pytest.raises(ConfigError, match="No rank of this job has recorded a pass"):
+    with pytest.raises(ConfigError, match="No rank of this job has recorded a backward"):
         cli.main([f"{own_jobs}/paceline-4711"])
     assert cli.main([]) == 1

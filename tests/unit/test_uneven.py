@@ -1,12 +1,12 @@
-"""A rank without data in the passes of others: what becomes of its gradients, and whose model it gets."""
+"""A rank without data in the steps of others: what becomes of its gradients, and whose model it gets."""
 
 from __future__ import annotations
 
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.reducer.passes.state import PassState
-from paceline.reducer.passes.uneven import Shadow, joining, take_part_until_all_finished
+from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward.uneven import Shadow, joining, take_part_until_all_finished
 
 
 class Gradients:
@@ -22,18 +22,18 @@ class Gradients:
         self.now = dict(kept)
 
 
-class Passes:
-    """The passes of a model, in which this rank is rank 1 of 3.
+class BackwardSync:
+    """The backward passes of a model, in which this rank is rank 1 of 3.
 
     Args:
-        actives: The ranks that have data in each of the passes to come.
+        actives: The ranks that have data in each of the backward passes to come.
     """
 
     who = "rank 1 of 3"
     world_size = 3
 
     def __init__(self, *actives: list[int]) -> None:
-        self.state = PassState(1, 3)
+        self.state = BackwardState(1, 3)
         self.gradients = Gradients({0: "own", 1: "own"})
         self.active = [0, 1, 2]
         self.shares_parameters = False
@@ -58,78 +58,78 @@ class Passes:
 
 
 def test_the_model_comes_from_a_rank_that_went_on_longest():
-    passes = Passes([0, 2], [2], [])
-    take_part_until_all_finished(passes, None)
-    assert passes.weights == [0.0, 0.0, 0.0]
-    assert passes.roots == [2]
-    assert passes.gradients.now == {0: "own", 1: "own"}
+    backward_sync = BackwardSync([0, 2], [2], [])
+    take_part_until_all_finished(backward_sync, None)
+    assert backward_sync.weights == [0.0, 0.0, 0.0]
+    assert backward_sync.roots == [2]
+    assert backward_sync.gradients.now == {0: "own", 1: "own"}
 
 
 @pytest.mark.parametrize("before", [[0, 1, 2], []], ids=["all had data", "all had finished before"])
 def test_ranks_that_end_together_exchange_no_model(before):
-    passes = Passes([])
-    passes.active = before
-    take_part_until_all_finished(passes, None)
-    assert passes.roots == []
+    backward_sync = BackwardSync([])
+    backward_sync.active = before
+    take_part_until_all_finished(backward_sync, None)
+    assert backward_sync.roots == []
 
 
-def test_what_follows_a_pass_of_the_others_finds_their_means():
-    passes = Passes([0, 2], [2], [])
+def test_what_follows_a_backward_of_the_others_finds_their_means():
+    backward_sync = BackwardSync([0, 2], [2], [])
     found = []
-    take_part_until_all_finished(passes, lambda: found.append(passes.gradients.now))
+    take_part_until_all_finished(backward_sync, lambda: found.append(backward_sync.gradients.now))
     assert found == [{0: "mean"}] * 2
 
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_what_no_sync_has_accumulated_comes_back_if_asked(keeps):
-    passes = Passes()
-    passes.state.accumulated.add(1)
-    shadow = Shadow(passes, keep_accumulated=keeps)
-    assert passes.gradients.now == {}
-    passes.state.begin_next()
+    backward_sync = BackwardSync()
+    backward_sync.state.accumulated.add(1)
+    shadow = Shadow(backward_sync, keep_accumulated=keeps)
+    assert backward_sync.gradients.now == {}
+    backward_sync.state.begin_next()
     shadow.end()
-    assert passes.gradients.now == ({0: "own", 1: "own"} if keeps else {0: "own"})
-    assert passes.state.accumulated == ({1} if keeps else set())
+    assert backward_sync.gradients.now == ({0: "own", 1: "own"} if keeps else {0: "own"})
+    assert backward_sync.state.accumulated == ({1} if keeps else set())
 
 
 def test_gradients_come_back_though_a_step_raises():
-    passes = Passes([0, 2])
+    backward_sync = BackwardSync([0, 2])
 
     def fail() -> None:
         raise OSError
 
     with pytest.raises(OSError):
-        take_part_until_all_finished(passes, fail)
-    assert passes.gradients.now == {0: "own", 1: "own"} and passes.roots == []
+        take_part_until_all_finished(backward_sync, fail)
+    assert backward_sync.gradients.now == {0: "own", 1: "own"} and backward_sync.roots == []
 
 
 def test_ranks_that_share_parameters_must_step_along():
-    passes = Passes([0, 2])
-    passes.shares_parameters = True
+    backward_sync = BackwardSync([0, 2])
+    backward_sync.shares_parameters = True
     with pytest.raises(ConfigError, match="would not take part in the steps") as raised:
-        take_part_until_all_finished(passes, None)
+        take_part_until_all_finished(backward_sync, None)
     assert "rank 1 of 3" in str(raised.value)
 
 
 @pytest.mark.parametrize(("divide_by_all", "weight"), [(True, 1.0), (False, 0.0)])
 def test_join_takes_part_at_its_end(divide_by_all, weight):
-    passes = Passes([0], [])
-    with joining(passes, divide_by_all=divide_by_all, throws=False):
-        assert passes.weights == []
-    assert passes.weights == [weight, weight]
-    assert passes.roots == [0]
+    backward_sync = BackwardSync([0], [])
+    with joining(backward_sync, divide_by_all=divide_by_all, throws=False):
+        assert backward_sync.weights == []
+    assert backward_sync.weights == [weight, weight]
+    assert backward_sync.roots == [0]
 
 
 def test_join_refuses_uneven_ranks_only_within_it():
-    passes = Passes([])
-    with joining(passes, divide_by_all=True, throws=True):
-        assert passes.refuses_uneven
-    assert passes.refused == [True]
-    assert not passes.refuses_uneven
+    backward_sync = BackwardSync([])
+    with joining(backward_sync, divide_by_all=True, throws=True):
+        assert backward_sync.refuses_uneven
+    assert backward_sync.refused == [True]
+    assert not backward_sync.refuses_uneven
 
 
 def test_an_exception_leaves_join_without_a_call_to_the_others():
-    passes = Passes()
-    with pytest.raises(OSError), joining(passes, divide_by_all=True, throws=True):
+    backward_sync = BackwardSync()
+    with pytest.raises(OSError), joining(backward_sync, divide_by_all=True, throws=True):
         raise OSError
-    assert not passes.refuses_uneven and passes.weights == []
+    assert not backward_sync.refuses_uneven and backward_sync.weights == []

@@ -97,7 +97,7 @@ def _describe_wait(seen: Facts) -> str:
     """In what a rank waits.
 
     Example:
-        "waits in all_reduce(float32 x 1, sum), call #7; in forward 2 of pass 2"
+        "waits in all_reduce(float32 x 1, sum), call #7; in forward 2 of iteration 2"
     """
     kind = seen["waits_in"]
     place = f"in {describe_call(seen['call'])}" if kind == "call" else _PLACES[kind]
@@ -108,7 +108,7 @@ def _describe_wait(seen: Facts) -> str:
 
 _PLACES = {
     "forming": "for the others to join the group",
-    "pass": "at the end of a backward",
+    "backward": "at the end of a backward",
     "host_sums": "for gradients of the ranks of its host",
     "message": "for a message from or to ",
 }
@@ -305,8 +305,8 @@ def _out_of_step(facts: Facts) -> tuple[int, ...]:
     """Those that wait elsewhere than they ought to, where all ranks wait; empty: nothing tells.
 
     A message is of two ranks, so each of its ends is told of the other. Else most ranks are right. Where no
-    place has a majority, a rank that has begun more forwards than others since the last pass has made one too
-    many, or skipped a backward.
+    place has a majority, a rank that has begun more forwards than others since the last backward has made one
+    too many, or skipped a backward.
     """
     own = facts["ranks"][facts["rank"]]
     if own["waits_in"] == "message":

@@ -43,7 +43,7 @@ def init(
         rank: This process's rank, from 0.
         world_size: Number of ranks, 1 to 128.
         address: "host:port" that the ranks of the job have in common. Nothing listens on the port: it
-            names a meeting place on this host.
+            names a rendezvous address on this host.
         job_id: Text that the ranks of the job have in common and no other job has.
         name: The name of the group; one process may be in several groups with different names.
         timeout_s: Time-out of each call in seconds, also of forming the group unless `forming_timeout_s` is
@@ -76,7 +76,7 @@ def init(
         world_size=world_size,
         address=address,
         job_id=job_id,
-        needs_address=job_id is None and world_size != 1,  # a job id is a meeting place too
+        needs_address=job_id is None and world_size != 1,  # a job id is a rendezvous address too
     )
     _place(place.rank, place.world_size)
     key = place.job_id if address is None and place.job_id else f"{place.master_addr}:{place.master_port}"

@@ -15,11 +15,15 @@ from paceline.arguments import Arguments
 from paceline.ddp.traced import recorded
 from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
+from paceline.reducer.backward.backward_sync import BackwardSync
+from paceline.reducer.backward.micro_batches import as_weight
+from paceline.reducer.backward.uneven import take_over_model, take_part_until_all_finished
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Communicator
-from paceline.reducer.local_sgd.meetings import (
-    Meetings,
+from paceline.reducer.local_sgd.members import Members
+from paceline.reducer.local_sgd.outer_sync import (
+    OuterSync,
     OuterTensors,
     Warmup,
     carried_by,
@@ -28,47 +32,44 @@ from paceline.reducer.local_sgd.meetings import (
     state_before,
     state_of_copy,
 )
-from paceline.reducer.local_sgd.members import Members
-from paceline.reducer.passes.micro_batches import as_weight
-from paceline.reducer.passes.passes import Passes
-from paceline.reducer.passes.uneven import take_over_model, take_part_until_all_finished
 from paceline.reducer.plan import BucketLayout, bucket_layout
 from paceline.reducer.statistics import Statistics
 from paceline.sharding.partial_steps import torn
-from paceline.sharding.shared_parameters import Home, written
+from paceline.sharding.shared_parameters import SharedStorage, written
 
 _Batch = TypeVar("_Batch")
-_Passes = TypeVar("_Passes", bound=Passes[Any])
+_BackwardSync = TypeVar("_BackwardSync", bound=BackwardSync[Any])
 
 
 class WrappedModel:
     """A model on one of several ranks.
 
     Attributes:
-        _passes: None: this rank is the only one, and averages nothing.
+        _backward_sync: None: this rank is the only one, and averages nothing.
         _config: What the arguments ask for.
         _arguments: The arguments as they were passed, by name.
-        _meetings: With the other members of local SGD; None: there are none (yet).
-        _warmup: The passes before those; None: there are none (any more).
-        _home: Where the parameters lie that the ranks of a host share; None: each rank has its own.
-        _earlier_steps: Good passes of the run whose state was loaded.
-        _syncs_backward: `require_backward_grad_sync`. Of a backward under way `PassState.is_syncing` says it.
+        _outer_sync: With the other members of local SGD; None: there are none (yet).
+        _warmup: The backward passes before those; None: there are none (any more).
+        _storage: Where the parameters lie that the ranks of a host share; None: each rank has its own.
+        _earlier_steps: Good backward passes of the run whose state was loaded.
+        _syncs_backward: `require_backward_grad_sync`. Of a backward under way `BackwardState.is_syncing` says
+            it.
         _carried: What a copy that is not connected yet goes on with in local SGD; None: nothing.
     """
 
-    _passes: Passes[Any] | None
+    _backward_sync: BackwardSync[Any] | None
     _config: WrapperOptions
     _arguments: dict[str, Any]
-    _meetings: Meetings[Any] | None = None
+    _outer_sync: OuterSync[Any] | None = None
     _warmup: Warmup | None = None
-    _home: Home[Any] | None = None
+    _storage: SharedStorage[Any] | None = None
     _earlier_steps = 0
     _carried: Mapping[str, Any] | None = None
     _syncs_backward = True
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next forward begins a synchronised pass; see no_sync().
+        """Whether the next forward begins a synchronised backward; see no_sync().
 
         Changed between a forward and its backward, it decides about that backward, as no_sync() around it
         does.
@@ -79,8 +80,8 @@ class WrappedModel:
     def require_backward_grad_sync(self, is_syncing: bool) -> None:
         has_changed = bool(is_syncing) is not self._syncs_backward
         self._syncs_backward = bool(is_syncing)
-        if has_changed and self._passes is not None:
-            self._passes.expect_backward(is_syncing=self._syncs_backward)
+        if has_changed and self._backward_sync is not None:
+            self._backward_sync.expect_backward(is_syncing=self._syncs_backward)
 
     def _check_whole(self, parameters: Iterable[Any]) -> None:
         """Raise if parameters hold half of an optimizer's step, in which a rank was lost.
@@ -91,8 +92,8 @@ class WrappedModel:
         Raises:
             TornStepError: They do.
         """
-        if self._home is not None:
-            self._home.check_whole(type(self).__name__)
+        if self._storage is not None:
+            self._storage.check_whole(type(self).__name__)
         if torn.marks:
             torn.check(type(self).__name__, parameters)
 
@@ -103,8 +104,8 @@ class WrappedModel:
         """Let state_dict() of the model itself, and of its parts, raise as long as a step is torn."""
 
     @abstractmethod
-    def _passes_to_weigh(self) -> Passes[Any]:
-        """Its passes; a single rank has none until its micro-batches are to be weighed."""
+    def _sync_to_weigh(self) -> BackwardSync[Any]:
+        """Its backward passes; a single rank has none until its micro-batches are to be weighed."""
 
     @abstractmethod
     def _own_squared_norm(self) -> float:
@@ -115,8 +116,8 @@ class WrappedModel:
         """Parameters of which this rank's gradient holds an infinity or a NaN."""
 
     @abstractmethod
-    def _make_passes(self, communicator: Communicator[Any]) -> Passes[Any]:
-        """The passes of the ranks of a communicator. Collective, over them."""
+    def _make_sync(self, communicator: Communicator[Any]) -> BackwardSync[Any]:
+        """The backward passes of the ranks of a communicator. Collective, over them."""
 
     @abstractmethod
     def _join_member(
@@ -134,11 +135,11 @@ class WrappedModel:
 
     @abstractmethod
     def _outer(self, communicator: Communicator[Any]) -> tuple[OuterTensors[Any], BufferSync]:
-        """What meetings over a communicator read and write, and what keeps buffers in step over it."""
+        """What syncs over a communicator read and write, and what keeps buffers in step over it."""
 
     @abstractmethod
-    def _begin_again(self) -> Passes[Any]:
-        """Other passes in place of those that there are; no value is broadcast. Collective."""
+    def _begin_again(self) -> BackwardSync[Any]:
+        """Other backward passes in place of those that there are; no value is broadcast. Collective."""
 
     @abstractmethod
     def _note_steps(self) -> None:
@@ -161,7 +162,7 @@ class WrappedModel:
         before = self._syncs_backward
         self._syncs_backward = False
         try:
-            with contextlib.nullcontext() if self._passes is None else self._passes.local():
+            with contextlib.nullcontext() if self._backward_sync is None else self._backward_sync.local():
                 yield
         finally:
             self._syncs_backward = before
@@ -176,8 +177,8 @@ class WrappedModel:
         adds nothing, even if its gradients are NaN.
 
         In one step, either every micro-batch of a rank has a weight or none has. A rank without a weight
-        weighs 1. In float16 over a process group the first weighted pass may overflow if a weight is large;
-        later passes use the scale of the pass before.
+        weighs 1. In float16 over a process group the first weighted backward may overflow if a weight is
+        large; later backward passes use the scale of the backward before.
 
         Gradients that cross ranks within the model bear the weights in Paceline's SyncBatchNorm. With any
         other exchange (all_gather with gradient in a loss), the backward raises on every rank.
@@ -195,20 +196,20 @@ class WrappedModel:
             ...     loss.backward()             # the gradient is (3 * 1 + 1 * 5) / 4 = 2 on both
         """
         value = as_weight(weight, f"{type(self).__name__}.weight")
-        return self._passes_to_weigh().micro_batches.give(value)
+        return self._sync_to_weigh().micro_batches.give(value)
 
     def finish(self, after_pass: Callable[[], object] | None = None) -> None:
-        """Join the others' passes with weight 0 until every rank is out of data.
+        """Join the others' backward passes with weight 0 until every rank is out of data.
 
         Call it once on every rank, after its loop over the data. Ranks may make different numbers of steps:
-        in each pass the mean is over the ranks that have data. Blocks until the last rank has called it. The
-        time-out applies to each remaining step separately. Then all ranks get the last rank's
+        in each backward the mean is over the ranks that have data. Blocks until the last rank has called it.
+        The time-out applies to each remaining step separately. Then all ranks get the last rank's
         parameters and buffers. Gradients that no_sync() has accumulated are dropped; all other gradients are
         restored to what they were before the call, and training may go on.
 
         Args:
-            after_pass: Called after each pass of the others, with the means as gradients; a parameter that
-                no rank uses has none. An optimizer's `step` keeps its state the same on all ranks.
+            after_pass: Called after each backward of the others, with the means as gradients; a parameter
+                that no rank uses has none. An optimizer's `step` keeps its state the same on all ranks.
 
         Example:
             Rank 0 has 3 batches and rank 1 has 5; in the last two steps the gradient is rank 1's alone:
@@ -217,25 +218,25 @@ class WrappedModel:
             ...     train_step(batch)
             >>> model.finish(optimizer.step)
         """
-        _check_after_pass(f"{type(self).__name__}.finish", after_pass)
-        if self._passes is None:
+        _check_after_backward(f"{type(self).__name__}.finish", after_pass)
+        if self._backward_sync is None:
             return
-        if self._meetings is None:
-            if take_part_until_all_finished(self._passes, after_pass, self._is_warmup_done):
+        if self._outer_sync is None:
+            if take_part_until_all_finished(self._backward_sync, after_pass, self._is_warmup_done):
                 return
             self._end_warmup()  # as the others do in their next forward
-        meetings = self._meetings
-        assert meetings is not None
-        meetings.begin_round()  # this rank may have had no data at all
-        meetings.meet_if_due()
+        outer_sync = self._outer_sync
+        assert outer_sync is not None
+        outer_sync.begin_round()  # this rank may have had no data at all
+        outer_sync.sync_if_due()
 
         def step_and_meet() -> None:
             if after_pass is not None:
                 after_pass()
-            meetings.meet_if_due()
+            outer_sync.sync_if_due()
 
-        take_part_until_all_finished(self._passes, step_and_meet)
-        meetings.finish()
+        take_part_until_all_finished(self._backward_sync, step_and_meet)
+        outer_sync.finish()
 
     def iterate(
         self, batches: Iterable[_Batch], after_pass: Callable[[], object] | None = None
@@ -255,7 +256,7 @@ class WrappedModel:
             ...     train_step(batch)
         """
         owner = f"{type(self).__name__}.iterate"
-        _check_after_pass(owner, after_pass)
+        _check_after_backward(owner, after_pass)
         shape = getattr(batches, "shape", None)
         is_single = isinstance(shape, (tuple, list)) and not shape  # an array or a tensor of one number
         if is_single or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
@@ -267,8 +268,8 @@ class WrappedModel:
         self, batches: Iterable[_Batch], after_pass: Callable[[], object] | None
     ) -> Iterator[_Batch]:
         for batch in batches:
-            if self._passes is not None:
-                self._passes.notes.batches += 1
+            if self._backward_sync is not None:
+                self._backward_sync.notes.batches += 1
             yield batch
         self.finish(after_pass)
 
@@ -277,15 +278,15 @@ class WrappedModel:
 
         Costs nothing where gradients are averaged in shared memory. Call it before changing gradients.
         """
-        if self._passes is not None:
-            return math.sqrt(self._passes.figures.squared_norm())
+        if self._backward_sync is not None:
+            return math.sqrt(self._backward_sync.figures.squared_norm())
         return math.sqrt(self._own_squared_norm())
 
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
-        """Return which gradients held an infinity or a NaN in the last pass: {rank: (parameter names)}.
+        """Return which gradients held an infinity or a NaN in the last backward: {rank: (parameter names)}.
 
         The same on every rank, and known without reading gradients again. Empty if all were finite. Over
-        NCCL, without nonfinite="raise", it is told of an earlier pass, of which the GPU has answered.
+        NCCL, without nonfinite="raise", it is told of an earlier backward, of which the GPU has answered.
 
         Raises:
             ConfigError: Infinities were not looked for, because of nonfinite="ignore" over a process group.
@@ -293,19 +294,19 @@ class WrappedModel:
         Example:
             After a NaN in the batch of rank 1: {1: ("head.weight", "head.bias")}.
         """
-        passes = self._passes
-        if passes is None:
+        backward_sync = self._backward_sync
+        if backward_sync is None:
             names = self._own_nonfinite()
             return {0: names} if names else {}
-        if self._meetings is not None:
-            member = self._meetings.member
-            return {member[rank]: names for rank, names in passes.figures.nonfinite().items()}
-        if not passes.figures.looks_for_nonfinite:
+        if self._outer_sync is not None:
+            member = self._outer_sync.member
+            return {member[rank]: names for rank, names in backward_sync.figures.nonfinite().items()}
+        if not backward_sync.figures.looks_for_nonfinite:
             raise ConfigError(
                 f'{type(self).__name__}: with nonfinite="ignore" a process group looks for none.',
                 hint='pass nonfinite="warn" or "raise"',
             )
-        return passes.figures.nonfinite()
+        return backward_sync.figures.nonfinite()
 
     def sync_buffers(self) -> None:
         """Synchronise buffers and running statistics now, by the policies in `buffers`. Collective.
@@ -314,39 +315,39 @@ class WrappedModel:
         are "local" are left alone. Use it before an evaluation on all ranks, and after rank 0 alone has
         written to buffers; an evaluation on rank 0 alone does not need it.
         """
-        if self._meetings is not None:
-            self._meetings.buffers.sync(range(self._meetings.communicator.world_size), on_demand=True)
-        elif self._passes is not None:
-            self._passes.buffers.sync(range(self._passes.world_size), on_demand=True)
+        if self._outer_sync is not None:
+            self._outer_sync.buffers.sync(range(self._outer_sync.communicator.world_size), on_demand=True)
+        elif self._backward_sync is not None:
+            self._backward_sync.buffers.sync(range(self._backward_sync.world_size), on_demand=True)
 
     def sync_parameters(self) -> None:
         """Let the replicas of local SGD meet now, before `every` steps are over. Collective, over all ranks.
 
         Call it after `optimizer.step()`, where all replicas have to be the same: before an evaluation or a
         checkpoint, and after the last step (`finish()` and `iterate()` do so themselves). The outer optimizer
-        makes a step, unless nobody has trained since the last meeting, and the next meeting is `every` steps
+        makes a step, unless nobody has trained since the last sync, and the next sync is `every` steps
         from here. Without `local_sgd`, and in its warm-up, parameters are in step anyway: it does nothing.
 
         Raises:
             NonFiniteGradientError: Parameters are infinite or NaN somewhere; no rank changes its own.
             MismatchError: Ranks have met a different number of times, or another one is in a forward, whose
-                meeting is due: it has made more steps. No rank changes its own.
+                sync is due: it has made more steps. No rank changes its own.
 
         Example:
-            Since the last meeting rank 0 has moved a weight from 1.0 to 0.8 and rank 1 to 0.6; with
+            Since the last sync rank 0 has moved a weight from 1.0 to 0.8 and rank 1 to 0.6; with
             `LocalSGD(every=10, outer_lr=1, outer_momentum=0, between="ranks")` both hold 0.7 after this call.
         """
-        if self._meetings is not None:
-            self._meetings.meet()
+        if self._outer_sync is not None:
+            self._outer_sync.meet()
 
     def local_sgd_state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs of local SGD, beside the model and the optimizer. Not collective.
 
-        The parameters of the last meeting and the momentum of the outer optimizer, by name, copied: 16-bit
+        The parameters of the last sync and the momentum of the outer optimizer, by name, copied: 16-bit
         parameters as float32, complex ones as pairs of real numbers; and how many steps there were, in all
-        and since that meeting. It is the same on all ranks, but for the steps where data is uneven. The
-        model's own parameters are the same only right after a meeting: a checkpoint between two has the steps
-        of one host, and loses those of the others since the last meeting. So call sync_parameters() before
+        and since that sync. It is the same on all ranks, but for the steps where data is uneven. The
+        model's own parameters are the same only right after a sync: a checkpoint between two has the steps
+        of one host, and loses those of the others since the last sync. So call sync_parameters() before
         saving.
 
         Raises:
@@ -360,13 +361,13 @@ class WrappedModel:
         steps = self._earlier_steps + self.num_good_passes
         if self._carried is not None:
             return state_of_copy(steps, self._carried)
-        return state_before(steps) if self._meetings is None else self._meetings.state(steps)
+        return state_before(steps) if self._outer_sync is None else self._outer_sync.state(steps)
 
     def load_local_sgd_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on with the outer optimizer where another run has stopped. Collective, over all ranks.
 
         Call it after wrapping, and load the model's parameters too, before or after this. Without this call
-        the parameters of the first forward count as those of the last meeting, and the momentum begins at 0.
+        the parameters of the first forward count as those of the last sync, and the momentum begins at 0.
         `every` and the outer optimizer's options are those of this wrapper.
 
         Args:
@@ -379,11 +380,13 @@ class WrappedModel:
         self._require_local_sgd("load_local_sgd_state_dict")
         state = check_state(state)
         options = self._config.local_sgd
-        if self._passes is not None and options is not None:
+        if self._backward_sync is not None and options is not None:
             # Before anything is done that is for all ranks or for none: whether the warm-up is over, and what
             # is there to load. With uneven data hosts may have made more steps than others.
             communicator = (
-                self._passes.communicator if self._meetings is None else self._meetings.communicator
+                self._backward_sync.communicator
+                if self._outer_sync is None
+                else self._outer_sync.communicator
             )
             names = [sorted(map(str, state[part])) for part in ("parameters", "momentum")]
             check_same_state(communicator, min(state["steps"], options.warmup_steps), *names)
@@ -393,9 +396,9 @@ class WrappedModel:
                 self._end_warmup()
             else:
                 self._warmup.left = options.warmup_steps - state["steps"]
-        if self._meetings is not None:
-            self._meetings.load(state)
-        elif self._passes is None:  # a copy, that is connected later
+        if self._outer_sync is not None:
+            self._outer_sync.load(state)
+        elif self._backward_sync is None:  # a copy, that is connected later
             self._carried = carried_by(state)
 
     def _require_local_sgd(self, call: str) -> None:
@@ -434,8 +437,8 @@ class WrappedModel:
                 argument="reduce",
             )
 
-    def _passes_over(self, communicator: Communicator[Any]) -> Passes[Any]:
-        """The passes of all ranks; or those of this rank's member, and its meetings with the others.
+    def _sync_over(self, communicator: Communicator[Any]) -> BackwardSync[Any]:
+        """The backward passes of all ranks; or those of this rank's member, and its syncs with the others.
 
         Collective, over all ranks.
 
@@ -443,47 +446,49 @@ class WrappedModel:
             communicator: Between all ranks.
         """
         options = self._config.local_sgd
-        self._meetings = self._warmup = None
+        self._outer_sync = self._warmup = None
         steps = self._earlier_steps + self.num_good_passes
         if options is None or steps < options.warmup_steps:
-            passes = self._make_passes(communicator)
-            self._warmup = None if options is None else Warmup(options.warmup_steps - steps, passes)
-            return passes
+            backward_sync = self._make_sync(communicator)
+            self._warmup = None if options is None else Warmup(options.warmup_steps - steps, backward_sync)
+            return backward_sync
         member_communicator, members = self._join_member(options.between, communicator)
-        passes = self._make_passes(member_communicator)
-        passes.state.where = f"rank {communicator.rank} of {communicator.world_size}"
+        backward_sync = self._make_sync(member_communicator)
+        backward_sync.state.where = f"rank {communicator.rank} of {communicator.world_size}"
         tensors, buffers = self._outer(communicator)
-        self._meetings = Meetings(options, tensors, communicator, members, passes, buffers, self._config)
+        self._outer_sync = OuterSync(
+            options, tensors, communicator, members, backward_sync, buffers, self._config
+        )
         if self._carried is not None:
-            self._meetings.go_on(self._carried)
+            self._outer_sync.go_on(self._carried)
             self._carried = None
-        return passes
+        return backward_sync
 
     def _is_warmup_done(self) -> bool:
-        """Whether a warm-up has had all its passes: the next forward to train ends it."""
+        """Whether a warm-up has had all its backward passes: the next forward to train ends it."""
         return self._warmup is not None and self._warmup.left <= 0
 
     def _end_warmup(self) -> None:
         """From here on members of local SGD train on their own. Collective."""
-        before = self._passes
+        before = self._backward_sync
         assert before is not None
         take_over_model(before, before.active)
-        self._passes = self._begin_again()
-        self._passes.good_passes = before.good_passes
-        self._passes.micro_batches.take_over(before.micro_batches)
-        self._passes.sync_next_backward(self._syncs_backward)
+        self._backward_sync = self._begin_again()
+        self._backward_sync.good_backwards = before.good_backwards
+        self._backward_sync.micro_batches.take_over(before.micro_batches)
+        self._backward_sync.sync_next_backward(self._syncs_backward)
 
-    def _begin_local_forward(self, passes: _Passes, *, is_training: bool) -> _Passes:
+    def _begin_local_forward(self, backward_sync: _BackwardSync, *, is_training: bool) -> _BackwardSync:
         """A forward begins whose gradients will be needed, with `local_sgd`. Collective where ranks meet.
 
         Returns:
-            The passes from here on: others than before, where a warm-up is over.
+            The backward passes from here on: others than before, where a warm-up is over.
         """
         if self._warmup is not None and self._warmup.is_over(is_training=is_training):
             self._end_warmup()
-        if self._meetings is not None:
-            self._meetings.begin_forward(is_training=is_training)
-        return cast("_Passes", self._passes or passes)
+        if self._outer_sync is not None:
+            self._outer_sync.begin_forward(is_training=is_training)
+        return cast("_BackwardSync", self._backward_sync or backward_sync)
 
     def check_replicas(self, optimizer: Any = None) -> None:
         """Raise on every rank if the model is not the same, to the bit, on all of them. Collective.
@@ -517,9 +522,9 @@ class WrappedModel:
                 "the one that steps this model, or None",
             )
             raise Arguments(owner).refuse("optimizer", optimizer, "an optimizer", hint, is_type=True)
-        if self._passes is not None:
-            self._passes.state.check_process()
-            self._passes.drift.check(optimizer)
+        if self._backward_sync is not None:
+            self._backward_sync.state.check_process()
+            self._backward_sync.drift.check(optimizer)
 
     def bucket_layout(self) -> tuple[BucketLayout, ...]:
         """Which gradients are averaged together, and in which order: one entry per bucket. Not collective.
@@ -545,7 +550,9 @@ class WrappedModel:
             ('0.bias',) (16,) 64 float32
             ('0.weight',) (64,) 64 float32
         """
-        return () if self._passes is None else bucket_layout(self._passes.planning.reduction.plan)
+        return (
+            () if self._backward_sync is None else bucket_layout(self._backward_sync.planning.reduction.plan)
+        )
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Inside this context, parameters that are shared may be changed in place.
@@ -572,7 +579,7 @@ class WrappedModel:
             ...     for parameter in model.parameters():
             ...         parameter.clamp_(-1, 1)              # parameter.clip_(-1, 1)
         """
-        return written(self._home)
+        return written(self._storage)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -581,7 +588,7 @@ class WrappedModel:
         The file is in Chrome's trace event format, which https://ui.perfetto.dev and chrome://tracing read:
         per rank the forward, the backward, each bucket, the waiting and for whom, optimizer steps and batches
         of data loaders; over several hosts, by one clock. Rank 0 writes it when all ranks have left the
-        context. The last 262,144 records of each rank are kept, some thousands of passes.
+        context. The last 262,144 records of each rank are kept, some thousands of backward passes.
         `paceline run --trace out.json` does the same for a whole job.
 
         Args:
@@ -594,7 +601,7 @@ class WrappedModel:
             >>> with ddp.trace("step.json"):
             ...     train_step(batch)
         """
-        if self._passes is None:
+        if self._backward_sync is None:
             warnings.warn(
                 f"{type(self).__name__}.trace records nothing, because a single rank averages nothing.",
                 stacklevel=3,
@@ -602,7 +609,7 @@ class WrappedModel:
             yield
             return
         self._note_steps()
-        with recorded(self._passes.communicator, path):
+        with recorded(self._backward_sync.communicator, path):
             yield
 
     # --- what trainers read of the frameworks' own classes ---
@@ -627,7 +634,7 @@ class WrappedModel:
     @property
     def gradient_as_bucket_view(self) -> bool:
         """The argument."""
-        return self._config.gradients_in_arena
+        return self._config.gradients_in_buffer
 
     @property
     def broadcast_buffers(self) -> bool:
@@ -646,7 +653,7 @@ class WrappedModel:
     def _tell_of_unused_compression(self, rank: int) -> None:
         """An argument that does nothing is told once."""
         value = self._config.compress_between_hosts
-        path = self.gradient_path if self._meetings is None else self._meetings.communicator.path
+        path = self.gradient_path if self._outer_sync is None else self._outer_sync.communicator.path
         if value is not None and rank == 0 and path != "hosts":
             warnings.warn(
                 f"{type(self).__name__}: compress_between_hosts={value!r} does nothing, because all ranks "
@@ -654,7 +661,7 @@ class WrappedModel:
                 stacklevel=2,
             )
 
-    # --- what is known of its passes ---
+    # --- what is known of its backward passes ---
 
     @property
     def num_good_passes(self) -> int:
@@ -667,12 +674,12 @@ class WrappedModel:
         Example:
             Two ranks have made three steps of two micro-batches, the first of each in `no_sync()`: 3 on both.
         """
-        return 0 if self._passes is None else self._passes.good_passes
+        return 0 if self._backward_sync is None else self._backward_sync.good_backwards
 
     def stats(self) -> Statistics:
-        """All figures of the passes so far in one frozen object: who waited for whom, who works how long.
+        """All figures so far in one frozen object: who waited for whom, who works how long.
 
-        Not collective, and free: each rank learns of the others with every pass.
+        Not collective, and free: each rank learns of the others with every backward.
 
         Example:
             Rank 1 of two is slower; on both ranks:
@@ -680,14 +687,16 @@ class WrappedModel:
             >>> ddp.stats().worked_s, ddp.stats().slow_rank
             ((0.020, 0.031), 1)
         """
-        if self._passes is not None:
-            return replace(self._passes.figures.statistics(self._passes.good_passes), bits=self.bits)
+        if self._backward_sync is not None:
+            return replace(
+                self._backward_sync.figures.statistics(self._backward_sync.good_backwards), bits=self.bits
+            )
         return Statistics(0, 1, 0, "nothing", self.bits, 0.0, (0.0,), (), (), (), 0, 0, {}, 0)
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
-        return 0.0 if self._passes is None else self._passes.figures.waited_s
+        """Seconds that this rank has spent waiting for the others at the end of backward, so far."""
+        return 0.0 if self._backward_sync is None else self._backward_sync.figures.waited_s
 
     @property
     def gradient_path(self) -> str:
@@ -695,7 +704,7 @@ class WrappedModel:
 
         "hosts": within each host, in its memory or, for GPUs, over a process group; then between the hosts.
         """
-        return "nothing" if self._passes is None else self._passes.path
+        return "nothing" if self._backward_sync is None else self._backward_sync.path
 
     @property
     def bits(self) -> str:
@@ -711,9 +720,9 @@ class WrappedModel:
         Gloo gives the same bits in every run with the same ranks; NCCL does if it chooses the same algorithm.
         In each case all ranks have the same bits in one run.
         """
-        if self._meetings is not None:
-            return self._meetings.bits
-        return "world" if self._passes is None else self._passes.bits
+        if self._outer_sync is not None:
+            return self._outer_sync.bits
+        return "world" if self._backward_sync is None else self._backward_sync.bits
 
 
 class _Hidden:
@@ -737,7 +746,7 @@ def hide_inherited(cls: type, framework: type, kept: Container[str] = ()) -> Non
             setattr(cls, name, _Hidden(name))
 
 
-def _check_after_pass(owner: str, after_pass: Callable[[], object] | None) -> None:
+def _check_after_backward(owner: str, after_pass: Callable[[], object] | None) -> None:
     if after_pass is not None:
         hint = "the method itself, without a call: after_pass=optimizer.step"
         Arguments(owner).function("after_pass", after_pass, "after_pass()", hint=hint)

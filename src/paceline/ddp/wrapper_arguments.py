@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
+from paceline.reducer.backward.micro_batches import as_weight
+from paceline.reducer.backward_errors import shorten
 from paceline.reducer.between_hosts.sum_formats import ENCODINGS
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.local_sgd.options import LocalSGD
-from paceline.reducer.pass_errors import shorten
-from paceline.reducer.passes.micro_batches import as_weight
 
 _Parameter = TypeVar("_Parameter")
 
@@ -66,17 +66,18 @@ class WrapperOptions:
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         syncs_forward: Give them at the start of training forwards, too.
         buffers: What is done with buffers whose name matches a pattern.
-        gradients_in_arena: Gradients live in the memory where they are averaged.
-        skip_unused: Don't send buckets that no rank used in the pass before.
+        gradients_in_buffer: Gradients live in the memory where they are averaged.
+        skip_unused: Don't send buckets that no rank used in the backward before.
         allow_unused: A parameter without a gradient contributes 0.
-        static_graph: The same parameters are unused in every pass, or it raises.
+        static_graph: The same parameters are unused in every backward, or it raises.
         weight: The weight of this rank's gradients; a function computes it from forward's arguments.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
         reduce_through: "memory" that the ranks share, the process "group", within each of the "hosts" and
             then between them, or the best of what needs no such wish ("auto").
         timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
-        check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
+        check_replicas_every: Compare replicas after so many backward passes; None: where there is a reason;
+            0: never.
         compress_between_hosts: How gradients are encoded between hosts, a key of ENCODINGS; None: not at all.
         deterministic: "world": the bits of one host, wherever the ranks are; None: no such promise.
         local_sgd: How hosts train on their own, and when they meet; None: they average in each step.
@@ -91,7 +92,7 @@ class WrapperOptions:
     broadcast_buffers: bool
     syncs_forward: bool
     buffers: Mapping[str, str]
-    gradients_in_arena: bool
+    gradients_in_buffer: bool
     skip_unused: bool
     allow_unused: bool
     static_graph: bool
@@ -249,7 +250,7 @@ class WrapperArguments:
             "broadcast_buffers": broadcasts and forward_sync_buffers is not False,
             "syncs_forward": bool(forward_sync_buffers),
             "buffers": self.buffers(given.buffers),
-            "gradients_in_arena": check.flag("gradient_as_bucket_view", given.gradient_as_bucket_view),
+            "gradients_in_buffer": check.flag("gradient_as_bucket_view", given.gradient_as_bucket_view),
             "skip_unused": skip_unused,
             "allow_unused": find_unused_parameters or static_graph,
             "static_graph": static_graph,
@@ -361,7 +362,7 @@ class WrapperArguments:
         return pairs
 
     def passes(self, name: str, value: int | None) -> int | None:
-        """A number of passes; 0 is none at all."""
+        """A number of backward passes; 0 is none at all."""
         hint = f"{name}=100; 0 for never; None where there is a reason"
         return None if value is None else self.check.whole(name, value, least=0, hint=hint)
 

@@ -3,8 +3,8 @@
 Rank 0 listens on a free port until all have come, and tells the others where over the group that they have
 already; each tries all addresses of that host, because which of them it can reach only it can find out. In a
 tree (`channel_tree`) the first rank of each host receives those of its host in the same way, then goes to the
-hub with what all of them have told, and welcomes them once the hub has welcomed it. A stranger's connection
-is dropped; a rank of this group that does not fit ends the start of all, with words on every rank.
+hub with what all of them have told, and welcomes them once the hub has welcomed it. An unknown peer's
+connection is dropped; a rank of this group that does not fit ends the start of all, with words on every rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from paceline.health.channel_tree import HUB, Neighbours, neighbours_of
 from paceline.health.handshake import (
     NONCE_BYTES,
     Facts,
-    Meeting,
+    Handshake,
     Member,
-    Misfit,
+    Mismatch,
     Seal,
-    misfit,
+    mismatch,
     read_challenge,
     read_members,
-    secret_misfit,
+    secret_mismatch,
     write_challenge,
     write_members,
 )
@@ -72,7 +72,7 @@ class Connection:
 
     Args:
         link: Its socket.
-        meeting: What both ends know.
+        handshake: What both ends know.
         is_hub: Whether this is the hub's end.
         tls: What encrypts it; None: nothing does.
 
@@ -81,15 +81,15 @@ class Connection:
         is_encrypted: Whether all that is said is.
     """
 
-    def __init__(self, link: socket.socket, meeting: Meeting, tls: Tls | None, *, is_hub: bool) -> None:
+    def __init__(self, link: socket.socket, handshake: Handshake, tls: Tls | None, *, is_hub: bool) -> None:
         link.setblocking(False)
         self.socket = link
         self.is_encrypted = tls is not None
         self._tls = tls
         self._stream = FrameStream(LONGEST_HELLO)
         own, other = ("hub", "rank") if is_hub else ("rank", "hub")
-        self._says: Seal = meeting.seal(own)
-        self._hears: Seal = meeting.seal(other)
+        self._says: Seal = handshake.seal(own)
+        self._hears: Seal = handshake.seal(other)
 
     @property
     def is_open(self) -> bool:
@@ -242,7 +242,7 @@ class _Reception:
         self._place, self._facts = place, facts
         self._host_of = {rank: list(ranks) for ranks in hosts for rank in ranks}
         self._secret, self._deadline = secret, deadline
-        self._came: dict[int, tuple[socket.socket, Meeting]] = {}
+        self._came: dict[int, tuple[socket.socket, Handshake]] = {}
         self._facts_of: list[Facts] = []  # of all that have come, or stand behind those
         self._acceptor = Acceptor(listener, facts.world_size, self._longest_hello, self._challenge)
         self._certificate: Certificate | None = None
@@ -298,38 +298,38 @@ class _Reception:
             is_hello = kind in (Frame.HELLO, Frame.FAILED)
             told, rank_nonce, membership, proof = split_payloads(raw if is_hello else b"", 4)
             *rows, last = told.split(b"\n")
-            complaint = Misfit.unpack(last) if kind is Frame.FAILED else None
+            complaint = Mismatch.unpack(last) if kind is Frame.FAILED else None
             came = [Facts.unpack(row) for row in ([*rows, last] if complaint is None else rows[:1])]
             rank = came[0].rank
         except (MessageError, IndexError):
             return False
-        meeting = Meeting(self._secret, self._place.channel, nonce, rank_nonce)
-        if len(rank_nonce) != NONCE_BYTES or not secrets.compare_digest(membership, meeting.membership):
+        handshake = Handshake(self._secret, self._place.channel, nonce, rank_nonce)
+        if len(rank_nonce) != NONCE_BYTES or not secrets.compare_digest(membership, handshake.membership):
             return False
         if self._refusal:
             self._refuse(link, rank)
             return True
-        is_proof = meeting.is_proof(proof, "rank", told)
-        problem = None if is_proof else secret_misfit(self._facts, came[0])
-        problem = problem or complaint or self._misfit(came)
+        is_proof = handshake.is_proof(proof, "rank", told)
+        problem = None if is_proof else secret_mismatch(self._facts, came[0])
+        problem = problem or complaint or self._mismatch(came)
         if problem is not None:
             self._refusal = problem.pack()
             self._refuse(link, rank)
             raise refusal(self._facts, problem, str(self._place))
-        self._came[rank] = link, meeting
+        self._came[rank] = link, handshake
         self._facts_of += came
         return True
 
-    def _misfit(self, came: Sequence[Facts]) -> Misfit | None:
+    def _mismatch(self, came: Sequence[Facts]) -> Mismatch | None:
         """What is wrong with the rank that came first among these, or with one that it speaks for."""
         own = replace(self._facts, clock_s=time.time())
         for index, facts in enumerate(came):
             members = [own, *self._facts_of, *came[:index]]
-            if problem := misfit(own, facts, members, self._host_of.get(facts.rank, [])):
+            if problem := mismatch(own, facts, members, self._host_of.get(facts.rank, [])):
                 return problem
         if self._below.get(came[0].rank, frozenset()) != frozenset(facts.rank for facts in came):
             ranks = format_ranks([facts.rank for facts in came])
-            return Misfit(
+            return Mismatch(
                 f"{came[0].describe()} came to {own.describe()} for {ranks}, who is not to receive these",
                 "install the same version of Paceline on all hosts",
             )
@@ -341,10 +341,10 @@ class _Reception:
         table = write_members(members)
         shown = b"" if self._certificate is None else self._certificate.fingerprint
         welcome = join_payloads([table, shown])
-        for link, meeting in self._came.values():
-            _try_send(link, Frame.WELCOME, join_payloads([table, shown, meeting.prove("hub", welcome)]))
-        for rank, (link, meeting) in self._came.items():
-            connections[rank] = Connection(link, meeting, self._tls(), is_hub=True)
+        for link, handshake in self._came.values():
+            _try_send(link, Frame.WELCOME, join_payloads([table, shown, handshake.prove("hub", welcome)]))
+        for rank, (link, handshake) in self._came.items():
+            connections[rank] = Connection(link, handshake, self._tls(), is_hub=True)
         return connections, read_members(table, self._facts.world_size)
 
     def _tls(self) -> Tls | None:
@@ -358,14 +358,14 @@ class _Reception:
     def _turn_away(self, error: BaseException, way: Callable[..., object] | None) -> None:
         """Tell the hub, everybody who came, and for some seconds everybody who comes."""
         summary = error.summary if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-        told = Misfit(getattr(error, "seen", "") or summary, getattr(error, "hint", ""))
+        told = Mismatch(getattr(error, "seen", "") or summary, getattr(error, "hint", ""))
         self._refusal = self._refusal or told.pack()
         for rank, (link, _) in self._came.items():
             self._refuse(link, rank)
         is_ours = isinstance(error, PacelineError)  # else the user wants to end it, with Ctrl-C say
         if way is not None and is_ours:
             with contextlib.suppress(RendezvousError):  # which repeats what the hub was told
-                way([self._facts], deadline=Deadline(_GRACE_S), problem=Misfit.unpack(self._refusal))
+                way([self._facts], deadline=Deadline(_GRACE_S), problem=Mismatch.unpack(self._refusal))
         deadline = Deadline(_GRACE_S)
         while is_ours and len(self._told) < len(self._below) and not deadline.is_over():
             self._receive(deadline)
@@ -390,7 +390,7 @@ class _Reception:
         )
 
 
-def refusal(own: Facts, problem: Misfit, where: str) -> RendezvousError:
+def refusal(own: Facts, problem: Mismatch, where: str) -> RendezvousError:
     """The error of a rank at whose start somebody did not fit."""
     return RendezvousError(
         "The ranks of this job do not fit together.",
@@ -415,7 +415,7 @@ def _join(
     told: Sequence[Facts],
     secret: bytes,
     deadline: Deadline,
-    problem: Misfit | None = None,
+    problem: Mismatch | None = None,
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
     """Come to `parent`, with the facts of this rank and of those below it, or a problem that ends all."""
     facts = told[0]
@@ -463,7 +463,7 @@ def _introduce(
     told: Sequence[Facts],
     secret: bytes,
     deadline: Deadline,
-    problem: Misfit | None,
+    problem: Mismatch | None,
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
     """The handshake. Raises OSError or MessageError where somebody else listens.
 
@@ -472,20 +472,20 @@ def _introduce(
     """
     kind, raw = receive_frame(link, Deadline(_CONNECT_WITHIN_S), LONGEST_HELLO)
     hub_nonce = read_challenge(raw if kind is Frame.CHALLENGE else b"", place.channel)
-    meeting = Meeting(secret, place.channel, hub_nonce, secrets.token_bytes(NONCE_BYTES))
+    handshake = Handshake(secret, place.channel, hub_nonce, secrets.token_bytes(NONCE_BYTES))
     facts = replace(told[0], clock_s=time.time())
     # One row for each; JSON has no line breaks of its own.
     own = b"\n".join(each.pack() for each in (facts, *(told[1:] if problem is None else (problem,))))
-    hello = join_payloads([own, meeting.rank_nonce, meeting.membership, meeting.prove("rank", own)])
+    hello = join_payloads([own, handshake.rank_nonce, handshake.membership, handshake.prove("rank", own)])
     send_frame(link, Frame.HELLO if problem is None else Frame.FAILED, hello, deadline)
     kind, raw = receive_frame(link, Deadline(deadline.left_s() + _GRACE_S), _longest_welcome(facts))
     if kind is Frame.FAILED:
-        raise refusal(facts, Misfit.unpack(raw), str(place))
+        raise refusal(facts, Mismatch.unpack(raw), str(place))
     table, fingerprint, proof = split_payloads(raw if kind is Frame.WELCOME else b"", 3)
-    if not meeting.is_proof(proof, "hub", join_payloads([table, fingerprint])):
+    if not handshake.is_proof(proof, "hub", join_payloads([table, fingerprint])):
         raise refusal(
             facts,
-            Misfit(
+            Mismatch(
                 f"who answers at {link.getpeername()[0]} does not know the secret of {facts.describe()}",
                 f"another process answers in the place of rank {parent}: look at what listens there",
             ),
@@ -504,7 +504,7 @@ def _introduce(
             hint=f"look at the output of rank {parent}, and at what lies between the hosts",
             rank=facts.rank,
         ) from error
-    return {parent: Connection(link, meeting, tls, is_hub=False)}, members
+    return {parent: Connection(link, handshake, tls, is_hub=False)}, members
 
 
 def _encrypt(link: socket.socket, fingerprint: bytes, deadline: Deadline) -> Tls:

@@ -18,7 +18,7 @@ answering; the deadline of the backward finds it.
     watches the job
     who is late                      is asked of all at a deadline (`liveness_check`)
 
-What a rank owes to a pass it may have sent before it died, so callbacks come a moment after a death; an
+What a rank owes to a backward it may have sent before it died, so callbacks come a moment after a death; an
 exception has no such moment. After a failure the channel goes on, but keeps to the first.
 """
 

@@ -11,7 +11,7 @@ A proof is an HMAC-SHA256 with the job's secret over who speaks, the channel, bo
 said, so it is of no use at another time, for another rank, or for the other direction. Afterwards each frame
 carries a code over its kind, text and number, with a key made of both nonces: nothing can be altered, left
 out or repeated. `tls` encrypts it all, if there is a secret. A job without one has an empty one: then the
-same steps keep strangers out that mean no harm, and no others.
+same steps keep unknown peers out that mean no harm, and no others.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ _FIELDS: Mapping[str, type] = {
 
 
 @dataclass(frozen=True)
-class Meeting:
+class Handshake:
     """What both ends of a connection know before they prove anything.
 
     Attributes:
@@ -119,7 +119,7 @@ class Meeting:
 
     @property
     def membership(self) -> bytes:
-        """That a process is of this group, and no stranger, even if it has another secret."""
+        """That a process is of this group, and no unknown peer, even if it has another secret."""
         return hmac.digest(self.channel, self.hub_nonce + self.rank_nonce, "sha256")
 
     def prove(self, speaker: str, text: bytes) -> bytes:
@@ -188,7 +188,7 @@ def _digest(channel: bytes) -> bytes:
 
 
 @dataclass(frozen=True)
-class Misfit:
+class Mismatch:
     """Why a rank is none of this job.
 
     Attributes:
@@ -203,26 +203,28 @@ class Misfit:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def unpack(cls, raw: bytes) -> Misfit:
+    def unpack(cls, raw: bytes) -> Mismatch:
         """Raises MessageError: it is none."""
         return cls(**read_object(raw, {"seen": str, "hint": str}))
 
 
-def secret_misfit(hub: Facts, came: Facts) -> Misfit:
+def secret_mismatch(hub: Facts, came: Facts) -> Mismatch:
     """The proof of `came` was wrong."""
     has = {True: "has a secret", False: "has none"}
     both = "have secrets that differ"
     words = f"{hub.describe()} {has[hub.has_secret]}, {came.describe()} {has[came.has_secret]}"
     if hub.has_secret and came.has_secret:
         words = f"{hub.describe()} and {came.describe()} {both}"
-    return Misfit(
+    return Mismatch(
         words,
         "give all ranks of the job the same secret: PACELINE_SECRET_FILE names a file of mode 0600 with the "
         "same content on all hosts",
     )
 
 
-def misfit(hub: Facts, came: Facts, members: Sequence[Facts], ranks_of_host: Sequence[int]) -> Misfit | None:
+def mismatch(
+    hub: Facts, came: Facts, members: Sequence[Facts], ranks_of_host: Sequence[int]
+) -> Mismatch | None:
     """Why a rank that has come is none of this job; None: it is one.
 
     Args:
@@ -233,7 +235,7 @@ def misfit(hub: Facts, came: Facts, members: Sequence[Facts], ranks_of_host: Seq
     """
     one, other = hub.describe(), came.describe()
     if came.world_size != hub.world_size or not 0 <= came.rank < hub.world_size:
-        return Misfit(
+        return Mismatch(
             f"{one} expects {hub.world_size} ranks, {other} expects {came.world_size}",
             "start all hosts with the same WORLD_SIZE",
         )
@@ -243,18 +245,20 @@ def misfit(hub: Facts, came: Facts, members: Sequence[Facts], ranks_of_host: Seq
         ("has", hub.framework, came.framework, _ONE_VERSION),
     ):
         if mine != theirs:
-            return Misfit(f"{one} {what} {mine}, {other} {what} {theirs}", hint)
+            return Mismatch(f"{one} {what} {mine}, {other} {what} {theirs}", hint)
     for member in members:
         if member.rank == came.rank:
-            return Misfit(f"two processes claim rank {came.rank}: {member.describe()}, and {other}", _ONE_JOB)
+            return Mismatch(
+                f"two processes claim rank {came.rank}: {member.describe()}, and {other}", _ONE_JOB
+            )
     if list(ranks_of_host) != came.local_ranks:
-        return Misfit(
+        return Mismatch(
             f"{other} takes ranks {came.local_ranks} for those of its host, {one} ranks {[*ranks_of_host]}",
             _ONE_VERSION,
         )
     offset_s = came.clock_s - hub.clock_s
     if not abs(offset_s) <= MOST_CLOCK_OFFSET_S:
-        return Misfit(
+        return Mismatch(
             f"the clock of {other} is {offset_s:+.0f} s from that of {one}",
             "set the clocks of all hosts (timedatectl, chrony)",
         )

@@ -20,8 +20,8 @@ from paceline import _core
 from paceline.rendezvous.deadline import Deadline
 
 _live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()
-_farewells: list[weakref.WeakMethod[Callable[[], object]]] = []
-_last_farewells: list[weakref.WeakMethod[Callable[[], object]]] = []
+_exit_warnings: list[weakref.WeakMethod[Callable[[], object]]] = []
+_last_exit_warnings: list[weakref.WeakMethod[Callable[[], object]]] = []
 _at_failure: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
 _installed_in = 0  # the process; a forked child loses multiprocessing's list of what to do at its end
 
@@ -73,27 +73,29 @@ def close_all() -> None:
         core.close()
 
 
-def before_leaving(farewell: Callable[[], object], *, is_last: bool = False) -> None:
+def before_leaving(exit_warning: Callable[[], object], *, is_last: bool = False) -> None:
     """Call this method at the end of the process, unless an exception ends it, as long as its object lives.
 
     While the groups of the process are still open, and in the order in which the methods came here.
 
     Args:
-        farewell: It may block for a moment.
+        exit_warning: It may block for a moment.
         is_last: After all that are not the last: these may still need what it ends.
     """
-    farewells = _last_farewells if is_last else _farewells
-    farewells[:] = [known for known in farewells if known() is not None]
-    farewells.append(weakref.WeakMethod(farewell))
+    exit_warnings = _last_exit_warnings if is_last else _exit_warnings
+    exit_warnings[:] = [known for known in exit_warnings if known() is not None]
+    exit_warnings.append(weakref.WeakMethod(exit_warning))
 
 
 def _end() -> None:
-    with contextlib.ExitStack() as rest:  # what one farewell raises must not keep the others from being said
+    # what one exit warning raises must not keep the others from being said
+    with contextlib.ExitStack() as rest:
         rest.callback(close_all)
         if getattr(sys, "last_value", None) is None:
-            for known in reversed((*_farewells, *_last_farewells)):  # the last callback is called first
-                if (farewell := known()) is not None:
-                    rest.callback(farewell)
+            # the last callback is called first
+            for known in reversed((*_exit_warnings, *_last_exit_warnings)):
+                if (exit_warning := known()) is not None:
+                    rest.callback(exit_warning)
 
 
 def _leave() -> None:

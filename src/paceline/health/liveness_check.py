@@ -65,7 +65,7 @@ class Activity(NamedTuple):
     """What a rank is in.
 
     Attributes:
-        text: In words: "in backward of pass 3".
+        text: In words: "in backward of iteration 3".
         is_waiting: Whether it waits for others, or has given up on them: it is none to blame.
         has_given_up: Whether its deadline has passed.
     """

@@ -27,7 +27,7 @@ _log = logging.getLogger("paceline")
 
 
 class Tell(Protocol):
-    """Lets the others know what this rank does, and how many forwards it has begun since its last pass."""
+    """Lets the others know what this rank does, and how many forwards since its last backward."""
 
     def __call__(self, activity: str, forwards: int = 0, /) -> None: ...
 
@@ -208,7 +208,8 @@ class MemoryPeerMonitor:
     def find_lost(self, within_s: float) -> CollectiveError | None:
         """As `lost`, or a rank that left, once a connection has broken. Blocks at most `within_s`.
 
-        A rank that has left is none to blame before that: in the last pass it may be the first to be done.
+        A rank that has left is none to blame before that: in the last backward it may be the first to be
+            done.
         """
         until = time.monotonic() + within_s
         while True:
@@ -313,7 +314,7 @@ def _left(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:
         f"{format_ranks(ranks).capitalize()} of {world_size} {'has' if len(ranks) == 1 else 'have'} left.",
         seen=seen,
         likely="it has come to its end, or called sys.exit(), while others still train",
-        hint="every rank must make the same number of passes; or use ddp.finish()",
+        hint="every rank must make the same number of backward passes; or use ddp.finish()",
         lost=tuple(ranks),
     )
 
@@ -322,7 +323,7 @@ def _rows(ranks: Sequence[dict[str, Any]]) -> str:
     """One line for each rank.
 
     Example:
-        "rank 2 (pid 77) is alive; last in backward of pass 3"
+        "rank 2 (pid 77) is alive; last in backward of iteration 3"
     """
     verbs = {"alive": "is alive", "dead": "is dead", "left": "has left"}
     return "\n".join(

@@ -2,7 +2,8 @@
 
 Its one idea: torch's agent on each host starts the ranks of that host, and the agents agree who they are; we
 tell each agent what it would have to guess (whether it is the one that all meet at, and at which address
-others reach it), and say what it waits for in silence: a meeting point that is not there yet, or other hosts.
+others reach it), and say what it waits for in silence: a rendezvous address that is not there yet, or other
+hosts.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Elastic:
 
 
 def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Run torch's agent for this host, once the meeting point can be reached.
+    """Run torch's agent for this host, once the rendezvous address can be reached.
 
     Args:
         elastic: What was asked.
@@ -80,7 +81,7 @@ def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[s
 
     Raises:
         ConfigError: An option is wrong, torch is not installed, or the host's name stands for nothing here.
-        RendezvousError: Nobody listened at the meeting point in time.
+        RendezvousError: Nobody listened at the rendezvous address in time.
     """
     checked = check(elastic)
     host, port = split_address(checked.rdzv, "--rdzv")
@@ -113,7 +114,7 @@ def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[s
     told = {**environment, "OMP_NUM_THREADS": threads}
     words = [*interpreter(), *arguments, *command]
     sys.stdout.flush()
-    sys.exit(_run_watched(words, told, _watch_of(checked, command, told), _Meeting(checked)))
+    sys.exit(_run_watched(words, told, _watch_of(checked, command, told), _RendezvousPoint(checked)))
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def _watch_of(elastic: Elastic, command: Sequence[str], inherited: Mapping[str, 
     return _Watch(recording, page, trace, variables)
 
 
-class _Meeting:
+class _RendezvousPoint:
     """Says what the agent waits for in silence, as long as it has started no rank.
 
     Args:
@@ -211,7 +212,7 @@ def _pass_on(agent: int, signum: int) -> None:
 
 
 def _run_watched(
-    words: Sequence[str], environment: Mapping[str, str], watch: _Watch, meeting: _Meeting
+    words: Sequence[str], environment: Mapping[str, str], watch: _Watch, rendezvous: _RendezvousPoint
 ) -> int:
     """Run the agent as a child, and tell what is seen of its ranks. Returns its exit status.
 
@@ -235,14 +236,14 @@ def _run_watched(
         signal.signal(signum, lambda received, _: agent.send_signal(received))
     for signum in (signal.SIGUSR1, signal.SIGUSR2):  # the agent would end by them
         signal.signal(signum, lambda received, _: _pass_on(agent.pid, received))
-    while not wait_readable([ended], min(watch.recording.seconds_to_look(), meeting.seconds_to_look())):
+    while not wait_readable([ended], min(watch.recording.seconds_to_look(), rendezvous.seconds_to_look())):
         watch.recording.look()
-        meeting.look(agent.pid)
-    meeting.look(agent.pid)
+        rendezvous.look(agent.pid)
+    rendezvous.look(agent.pid)
     os.close(ended)
     found = agent.wait()
     status = found if found >= 0 else 128 - found
-    meeting.end(status)
+    rendezvous.end(status)
     if watch.dashboard is not None:
         watch.dashboard.end(status)
     if found < 0:

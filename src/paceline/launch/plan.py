@@ -22,7 +22,7 @@ from paceline.launch.placement import Machine, assign_cores, assign_nodes, threa
 from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.topology import read_machine
 from paceline.launch.trace_file import check_output, trace_variables
-from paceline.launch.variables import Meeting, new_job_id, rank_environment
+from paceline.launch.variables import MasterAddress, new_job_id, rank_environment
 from paceline.rendezvous.limits import explain
 from paceline.trace import jobs
 from paceline.trace.ring_file import FOLDER_VARIABLE
@@ -114,13 +114,13 @@ def make_plan(
         check_output(options.trace, nprocs)
     folder = jobs.new_folder()
     recorded = trace_variables(inherited, folder, is_whole=options.trace is not None)
-    meeting = _choose_meeting(options, nprocs)
+    master_address = _choose_master(options, nprocs)
     has_gpu = Path("/dev/nvidiactl").exists()
     environments = tuple(
         rank_environment(
             rank,
             nprocs,
-            meeting,
+            master_address,
             {**inherited, **recorded},
             num_threads=options.threads or threads_per_rank(machine.num_cores, nprocs),
             is_threads_given=options.threads is not None,
@@ -227,7 +227,7 @@ def _make_log_dir(path: str, nprocs: int) -> None:
             )
 
 
-def _choose_meeting(options: Options, nprocs: int) -> Meeting:
+def _choose_master(options: Options, nprocs: int) -> MasterAddress:
     if options.master_port is None:
         if options.master_addr != Options.master_addr:
             check_port_is_free(options.master_addr, 0)
@@ -236,7 +236,7 @@ def _choose_meeting(options: Options, nprocs: int) -> Meeting:
         master_port = options.master_port
         check_port_is_free(options.master_addr, master_port)
         paddle_ports = free_ports(nprocs)
-    return Meeting(options.master_addr, master_port, tuple(paddle_ports), new_job_id())
+    return MasterAddress(options.master_addr, master_port, tuple(paddle_ports), new_job_id())
 
 
 def _choose_cores(

@@ -154,9 +154,9 @@ class JobRecording:
                 self._write(Path(self._output))
             elif exit_status and paths_in(self._folder):
                 self._say(
-                    f"paceline: `paceline trace {self._folder.name}` shows the last passes of each rank"
+                    f"paceline: `paceline trace {self._folder.name}` shows the last iterations of each rank"
                     if self._is_own
-                    else f"paceline: `paceline trace {self._folder}` shows the last passes of each rank"
+                    else f"paceline: `paceline trace {self._folder}` shows the last iterations of each rank"
                 )
         except PacelineError as error:
             self._say(f"paceline: {error}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Meeting:
+class MasterAddress:
     """Where the ranks of one launch meet, and the name that keeps two launches apart."""
 
     master_addr: str
@@ -22,16 +22,16 @@ def new_job_id() -> str:
     return os.urandom(16).hex()
 
 
-def rank_variables(rank: int, nprocs: int, meeting: Meeting) -> dict[str, str]:
+def rank_variables(rank: int, nprocs: int, master_address: MasterAddress) -> dict[str, str]:
     """What torch, Paddle and Paceline read, for one rank of a launch on one host.
 
     Example:
         Rank 1 of 2 gets RANK=1, LOCAL_RANK=1, WORLD_SIZE=2, PADDLE_TRAINER_ID=1, ...; rank 0 the same
         MASTER_ADDR, MASTER_PORT and PACELINE_JOB_ID.
     """
-    endpoints = [f"{meeting.master_addr}:{port}" for port in meeting.paddle_ports]
+    endpoints = [f"{master_address.master_addr}:{port}" for port in master_address.paddle_ports]
     return {
-        "PACELINE_JOB_ID": meeting.job_id,
+        "PACELINE_JOB_ID": master_address.job_id,
         # torch, as torchrun sets them
         "RANK": str(rank),
         "WORLD_SIZE": str(nprocs),
@@ -42,8 +42,8 @@ def rank_variables(rank: int, nprocs: int, meeting: Meeting) -> dict[str, str]:
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(nprocs),
-        "MASTER_ADDR": meeting.master_addr,
-        "MASTER_PORT": str(meeting.master_port),
+        "MASTER_ADDR": master_address.master_addr,
+        "MASTER_PORT": str(master_address.master_port),
         # Paddle, as paddle.distributed.launch sets them
         "PADDLE_TRAINER_ID": str(rank),
         "PADDLE_TRAINERS_NUM": str(nprocs),
@@ -62,7 +62,7 @@ def rank_variables(rank: int, nprocs: int, meeting: Meeting) -> dict[str, str]:
 def rank_environment(
     rank: int,
     nprocs: int,
-    meeting: Meeting,
+    master_address: MasterAddress,
     inherited: Mapping[str, str],
     *,
     num_threads: int,
@@ -74,14 +74,14 @@ def rank_environment(
     Args:
         rank: The rank.
         nprocs: Number of ranks.
-        meeting: Where they meet.
+        master_address: Where they meet.
         inherited: The launcher's own environment.
         num_threads: Threads for this rank's kernels.
         is_threads_given: The user asked for `num_threads`; else OMP_NUM_THREADS wins where it is set.
         has_gpu: The machine has one; else Paddle is told to use Gloo, without which it makes no group.
     """
     environment = {name: value for name, value in inherited.items() if not _is_stale(name)}
-    environment.update(rank_variables(rank, nprocs, meeting))
+    environment.update(rank_variables(rank, nprocs, master_address))
     if is_threads_given or not environment.get("OMP_NUM_THREADS"):
         environment["OMP_NUM_THREADS"] = str(num_threads)
     environment.setdefault("PYTHONFAULTHANDLER", "1")  # a segmentation fault leaves a traceback

@@ -2,7 +2,7 @@
 
 It is a process of its own, which reads what the ranks have recorded. However slow a browser is,
 neither the ranks nor the launcher notice. It answers only who knows the token, and only under the names of
-this machine, so that no page of a stranger can read it through the browser.
+this machine, so that no page of an unknown client can read it through the browser.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Dashboard(ThreadingHTTPServer):
         self.socket = listener
         self.feed, self.token = feed, token
         self._admission = threading.Lock()
-        self._strangers: dict[
+        self._unknown_peers: dict[
             Any, float
         ] = {}  # connections that have shown no token, since when; oldest first
         self._known: set[Any] = set()
@@ -144,11 +144,11 @@ class Dashboard(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Who comes last is served: of those who show no token, the oldest goes."""
         with self._admission:
-            if len(self._strangers) + len(self._known) >= _MOST_CONNECTIONS and self._strangers:
-                self._drop(next(iter(self._strangers)))
-            has_room = len(self._strangers) + len(self._known) < _MOST_CONNECTIONS
+            if len(self._unknown_peers) + len(self._known) >= _MOST_CONNECTIONS and self._unknown_peers:
+                self._drop(next(iter(self._unknown_peers)))
+            has_room = len(self._unknown_peers) + len(self._known) < _MOST_CONNECTIONS
             if has_room:
-                self._strangers[request] = time.monotonic()
+                self._unknown_peers[request] = time.monotonic()
         if has_room:
             super().process_request(request, client_address)
             return
@@ -162,26 +162,26 @@ class Dashboard(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             with self._admission:
-                self._strangers.pop(request, None)
+                self._unknown_peers.pop(request, None)
                 self._known.discard(request)
 
     def service_actions(self) -> None:
-        """Several times in a second: a stranger's time is over, however many bytes he has sent."""
+        """Several times in a second: an unknown client's time is over, however many bytes he has sent."""
         with self._admission:
-            for request, since_s in list(self._strangers.items()):
+            for request, since_s in list(self._unknown_peers.items()):
                 if time.monotonic() - since_s > _SLOWEST_S:
                     self._drop(request)
 
     def _drop(self, request: Any) -> None:
-        """End a stranger's connection, which its thread finds closed."""
-        del self._strangers[request]
+        """End an unknown client's connection, which its thread finds closed."""
+        del self._unknown_peers[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def trust(self, request: Any) -> None:
         """A connection has shown the token."""
         with self._admission:
-            if self._strangers.pop(request, None) is not None:
+            if self._unknown_peers.pop(request, None) is not None:
                 self._known.add(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(404, "There is only /, /events and /metrics.")
 
     def _is_for_us(self) -> bool:
-        """Whether the browser means this machine: a stranger's name may lead here, too (DNS rebinding)."""
+        """Whether the browser means this machine: another name may lead here, too (DNS rebinding)."""
         named = self.headers.get_all("Host") or [""]
         host, _, port = named[0].rpartition(":")
         return len(named) == 1 and (host if port.isdigit() and host else named[0]) in _OWN_NAMES

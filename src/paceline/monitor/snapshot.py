@@ -1,6 +1,6 @@
 """What a job does now, from the newest records of its ranks: one pure function, and what it returns.
 
-A window of some seconds tells all rates. A step is a pass: a backward that is averaged. All
+A window of some seconds tells all rates. A step is a backward: a backward that is averaged. All
 views draw this, and compute nothing.
 """
 
@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from paceline.trace.far_ranks import FarRank, State
-from paceline.trace.records import Event, Record, bits_float, pass_of
+from paceline.trace.records import Event, Record, backward_of, bits_float
 from paceline.trace.ring_file import RankHeader
 from paceline.trace.slow import Span
 from paceline.trace.totals import Total
 
-PassKey = tuple[int, int]
+BackwardKey = tuple[int, int]
 
 _BEGUN = {
     Event.FORWARD_BEGAN: "forward",
     Event.FORWARD_ENDED: "",
     Event.BACKWARD_BEGAN: "backward",
     Event.BACKWARD_ENDED: "average",
-    Event.PASS_ENDED: "",
+    Event.AVERAGING_ENDED: "",
     Event.OPTIMIZER_BEGAN: "optimizer",
     Event.OPTIMIZER_ENDED: "",
     Event.DATA_BEGAN: "data",
@@ -43,7 +43,7 @@ class RankWindow:
         header: Who it is.
         records: Oldest first.
         names: What logged values are called, by their number.
-        failures: When its passes, or its program, raised (CLOCK_MONOTONIC), and why; oldest first.
+        failures: When its backward passes, or its program, raised (CLOCK_MONOTONIC), and why; oldest first.
         is_alive: Whether its process runs.
         memory_bytes: How much memory it has; None: unknown.
         is_memory_shared: Whether memory that ranks share counts for each of them in full (RSS), and not
@@ -70,22 +70,23 @@ class RankSnapshot:
         is_alive: Whether the process runs.
         doing: "data", "forward", "backward", "average" or "optimizer"; "": something between them.
         silent_s: How long ago it recorded anything.
-        step: How many passes of the model it has ended; None: none that we know of.
-        steps_per_s: Passes per second; 0.0: none, or only one is known.
+        step: How many backward passes of the model it has ended; None: none that we know of.
+        steps_per_s: BackwardSync per second; 0.0: none, or only one is known.
         samples_per_s: None: nobody has told the size of batches.
-        worked_s: Its median time from the end of a pass to the end of its next backward, without waiting.
+        worked_s: Its median time from the end of a backward to the end of its next backward, without waiting.
         waiting: Which part of the window it has waited at the end of backwards, from 0 to 1.
         waits_for: The rank that it waits for now, or has waited for most; None: none.
         memory_bytes: None: unknown.
         is_memory_shared: Whether memory that ranks share counts for each of them in full.
         values: What it has logged last, by name.
         norm: The last known 2-norm of the mean gradient; None: nobody knows it for nothing.
-        nonfinite: How many gradients held an infinity or a NaN in the window, over all passes.
+        nonfinite: How many gradients held an infinity or a NaN in the window, over all backward passes.
         nonfinite_rank: The first rank whose gradients did; None: none.
-        failed: How many passes of the window raised.
+        failed: How many backward passes of the window raised.
         failure: Why the last one did; "": none.
-        is_recovered: Whether it has ended a good pass since.
-        is_far: Whether it runs on another host: `doing` and what its passes raised are not known then.
+        is_recovered: Whether it has ended a good backward since.
+        is_far: Whether it runs on another host: `doing` and what its backward passes raised are not known
+            then.
     """
 
     rank: int
@@ -152,7 +153,7 @@ def snapshot(
         spans: By how much the totals of each rank have grown, of this host and of others, of late.
 
     Example:
-        Rank 0 waits 30 of 100 ms in each pass, because rank 1 works for 90 ms and it for 60: rank 0 has
+        Rank 0 waits 30 of 100 ms in each backward, because rank 1 works for 90 ms and it for 60: rank 0 has
         `waiting` 0.3 and `waits_for` 1, and `waited_for` is {1: 0.15}.
     """
     model = min((model for each in windows for model, _ in _ends(each)), default=0)
@@ -180,29 +181,29 @@ def snapshot(
     )
 
 
-def _ends(window: RankWindow) -> list[PassKey]:
-    return [pass_of(each.first) for each in window.records if each.event == Event.PASS_ENDED]
+def _ends(window: RankWindow) -> list[BackwardKey]:
+    return [backward_of(each.first) for each in window.records if each.event == Event.AVERAGING_ENDED]
 
 
-def _arrivals(window: RankWindow) -> dict[PassKey, int]:
-    """When its backward of each pass was over."""
+def _arrivals(window: RankWindow) -> dict[BackwardKey, int]:
+    """When its backward of each backward was over."""
     ended = (each for each in window.records if each.event == Event.BACKWARD_ENDED)
-    return {pass_of(each.first): each.time_ns for each in ended}
+    return {backward_of(each.first): each.time_ns for each in ended}
 
 
 class _RankReader:
     """Reads the window of one rank beside the others'."""
 
     def __init__(
-        self, window: RankWindow, model: int, arrivals: Mapping[int, Mapping[PassKey, int]], now_ns: int
+        self, window: RankWindow, model: int, arrivals: Mapping[int, Mapping[BackwardKey, int]], now_ns: int
     ) -> None:
         self._window, self._model, self._arrivals = window, model, arrivals
         self.world_size = window.header.world_size
         self._records = window.records
         last_ns = self._records[-1].time_ns if self._records else now_ns
         self._now_ns = max(now_ns, last_ns) if window.is_alive else last_ns
-        self._passes = [each for each in self._records if each.event in _OF_PASSES]
-        first = self._passes[0] if self._passes else None
+        self._backwards = [each for each in self._records if each.event in _OF_BACKWARDS]
+        first = self._backwards[0] if self._backwards else None
         self._begin_ns = self._now_ns if first is None else first.time_ns
         self.waited_for: dict[int, float] = {}  # parts of the window
 
@@ -223,7 +224,7 @@ class _RankReader:
             is_alive=window.is_alive,
             doing=self._doing(),
             silent_s=max(0, self._now_ns - last_ns) / 1e9,
-            step=pass_of(ends[-1].first)[1] if ends else None,
+            step=backward_of(ends[-1].first)[1] if ends else None,
             steps_per_s=self._rate([each.time_ns for each in ends]),
             samples_per_s=self._samples(ends),
             worked_s=self._worked(ends),
@@ -241,11 +242,11 @@ class _RankReader:
         )
 
     def _ends(self) -> list[Record]:
-        """The ends of passes of the model that is looked at."""
+        """The ends of backward passes of the model that is looked at."""
         return [
             each
-            for each in self._passes
-            if each.event == Event.PASS_ENDED and pass_of(each.first)[0] == self._model
+            for each in self._backwards
+            if each.event == Event.AVERAGING_ENDED and backward_of(each.first)[0] == self._model
         ]
 
     def _doing(self) -> str:
@@ -277,9 +278,9 @@ class _RankReader:
         ]
         seen = [
             each.second >> 1
-            for each in self._passes
+            for each in self._backwards
             if each.event == Event.FORWARD_BEGAN
-            and pass_of(each.first)[0] == self._model
+            and backward_of(each.first)[0] == self._model
             and begin_ns <= each.time_ns < end_ns
         ]
         found = sum(logged) if logged else sum(seen)
@@ -292,7 +293,7 @@ class _RankReader:
         own = self._arrivals[self._window.header.rank]
         spans = []
         for each in ends:
-            model, number = pass_of(each.first)
+            model, number = backward_of(each.first)
             arrived_ns = own.get((model, number + 1))
             if arrived_ns is not None and arrived_ns > each.time_ns:
                 spans.append((arrived_ns - each.time_ns) / 1e9)
@@ -315,17 +316,17 @@ class _RankReader:
         if length_ns <= 0:
             return 0.0
         waits: list[tuple[int, int, Sequence[int]]] = []
-        key: PassKey | None = None
-        for each in self._passes:
+        key: BackwardKey | None = None
+        for each in self._backwards:
             if each.event == Event.BACKWARD_ENDED:
-                key = pass_of(each.first)
+                key = backward_of(each.first)
             elif each.event == Event.WAITED:
                 begin_ns = max(each.first, self._begin_ns)
                 while waits and waits[-1][0] >= begin_ns:  # between hosts, one wait is within another
                     waits.pop()
                 if each.time_ns > begin_ns:
                     waits.append((begin_ns, each.time_ns, self._last_of(key, each.second)))
-            elif each.event == Event.PASS_ENDED:
+            elif each.event == Event.AVERAGING_ENDED:
                 key = None
         since_ns, missing = self._waits_now(key)
         if since_ns:
@@ -338,15 +339,15 @@ class _RankReader:
         self.waited_for = {whom: took_ns / length_ns for whom, took_ns in lost.items()}
         return min(1.0, total_ns / length_ns)
 
-    def _last_of(self, key: PassKey | None, told: int) -> Sequence[int]:
-        """The rank that came last to a pass, if it is another one."""
+    def _last_of(self, key: BackwardKey | None, told: int) -> Sequence[int]:
+        """The rank that came last to a backward, if it is another one."""
         if told < 0 and key is not None:  # nobody has told: the last one of this host, if all are here
             came = {rank: times[key] for rank, times in self._arrivals.items() if key in times}
             told = max(came, key=came.__getitem__) if len(came) == self.world_size > 1 else -1
         return (told,) if told >= 0 and told != self._window.header.rank else ()
 
-    def _waits_now(self, key: PassKey | None) -> tuple[int, list[int]]:
-        """Since when it waits in a pass that has not ended, and for which ranks, which have not come.
+    def _waits_now(self, key: BackwardKey | None) -> tuple[int, list[int]]:
+        """Since when it waits in a backward that has not ended, and for which ranks, which have not come.
 
         0: it does not. No ranks: all of this host have come, and of those of other hosts nobody knows.
         """
@@ -354,7 +355,7 @@ class _RankReader:
             return 0, []
         came_ns = self._arrivals[self._window.header.rank][key]
         has_waited = any(
-            e.event == Event.WAITED and e.time_ns >= came_ns for e in reversed(self._passes[-8:])
+            e.event == Event.WAITED and e.time_ns >= came_ns for e in reversed(self._backwards[-8:])
         )
         missing = [rank for rank, times in self._arrivals.items() if key not in times]
         if has_waited or (not missing and len(self._arrivals) >= self.world_size):
@@ -411,7 +412,7 @@ class _FarReader:
         return max(0, self._now_ns - self._far.received_ns)
 
     def _rate(self, span: Span) -> float:
-        """Passes in a second; falls when nothing was told for longer than usual."""
+        """BackwardSync in a second; falls when nothing was told for longer than usual."""
         took_ns = span.grown[Total.TIME_NS]
         is_late = self._silent_ns > _LATE_NS
         return span.passes * 1e9 / (took_ns + self._silent_ns if is_late else took_ns)
@@ -430,12 +431,12 @@ class _FarReader:
         return {rank: waiting * ns / sum(held_ns.values()) for rank, ns in held_ns.items()}
 
 
-_OF_PASSES = frozenset(
+_OF_BACKWARDS = frozenset(
     (
         Event.FORWARD_BEGAN,
         Event.BACKWARD_BEGAN,
         Event.BACKWARD_ENDED,
-        Event.PASS_ENDED,
+        Event.AVERAGING_ENDED,
         Event.WAITED,
     )
 )

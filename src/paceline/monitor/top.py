@@ -105,7 +105,7 @@ def frame(watch: JobWatch, now: JobSnapshot, console: Console) -> Group:
     name = watch.facts.name if watch.facts is not None else ""
     title = Text(f"{watch.id} {name}".strip(), style="bold", overflow="ellipsis", no_wrap=True)
     if not now.ranks:
-        return Group(title, Text("No rank has recorded a pass yet: no model is wrapped so far."))
+        return Group(title, Text("No rank has recorded a backward yet: no model is wrapped so far."))
     lines = [title, *(Text(line) for line in _summary(now))]
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     columns = _columns(width, has_hosts=any(each.is_far for each in now.ranks))

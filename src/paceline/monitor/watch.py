@@ -42,7 +42,7 @@ from paceline.trace.usage import resident_bytes
 
 WINDOW_NS = 10_000_000_000
 """How far back a window reaches at least, if the ring does."""
-_FEWEST_PASSES = 5  # of a slow model, it reaches back farther
+_FEWEST_BACKWARDS = 5  # of a slow model, it reaches back farther
 MOST_RECORDS = 4096
 """How many records a look takes at most, the newest: a small model makes thousands in a second, and who looks
 must not take the processor from the ranks."""
@@ -175,7 +175,7 @@ def find_running(name: str | None) -> Path:
         if facts is not None and not facts.is_running:
             raise ConfigError(
                 f"Job {folder.name} ({facts.name}) has ended: {facts.state}.",
-                hint=f"`paceline trace {folder.name}` shows its last passes",
+                hint=f"`paceline trace {folder.name}` shows its last backward passes",
             )
         return folder
     running = [(folder, facts) for folder, facts in jobs.jobs() if facts.is_running]
@@ -337,13 +337,13 @@ class RingTail:
 
 
 def _cut(window: list[Record], kept: dict[tuple[int, int], Record]) -> list[Record]:
-    """The end of a window: some time, some passes; and what is kept in any case."""
+    """The end of a window: some time, some backward passes; and what is kept in any case."""
     if not window:
         return window
     from_ns = window[-1].time_ns - WINDOW_NS
-    ends = [record.time_ns for record in window if record.event == Event.PASS_ENDED]
-    if len(ends) > _FEWEST_PASSES:
-        from_ns = min(from_ns, ends[-_FEWEST_PASSES - 1])
+    ends = [record.time_ns for record in window if record.event == Event.AVERAGING_ENDED]
+    if len(ends) > _FEWEST_BACKWARDS:
+        from_ns = min(from_ns, ends[-_FEWEST_BACKWARDS - 1])
         if len(window) > 2 * MOST_RECORDS:
             from_ns = max(from_ns, window[-2 * MOST_RECORDS].time_ns)
         place = next(i for i, record in enumerate(window) if record.time_ns >= from_ns)

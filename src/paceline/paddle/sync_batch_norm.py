@@ -2,7 +2,7 @@
 
 Two sums over ranks, each a step of Paddle's own graph whose gradient is again a sum over ranks. All else is
 ordinary arithmetic, so Paddle derives the gradient. Batches may differ in size. Gradients that cross ranks
-bear the weights that a wrapped model gives to its ranks (`reducer.passes.exchanges`).
+bear the weights that a wrapped model gives to its ranks (`reducer.backward.exchanges`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paddle.nn import functional
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, PacelineError
 from paceline.paddle import internals
+from paceline.paddle.backward.exchanges import forwards
+from paceline.paddle.backward.graphs import keep_as_it_is, raise_after_backward, watch_backwards
 from paceline.paddle.communicator.communicators import Communicator
 from paceline.paddle.communicator.peers import common_communicator
 from paceline.paddle.model.arguments import checked_group, checked_layer
-from paceline.paddle.passes.exchanges import forwards
-from paceline.paddle.passes.graphs import keep_as_it_is, raise_after_backward, watch_backwards
-from paceline.reducer.passes.exchanges import ExchangeWeight
-from paceline.reducer.passes.sharing import registry
+from paceline.reducer.backward.exchanges import ExchangeWeight
+from paceline.reducer.backward.sharing import registry
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -140,8 +140,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def _timeout_s(self) -> float | None:
         """The `timeout_s` that the user gave to the wrapper of the model that this layer is in, if any."""
-        if forwards.passes is not None:
-            return forwards.passes.asked_timeout_s
+        if forwards.backward_sync is not None:
+            return forwards.backward_sync.asked_timeout_s
         # Called outside of a wrapped forward, as where it is recomputed in a backward.
         return registry.timeout_of([each for each in (self.weight, self.bias) if each is not None])
 

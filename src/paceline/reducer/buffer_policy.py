@@ -50,13 +50,13 @@ class BufferPolicies:
     Args:
         names: The names of all buffers.
         patterns: Policies by name pattern, as those of file names; the first match counts.
-        broadcasts: Whether buffers that no pattern matches are broadcast after each pass.
+        broadcasts: Whether buffers that no pattern matches are broadcast after each backward.
 
     Attributes:
-        averaged: After each pass, and on demand.
-        after_pass: Those broadcast after each pass.
+        averaged: After each backward, and on demand.
+        after_pass: Those broadcast after each backward.
         on_demand: Those broadcast when somebody asks: all but averaged ones and those called "local".
-        is_needed: Whether any changes after a pass.
+        is_needed: Whether any changes after a backward.
     """
 
     def __init__(self, names: Iterable[str], patterns: Mapping[str, str], broadcasts: bool) -> None:
@@ -70,7 +70,7 @@ class BufferPolicies:
 
     @property
     def in_step(self) -> set[str]:
-        """Names of those that are the same on all ranks after a pass."""
+        """Names of those that are the same on all ranks after a backward."""
         return self.averaged | self.after_pass
 
     def broadcast(self, *, on_demand: bool) -> set[str]:

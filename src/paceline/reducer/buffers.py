@@ -1,4 +1,4 @@
-"""Buffers that are averaged, broadcast or left alone after each pass, or on demand, in any framework.
+"""Buffers that are averaged, broadcast or left alone after each backward, or on demand, in any framework.
 
 They are synchronised at the end of backward, so that a forward waits for no other rank. A buffer that the
 user's program writes between two steps is therefore another on each rank in the next forward, unless all
@@ -16,9 +16,9 @@ from typing import Any, Protocol, runtime_checkable
 
 from paceline import _core
 from paceline.errors import ReplicasDifferError, format_ranks
+from paceline.reducer.backward_errors import shorten
 from paceline.reducer.buffer_policy import BufferPolicies
 from paceline.reducer.communicator import Communicator
-from paceline.reducer.pass_errors import shorten
 from paceline.reducer.replica_check import Entry
 
 HashModel = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Sequence[Entry]]
@@ -128,7 +128,7 @@ class BufferHook(Protocol):
     def before_forward(self, buffers: dict[str, Any]) -> None: ...
     def after_forward(self, buffers: dict[str, Any]) -> None: ...
 
-    def end_pass(self) -> None:
+    def end_backward(self) -> None:
         """Wait for what it has begun."""
         ...
 
@@ -389,7 +389,8 @@ class BufferSync:
         self._in_forward = options.syncs_forward and not self.is_alone
         self._refuses_writes = refuses_writes
         self._has_warned = self._is_forward_synced = False
-        # Whether any forward since the last pass was in training mode (None: there was none), and before it.
+        # Whether any forward since the last backward was in training mode (None: there was none), and before
+        # it.
         self._is_in_training: bool | None = None
         self._was_in_training = True
         self._syncs_next: Set[str] = _NONE
@@ -401,7 +402,7 @@ class BufferSync:
         self._take_names()
 
     def watch(self) -> None:
-        """Notice from now on what the user's program writes to buffers that are broadcast after each pass."""
+        """Notice from now on what the program writes to buffers that are broadcast after each backward."""
         broadcasts = self._broadcasts or "broadcast" in self._patterns.values()
         if not broadcasts or self.is_alone:
             return
@@ -427,13 +428,13 @@ class BufferSync:
 
     @property
     def is_needed(self) -> bool:
-        """Whether any buffer changes after a pass."""
+        """Whether any buffer changes after a backward."""
         is_known = self._tensors.buffers is self._buffers
         return (self._policies_then if is_known else self._policies).is_needed
 
     @property
     def in_step(self) -> set[str]:
-        """Names of those that are the same on all ranks after a pass; of a user's hook nobody knows."""
+        """Names of those that are the same on all ranks after a backward; of a user's hook nobody knows."""
         return set() if self.hook is not None else self._policies.in_step
 
     def begin_forward(self, *, is_trained: bool, is_training: bool, after_local_backward: bool) -> None:
@@ -477,7 +478,7 @@ class BufferSync:
 
     def sync_without_forward(self) -> None:
         """As `sync_forward`, for a rank without data, if the last forwards were in training mode."""
-        self._is_in_training = None  # an evaluation since the last pass
+        self._is_in_training = None  # an evaluation since the last backward
         if self._was_in_training:
             self.sync_forward()
 
@@ -491,15 +492,15 @@ class BufferSync:
         if self.writes is not None:
             self.writes.end_forward()
 
-    def give_up_pass(self) -> None:
-        """A pass has ended in an error, and no buffer was synchronised."""
+    def give_up_backward(self) -> None:
+        """A backward has ended in an error, and no buffer was synchronised."""
         self._is_forward_synced = False
         self._syncs_next = _NONE
         self._synced_writes = []
         if self.writes is not None:
             self.writes.end_backward()
 
-    def end_pass(self, active: Sequence[int]) -> None:
+    def end_backward(self, active: Sequence[int]) -> None:
         """The means are in place, for ranks of which these had data, if any. Collective, if `is_needed`."""
         self._is_forward_synced = False
         if self._is_in_training is not None:
@@ -507,7 +508,7 @@ class BufferSync:
         if not active:
             return
         if self.hook is not None:
-            self.hook.end_pass()
+            self.hook.end_backward()
         elif self.is_needed and not self.is_alone:
             self.sync(active, on_demand=False)
 
@@ -559,7 +560,7 @@ class BufferSync:
         if not writers:
             return
         if self._refuses_writes:
-            where += "; the gradients of this pass are of no use, on any rank"
+            where += "; the gradients of this backward are of no use, on any rank"
             raise _written_apart(writers, self._communicator.world_size, where)
         if not self._has_warned:
             where += "; the buffers of rank 0 are now on every rank"
@@ -575,7 +576,7 @@ class BufferSync:
 
         Args:
             active: Ranks whose values count; the first is the one that broadcasts.
-            on_demand: Include buffers that are left alone after a pass, but for those that a pattern says
+            on_demand: Include buffers that are left alone after a backward, but for those that a pattern says
                 to leave alone.
         """
         self._sync(active, self._policies.broadcast(on_demand=on_demand), self._policies.averaged)

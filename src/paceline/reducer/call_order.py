@@ -1,8 +1,10 @@
 """The order of the calls that several models make over one process group.
 
 The one idea: an engine pairs the calls of different ranks by their order, and what it pairs wrongly it adds
-up, or ends the process. So the passes of all models over one group take turns, in the order in which they
-began: a pass makes its first call when all before it have made their last. Which gradients a rank has, and
+up, or ends the process. So the backward passes of all models over one group take turns, in the order in which
+they
+began: a backward makes its first call when all before it have made their last. Which gradients a rank has,
+    and
 in which order they come, then decides when a bucket is launched, and not what comes before it.
 """
 
@@ -17,45 +19,45 @@ _CALL = struct.Struct("<II")
 
 
 class Caller(Protocol):
-    """The passes of one wrapped model, of which one at a time is under way."""
+    """The backward passes of one wrapped model, of which one at a time is under way."""
 
     @property
     def reducer(self) -> Any:
-        """Makes the calls of the pass."""
+        """Makes the calls of the backward."""
         ...
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception has ended the backward, so that nobody ends the pass."""
+        """Whether an exception has ended the backward, so that nobody ends the backward."""
         ...
 
     def give_up_for_others(self) -> None:
-        """End the interrupted pass, and tell of it when this model goes on. Collective."""
+        """End the interrupted backward, and tell of it when this model goes on. Collective."""
         ...
 
 
 class CallOrder:
     """In which order this rank makes the calls of all models that one process group averages.
 
-    The engine below cannot tell whose buckets it adds up. So each rank tells at the end of a pass what it has
-    called since the last one.
+    The engine below cannot tell whose buckets it adds up. So each rank tells at the end of a backward what it
+    has called since the last one.
     """
 
     def __init__(self) -> None:
-        self._calls: list[tuple[int, int]] = []  # since the last pass
-        self._known: tuple[list[tuple[int, int]], int] = [], 0  # those of the last pass, and their number
-        # Held, as long as a pass is under way: one that was interrupted is given up at the same place on all
-        # ranks, and not where somebody has collected the garbage.
+        self._calls: list[tuple[int, int]] = []  # since the last backward
+        self._known: tuple[list[tuple[int, int]], int] = [], 0  # those of the last backward, and their number
+        # Held, as long as a backward is under way: one that was interrupted is given up at the same place on
+        # all ranks, and not where somebody has collected the garbage.
         self._under_way: list[Caller] = []
 
     def begin(self, caller: Caller) -> None:
-        """A pass begins. Gives up what exceptions have interrupted before it, which is collective."""
+        """A backward begins. Gives up what exceptions have interrupted before it, which is collective."""
         self.give_up_before(caller)
         if caller not in self._under_way:
             self._under_way.append(caller)
 
     def give_up_before(self, caller: Caller) -> None:
-        """Give up what exceptions have interrupted before this pass began, which is collective."""
+        """Give up what exceptions have interrupted before this backward began, which is collective."""
         for each in list(self._under_way):
             if each is caller:
                 return
@@ -63,12 +65,12 @@ class CallOrder:
                 each.give_up_for_others()
 
     def end(self, caller: Caller) -> None:
-        """A pass has made its last call; or none was under way."""
+        """A backward has made its last call; or none was under way."""
         if caller in self._under_way:
             self._under_way.remove(caller)
 
     def is_turn_of(self, reducer: Any) -> bool:
-        """Whether no other pass has begun before that of this reducer, and is under way."""
+        """Whether no other backward has begun before that of this reducer, and is under way."""
         return not self._under_way or self._under_way[0].reducer is reducer
 
     def note(self, reducer: int, bucket: int) -> None:

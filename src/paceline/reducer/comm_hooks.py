@@ -38,7 +38,7 @@ class HookedBucket(ABC, Generic[_Tensor]):
         buffer: All its elements, flat.
         gradients: Parts of the buffer, shaped like the parameters.
         parameters: The parameters.
-        is_last: Whether it is the last bucket of the pass.
+        is_last: Whether it is the last bucket of the backward.
         weight: What this rank's gradients are multiplied by already.
     """
 

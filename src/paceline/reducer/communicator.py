@@ -34,15 +34,16 @@ class ReductionOptions:
     """How gradients are to be averaged.
 
     Attributes:
-        gradients_in_arena: They will live in the arena. Not asked where a group averages.
+        gradients_in_buffer: They will live in the gradient buffer. Not asked where a group averages.
         checks_finite: Look for infinities and NaNs. In memory that costs nothing, and is always done.
-        skip_unused: Don't send buckets that no rank used in the pass before. In memory nothing is sent.
+        skip_unused: Don't send buckets that no rank used in the backward before. In memory nothing is sent.
         owned: Who needs which part of each mean, for each parameter of the plan; empty: all ranks need all.
             In memory only.
-        waits_for_finite: Tell of infinities in the pass that has them, even where that waits for a device.
+        waits_for_finite: Tell of infinities in the backward that has them, even where that waits for a
+            device.
     """
 
-    gradients_in_arena: bool
+    gradients_in_buffer: bool
     checks_finite: bool
     skip_unused: bool
     owned: tuple[Ranges, ...] = ()
@@ -54,16 +55,16 @@ class Reduction(Generic[_Tensor]):
     """The gradients' memory and who averages it; made anew whenever the plan changes.
 
     Attributes:
-        plan: The plan of the arena.
-        places: Each parameter's place in the arena, by index.
+        plan: The plan of the gradient buffer.
+        places: Each parameter's place in the gradient buffer, by index.
         reducer: Averages the places over the ranks.
         most_pointer_bytes: The largest gradient that the reducer copies to its place, and the mean back,
             itself. Others the framework copies, with all its threads.
-        sections: Memory of the arena that another plan of the same parameters may use again.
+        sections: Memory of the gradient buffer that another plan of the same parameters may use again.
         waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
             gradients are copied one by one.
-        order: In which passes of all models make their calls over an engine that pairs the calls of different
-            ranks by it; None: nobody pairs them so.
+        order: In which backward passes of all models make their calls over an engine that pairs the calls of
+            different ranks by it; None: nobody pairs them so.
         owned: Who gets which part of each mean; empty: all ranks get all.
         adopt_errors: Called at the end of each backward where gradients are encoded, with the parameters that
             no rank used: what encoding took from the others is added to the next gradients. With None the
@@ -110,7 +111,7 @@ class Communicator(Protocol[_Tensor]):
         """Replace the values of `tensors` by those of the rank `root`.
 
         Example:
-            Rank 0 passes [[1.0, 2.0]] and rank 1 [[3.0, 4.0]]; afterwards both hold [[1.0, 2.0]].
+            Rank 0 backward passes [[1.0, 2.0]] and rank 1 [[3.0, 4.0]]; afterwards both hold [[1.0, 2.0]].
         """
         ...
 
@@ -138,7 +139,7 @@ class Communicator(Protocol[_Tensor]):
         options: ReductionOptions,
         instead_of: Reduction[_Tensor] | None = None,
     ) -> Reduction[_Tensor]:
-        """An arena for this plan, filled with zeros, and what averages it.
+        """A gradient buffer for this plan, filled with zeros, and what averages it.
 
         Args:
             plan: The same on all ranks.
@@ -166,7 +167,7 @@ def agree(communicator: Communicator[Any], numbers: Sequence[int]) -> list[int]:
         numbers: Below 2**31.
 
     Example:
-        Rank 0 passes [2, 0, 1] and rank 1 [0, 1, 2]; both get [2, 0, 1].
+        Rank 0 backward passes [2, 0, 1] and rank 1 [0, 1, 2]; both get [2, 0, 1].
     """
     own = np.array(numbers, np.int32).tobytes()
     return [int(number) for number in np.frombuffer(communicator.all_gather(own)[0], np.int32)]
@@ -175,28 +176,28 @@ def agree(communicator: Communicator[Any], numbers: Sequence[int]) -> list[int]:
 def make_host_reducer(
     group: _core.HostGroup, plan: Plan, options: ReductionOptions, instead_of: Reduction[Any] | None
 ) -> _core.Reducer:
-    """An arena in the memory of `group`, filled with zeros, and what averages it. Collective.
+    """A gradient buffer in the memory of `group`, filled with zeros, and what averages it. Collective.
 
     Args:
         group: All ranks that train the model.
         plan: The same on all ranks.
-        options: Whether gradients will live in the arena; else they are handed over by pointer.
+        options: Whether gradients will live in the gradient buffer; else they are handed over by pointer.
         instead_of: Is closed first, and gives its memory back.
 
     Example:
-        Both ranks write 1 and 3 at `plan.offsets[0]` after `reducer.arena_pointer`, call
-        `reducer.mark_ready(0, 0)` and `reducer.finish(PassStatus(1), False)`, and find 2 there.
+        Both ranks write 1 and 3 at `plan.offsets[0]` after `reducer.buffer_pointer`, call
+        `reducer.mark_ready(0, 0)` and `reducer.finish(BackwardStatus(1), False)`, and find 2 there.
     """
     if instead_of is not None:
         instead_of.reducer.close()
     return _core.Reducer(
         group,
-        plan.arena_bytes,
+        plan.buffer_bytes,
         list(plan.offsets),
         [spec.numel for spec in plan.parameters],
         [CORE_DTYPES[spec.dtype] for spec in plan.parameters],
         [(bucket.begin_byte, bucket.end_byte) for bucket in plan.buckets],
-        assigns_chunks=not options.gradients_in_arena,
+        assigns_chunks=not options.gradients_in_buffer,
         owned=[
             (offset + each.begin, offset + each.end, each.rank)
             for offset, ranges in zip(plan.offsets, options.owned)
@@ -259,7 +260,7 @@ def gather_bytes(gather: Gather, payload: bytes) -> list[bytes]:
     """Payloads of all ranks, by rank, of any lengths. Collective.
 
     Example:
-        Rank 0 passes b"a" and rank 1 b"bc"; both get [b"a", b"bc"].
+        Rank 0 backward passes b"a" and rank 1 b"bc"; both get [b"a", b"bc"].
     """
     lengths = gather(np.array([len(payload)], np.int64)).ravel()
     own = np.zeros(max(1, int(lengths.max())), np.uint8)

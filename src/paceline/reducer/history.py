@@ -1,7 +1,9 @@
 """Have these ranks the same training behind them? Compared where ranks form a new group.
 
-The one idea: replicas that have made the same good passes hold the same weights. Where the numbers differ (a
-rank comes anew, or an error told some ranks of a pass and not others) the weights themselves are compared.
+The one idea: replicas that have made the same good backward passes hold the same weights. Where the numbers
+    differ (a
+rank comes anew, or an error told some ranks of a backward and not others) the weights themselves are
+compared.
 """
 
 from __future__ import annotations
@@ -14,24 +16,25 @@ from paceline.rendezvous.exchange import Exchange
 _UNKNOWN = -1
 
 
-def agree_on_passes(
-    good_passes: int | None, digest: Callable[[], bytes], exchange: Exchange, timeout_s: float
+def agree_on_backwards(
+    good_backwards: int | None, digest: Callable[[], bytes], exchange: Exchange, timeout_s: float
 ) -> tuple[int, bool]:
     """Raise on every rank unless all have the same weights. Collective.
 
     Args:
-        good_passes: The number of good passes of this rank; None: it has trained without counting them.
+        good_backwards: The number of good backward passes of this rank; None: it has trained without counting
+            them.
         digest: The digest of this rank's weights; asked for only if the numbers differ.
         exchange: Connects the ranks.
         timeout_s: Seconds to wait for the slowest rank.
 
     Returns:
-        The number of good passes to go on from, and whether it was every rank's.
+        The number of good backward passes to go on from, and whether it was every rank's.
 
     Raises:
-        ModelMismatchError: The weights differ; names the ranks and their numbers of passes.
+        ModelMismatchError: The weights differ; names the ranks and their numbers of backward passes.
     """
-    own = _UNKNOWN if good_passes is None else good_passes
+    own = _UNKNOWN if good_backwards is None else good_backwards
     payloads = exchange.all_gather(own.to_bytes(8, "big", signed=True), timeout_s)
     numbers = [int.from_bytes(payload, "big", signed=True) for payload in payloads]
     if _UNKNOWN not in numbers and len(set(numbers)) == 1:
@@ -50,14 +53,14 @@ def _differ(numbers: Sequence[int], digests: Sequence[bytes]) -> ModelMismatchEr
     for digest in digests:
         letters.setdefault(digest, f"#{len(letters) + 1}")
     return ModelMismatchError(
-        "The ranks of the new group hold different weights, and have different numbers of good passes.",
+        "The ranks of the new group hold different weights, after different numbers of good backward passes.",
         seen="\n".join(
             f"{format_ranks(ranks)}: weights {letters[digest]}, "
-            + ("trained alone" if number == _UNKNOWN else f"good passes: {number}")
+            + ("trained alone" if number == _UNKNOWN else f"good backward passes: {number}")
             for (number, digest), ranks in ranks_of.items()
         ),
         likely="a rank that comes anew; or an error that ended a step on some ranks only",
         hint="give every rank the weights of one, and its optimizer's state, by broadcast or from a "
         "checkpoint; then make this call again",
-        good_passes=tuple(None if number == _UNKNOWN else number for number in numbers),
+        good_backwards=tuple(None if number == _UNKNOWN else number for number in numbers),
     )

@@ -1,7 +1,7 @@
-"""Gradients that share memory, outside of a pass. A pure function.
+"""Gradients that share memory, outside of a backward. A pure function.
 
-Two parameters behind views of one sum may get one memory for both gradients. In a pass the core finds them
-(cpp/reducer/overlaps.h); here are those that no pass has seen.
+Two parameters behind views of one sum may get one memory for both gradients. In a backward the core finds
+them (cpp/reducer/overlaps.h); here are those that no backward has seen.
 """
 
 from __future__ import annotations

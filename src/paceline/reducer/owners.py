@@ -1,4 +1,4 @@
-"""Who needs which part of each mean gradient: told by whoever updates the parameters, asked by the passes.
+"""Who needs which part of each mean gradient: told by what updates the parameters, asked by each backward.
 
 The one idea: where each rank updates a part of the parameters (`ShardedOptimizer`), the mean of an element is
 needed on one rank only, its owner. Models and optimizers are made in any order, so a table stands between
@@ -166,7 +166,7 @@ def _check_agree(digests: Sequence[bytes]) -> None:
     )
 
 
-def nobodys(names: str, where: str) -> ConfigError:
+def globally_unused(names: str, where: str) -> ConfigError:
     """The error of a model with parameters that nobody updates in parts."""
     return ConfigError(
         'reduce="scatter": no ShardedOptimizer has some parameters, so nobody would get their gradients.',

@@ -1,10 +1,12 @@
 """Where each gradient lives, and which bytes are reduced together: a pure function of the parameters.
 
-Words: the *arena* is one flat memory that holds every gradient of a model; a *section* is the part of it
+Words: the *gradient buffer* is one flat memory that holds every gradient of a model; a *section* is the part
+    of it
 with one device and one dtype; a *bucket* is a range of bytes of one section that is reduced at once; a
 *segment* is SEGMENT_ELEMENTS elements of one parameter, counted from its start.
 
-The one idea: parameters lie in the arena one after another, in the order in which backward makes their
+The one idea: parameters lie in the gradient buffer one after another, in the order in which backward makes
+    their
 gradients, and buckets are just ranges of it. So a large parameter spreads over several buckets and is
 still one contiguous view. Buckets split a parameter only between segments: statistics that are summed segment
 by segment then do not depend on the bucket size.
@@ -43,7 +45,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Section:
-    """The part of the arena that holds one dtype on one device."""
+    """The part of the gradient buffer that holds one dtype on one device."""
 
     begin_byte: int
     end_byte: int
@@ -54,7 +56,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A range of bytes of the arena; `parameters` are the indices of those with elements in it."""
+    """A range of bytes of the gradient buffer; `parameters` are the indices of those with elements in it."""
 
     begin_byte: int
     end_byte: int
@@ -68,21 +70,21 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """Arena and buckets of a model.
+    """Gradient buffer and buckets of a model.
 
     Attributes:
         parameters: As given; an index into it means a parameter everywhere in Paceline.
         order: Parameter indices in the order in which their gradients are expected.
-        offsets: First byte of each parameter in the arena, by index.
-        arena_bytes: Size of the arena; a multiple of 64.
-        sections: Tile the arena.
-        buckets: Tile the arena too; listed in the order in which they are expected to be complete.
+        offsets: First byte of each parameter in the gradient buffer, by index.
+        buffer_bytes: Size of the gradient buffer; a multiple of 64.
+        sections: Tile the gradient buffer.
+        buckets: Tile the gradient buffer too; listed in the order in which they are expected to be complete.
     """
 
     parameters: tuple[ParameterSpec, ...]
     order: tuple[int, ...]
     offsets: tuple[int, ...]
-    arena_bytes: int
+    buffer_bytes: int
     sections: tuple[Section, ...]
     buckets: tuple[Bucket, ...]
 
@@ -95,7 +97,7 @@ def plan_buckets(
     order: Sequence[int] | None = None,
     caps_bytes: Sequence[int] = (),
 ) -> Plan:
-    """Lay the gradients out in an arena and cut it into buckets.
+    """Lay the gradients out in a gradient buffer and cut it into buckets.
 
     A parameter that fits under the cap is never split; a larger one is cut into pieces of the cap, rounded
     down to whole segments. A bucket exceeds its cap only when a single segment does.
@@ -139,8 +141,8 @@ def plan_buckets(
     ]
     position = {index: place for place, index in enumerate(expected)}
     buckets.sort(key=lambda bucket: (max(position[index] for index in bucket.parameters), bucket.begin_byte))
-    arena_bytes = sections[-1].end_byte if sections else 0
-    return Plan(specs, expected, offsets, arena_bytes, sections, tuple(buckets))
+    buffer_bytes = sections[-1].end_byte if sections else 0
+    return Plan(specs, expected, offsets, buffer_bytes, sections, tuple(buckets))
 
 
 def plan_whole_buckets(

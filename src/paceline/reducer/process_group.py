@@ -1,20 +1,21 @@
 """One backward pass over somebody else's asynchronous all-reduce: Gloo, NCCL, MPI.
 
 Words: a *transport* moves bytes and knows the framework's tensors; the *status* is what a rank says of its
-own pass, a few bytes that all ranks gather at its end.
+own backward, a few bytes that all ranks gather at its end.
 
-Steps of a pass:
+Steps of a backward:
 1. A parameter is marked ready. The buckets that became complete are launched, strictly in the plan's order,
    because the engine below pairs calls of different ranks by their order; for the same reason not before the
-   passes of other models over the same engine that began earlier are over (`call_order.py`).
+   backward passes of other models over the same engine that began earlier are over (`call_order.py`).
 2. At the end, places of unmarked parameters are cleared and the remaining buckets launched. So every rank
-   launches the same buckets in every pass, whatever its own backward did, and ranks cannot get out of step.
+   launches the same buckets in every backward, whatever its own backward did, and ranks cannot get out of
+   step.
 3. The status is gathered: whose model it is, number of forwards, weight, how many parameters were unused or
-   not finite. It is on its way together with the last buckets, so a pass costs no further round; only if some
-   rank reports any, or a sum may have overflowed, a second gather tells which. A hook makes calls of its own,
-   so there the status waits for the buckets, and counts the sums that are not finite, too.
-The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous pass),
-which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
+   not finite. It is on its way together with the last buckets, so a backward costs no further round; only if
+   some rank reports any, or a sum may have overflowed, a second gather tells which. A hook makes calls of its
+   own, so there the status waits for the buckets, and counts the sums that are not finite, too.
+The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous
+backward), which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ from typing import Protocol, TypeVar
 
 from paceline import _core
 from paceline.errors import MismatchError, format_ranks
+from paceline.reducer.backward_reports import pack_bits, unpack_bits
 from paceline.reducer.call_order import CallOrder
-from paceline.reducer.pass_reports import pack_bits, unpack_bits
 from paceline.reducer.plan import Plan
-from paceline.reducer.protocol import PassStatus
+from paceline.reducer.protocol import BackwardStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
 
 _Flat = TypeVar("_Flat")  # a flat tensor of any framework
@@ -46,7 +47,7 @@ class Pending(Protocol):
 
 
 class Transport(Protocol):
-    """The arena of one rank, and an engine that reduces ranges of it."""
+    """The gradient buffer of one rank, and an engine that reduces ranges of it."""
 
     rank: int
     world_size: int
@@ -71,9 +72,9 @@ class Transport(Protocol):
         ...
 
     def rescale(self, factor: float) -> None:
-        """Multiply the whole arena. Called within `_core.DefaultFloats()`, of this thread.
+        """Multiply the whole gradient buffer. Called within `_core.DefaultFloats()`, of this thread.
 
-        Equal arenas stay equal, whatever each rank's processor was told about floats.
+        Equal gradient buffers stay equal, whatever each rank's processor was told about floats.
         """
         ...
 
@@ -98,7 +99,7 @@ class Transport(Protocol):
         ...
 
     def squared_norm(self) -> float:
-        """The squared norm of the arena."""
+        """The squared norm of the gradient buffer."""
         ...
 
     def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
@@ -154,9 +155,9 @@ class ProcessGroupReducer(ReportingReducer):
 
     Args:
         plan: The same on all ranks.
-        transport: Owns the arena that the plan describes.
-        skip_unused: Don't launch a bucket that no rank used in the pass before, until the end of a pass
-            shows that some rank has used it. The same on all ranks.
+        transport: Owns the gradient buffer that the plan describes.
+        skip_unused: Don't launch a bucket that no rank used in the backward before, until the end of a
+            backward shows that some rank has used it. The same on all ranks.
         beside: What the transport uses besides its own calls; it ends with the reducer. None: nothing.
 
     Example:
@@ -170,21 +171,21 @@ class ProcessGroupReducer(ReportingReducer):
         who = f"rank {transport.rank} of {transport.world_size}"
         super().__init__(plan, transport.world_size, who, transport.pointers)
         self._skip_unused = skip_unused
-        self._idle: list[int] = []  # buckets that no rank used in the last pass
+        self._idle: list[int] = []  # buckets that no rank used in the last backward
         self._sequence: Sequence[int] = range(len(plan.buckets))  # the others
         self._transport = transport
         self.note_stream = transport.note_stream
         self._expected_weight = float(transport.world_size)
         # Which no two reducers have in common, and all ranks of this one.
         self._identity = zlib.crc32(b"".join(self._begin_all_gather(os.urandom(8))()))
-        self._called = 0  # what this rank has told of its calls at the end of the last pass
-        self._strangers: list[int] = []
+        self._called = 0  # what this rank has told of its calls at the end of the last backward
+        self._unknown_peers: list[int] = []
         self._all_used: list[list[int]] = [[] for _ in range(transport.world_size)]
         self._num_launched = len(plan.buckets)
         self._beside = beside
         if beside is not None:
             weakref.finalize(self, beside.stop)
-        self._begin_pass()
+        self._begin_backward()
 
     @property
     def order(self) -> CallOrder:
@@ -193,7 +194,7 @@ class ProcessGroupReducer(ReportingReducer):
 
     @property
     def num_launched(self) -> int:
-        """Buckets that the last pass has averaged: not those that it skipped. Before the first one: all."""
+        """Buckets that the last backward has averaged, and not skipped. Before the first one: all."""
         return self._num_launched
 
     def waiting_ranks(self) -> list[int]:
@@ -233,8 +234,10 @@ class ProcessGroupReducer(ReportingReducer):
 
     def _launch_idle(self) -> None:
         """Reduce what was expected to be idle and is not, and see what is idle now. The same on all ranks."""
-        nobodys = set(self.globally_unused())
-        idle = [n for n, bucket in enumerate(self._plan.buckets) if nobodys.issuperset(bucket.parameters)]
+        globally_unused = set(self.globally_unused())
+        idle = [
+            n for n, bucket in enumerate(self._plan.buckets) if globally_unused.issuperset(bucket.parameters)
+        ]
         woken = [number for number in self._idle if number not in idle]
         scale = self._weight / self._expected_weight
         for pending in [self._launch(number, scale) for number in woken]:
@@ -249,7 +252,7 @@ class ProcessGroupReducer(ReportingReducer):
             late = {(rank, index) for rank, row in enumerate(nonfinite) for index in row}
             self._note_nonfinite(late.union(self._nonfinite), overflowed)
 
-    def _complete(self, status: PassStatus, allow_unused: bool) -> None:
+    def _complete(self, status: BackwardStatus, allow_unused: bool) -> None:
         """Launch what is missing, and wait for all buckets and everybody's status."""
         unused = self.marks.unmarked()
         for index in unused:
@@ -277,8 +280,8 @@ class ProcessGroupReducer(ReportingReducer):
             self._wait_for_buckets()
         self._reports.read(wait_for_reports())
         # Ranks that made other calls, so that buckets of several models were added up.
-        self._strangers = self._reports.strangers(self._called)
-        if self._strangers:  # their details would not be of these parameters
+        self._unknown_peers = self._reports.unknown_peers(self._called)
+        if self._unknown_peers:  # their details would not be of these parameters
             return
         self._gather_details(unused, nonfinite, overflowed)
         if self._skip_unused:
@@ -297,30 +300,30 @@ class ProcessGroupReducer(ReportingReducer):
         return self._transport.find_overflowed() if may_have else []
 
     def _check_reports(self) -> None:
-        strangers = self._strangers
-        if not strangers:
+        unknown_peers = self._unknown_peers
+        if not unknown_peers:
             return
         transport = self._transport
         raise MismatchError(
             f"Rank {transport.rank} of {transport.world_size} averaged gradients of another model than "
-            f"{format_ranks(strangers)}.",
-            where="the end of backward; the gradients of this pass are of no use, on any rank",
-            seen=f"{format_ranks(strangers)} averaged buckets of several wrapped models in another order",
+            f"{format_ranks(unknown_peers)}.",
+            where="the end of backward; the gradients of this backward are of no use, on any rank",
+            seen=f"{format_ranks(unknown_peers)} averaged buckets of several wrapped models in another order",
             likely="a rank skipped a model's backward after an exception that it caught, or in a branch, or "
             "ran the backwards of several models in another order",
             hint="run the same backwards in the same order on every rank; where one backward runs through "
             "several models, wrap the module that holds them",
         )
 
-    def _begin_pass(self) -> None:
-        super()._begin_pass()
+    def _begin_backward(self) -> None:
+        super()._begin_backward()
         self._pending: list[Pending] = []
 
     def _launch_complete(self, *, is_last: bool = False) -> bool:
         """Launch buckets in order, up to the first one that still misses a gradient.
 
         Args:
-            is_last: The pass ends, so nobody launches later what waits for its turn.
+            is_last: The backward ends, so nobody launches later what waits for its turn.
 
         Returns:
             Whether a complete bucket waits for its turn.

@@ -15,7 +15,7 @@ from typing import Any
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError, format_ranks
 from paceline.health.liveness_check import LateRanks
 from paceline.health.peer_monitor import PeerMonitor
-from paceline.reducer.pass_errors import shorten
+from paceline.reducer.backward_errors import shorten
 from paceline.reducer.plan import Plan
 
 _SHORTEST_NAP_S = 0.00002
@@ -138,7 +138,7 @@ class ProcessGroupWaits:
                     is_told = True
                     self.peer_monitor.tell_waiting()
                 if (lost := self.peer_monitor.lost()) is not None:
-                    # A rank that ends after this pass has sent all that it owes to this call.
+                    # A rank that ends after this backward has sent all that it owes to this call.
                     if _comes_late(is_completed):
                         break
                     self.peer_monitor.give_up()

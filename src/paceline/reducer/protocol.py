@@ -14,8 +14,8 @@ from typing import Protocol
 
 from paceline import _core
 
-PassStatus = _core.PassStatus
-"""What a rank tells the others of its pass at its end; `pack()` makes it one word, for them all."""
+BackwardStatus = _core.BackwardStatus
+"""What a rank tells the others of its backward at its end; `pack()` makes it one word, for them all."""
 
 
 class Outcome(IntFlag):
@@ -27,23 +27,23 @@ class Outcome(IntFlag):
     NONFINITE = _core.OUTCOMES["nonfinite"]
     """Some rank's gradients hold an infinity or a NaN."""
     SKIPPED = _core.OUTCOMES["skipped"]
-    """Ranks skipped a forward or a backward, by `PassStatus.agree`; or an exception broke one off."""
+    """Ranks skipped a forward or a backward, by `BackwardStatus.agree`; or an exception broke one off."""
     FINISHED = _core.OUTCOMES["finished"]
     """Some rank has no more data."""
     OVERFLOWED = _core.OUTCOMES["overflowed"]
     """A sum over ranks holds an infinity or a NaN, though each rank's gradients are finite."""
     NOTES_DIFFER = _core.OUTCOMES["notes_differ"]
     """Ranks told different things of themselves; the means are in place."""
-    NOBODYS = _core.OUTCOMES["nobodys"]
+    GLOBALLY_UNUSED = _core.OUTCOMES["globally_unused"]
     """In place of UNUSED: all ranks left the same parameters unused; the means are in place."""
     TOLD = _core.OUTCOMES["told"]
-    """Some rank tells more than its counts of forwards; see PassStatus."""
+    """Some rank tells more than its counts of forwards; see BackwardStatus."""
 
 
 class Reducer(Protocol):
-    """Averages the gradients of one model over the ranks, pass after pass. Collective.
+    """Averages the gradients of one model over the ranks, one backward after the other. Collective.
 
-    A parameter is meant by its index in the plan. A pass begins with the first `mark_ready` after the
+    A parameter is meant by its index in the plan. A backward begins with the first `mark_ready` after the
     previous `finish`.
     """
 
@@ -59,15 +59,15 @@ class Reducer(Protocol):
 
     @property
     def worked_ns(self) -> list[list[int]]:
-        """For each rank, how long it worked between two passes, in some of the last of them, in no order.
+        """For each rank, how long it worked between two backward passes, for some of the last, in no order.
 
-        From the end of a pass to the end of the next backward, without waiting.
+        From the end of a backward to the end of the next backward, without waiting.
         """
         ...
 
     @property
     def arrivals(self) -> tuple[int, Sequence[int], Sequence[int], Sequence[int]]:
-        """The fields of `Arrivals` since the reducer was made, but for the first pass."""
+        """The fields of `Arrivals` since the reducer was made, but for the first backward."""
         ...
 
     def note_first_bucket(self) -> None:
@@ -80,8 +80,8 @@ class Reducer(Protocol):
         ...
 
     @property
-    def passes(self) -> int:
-        """Passes finished so far."""
+    def backwards(self) -> int:
+        """BackwardSync finished so far."""
         ...
 
     @property
@@ -95,29 +95,30 @@ class Reducer(Protocol):
         ...
 
     def set_weight(self, weight: float) -> None:
-        """Weigh this rank's gradients in the next pass's mean, sum(w_r * g_r) / sum(w_r)."""
+        """Weigh this rank's gradients in the next backward's mean, sum(w_r * g_r) / sum(w_r)."""
         ...
 
-    def set_note(self, note: int, recorded_pass: int = -1) -> None:
-        """What this rank tells of itself with the end of this pass, in 32 bits; 0: nothing.
+    def set_note(self, note: int, recorded_backward: int = -1) -> None:
+        """What this rank tells of itself with the end of this backward, in 32 bits; 0: nothing.
 
         Args:
             note: These bits.
-            recorded_pass: The pass as a recording numbers it (`pass_id`): `finish` notes that this rank has
-                all its gradients, and begins to wait. Negative: it is no pass that is recorded.
+            recorded_backward: The backward as a recording numbers it (`backward_id`): `finish` notes that
+                this rank has
+                all its gradients, and begins to wait. Negative: it is no backward that is recorded.
         """
         ...
 
     def mark_ready(self, param: int, grad_pointer: int) -> None:
-        """This rank's gradient of `param` is final, at `grad_pointer`, or in the arena if that is 0.
+        """This rank's gradient of `param` is final, at `grad_pointer`; 0: in the gradient buffer.
 
         Raises:
-            RuntimeError: Marked before in this pass.
+            RuntimeError: Marked before in this backward.
         """
         ...
 
     def mark_copied(self, param: int, grad_pointer: int, nbytes: int, is_shared: bool = False) -> None:
-        """This rank's gradient of `param` is final, and was copied into the arena from this memory.
+        """This rank's gradient of `param` is final, and was copied into the gradient buffer from this memory.
 
         The caller copies the mean back there, unless `overlapping` says that others share the memory.
 
@@ -129,7 +130,7 @@ class Reducer(Protocol):
                 the same memory, and all of them the same mean.
 
         Raises:
-            RuntimeError: Marked before in this pass.
+            RuntimeError: Marked before in this backward.
         """
         ...
 
@@ -140,50 +141,50 @@ class Reducer(Protocol):
         """
         ...
 
-    def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
-        """End this rank's pass; block until the arena holds the means. Returns an `Outcome`.
+    def finish(self, status: BackwardStatus, allow_unused: bool, allow_globally_unused: bool = False) -> int:
+        """End this rank's backward; block until the gradient buffer holds the means. Returns an `Outcome`.
 
         Args:
-            status: What this rank tells of the pass. Must be the same on all ranks, but for those without
+            status: What this rank tells of the backward. Must be the same on all ranks, but for those without
                 data.
             allow_unused: Let parameters that this rank has not marked contribute 0. Otherwise one unmarked
-                parameter makes the pass void on all ranks.
-            allow_nobodys: Let those unmarked parameters contribute 0 that no rank with data has
+                parameter makes the backward void on all ranks.
+            allow_globally_unused: Let those unmarked parameters contribute 0 that no rank with data has
                 marked. The same on all ranks.
         """
         ...
 
     def unused(self, rank: int) -> list[int]:
-        """Parameters that `rank` did not mark in the last pass."""
+        """Parameters that `rank` did not mark in the last backward."""
         ...
 
     def globally_unused(self) -> list[int]:
-        """Parameters that no rank with data marked in the last pass."""
+        """Parameters that no rank with data marked in the last backward."""
         ...
 
     def overlapping(self) -> list[int]:
-        """Parameters of the last pass whose gradients, on this rank, shared memory with others'.
+        """Parameters of the last backward whose gradients, on this rank, shared memory with others'.
 
-        Of those handed over by pointer or copied. Their means lie in the arena alone.
+        Of those handed over by pointer or copied. Their means lie in the gradient buffer alone.
         """
         ...
 
-    def statuses(self) -> list[PassStatus]:
-        """What the ranks told of the last pass, by rank."""
+    def statuses(self) -> list[BackwardStatus]:
+        """What the ranks told of the last backward, by rank."""
         ...
 
     def notes_by_rank(self) -> list[int]: ...
 
     def waiting_ranks(self) -> list[int]:
-        """Ranks that wait at the end of a pass that this rank has not ended, if anybody knows."""
+        """Ranks that wait at the end of a backward that this rank has not ended, if anybody knows."""
         ...
 
     def nonfinite(self) -> list[tuple[int, int]]:
-        """(rank, parameter) of each gradient of the last pass that was not finite."""
+        """(rank, parameter) of each gradient of the last backward that was not finite."""
         ...
 
     def overflowed(self) -> list[int]:
-        """Parameters whose mean in the last pass is not finite though every rank's gradient is."""
+        """Parameters whose mean in the last backward is not finite though every rank's gradient is."""
         ...
 
     def squared_norm(self) -> float:
@@ -191,7 +192,7 @@ class Reducer(Protocol):
         ...
 
     def give_up(self, error: BaseException) -> None:
-        """This rank has failed elsewhere, and goes on with no pass: the others raise, if they can be told.
+        """This rank has failed elsewhere, and makes no more backward: the others raise, if they can be told.
 
         Does not block.
         """

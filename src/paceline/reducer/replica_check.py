@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from paceline import _core
 from paceline.errors import ReplicasDifferError, format_ranks
-from paceline.reducer.pass_errors import shorten
+from paceline.reducer.backward_errors import shorten
 
 Gather = Callable[[bytes], list[bytes]]
 """Payloads of all ranks, by rank, of any lengths. Collective."""

@@ -1,8 +1,9 @@
-"""What reducers have in common whose ranks tell each other of a pass in reports, at its end.
+"""What reducers have in common whose ranks tell each other of a backward in reports, at its end.
 
-The one idea: who moves the bytes decides how a pass is completed, and nothing else. What was marked, weighed
-and noted, how the reports are judged, what is asked about the pass afterwards, and that nothing goes on after
-a failure, is here.
+The one idea: who moves the bytes decides how a backward is completed, and nothing else. What was marked,
+    weighed
+and noted, how the reports are judged, what is asked about the backward afterwards, and that nothing goes on
+after a failure, is here.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from collections.abc import Callable, Sequence
 
 from paceline import _core
 from paceline.errors import GroupClosedError, MismatchError
-from paceline.reducer.pass_reports import judge, unused_by_all
+from paceline.reducer.backward_reports import judge, unused_by_all
 from paceline.reducer.plan import Plan
-from paceline.reducer.protocol import PassStatus
+from paceline.reducer.protocol import BackwardStatus
 from paceline.reducer.worked_times import Arrivals
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
@@ -28,7 +29,7 @@ _BACKWARD_ENDED = int(Event.BACKWARD_ENDED)
 
 
 class ReportingReducer(ABC):
-    """A `Reducer` without who moves the bytes. A subclass calls `_begin_pass` when it is made.
+    """A `Reducer` without who moves the bytes. A subclass calls `_begin_backward` when it is made.
 
     Args:
         plan: The same on all ranks.
@@ -49,11 +50,11 @@ class ReportingReducer(ABC):
         self.marks = self._make_marks(pointers)
         # Several threads of the framework may make gradients of one backward.
         self._lock = threading.Lock()
-        self._weight, self._note, self._recorded_pass = 1.0, 0, -1
+        self._weight, self._note, self._recorded_backward = 1.0, 0, -1
         self._notes_first_bucket, self._first_bucket_ns = False, 0
         self._waited_ns = 0
-        self._passes = self._completed = self._outcome = 0
-        self._reports = _core.PassReports(world_size)
+        self._backwards = self._completed = self._outcome = 0
+        self._reports = _core.BackwardReports(world_size)
         self._unused: list[list[int]] = [[] for _ in range(world_size)]
         self._nonfinite: list[tuple[int, int]] = []
         self._overflowed: list[int] = []
@@ -85,8 +86,8 @@ class ReportingReducer(ABC):
         return self._first_bucket_ns
 
     @property
-    def passes(self) -> int:
-        return self._passes
+    def backwards(self) -> int:
+        return self._backwards
 
     @property
     def completed(self) -> int:
@@ -99,8 +100,8 @@ class ReportingReducer(ABC):
     def set_weight(self, weight: float) -> None:
         self._weight = weight
 
-    def set_note(self, note: int, recorded_pass: int = -1) -> None:
-        self._note, self._recorded_pass = note, recorded_pass
+    def set_note(self, note: int, recorded_backward: int = -1) -> None:
+        self._note, self._recorded_backward = note, recorded_backward
 
     def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
         self._check_usable()
@@ -113,11 +114,11 @@ class ReportingReducer(ABC):
     def add_foreign(self, pointer: int, nbytes: int) -> None:
         self.marks.add_foreign(pointer, nbytes)
 
-    def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
+    def finish(self, status: BackwardStatus, allow_unused: bool, allow_globally_unused: bool = False) -> int:
         self._check_usable()
-        if (note := recording.note) is not None and self._recorded_pass >= 0:
-            note(_BACKWARD_ENDED, self._recorded_pass, status.finished)
-        self._recorded_pass = -1
+        if (note := recording.note) is not None and self._recorded_backward >= 0:
+            note(_BACKWARD_ENDED, self._recorded_backward, status.finished)
+        self._recorded_backward = -1
         started_ns = time.monotonic_ns()
         self._reports.end_backward(started_ns)
         self._has_no_means = True  # until it has
@@ -125,35 +126,35 @@ class ReportingReducer(ABC):
         try:
             self._complete(status, allow_unused)
             has_met = True
-            outcome = self._conclude(status, started_ns, allow_nobodys)
+            outcome = self._conclude(status, started_ns, allow_globally_unused)
         except BaseException as error:
-            # After a mismatch, which all ranks find, the next pass may be good. But what was done of a pass
-            # when a signal handler raised, nobody knows.
+            # After a mismatch, which all ranks find, the next backward may be good. But what was done of a
+            # backward when a signal handler raised, nobody knows.
             if not (has_met and isinstance(error, MismatchError)):
                 self._fail(error)
-                self.marks.end_pass(keeps_means=True)
+                self.marks.end_backward(keeps_means=True)
             raise
         self._outcome = outcome
         self._completed += 1
         return outcome
 
-    def _conclude(self, status: PassStatus, started_ns: int, allow_nobodys: bool) -> int:
-        """All ranks have told of the pass: what it comes to."""
+    def _conclude(self, status: BackwardStatus, started_ns: int, allow_globally_unused: bool) -> int:
+        """All ranks have told of the backward: what it comes to."""
         ended_ns = time.monotonic_ns()
         waited_ns = ended_ns - started_ns
         self._waited_ns += waited_ns
-        last = self._reports.end_pass(ended_ns, waited_ns)
+        last = self._reports.end_averaging(ended_ns, waited_ns)
         if (note := recording.note) is not None:
             note(_WAITED, started_ns, last)
         # Whoever caught what has interrupted a backward may have cleared the gradients since.
-        self._overlapping = self.marks.end_pass(status.interrupted)
-        self._begin_pass()
-        self._passes += 1
+        self._overlapping = self.marks.end_backward(status.interrupted)
+        self._begin_backward()
+        self._backwards += 1
         self._check_reports()
         outcome, is_void = judge(
             self._reports,
             self._unused,
-            allow_nobodys=allow_nobodys,
+            allow_globally_unused=allow_globally_unused,
             nonfinite=bool(self._nonfinite),
             overflowed=bool(self._overflowed),
         )
@@ -172,7 +173,7 @@ class ReportingReducer(ABC):
     def overlapping(self) -> list[int]:
         return self._overlapping
 
-    def statuses(self) -> list[PassStatus]:
+    def statuses(self) -> list[BackwardStatus]:
         return self._reports.statuses
 
     def notes_by_rank(self) -> list[int]:
@@ -198,24 +199,24 @@ class ReportingReducer(ABC):
         """
 
     @abstractmethod
-    def _complete(self, status: PassStatus, allow_unused: bool) -> None:
-        """Give zeros for what was not marked, and wait until the arena holds the sums or means of all.
+    def _complete(self, status: BackwardStatus, allow_unused: bool) -> None:
+        """Give zeros for what was not marked; wait until the gradient buffer holds the sums or means of all.
 
         Reads `_reports`, and sets `_unused`, `_nonfinite` and `_overflowed`.
         """
 
     def _check_reports(self) -> None:  # noqa: B027  # nothing to look for is an answer
-        """Raise where the reports show that the pass is of no use; the next one can still be good."""
+        """Raise where the reports show that the backward is of no use; the next one can still be good."""
 
     def _finish_means(self) -> None:  # noqa: B027
-        """The pass is not void: make the arena hold the means."""
+        """The backward is not void: make the gradient buffer hold the means."""
 
     @abstractmethod
     def _squared_norm(self) -> float:
-        """The squared norm of the means that the arena holds."""
+        """The squared norm of the means that the gradient buffer holds."""
 
-    def _begin_pass(self) -> None:  # noqa: B027
-        """Forget the pass before; called when the reducer is made, and at the end of each pass."""
+    def _begin_backward(self) -> None:  # noqa: B027
+        """Forget the backward before; called when the reducer is made, and at the end of each backward."""
 
     def _note_complete_bucket(self, number: int) -> None:
         """This rank has all gradients of a bucket."""
@@ -228,7 +229,7 @@ class ReportingReducer(ABC):
 
     def _report(
         self,
-        status: PassStatus,
+        status: BackwardStatus,
         unused: Sequence[int],
         allow_unused: bool,
         *,
@@ -236,7 +237,7 @@ class ReportingReducer(ABC):
         overflowed: int = 0,
         identity: int = 0,
     ) -> bytes:
-        """What this rank tells of its pass, packed.
+        """What this rank tells of its backward, packed.
 
         Args:
             status: What `finish` was given.
@@ -250,7 +251,7 @@ class ReportingReducer(ABC):
         counts = nonfinite, overflowed
         return self._reports.pack(status, self._weight, self._note, len(unused), refuses, *counts, identity)
 
-    def _make_marks(self, pointers: Sequence[int]) -> _core.PassMarks:
+    def _make_marks(self, pointers: Sequence[int]) -> _core.BackwardMarks:
         plan, me = self._plan, weakref.ref(self)
         buckets_of: list[list[int]] = [[] for _ in plan.parameters]
         for number, bucket in enumerate(plan.buckets):
@@ -267,7 +268,7 @@ class ReportingReducer(ABC):
         sizes = [spec.nbytes for spec in plan.parameters]
         begin = min(filter(None, pointers), default=0)  # 0 is that of a place without elements
         offsets = [max(0, pointer - begin) for pointer in pointers] or plan.offsets
-        return _core.PassMarks(begin, list(zip(offsets, sizes, buckets_of)), take_complete)
+        return _core.BackwardMarks(begin, list(zip(offsets, sizes, buckets_of)), take_complete)
 
     # --- failures ---
 
@@ -276,7 +277,7 @@ class ReportingReducer(ABC):
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """The ranks do not pair any more, and later passes raise."""
+        """The ranks do not pair any more, and later backward passes raise."""
         self._failure = self._failure or error
         self.marks.close()
 
@@ -285,6 +286,6 @@ class ReportingReducer(ABC):
             words = str(self._failure).splitlines() or [type(self._failure).__name__]
             raise GroupClosedError(
                 f"{self._who.capitalize()} cannot average gradients any more.",
-                seen=f"an earlier pass ended in an error: {words[0]}",
+                seen=f"an earlier backward ended in an error: {words[0]}",
                 hint="end this process, and start all ranks again from a checkpoint",
             ) from self._failure

@@ -1,4 +1,4 @@
-"""What is known of the passes of a wrapped model without any cost, in one object: `stats()`."""
+"""What is known of the backward passes of a wrapped model without any cost, in one object: `stats()`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _CLEARLY = 1.05
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a rank knows of its passes, and of the ranks that it makes them with.
+    """What a rank knows of its backward passes, and of the ranks that it makes them with.
 
     Attributes:
         rank: This rank, among those that train the model.
@@ -20,20 +20,21 @@ class Statistics:
         passes: As `num_good_passes`.
         path: As `gradient_path`.
         bits: As `bits`.
-        waited_s: Seconds that this rank has waited for others at the end of backward, in all passes.
+        waited_s: Seconds that this rank has waited for others at the end of backward, so far.
         waited_for_s: How much of that was for each rank, because it came last. The rest was for chunks in the
             hands of other ranks, or for the network.
-        worked_s: Each rank's median time from the end of a pass to the end of its next backward, without
-            waiting, over the last passes (64 at most): data, forward, backward and optimizer. Every rank
-            knows all of them. Empty: no two passes have been made yet.
-        times_last: In how many passes each rank was the last to come to the end of its backward, but for the
-            first ones, in which it is not known how long all have worked. Every rank knows this, too.
-        held_up_s: How much later than the others each rank came when it was the last, in all passes; in the
-            mean over the others. What the others would have gained if it had been as fast as they.
-        num_buckets: How many buckets a pass averages.
-        pass_bytes: How many bytes of gradients a pass averages, on each rank, with what aligns them.
+        worked_s: Each rank's median time from the end of a backward to the end of its next backward, without
+            waiting, over the last backward passes (64 at most): data, forward, backward and optimizer. Every
+            rank
+            knows all of them. Empty: no two backward passes have been made yet.
+        times_last: In how many backward passes each rank was the last to come to the end of its backward, but
+            for the first ones, in which it is not known how long all have worked. Every rank knows this, too.
+        held_up_s: How much later than the others each rank came when it was the last, in all backward passes;
+            in the mean over the others. What the others would have gained if it had been as fast as they.
+        num_buckets: How many buckets a backward averages.
+        pass_bytes: How many bytes of gradients a backward averages, on each rank, with what aligns them.
         nonfinite: As `nonfinite()`; empty where nobody looks for them, too.
-        num_unused: How many parameters this rank left without a gradient in the last pass.
+        num_unused: How many parameters this rank left without a gradient in the last backward.
 
     Example:
         Rank 1 of two takes 30 ms for each step and rank 0 takes 20; on rank 0, after 100 steps:

@@ -59,7 +59,7 @@ class Acceptor(Generic[T]):
         greet: Called with each new connection.
 
     Attributes:
-        num_strangers: How many connections of other users were turned away.
+        num_unknown_peers: How many connections of other users were turned away.
         no_room: Why the last connection could not be accepted, if this process has no descriptor left.
 
     Example:
@@ -79,7 +79,7 @@ class Acceptor(Generic[T]):
         self._silent: dict[socket.socket, tuple[T, FrameReader]] = {}
         self._selector = selectors.PollSelector()
         self._selector.register(listener, selectors.EVENT_READ)
-        self.num_strangers = 0
+        self.num_unknown_peers = 0
         self.no_room: OSError | None = None
 
     def __enter__(self) -> Acceptor[T]:
@@ -136,7 +136,7 @@ class Acceptor(Generic[T]):
         try:
             check_same_user(peer)
         except (OSError, RendezvousError):
-            self.num_strangers += 1
+            self.num_unknown_peers += 1
             return False
         return True
 

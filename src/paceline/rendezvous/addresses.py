@@ -139,7 +139,7 @@ def wait_for_listener(
         time.sleep(_RETRY_S)
 
 
-def check_meeting_address(
+def check_rendezvous_address(
     way: Way,
     rank: int,
     world_size: int,

@@ -31,7 +31,7 @@ from paceline.rendezvous.frames import (
     send_frame,
 )
 from paceline.rendezvous.limits import start_thread
-from paceline.rendezvous.obstacles import Obstacle
+from paceline.rendezvous.reasons import Reason
 
 _log = logging.getLogger("paceline")
 
@@ -50,12 +50,12 @@ class DescriptorServer:
 
     Attributes:
         address: The socket's and the key, for `take_descriptor`; "": there is none.
-        obstacle: Why there is none.
+        reason: Why there is none.
     """
 
     def __init__(self, world_size: int) -> None:
         self.address = ""
-        self.obstacle = Obstacle()
+        self.reason = Reason()
         self._world_size = world_size
         self._key = secrets.token_hex(_KEY_BYTES)
         self._is_closed = False
@@ -65,8 +65,8 @@ class DescriptorServer:
             self._listener = listen("")
             self.address = f"{self._listener.getsockname()[1:].decode('ascii')}/{self._key}"
         except OSError as error:
-            self.obstacle = Obstacle.of_system(error, "open a socket")
-            if not self.obstacle.is_limit:
+            self.reason = Reason.of_system(error, "open a socket")
+            if not self.reason.is_limit:
                 raise
 
     def serve(self, fd: int) -> None:

@@ -29,7 +29,6 @@ from paceline.rendezvous.frames import (
     send_frame,
 )
 from paceline.rendezvous.limits import explain
-from paceline.rendezvous.meeting_place import hub_address, stranger_error, taken_error
 from paceline.rendezvous.messages import (
     Hello,
     MessageError,
@@ -41,6 +40,7 @@ from paceline.rendezvous.messages import (
     write_failure,
     write_object,
 )
+from paceline.rendezvous.rendezvous_address import hub_address, taken_error, unknown_peer_error
 
 # Rank 0 knows who is missing: the others give it this long to say so after their own deadline.
 _GRACE_S = 5.0
@@ -56,7 +56,7 @@ class HubExchange:
         rank: The rank of this process.
         world_size: Number of ranks.
         key: What the ranks of a job have in common: "host:port", or the job id.
-        job_id: Refuses strangers that meet at the same key.
+        job_id: Refuses unknown peers that meet at the same key.
         name: The name of the group that is being formed.
         timeout_s: For everybody to have connected.
         secret: What the launcher has told this job's ranks alone: nobody else can compute where they meet.
@@ -162,7 +162,7 @@ class HubExchange:
         hello = None
         with contextlib.suppress(MessageError):
             hello = read_hello(raw) if kind is Frame.HELLO else None
-        problem = "it does not speak Paceline's protocol" if hello is None else self._misfit(hello)
+        problem = "it does not speak Paceline's protocol" if hello is None else self._mismatch(hello)
         if not problem:
             assert hello is not None
             self._peers[hello.rank] = peer
@@ -180,7 +180,7 @@ class HubExchange:
                 )
             )
 
-    def _misfit(self, hello: Hello) -> str:
+    def _mismatch(self, hello: Hello) -> str:
         mine = self._hello
         if hello.job_id != mine.job_id:
             ours, theirs = mine.job_id or "(none)", hello.job_id or "(none)"
@@ -196,15 +196,15 @@ class HubExchange:
     def _fail_missing(self, deadline: Deadline, acceptor: Acceptor[None]) -> NoReturn:
         if acceptor.no_room is not None:
             self._raise_if_limit(acceptor.no_room)
-        count = acceptor.num_strangers
-        strangers = f"; {count} connections of other users were turned away" if count else ""
+        count = acceptor.num_unknown_peers
+        unknown_peers = f"; {count} connections of other users were turned away" if count else ""
         missing = sorted(set(range(1, self.world_size)) - set(self._peers))
         self._fail(
             RendezvousError(
                 f"{format_ranks(missing).capitalize()} of {self.world_size} did not come within "
                 f"{deadline.timeout_s:.1f} s.",
                 where=self._where(),
-                seen=f"{format_ranks([0, *self._peers])} came{strangers}",
+                seen=f"{format_ranks([0, *self._peers])} came{unknown_peers}",
                 likely="the process did not start, died while importing, or has another address or job id",
                 hint="look at the missing rank's output; `timeout_s` gives slow starters longer",
                 missing=tuple(missing),
@@ -255,7 +255,7 @@ class HubExchange:
             try:
                 pid, uid = peer_credentials(hub)
                 if uid != os.getuid():
-                    raise stranger_error(pid, uid, self.rank, self.world_size, self._where())
+                    raise unknown_peer_error(pid, uid, self.rank, self.world_size, self._where())
                 with contextlib.suppress(ConnectionError):  # what rank 0 said before can still be read
                     send_frame(hub, Frame.HELLO, hello, deadline)
                 kind, answer = receive_frame(hub, Deadline(deadline.left_s() + _GRACE_S))

@@ -1,7 +1,7 @@
 """What ranks tell each other while a group forms, as bytes and back: JSON objects, and lists of byte strings.
 
 Whatever bytes come, reading them gives values of the expected kinds or raises one error that says what is
-wrong with them: a stranger's bytes must not end a job, and another rank's must be told as that rank's.
+wrong with them: an unknown peer's bytes must not end a job, and another rank's must be told as that rank's.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def unreadable(rank: int, world_size: int, error: Exception) -> RendezvousError:
     return RendezvousError(
         f"Rank {rank} of {world_size} sent something else than was expected of it.",
         seen=str(error) or type(error).__name__,
-        likely="it runs another version of Paceline, or a stranger writes where the ranks meet "
+        likely="it runs another version of Paceline, or an unknown peer writes where the ranks meet "
         "(torch's store takes the words of everybody who reaches MASTER_PORT)",
-        hint="install the same version everywhere, and keep the port where the ranks meet from strangers",
+        hint="install the same version everywhere, and keep the port where the ranks meet from unknown peers",
         missing=(rank,),
     )
 

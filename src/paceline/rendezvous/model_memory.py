@@ -16,7 +16,7 @@ from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.descriptors import SHARE_OF_TAKING, DescriptorServer, take_descriptor
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import gather_objects
-from paceline.rendezvous.obstacles import Obstacle, raise_limits
+from paceline.rendezvous.reasons import Reason, raise_limits
 
 
 def share_model_memory(
@@ -38,14 +38,14 @@ def share_model_memory(
     fd, memory = -1, None
     try:
         with DescriptorServer(len(host_ranks)) as server:
-            obstacle = server.obstacle
-            if exchange.rank == first and not obstacle.problem:
+            reason = server.reason
+            if exchange.rank == first and not reason.problem:
                 try:
                     fd = _core.create_model_memory(nbytes)
                     server.serve(fd)
                 except PacelineError as error:
-                    obstacle = Obstacle.of(error)
-            told = {"address": server.address, **obstacle.facts()}
+                    reason = Reason.of(error)
+            told = {"address": server.address, **reason.facts()}
             offers = gather_objects(exchange, told, max(deadline.left_s(), 1e-3))
             raise_limits(offers, what)
             try:
@@ -55,8 +55,8 @@ def share_model_memory(
                 memory = _core.ModelMemory(fd)
                 memory.reserve_share(host_ranks.index(exchange.rank), len(host_ranks))
             except (PacelineError, OSError) as error:
-                obstacle = Obstacle.of_transfer(error, first)
-            states = gather_objects(exchange, obstacle.facts(), max(deadline.left_s(), 1e-3))
+                reason = Reason.of_transfer(error, first)
+            states = gather_objects(exchange, reason.facts(), max(deadline.left_s(), 1e-3))
         raise_limits(states, what)
     finally:
         if fd >= 0:

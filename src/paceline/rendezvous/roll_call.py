@@ -32,7 +32,7 @@ _SHORTEST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.002
 
 
-class Board(Protocol):
+class KeyStore(Protocol):
     """A framework's store: words by key, for all ranks.
 
     Both calls may raise RuntimeError (the store is gone), and may block for ever if the process that serves
@@ -74,21 +74,21 @@ class Missing:
 
 
 class Roll:
-    """The ranks of one process group, and the board where they answer. Writes down where this process is.
+    """The ranks of one process group, and the key store where they answer. Writes down where this process is.
 
     Args:
-        board: The group's; its keys are this group's alone. None: there is none, and nobody can be named.
+        key store: The group's; its keys are this group's alone. None: there is none, and nobody can be named.
         rank: The rank of this process in the group.
         world_size: Number of ranks in the group.
-        holder: The rank whose process serves the board, so that it ends with that rank; None: another process
-            does.
+        holder: The rank whose process serves the key store, so that it ends with that rank; None: another
+            process does.
         engine: What moves the bytes, in words: "torch's gloo process group".
     """
 
     def __init__(
-        self, board: Board | None, rank: int, world_size: int, holder: int | None, engine: str
+        self, key_store: KeyStore | None, rank: int, world_size: int, holder: int | None, engine: str
     ) -> None:
-        self.board = board
+        self.key_store = key_store
         self.rank = rank
         self.world_size = world_size
         self.holder = holder
@@ -96,10 +96,10 @@ class Roll:
         self._engine = engine
         self._calls = 0
         self._failures = 0  # what was written for one must not count for the next
-        if board is not None:
+        if key_store is not None:
             # If that fails, the call that follows will say what is wrong.
             with contextlib.suppress(RuntimeError, TimeoutError):
-                call_within(1.0, lambda: board.write(self.place_of(rank), f"{_host()}/{os.getpid()}"))
+                call_within(1.0, lambda: key_store.write(self.place_of(rank), f"{_host()}/{os.getpid()}"))
 
     def place_of(self, rank: int) -> str:
         """The key at which a rank has written where it is."""
@@ -202,13 +202,13 @@ class RollCall:
 
     def is_called(self) -> bool:
         """Whether another rank has noticed a failure. Does not block; ask again and again."""
-        if self._roll.board is None or time.monotonic() < self._begun + _QUIET_S:
+        if self._roll.key_store is None or time.monotonic() < self._begun + _QUIET_S:
             return False
         if self._watcher is None:
             # In a thread: a store whose process is stopped answers nobody, and does not time out either.
-            board = self._roll.board
+            key_store = self._roll.key_store
             self._watcher = threading.Thread(
-                target=self._watch, args=(board,), name="paceline-roll-call", daemon=True
+                target=self._watch, args=(key_store,), name="paceline-roll-call", daemon=True
             )
             self._watcher.start()
         return self._is_called.is_set()
@@ -218,11 +218,11 @@ class RollCall:
         self._roll.fail()
         self._is_over.set()
         found: list[Missing] = []
-        board = self._roll.board
-        if board is None:
+        key_store = self._roll.key_store
+        if key_store is None:
             return found
         try:
-            call_within(_ANSWER_WITHIN_S + _LINGER_S + 1.0, lambda: found.extend(self._collect(board)))
+            call_within(_ANSWER_WITHIN_S + _LINGER_S + 1.0, lambda: found.extend(self._collect(key_store)))
         except TimeoutError:
             return found or self._holder(
                 "does not answer: it or its host is stopped, or the network to it was cut"
@@ -233,43 +233,43 @@ class RollCall:
 
     # --- in threads of their own ---
 
-    def _watch(self, board: Board) -> None:
+    def _watch(self, key_store: KeyStore) -> None:
         with contextlib.suppress(RuntimeError):  # a store that is gone: the call itself will fail
             while not self._is_over.wait(_LOOK_EVERY_S):
-                if board.read(f"{self._prefix}/called") is not None:
+                if key_store.read(f"{self._prefix}/called") is not None:
                     self._is_called.set()
                     return
 
-    def _collect(self, board: Board) -> Iterator[Missing]:
+    def _collect(self, key_store: KeyStore) -> Iterator[Missing]:
         def silent(ranks: Iterable[int], what: str) -> list[int]:
-            return [r for r in ranks if board.read(f"{self._prefix}/{what}/{r}") is None]
+            return [r for r in ranks if key_store.read(f"{self._prefix}/{what}/{r}") is None]
 
         own, ranks = self._roll.rank, range(self._roll.world_size)
-        board.write(f"{self._prefix}/called", "1")
-        board.write(f"{self._prefix}/answer/{own}", "1")
+        key_store.write(f"{self._prefix}/called", "1")
+        key_store.write(f"{self._prefix}/answer/{own}", "1")
         deadline = time.monotonic() + _ANSWER_WITHIN_S
         while True:
-            seen = {r: self._state_of(board, r) for r in silent(ranks, "answer")}
+            seen = {r: self._state_of(key_store, r) for r in silent(ranks, "answer")}
             # Asked again after the look at the processes: one that has died since may have answered before.
             states = {r: seen[r] for r in silent(seen, "answer")}
             if all(is_certain for _, is_certain in states.values()) or time.monotonic() > deadline:
                 break
             time.sleep(_NAP_S)
         yield from (Missing(r, state) for r, (state, _) in states.items())
-        board.write(f"{self._prefix}/done/{own}", "1")
+        key_store.write(f"{self._prefix}/done/{own}", "1")
         if self._roll.holder == own:  # whoever is slower still reads there
             answered = [r for r in ranks if r not in states]
             deadline = time.monotonic() + _LINGER_S
             while time.monotonic() < deadline and silent(answered, "done"):
                 time.sleep(_NAP_S)
 
-    def _state_of(self, board: Board, rank: int) -> tuple[str, bool]:
+    def _state_of(self, key_store: KeyStore, rank: int) -> tuple[str, bool]:
         """What this rank can see of another, and whether that is why it does not answer."""
-        place = board.read(self._roll.place_of(rank))
+        place = key_store.read(self._roll.place_of(rank))
         if place is None:
             return "has not come so far, died before, or cannot be reached", False
         host, _, pid = place.rpartition("/")
-        if not (pid.isascii() and pid.isdecimal()):  # a stranger wrote there
+        if not (pid.isascii() and pid.isdecimal()):  # an unknown peer wrote there
             return "does not answer", False
         if host != _host():
             return f"(pid {pid} of another host) does not answer", False
@@ -281,7 +281,7 @@ class RollCall:
         return f"(pid {pid}) is alive, and has not answered in this call", False
 
     def _holder(self, state: str) -> list[Missing]:
-        """The rank whose process serves the board, which is gone or silent; empty if that is no rank."""
+        """The rank whose process serves the key store, which is gone or silent; empty if that is no rank."""
         return [] if self._roll.holder is None else [Missing(self._roll.holder, state)]
 
 

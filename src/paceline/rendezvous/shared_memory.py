@@ -24,8 +24,8 @@ from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.descriptors import SHARE_OF_TAKING, DescriptorServer, take_descriptor
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import gather_objects
-from paceline.rendezvous.obstacles import Obstacle as _Obstacle
-from paceline.rendezvous.obstacles import raise_limits as _raise_limits
+from paceline.rendezvous.reasons import Reason as _Reason
+from paceline.rendezvous.reasons import raise_limits as _raise_limits
 from paceline.stacks import answer_requests
 
 _log = logging.getLogger("paceline")
@@ -85,23 +85,23 @@ def share_memory(
     _core.best_isa()  # raises now, not in the middle of the first collective
     answer_requests()  # whoever will wait for this rank may ask where it is
     deadline = Deadline(timeout_s)
-    place, obstacle = _host_hint()
-    is_certain = not obstacle.problem
+    place, reason = _host_hint()
+    is_certain = not reason.problem
     what = _words_for(name)
     while True:
         with DescriptorServer(exchange.world_size) as server:
             nonce = secrets.token_hex(NONCE_BYTES)
             own = {"place": place, "address": server.address, "nonce": nonce}
-            obstacle = obstacle if obstacle.problem else server.obstacle
-            offers = _all_gather(exchange, own | obstacle.facts(), deadline)
+            reason = reason if reason.problem else server.reason
+            offers = _all_gather(exchange, own | reason.facts(), deadline)
             _raise_limits(offers, what)
             host_ranks = tuple(rank for rank, offer in enumerate(offers) if offer["place"] == place)
             leader = host_ranks[0]
-            fd, obstacle = _region_fd(
+            fd, reason = _region_fd(
                 exchange.rank, host_ranks, offers[leader], server, deadline, is_certain=is_certain
             )
             try:
-                states = _all_gather(exchange, obstacle.facts(), deadline)
+                states = _all_gather(exchange, reason.facts(), deadline)
             except BaseException:
                 _close(fd)
                 raise
@@ -109,16 +109,16 @@ def share_memory(
             break
         _close(fd)
         _raise_limits(states, what)
-        if obstacle.problem:
+        if reason.problem:
             _log.warning(
                 "paceline: rank %d of %d counts as a host of its own, although it seems to be on the host of "
                 "rank %d (only the boot id would prove it): it %s. Likely %s. If both are on one host: %s",
                 exchange.rank,
                 exchange.world_size,
                 leader,
-                obstacle.problem,
-                obstacle.likely,
-                obstacle.remedy,
+                reason.problem,
+                reason.likely,
+                reason.remedy,
             )
             place = f"alone-{exchange.rank}-{secrets.token_hex(8)}"
     hosts: dict[str, list[int]] = {}
@@ -126,7 +126,7 @@ def share_memory(
         hosts.setdefault(offer["place"], []).append(rank)
     if exchange.rank == 0:
         _report_split(hosts)
-    host_group, obstacle = None, _Obstacle()
+    host_group, reason = None, _Reason()
     try:
         host_group = _core.HostGroup(
             fd,
@@ -140,10 +140,10 @@ def share_memory(
             slow=slow,
         )
     except PacelineError as error:
-        obstacle = _Obstacle.of(error)
+        reason = _Reason.of(error)
     finally:
         _close(fd)
-    _join(host_group, exchange, obstacle, name, deadline)
+    _join(host_group, exchange, reason, name, deadline)
     assert host_group is not None
     return HostMemory(host_group, tuple(tuple(ranks) for ranks in hosts.values()))
 
@@ -193,11 +193,11 @@ def _words_for(name: str) -> str:
 
 
 def _join(
-    host_group: _core.HostGroup | None, exchange: Exchange, obstacle: _Obstacle, name: str, deadline: Deadline
+    host_group: _core.HostGroup | None, exchange: Exchange, reason: _Reason, name: str, deadline: Deadline
 ) -> None:
     """Wait for the others in the memory, unless one of them could not map it."""
     try:
-        _raise_limits(_all_gather(exchange, obstacle.facts(), deadline), _words_for(name))
+        _raise_limits(_all_gather(exchange, reason.facts(), deadline), _words_for(name))
         assert host_group is not None
         host_group.join()
     except BaseException:
@@ -215,20 +215,20 @@ def _all_gather(exchange: Exchange, facts: dict[str, Any], deadline: Deadline) -
     return gather_objects(exchange, facts, max(deadline.left_s(), 1e-3))
 
 
-def _host_hint() -> tuple[str, _Obstacle]:
+def _host_hint() -> tuple[str, _Reason]:
     """Equal on ranks that can share memory over an abstract Unix socket, and why it may be so on others."""
-    obstacle, boot_id = _Obstacle(), ""
+    reason, boot_id = _Reason(), ""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
     except OSError as error:  # a sandbox may not have the file
-        obstacle = _Obstacle.of_system(error, "read the boot id")
+        reason = _Reason.of_system(error, "read the boot id")
     network = 0
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError as error:
-        obstacle = _Obstacle.of_system(error, "learn in which network namespace it is")
-    return f"{boot_id}/{network}/{os.getuid()}", obstacle
+        reason = _Reason.of_system(error, "learn in which network namespace it is")
+    return f"{boot_id}/{network}/{os.getuid()}", reason
 
 
 def _region_fd(
@@ -239,7 +239,7 @@ def _region_fd(
     deadline: Deadline,
     *,
     is_certain: bool,
-) -> tuple[int, _Obstacle]:
+) -> tuple[int, _Reason]:
     """The region's descriptor, or -1 and why not."""
     if rank == host_ranks[0]:
         fd = -1
@@ -249,19 +249,19 @@ def _region_fd(
         except RegionError as error:
             _close(fd)
             server.close()
-            return -1, _Obstacle.of(error)
-        return fd, _Obstacle()
+            return -1, _Reason.of(error)
+        return fd, _Reason()
     fd, leader = -1, host_ranks[0]
     try:
         fd = take_descriptor(offer["address"], Deadline(SHARE_OF_TAKING * deadline.left_s()), leader)
         _check_nonce(fd, offer["nonce"])
     except (PacelineError, OSError) as error:
         _close(fd)
-        return -1, _Obstacle.of_transfer(error, leader, is_certain=is_certain)
+        return -1, _Reason.of_transfer(error, leader, is_certain=is_certain)
     except BaseException:
         _close(fd)
         raise
-    return fd, _Obstacle()
+    return fd, _Reason()
 
 
 def _check_nonce(fd: int, nonce: str) -> None:

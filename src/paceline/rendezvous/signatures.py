@@ -1,4 +1,4 @@
-"""Codes on what ranks write into a framework's store, which tell their words from a stranger's.
+"""Codes on what ranks write into a framework's store, which tell their words from an unknown peer's.
 
 A store takes the words of everybody who reaches its port. Its one idea: each value carries a code over itself
 and its key, made with the job's secret; what has none, or a wrong one, is not acted upon. Counters cannot
@@ -12,13 +12,13 @@ import logging
 from dataclasses import dataclass, field
 
 from paceline.rendezvous.messages import join_payloads
-from paceline.rendezvous.roll_call import Board
+from paceline.rendezvous.roll_call import KeyStore
 
 _CODE_BYTES = 16
 _NO_CODE = b"-"
 _PURPOSE = b"paceline: a value in a store, 1"
 
-LOSSLESS = "surrogateescape"  # a stranger's bytes need not be UTF-8
+LOSSLESS = "surrogateescape"  # an unknown peer's bytes need not be UTF-8
 
 _log = logging.getLogger("paceline")
 
@@ -78,25 +78,25 @@ class Signatures:
         return hmac.digest(self.secret, words, "sha256")[:_CODE_BYTES].hex().encode()
 
 
-class SignedBoard:
-    """A `Board` where words of strangers count as not written; the first of them is told in a warning.
+class SignedKeyStore:
+    """A `KeyStore` where words of unknown peers count as not written; the first of them is told in a warning.
 
     Args:
-        board: Where words are written.
+        key store: Where words are written.
         signatures: The codes of this job.
     """
 
-    def __init__(self, board: Board, signatures: Signatures) -> None:
-        self._board, self._signatures = board, signatures
+    def __init__(self, key_store: KeyStore, signatures: Signatures) -> None:
+        self._key_store, self._signatures = key_store, signatures
         self._has_warned = False
 
     def write(self, key: str, value: str) -> None:
-        """See `Board.write`."""
-        self._board.write(key, self._signatures.sign(key, value.encode()).decode())
+        """See `KeyStore.write`."""
+        self._key_store.write(key, self._signatures.sign(key, value.encode()).decode())
 
     def read(self, key: str) -> str | None:
-        """See `Board.read`."""
-        text = self._board.read(key)
+        """See `KeyStore.read`."""
+        text = self._key_store.read(key)
         if text is None:
             return None
         try:

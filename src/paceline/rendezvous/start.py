@@ -1,7 +1,7 @@
 """The start of a job, before the framework forms a group: how a rank reaches rank 0, and what it tells.
 
 What a framework would wait for in silence, or meet as an error without a name, is found here: on this rank,
-or once all have come (`attendance`). Both front ends do the same, each with a ledger of its own.
+or once all have come (`membership`). Both front ends do the same, each with a membership store of its own.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from paceline.env import RankEnvironment, is_in_pod, may_span_hosts
 from paceline.errors import ConfigError
 from paceline.rendezvous.addresses import (
     Way,
-    check_meeting_address,
+    check_rendezvous_address,
     find_way,
     interface_for_gloo,
     interface_problems,
     told_interface,
     wait_for_listener,
 )
-from paceline.rendezvous.attendance import Arrival, Attendance, Ledger, attend
 from paceline.rendezvous.deadline import Deadline
+from paceline.rendezvous.membership import Arrival, Membership, MembershipStore, attend
 from paceline.rendezvous.secret import NO_SECRET, find_secret
 
 _LEAST_S = 1.0  # for whoever has come only just in time
@@ -69,9 +69,11 @@ class Start:
             hint="look at rank 0's output; `timeout` gives it longer",
         )
 
-    def attend(self, ledger: Ledger, prefix: str) -> Attendance:
-        """See `paceline.rendezvous.attendance.attend`. Collective."""
-        return attend(ledger, prefix, self.arrival, max(self.deadline.left_s(), _LEAST_S), self.secret)
+    def attend(self, membership_store: MembershipStore, prefix: str) -> Membership:
+        """See `paceline.rendezvous.membership.attend`. Collective."""
+        return attend(
+            membership_store, prefix, self.arrival, max(self.deadline.left_s(), _LEAST_S), self.secret
+        )
 
 
 def prepare(
@@ -103,7 +105,7 @@ def prepare(
     spans_hosts = place.local_world_size not in (None, place.world_size)
     # Kubeflow tells the pod of rank 0 that it is localhost, and the others its name.
     is_right_here = is_in_pod(os.environ) and place.rank < (place.local_world_size or 1)
-    check_meeting_address(
+    check_rendezvous_address(
         way,
         place.rank,
         place.world_size,
@@ -128,7 +130,7 @@ def prepare(
         place.world_size,
         socket.gethostname(),
         os.getpid(),
-        # What the ledger is told crosses the network in the clear, and the id may be a secret.
+        # What the membership store is told crosses the network in the clear, and the id may be a secret.
         hashlib.sha256(place.job_id.encode()).hexdigest()[:8] if place.job_id else "",
         version("paceline"),
         framework,
@@ -140,18 +142,18 @@ def prepare(
     return Start(who, what, way, place.master_port, deadline, arrival, secret.key)
 
 
-def refuse_latecomers(attendance: Attendance | None) -> None:
+def refuse_latecomers(membership: Membership | None) -> None:
     """Raise if a process has come since the group was formed, and claims a place in it.
 
     For whoever begins to train: until then two jobs that meet at one address may have mixed their ranks.
 
     Args:
-        attendance: Who has come before; None: nobody has looked.
+        membership: Who has come before; None: nobody has looked.
 
     Raises:
         ConfigError: One has; both holders of the place are named.
     """
-    error = None if attendance is None else attendance.latecomer()
+    error = None if membership is None else membership.latecomer()
     if error is not None:
         raise ConfigError(
             error.summary,

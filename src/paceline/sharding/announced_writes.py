@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from paceline import _core
 from paceline.errors import PacelineError, ReplicaError, ReplicasDifferError, format_ranks
-from paceline.reducer.pass_errors import shorten
+from paceline.reducer.backward_errors import shorten
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import gather_objects
 

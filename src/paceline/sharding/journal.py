@@ -2,7 +2,7 @@
 
 The one idea: a block is small, so a copy of its old values is cheap. Before a rank writes one, it copies what
 the block's parameters and state are; so whoever finds it half written puts the copy back, and goes on from
-there. Parameters, state and copies lie in memory of all ranks, and what is done is noted in the ledger.
+there. Parameters, state and copies lie in memory of all ranks, and what is done is noted in the step table.
 
 Framework-free: a front end says where its pieces are (`JournaledPieces`), and how its optimizer makes the
 step of a block (`Part`).
@@ -27,7 +27,7 @@ from paceline.sharding.journal_layout import (
     no_journal,
     slot_bytes,
 )
-from paceline.sharding.shared_parameters import Home, home_of
+from paceline.sharding.shared_parameters import SharedStorage, storage_of
 
 Tensor = TypeVar("Tensor")
 _Made = TypeVar("_Made", covariant=True)
@@ -92,18 +92,18 @@ class Part(Protocol[_Given]):
         ...
 
 
-def home_of_all(parameters: Sequence[Tensor], world_size: int) -> Home[Tensor]:
+def storage_of_all(parameters: Sequence[Tensor], world_size: int) -> SharedStorage[Tensor]:
     """Where the parameters of a journaled optimizer lie.
 
     Raises:
         ConfigError: Not all of them in one memory that all ranks share.
     """
-    home = home_of(parameters[0])
-    if home is None or any(home_of(parameter) is not home for parameter in parameters):
+    storage = storage_of(parameters[0])
+    if storage is None or any(storage_of(parameter) is not storage for parameter in parameters):
         raise no_journal("parameters that are not those of one model with share_parameters=True")
-    if home.world_size != world_size:
-        raise no_journal(f"{world_size} ranks, of which this host has {home.world_size}")
-    return home
+    if storage.world_size != world_size:
+        raise no_journal(f"{world_size} ranks, of which this host has {storage.world_size}")
+    return storage
 
 
 class Journal(Generic[Tensor]):
@@ -111,27 +111,27 @@ class Journal(Generic[Tensor]):
 
     Args:
         tensors: The pieces.
-        home: Where all parameters lie.
+        storage: Where all parameters lie.
         slots: What the optimizer remembers of each parameter.
         timeout_s: How long to wait for the other ranks.
 
     Attributes:
-        home: Where all parameters lie. That of a model that was wrapped anew is another one.
+        storage: Where all parameters lie. That of a model that was wrapped anew is another one.
     """
 
     def __init__(
         self,
         tensors: JournaledPieces[Tensor],
-        home: Home[Tensor],
+        storage: SharedStorage[Tensor],
         slots: Sequence[Sequence[Slot]],
         timeout_s: float,
     ) -> None:
         self._pieces, self._tensors = list(tensors.pieces), tensors
-        self.home, self._ledger = home, home.ledger
+        self.storage, self._step_table = storage, storage.step_table
         self._slots = [slots[piece.parameter] for piece in self._pieces]
         itemsizes = tensors.itemsizes()
-        self._layout: Layout = lay_out_journal(self._pieces, itemsizes, self._slots, home.world_size)
-        exchange, ranks = WholeExchange(home.core), range(home.world_size)
+        self._layout: Layout = lay_out_journal(self._pieces, itemsizes, self._slots, storage.world_size)
+        exchange, ranks = WholeExchange(storage.core), range(storage.world_size)
         memory = share_model_memory(exchange, ranks, self._layout.nbytes, timeout_s=timeout_s)
         self._base = memory.writable
         self._bytes = (ctypes.c_ubyte * self._layout.nbytes).from_address(self._base)
@@ -152,16 +152,16 @@ class Journal(Generic[Tensor]):
 
     def note_loaded(self) -> None:
         """This rank's state was replaced: until its next step, nobody else knows it."""
-        self._bytes[self._layout.is_ready[self.home.rank]] = 0
+        self._bytes[self._layout.is_ready[self.storage.rank]] = 0
 
     @property
     def is_ready(self) -> bool:
         """Whether this rank's state is here."""
-        return bool(self._bytes[self._layout.is_ready[self.home.rank]])
+        return bool(self._bytes[self._layout.is_ready[self.storage.rank]])
 
     def make_ready(self, part: Part[Tensor]) -> None:
         """Bring this rank's state here."""
-        own = self.home.rank
+        own = self.storage.rank
         for number in self._numbers_of(own):
             self._adopt(part, number)
         self._bytes[self._layout.is_ready[own]] = 1
@@ -171,7 +171,7 @@ class Journal(Generic[Tensor]):
 
     def knows_all(self) -> bool:
         """Whether the state of all ranks is here."""
-        return all(map(self._knows, range(self.home.world_size)))
+        return all(map(self._knows, range(self.storage.world_size)))
 
     def _knows(self, rank: int) -> bool:
         return bool(self._bytes[self._layout.is_ready[rank]]) and all(
@@ -190,19 +190,19 @@ class Journal(Generic[Tensor]):
     def run(self, part: Part[Tensor]) -> None:
         """Make this rank's part of the step, one block after the other."""
         self._has_written = False
-        self._run(part, self.home.rank, 0)
+        self._run(part, self.storage.rank, 0)
 
     def has_written(self) -> bool:
         """Whether `run` has written any block. The one in which it has raised is as it was before."""
         return self._has_written
 
     def _run(self, part: Part[Tensor], of: int, first: int) -> None:
-        ledger, blocks = self._ledger, self._layout.blocks[of]
+        step_table, blocks = self._step_table, self._layout.blocks[of]
         for number in range(first, len(blocks)):
             block = [each for each in blocks[number] if part.has_gradient(each)]
             if not block:
                 continue
-            ledger.open_block(of, number, list(self._copies(of, number)))
+            step_table.open_block(of, number, list(self._copies(of, number)))
             try:
                 part.step(number, block)
             except BaseException:
@@ -210,7 +210,7 @@ class Journal(Generic[Tensor]):
                 raise
             for each in block:
                 self._adopt(part, each)
-            ledger.close_block(of, number)
+            step_table.close_block(of, number)
             self._has_written = True
 
     def _copies(self, of: int, number: int) -> Iterator[tuple[int, int, int]]:
@@ -258,22 +258,22 @@ class Journal(Generic[Tensor]):
         Returns:
             Whether it is made.
         """
-        ledger, own = self._ledger, self.home.rank
+        step_table, own = self._step_table, self.storage.rank
         if not self._knows(of):
             return False
-        holder = ledger.claim(of)
+        holder = step_table.claim(of)
         while holder != own:
-            if ledger.is_finished(of):
+            if step_table.is_finished(of):
                 return True
             if holder in gone():
-                holder = ledger.claim(of, holder)
+                holder = step_table.claim(of, holder)
             elif time.monotonic() > until:
                 return False
             else:
                 time.sleep(_LOOK_S)
-        if ledger.is_finished(of):
+        if step_table.is_finished(of):
             return True
-        first, is_open = ledger.progress(of)
+        first, is_open = step_table.progress(of)
         if is_open:
             self._put_back(of, first)
         with part_of(of) as part:
@@ -281,7 +281,7 @@ class Journal(Generic[Tensor]):
                 if state := self.state(number):
                     part.recall(number, state)
             self._run(part, of, first)
-        ledger.finish(of)
+        step_table.finish(of)
         return True
 
     def await_completion(
@@ -298,9 +298,9 @@ class Journal(Generic[Tensor]):
         Returns:
             Whether it is made.
         """
-        able = set(range(self.home.world_size)) - set(unable)
-        while not self._ledger.is_finished(of):
+        able = set(range(self.storage.world_size)) - set(unable)
+        while not self._step_table.is_finished(of):
             if not self._knows(of) or able <= gone() or time.monotonic() > until:
-                return self._ledger.is_finished(of)
+                return self._step_table.is_finished(of)
             time.sleep(_LOOK_S)
         return True

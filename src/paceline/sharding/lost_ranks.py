@@ -10,7 +10,7 @@ HALF = "some parameters may be updated and others not"
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Whether an error says that ranks did not come to a meeting, and not that they came for other things."""
+    """Whether an error says that ranks did not come to a barrier, and not that they came for other things."""
     return isinstance(error, (PeerLostError, DeadlineError, GroupClosedError, RendezvousError))
 
 

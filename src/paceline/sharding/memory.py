@@ -24,14 +24,14 @@ class ModelSizes:
         parameters: All parameters.
         buffers: All buffers.
         gradients: The gradients of what is trained.
-        arena: The same, as they lie where they are averaged: each begins at a multiple of 64 bytes.
+        gradient buffer: The same, as they lie where they are averaged: each begins at a multiple of 64 bytes.
         state: The optimizer's state of all parameters.
     """
 
     parameters: int
     buffers: int
     gradients: int
-    arena: int
+    gradient_buffer: int
     state: int
 
 
@@ -128,7 +128,7 @@ def plan_ways(sizes: ModelSizes, ranks: int, hosts: int, *, is_allocated: bool =
 
 
 def _memory_of(way: _Way, sizes: ModelSizes, local_ranks: int, hosts: int) -> Memory:
-    one_copy = sizes.arena if way.is_ours else sizes.gradients
+    one_copy = sizes.gradient_buffer if way.is_ours else sizes.gradients
     copied = (way.copies_of_gradients - 1) * sizes.gradients
     parameters = sizes.parameters * (1 if way.shares_parameters else local_ranks)
     return Memory(

@@ -19,7 +19,7 @@ from paceline.rendezvous.messages import gather_objects
 from paceline.rendezvous.model_memory import share_model_memory
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.sharding.announced_writes import OneCopy, lay_out
-from paceline.sharding.shared_parameters import Home, Placing, Tensor
+from paceline.sharding.shared_parameters import Placing, SharedStorage, Tensor
 
 
 def move(
@@ -31,7 +31,7 @@ def move(
     *,
     are_equal: bool,
     allows_writing: bool,
-) -> Home[Tensor]:
+) -> SharedStorage[Tensor]:
     """Let the ranks of each host have one copy of these tensors. Collective.
 
     Args:
@@ -61,17 +61,17 @@ def move(
     own = next(ranks for ranks in memory.hosts if exchange.rank in ranks)
     # On pages of its own: writing() copies and compares those of the parameters.
     nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    ledger = _core.StepLedger.nbytes(len(own))
-    shared = share_model_memory(exchange, own, nbytes + ledger, timeout_s=timeout_s)
+    step_table = _core.StepTable.nbytes(len(own))
+    shared = share_model_memory(exchange, own, nbytes + step_table, timeout_s=timeout_s)
     copy = OneCopy(shared, places, nbytes, exchange, memory.hosts, timeout_s)
-    home = Home(copy, memory.host_group, placing, allows_writing=allows_writing)
+    storage = SharedStorage(copy, memory.host_group, placing, allows_writing=allows_writing)
     if exchange.rank == own[0]:
         for tensor, place in zip(tensors.values(), places):
-            home.fill(tensor, place)
+            storage.fill(tensor, place)
     exchange.all_gather(b"", timeout_s)  # the values are there
     for tensor, place in zip(tensors.values(), places):
-        home.move_in(tensor, place)
-    return home
+        storage.move_in(tensor, place)
+    return storage
 
 
 def refuse_strange(owner: str, problems: Iterable[str], peers: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""Who updates which part of each parameter, told to the passes that scatter gradients."""
+"""Who updates which part of each parameter, told to the backward passes that scatter gradients."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Parameters that hold half of an optimizer's step: a rank was lost in the middle of it.
 
 The one idea: nobody may take them for whole ones, so whatever reads them asks here first. Parameters that the
-ranks of a host share say themselves whether they are whole (`Home.check_whole`); those of one process, and
-those that have left a shared memory half written, are listed here until other values are loaded.
+ranks of a host share say themselves whether they are whole (`SharedStorage.check_whole`); those of one
+process, and those that have left a shared memory half written, are listed here until other values are loaded.
 
 A model's own `state_dict()` asks from the moment on at which a step has left half of itself. Before, nothing
 is added to the model: hooks would be pickled with it.

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from paceline.errors import ConfigError
+from paceline.reducer.backward_errors import shorten
 from paceline.reducer.communicator import Reduction
 from paceline.reducer.owners import Ranges
-from paceline.reducer.pass_errors import shorten
 
-NO_PASS = -1
-"""The pass of a stand-in that none has put in place yet."""
+NO_BACKWARD = -1
+"""The backward of a stand-in that none has put in place yet."""
 
 Tensor = TypeVar("Tensor")
 
@@ -29,11 +29,11 @@ class StandIn(Protocol):
 
     Attributes:
         of: The means that it is one of.
-        of_pass: The pass that has put it there.
+        of_backward: The backward that has put it there.
     """
 
     of: Any
-    of_pass: int
+    of_backward: int
 
 
 AnyStandIn = TypeVar("AnyStandIn", bound=StandIn)
@@ -81,7 +81,7 @@ class Hands(Protocol[Tensor]):
 
 
 class Scattered(Generic[Tensor, AnyStandIn]):
-    """The means of one model, as a pass that scatters leaves them on this rank.
+    """The means of one model, as a backward that scatters leaves them on this rank.
 
     Args:
         names: The parameters' names.
@@ -90,10 +90,10 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         itemsizes: Bytes of an element of each mean.
         ranges: Who owns what of each.
         rank: This rank.
-        find_nonfinite: Parameters of the last pass that had a gradient, or a mean, that was not finite.
+        find_nonfinite: Parameters of the last backward that had a gradient, or a mean, that was not finite.
 
     Attributes:
-        of_pass: The number of the last pass that has left its means here; 0: they are of no use now.
+        of_backward: The number of the last backward that has left its means here; 0: they are of no use now.
         rank: This rank.
     """
 
@@ -107,14 +107,14 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         rank: int,
         find_nonfinite: Callable[[], set[int]],
     ) -> None:
-        self.of_pass = 0
+        self.of_backward = 0
         self.rank = rank
         self.find_nonfinite = find_nonfinite
-        self._factors: dict[int, float] = {}  # with which means have been multiplied since the pass
+        self._factors: dict[int, float] = {}  # with which means have been multiplied since the backward
         self._names, self._hands, self._stand_ins = names, hands, stand_ins
         for stand_in in stand_ins:
             stand_in.of = self
-        self._passes = 0
+        self._backwards = 0
         self._own = [
             [(each.begin // itemsize, each.end // itemsize) for each in its if each.rank == rank]
             for its, itemsize in zip(ranges, itemsizes, strict=True)
@@ -135,45 +135,45 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         return self._stand_ins[index]
 
     def forget(self) -> None:
-        """A pass begins, which will overwrite the means."""
-        self.of_pass = 0
+        """A backward begins, which will overwrite the means."""
+        self.of_backward = 0
 
     def put(self, indices: Iterable[int]) -> None:
-        """A pass has made the means of these parameters: let their stand-ins be found."""
-        self._passes += 1
-        self.of_pass = self._passes
+        """A backward has made the means of these parameters: let their stand-ins be found."""
+        self._backwards += 1
+        self.of_backward = self._backwards
         self._factors.clear()
         self._here = list(indices)
         for index in self._here:
-            self._stand_ins[index].of_pass = self.of_pass
+            self._stand_ins[index].of_backward = self.of_backward
             self._hands.put(index, self._stand_ins[index])
 
     def give_up(self) -> None:
-        """A pass has raised: what gradients are now, is of no use to anybody."""
-        self.of_pass = 0
+        """A backward has raised: what gradients are now, is of no use to anybody."""
+        self.of_backward = 0
         for index in range(len(self._names)):
             if self._hands.found(index) is not None:
                 self._hands.put(index, self._stand_ins[index])
 
     def move_from(self, before: Scattered[Tensor, AnyStandIn]) -> None:
         """Take over the means of another plan for the same parts, and what stands for them."""
-        if before._own != self._own or not before.of_pass:
-            before.of_pass = 0
+        if before._own != self._own or not before.of_backward:
+            before.of_backward = 0
             return
         for key, part in self._parts.items():
             self._hands.copy(before._parts[key], part)
         here = [i for i in before._here if self._hands.found(i) is before._stand_ins[i]]
         self.put(here)
         self._factors.update(before._factors)
-        before.of_pass = 0
+        before.of_backward = 0
 
     def check_present(self, index: int) -> None:
         """Raise if what a stand-in stands for is not there any more.
 
         Raises:
-            ConfigError: It is not of the last pass.
+            ConfigError: It is not of the last backward.
         """
-        if self._stand_ins[index].of_pass == self.of_pass:
+        if self._stand_ins[index].of_backward == self.of_backward:
             return
         raise ConfigError(
             f"The gradient of '{self._names[index]}' is not there any more.",
@@ -212,7 +212,7 @@ class Scattered(Generic[Tensor, AnyStandIn]):
     # --- the norm ---
 
     def check_complete(self, doing: str) -> None:
-        """Raise unless all gradients are those that the last pass has left.
+        """Raise unless all gradients are those that the last backward has left.
 
         Raises:
             ConfigError: One was left, or replaced.
@@ -241,14 +241,15 @@ class Scattered(Generic[Tensor, AnyStandIn]):
 
         Args:
             max_norm: The largest norm allowed.
-            norm_type: The p of the p-norm: the passes have found the one of 2 on their way, and no other.
-            squared_norm: What the pass has found.
+            norm_type: The p of the p-norm: the backward passes have found the one of 2 on their way, and no
+                other.
+            squared_norm: What the backward has found.
 
         Returns:
             The norm before.
 
         Raises:
-            ConfigError: Another norm, or gradients that are not those of the last pass.
+            ConfigError: Another norm, or gradients that are not those of the last backward.
         """
         if norm_type != 2.0:
             raise _only_two_norm(norm_type)
@@ -271,7 +272,7 @@ class Scattered(Generic[Tensor, AnyStandIn]):
 
 
 def _only_two_norm(norm_type: float) -> ConfigError:
-    """The error of a norm that the passes have not found on their way."""
+    """The error of a norm that the backward passes have not found on their way."""
     return ConfigError(
         'clip_grad_norm_: with reduce="scatter" there is the 2-norm.',
         expected="norm_type=2.0, which the ranks have found in backward",

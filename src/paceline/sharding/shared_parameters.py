@@ -1,11 +1,11 @@
 """Which parameters lie in memory that the ranks of a host share, and who may write to them.
 
 The one idea: a parameter stays the object that users and optimizers hold, and a table says where it lives.
-`home_of()` is what an optimizer asks that updates a part of the parameters on each rank:
+`storage_of()` is what an optimizer asks that updates a part of the parameters on each rank:
 
-    home = home_of(parameter)                  # None: it is this rank's own
+    home = storage_of(parameter)                  # None: it is this rank's own
     place = home.writable(parameter)           # the same elements, where they may be written
-    ... meet the ranks of `home.core`; write a part of `place`; meet again ...
+    ... meet the ranks of `storage.core`; write a part of `place`; meet again ...
     home.note_writes()                         # autograd learns that the values are others
 """
 
@@ -19,7 +19,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 from paceline import _core
 from paceline.errors import ConfigError, format_ranks
-from paceline.reducer.pass_errors import shorten
+from paceline.reducer.backward_errors import shorten
 from paceline.sharding.announced_writes import OneCopy, Place
 from paceline.sharding.partial_steps import torn, torn_error
 
@@ -88,7 +88,7 @@ class Placing(Protocol[Tensor]):
         ...
 
 
-class Home(Generic[Tensor]):
+class SharedStorage(Generic[Tensor]):
     """One host's copy of a model's parameters.
 
     Args:
@@ -100,7 +100,7 @@ class Home(Generic[Tensor]):
     Attributes:
         rank: This rank's number on the host.
         world_size: The number of ranks on the host.
-        ledger: How far each rank of the host is with a step that all of them make together.
+        step table: How far each rank of the host is with a step that all of them make together.
     """
 
     def __init__(
@@ -110,9 +110,11 @@ class Home(Generic[Tensor]):
         self.rank, self.world_size = core.rank, core.world_size
         # Beside the values, in the same memory, which outlives the ranks.
         memory = copy.memory
-        self.ledger = _core.StepLedger(memory.writable + copy.values_end, core.world_size, core.rank)
+        self.step_table = _core.StepTable(memory.writable + copy.values_end, core.world_size, core.rank)
         # A forked child has nothing where this process writes.
-        self._ledger_to_read = _core.StepLedger(memory.values + copy.values_end, core.world_size, core.rank)
+        self._step_table_to_read = _core.StepTable(
+            memory.values + copy.values_end, core.world_size, core.rank
+        )
         self._parameters: list[tuple[weakref.ref[Tensor], int]] = []
 
     @property
@@ -137,11 +139,11 @@ class Home(Generic[Tensor]):
     def move_out(self) -> None:
         """Give this rank a copy of its own of each parameter that is still here."""
         held = list(self._held())
-        if not self._ledger_to_read.is_whole:
+        if not self._step_table_to_read.is_whole:
             torn.mark(held, self.placing.version, self._tell_missing())
         for parameter in held:
             self.placing.lay(parameter, self.placing.own_copy(parameter))
-            _homes.pop(id(parameter), None)
+            _storages.pop(id(parameter), None)
 
     def writable(self, parameter: Tensor) -> Tensor:
         """The elements of a parameter that lies here, of its shape and strides, where they may be written.
@@ -160,7 +162,7 @@ class Home(Generic[Tensor]):
 
     def missing_parts(self) -> list[int]:
         """The ranks of this host that have not written their parts of the last step."""
-        return [rank for rank in range(self.world_size) if not self._ledger_to_read.is_finished(rank)]
+        return [rank for rank in range(self.world_size) if not self._step_table_to_read.is_finished(rank)]
 
     def check_whole(self, owner: str) -> None:
         """Raise if these are the parameters of half a step.
@@ -171,11 +173,11 @@ class Home(Generic[Tensor]):
         Raises:
             TornStepError: Says whose part is missing.
         """
-        if not self._ledger_to_read.is_whole:
+        if not self._step_table_to_read.is_whole:
             raise torn_error(owner, self._tell_missing())
 
     def _tell_missing(self) -> str:
-        missing, step = self.missing_parts(), self._ledger_to_read.step
+        missing, step = self.missing_parts(), self._step_table_to_read.step
         return (
             f"step {step} of the optimizer: {format_ranks(missing)} of this host wrote no part, or half of it"
         )
@@ -240,33 +242,33 @@ class Home(Generic[Tensor]):
 
 
 # By identity: tensors compare element by element. An entry goes when its parameter does.
-_homes: dict[int, tuple[weakref.ref[Any], Home[Any]]] = {}
+_storages: dict[int, tuple[weakref.ref[Any], SharedStorage[Any]]] = {}
 
 
-def _register(parameter: Tensor, home: Home[Tensor]) -> None:
+def _register(parameter: Tensor, storage: SharedStorage[Tensor]) -> None:
     key = id(parameter)
 
     def forget(reference: weakref.ref[Tensor]) -> None:
-        entry = _homes.get(key)
+        entry = _storages.get(key)
         if entry is not None and entry[0] is reference:
-            del _homes[key]
+            del _storages[key]
 
-    _homes[key] = weakref.ref(parameter, forget), home
+    _storages[key] = weakref.ref(parameter, forget), storage
 
 
-def home_of(parameter: Tensor) -> Home[Tensor] | None:
+def storage_of(parameter: Tensor) -> SharedStorage[Tensor] | None:
     """Where a parameter lives; None: in memory of this process alone."""
-    entry = _homes.get(id(parameter))
+    entry = _storages.get(id(parameter))
     return None if entry is None else entry[1]
 
 
-def homes_of(parameters: Iterable[Tensor]) -> list[Home[Tensor]]:
-    """Where any of these parameters live, each home once."""
-    found: dict[int, Home[Tensor]] = {}
+def storages_of(parameters: Iterable[Tensor]) -> list[SharedStorage[Tensor]]:
+    """Where any of these parameters live, each storage once."""
+    found: dict[int, SharedStorage[Tensor]] = {}
     for parameter in parameters:
-        home = home_of(parameter)
-        if home is not None:
-            found[id(home)] = home
+        storage = storage_of(parameter)
+        if storage is not None:
+            found[id(storage)] = storage
     return list(found.values())
 
 
@@ -275,31 +277,31 @@ def check_whole(owner: str, parameters: Iterable[Any]) -> None:
 
     Args:
         owner: What is about to read them.
-        parameters: Tensors, of whatever homes, or of this process alone.
+        parameters: Tensors, in whatever shared storage, or of this process alone.
 
     Raises:
         TornStepError: They do.
     """
     held = list(parameters)
-    for home in homes_of(held):
-        home.check_whole(owner)
+    for storage in storages_of(held):
+        storage.check_whole(owner)
     torn.check(owner, held)
 
 
 def _tell_of_stray_write() -> None:
-    for home in {id(home): home for _, home in list(_homes.values())}.values():
-        home.raise_stray_write()
+    for storage in {id(storage): storage for _, storage in list(_storages.values())}.values():
+        storage.raise_stray_write()
 
 
 _core.tell_stray_writes(_tell_of_stray_write)
 
 
 @contextlib.contextmanager
-def written(home: Home[Tensor] | None) -> Iterator[None]:
-    """Within it parameters of `home` may be changed; its end is collective.
+def written(storage: SharedStorage[Tensor] | None) -> Iterator[None]:
+    """Within it parameters of `storage` may be changed; its end is collective.
 
     Args:
-        home: None: each rank has its own parameters, and there is nothing to do.
+        storage: None: each rank has its own parameters, and there is nothing to do.
 
     Raises:
         ConfigError: A backward is running, or a write has strayed before.
@@ -308,30 +310,30 @@ def written(home: Home[Tensor] | None) -> Iterator[None]:
         ReplicasDifferError: Ranks have written different values; nothing was written.
         DeadlineError: A rank did not come to the end of its block; names it.
     """
-    if home is None:
+    if storage is None:
         yield
         return
-    home.raise_stray_write()
-    home.check_whole("writing()")
-    if home.placing.is_in_backward():
+    storage.raise_stray_write()
+    storage.check_whole("writing()")
+    if storage.placing.is_in_backward():
         raise ConfigError(
             "writing(): a backward is running, which may need the old values.",
             likely="a hook, or an optimizer that steps within backward",
             hint="change parameters when backward() has returned",
         )
-    core = home.core
+    core = storage.core
     core.set_activity("in writing(), which all ranks of the host end together")
-    home.copy.begin()
+    storage.copy.begin()
     try:
         yield
     except BaseException as error:
         # The others must not wait for this rank; what they raise in return is told by this exception.
         with contextlib.suppress(Exception):
-            home.copy.end(error)
+            storage.copy.end(error)
         raise
     else:
-        home.copy.end()
-        home.note_writes()
+        storage.copy.end()
+        storage.note_writes()
     finally:
         core.set_activity("")
 
@@ -347,22 +349,22 @@ def refuse_step(optimizer: object, parameters: Iterable[Tensor]) -> None:
         ConfigError: Some of them are shared, and this rank is not within `writing()`.
     """
     for parameter in parameters:
-        home = home_of(parameter)
-        if home is not None and not home.is_writing:
-            raise _refused(type(optimizer).__name__, home)
+        storage = storage_of(parameter)
+        if storage is not None and not storage.is_writing:
+            raise _refused(type(optimizer).__name__, storage)
 
 
-def _refused(name: str, home: Home[Any]) -> ConfigError:
-    names = home.placing.names
-    if not home.allows_writing:
+def _refused(name: str, storage: SharedStorage[Any]) -> ConfigError:
+    names = storage.placing.names
+    if not storage.allows_writing:
         return ConfigError(
             f"{name}.step: its parameters are those of a model that several processes share to read.",
-            seen=f"share(), {home.world_size} processes",
+            seen=f"share(), {storage.world_size} processes",
             hint="copy.deepcopy(model) gives this process parameters of its own; or train with "
             f"{names.wrapper}(model, share_parameters=True)",
         )
     return ConfigError(
-        f"{name}.step: its parameters are shared by {home.world_size} ranks, and each would apply "
+        f"{name}.step: its parameters are shared by {storage.world_size} ranks, and each would apply "
         "the update to them.",
         seen=f"{names.wrapper}(model, share_parameters=True); the optimizer may have been made before",
         expected="a step that all ranks make together",
@@ -371,34 +373,34 @@ def _refused(name: str, home: Home[Any]) -> ConfigError:
     )
 
 
-def check_step_allowed(home: Home[Any], owner: str, world_size: int) -> None:
+def check_step_allowed(storage: SharedStorage[Any], owner: str, world_size: int) -> None:
     """Raise where a step that the ranks share must not write to parameters that they share.
 
     Args:
-        home: Where the parameters lie.
+        storage: Where the parameters lie.
         owner: The optimizer's class.
         world_size: The number of ranks that share the step.
 
     Raises:
         ConfigError: Says why.
     """
-    names = home.placing.names
-    if not home.allows_writing:
+    names = storage.placing.names
+    if not storage.allows_writing:
         raise ConfigError(
             f"{owner}: its parameters are those of a model that several processes share to read.",
-            seen=f"share(), {home.world_size} processes",
+            seen=f"share(), {storage.world_size} processes",
             hint=f"{names.wrapper}(model, share_parameters=True) shares a model that is trained",
         )
-    if home.is_writing:
+    if storage.is_writing:
         raise ConfigError(
             f"{owner}.step within writing(): nobody would see what it writes before the end.",
             expected="a step outside of it: the ranks meet by themselves",
             hint=f"with this optimizer, call step() without `with {names.variable}.writing():`",
         )
-    if world_size < home.world_size:
+    if world_size < storage.world_size:
         raise ConfigError(
             f"{owner}: some ranks that share its parameters take no part in its steps.",
-            expected=f"the {home.world_size} ranks that share the model's parameters",
+            expected=f"the {storage.world_size} ranks that share the model's parameters",
             got=f"{world_size} ranks",
             hint="give the optimizer the process group over which the model is wrapped",
         )

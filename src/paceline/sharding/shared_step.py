@@ -2,7 +2,7 @@
 
 A step: the ranks meet and compare (`meet`), each updates its part, and what it has written reaches the others
 (`make`), within `updating`, so that a step that was begun and not completed is remembered, and nobody takes
-its half for a whole (`ledgers`, `reducer.torn`). A front end adds what its tensors and optimizers are.
+its half for a whole (`step tables`, `reducer.torn`). A front end adds what its tensors and optimizers are.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from paceline import _core
 from paceline.arguments import Arguments
 from paceline.errors import CollectiveError, ConfigError, PacelineError
 from paceline.reducer.communicator import Communicator
-from paceline.sharding.ledgers import Complete, Ledgers
 from paceline.sharding.lost_ranks import COMPLETE, HALF, NOTHING_WRITTEN, is_loss, telling
-from paceline.sharding.meeting import Call, Facts, Meetings, hash_options
 from paceline.sharding.partial_steps import torn, torn_error
-from paceline.sharding.shared_parameters import home_of
+from paceline.sharding.shared_parameters import storage_of
+from paceline.sharding.step_barriers import Call, Facts, StepBarriers, hash_options
+from paceline.sharding.step_tables import Complete, StepTables
 from paceline.sharding.travel import IDLE, Travel
 
 OWNER = "ShardedOptimizer"
@@ -36,7 +36,7 @@ class Pieces(Protocol):
     parameters: Any
     names: Any
     generation: int
-    homes: Any
+    storages: Any
 
     def version(self, parameter: Any) -> int:
         """Counts the writes to a parameter."""
@@ -77,10 +77,10 @@ class SharedStep(Generic[State]):
         self._pieces = pieces
         self._travel = travel
         self._look, self._spell = look, spell
-        self._ledgers = Ledgers(lambda: pieces.homes if travel is not None else ())
-        self._meetings: Meetings | None = None
+        self._step_tables = StepTables(lambda: pieces.storages if travel is not None else ())
+        self._barriers: StepBarriers | None = None
         if communicator is not None and travel is not None:
-            self._meetings = Meetings(
+            self._barriers = StepBarriers(
                 travel.gather, communicator.all_gather, OWNER, lambda: pieces.parameters
             )
         self._seen: tuple[object, int] = (None, 0)
@@ -102,19 +102,19 @@ class SharedStep(Generic[State]):
             The ranks that have no data any more.
 
         Raises:
-            MismatchError, UnusedParameterError, ConfigError: As of `Meetings.meet`. Nothing was written.
+            MismatchError, UnusedParameterError, ConfigError: As of `StepBarriers.meet`. Nothing was written.
             CollectiveError: A rank is lost, or late. Nothing was written, by any rank of this host.
         """
-        if self._meetings is None:
+        if self._barriers is None:
             return ()
         options = self._hash_options()
         try:
-            return self._meetings.meet(
+            return self._barriers.meet(
                 call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
             )
         except PacelineError as error:
-            # A rank that is lost just after the meeting may let some ranks return from it, and others raise.
-            has_begun = is_loss(error) and self._ledgers.refuse()
+            # A rank that is lost just after the barrier may let some ranks return from it, and others raise.
+            has_begun = is_loss(error) and self._step_tables.refuse()
             if has_begun and call is Call.STEP:
                 return ()  # one has begun: it has met all, so all came for the same
             if has_begun:  # without gradients of its own this rank cannot make its part
@@ -124,10 +124,10 @@ class SharedStep(Generic[State]):
 
     def refuse(self, error: ConfigError) -> None:
         """Let the others know why this rank makes no step; they would wait. Collective."""
-        if self._meetings is not None:
+        if self._barriers is not None:
             facts = Facts(Call.REFUSED, failure=str(error))
             try:
-                self._meetings.meet(Call.REFUSED, 0, 0, lambda: facts)
+                self._barriers.meet(Call.REFUSED, 0, 0, lambda: facts)
             except PacelineError:
                 return  # this rank's own error says more
 
@@ -152,10 +152,10 @@ class SharedStep(Generic[State]):
     def _begin(self, prepare: Callable[[], None]) -> None:
         try:
             prepare()
-            if self._ledgers.begin():
+            if self._step_tables.begin():
                 return
         except BaseException as error:
-            has_begun = self._ledgers.refuse()  # if no other rank has begun, none will
+            has_begun = self._step_tables.refuse()  # if no other rank has begun, none will
             self._tell_failure(error)
             if has_begun:
                 torn.tell_guards()
@@ -179,7 +179,7 @@ class SharedStep(Generic[State]):
             return
         if not is_loss(error):
             self._tell_failure(error)
-        is_complete = bool(self._pieces.homes) and self._ledgers.settle(error, complete)
+        is_complete = bool(self._pieces.storages) and self._step_tables.settle(error, complete)
         told = error
         if isinstance(error, CollectiveError) and not error.summary.startswith(OWNER):
             told = telling(OWNER, COMPLETE if is_complete else HALF, step_is_complete=is_complete).told(error)
@@ -192,12 +192,12 @@ class SharedStep(Generic[State]):
 
     def _tell_failure(self, error: BaseException) -> None:
         if self._travel is not None:
-            self._ledgers.give_up(f"{OWNER}.step: {type(error).__name__}: {error}")
+            self._step_tables.give_up(f"{OWNER}.step: {type(error).__name__}: {error}")
             self._travel.fail(error)
 
     def _own_parameters(self) -> list[Any]:
         """Those that no other rank shares."""
-        return [parameter for parameter in self._pieces.parameters if home_of(parameter) is None]
+        return [parameter for parameter in self._pieces.parameters if storage_of(parameter) is None]
 
     def make(
         self,
@@ -235,10 +235,10 @@ class SharedStep(Generic[State]):
         written, is_idle = self._find_route(has_gradient)
         own = _IDLE if is_idle else _WRITTEN
         known = self._travel.spread(written, own)
-        # Of several hosts the ledger of each one tells of its own ranks: what a rank of another one has not
-        # written, nobody would miss.
-        if self._pieces.homes and not _is_half_made(known or b""):
-            self._ledgers.end_part()
+        # Of several hosts the step table of each one tells of its own ranks: what a rank of another one has
+        # not written, nobody would miss.
+        if self._pieces.storages and not _is_half_made(known or b""):
+            self._step_tables.end_part()
         outcomes = self._compare_outcomes(known, own)
         if _is_refusal(outcomes) or _is_half_made(outcomes):
             self._follow(outcomes)
@@ -259,9 +259,9 @@ class SharedStep(Generic[State]):
         Afterwards nobody reads what another rank has not written yet.
         """
         assert self._travel is not None
-        if self._travel.compares_outcomes and (known is None or self._pieces.homes):
+        if self._travel.compares_outcomes and (known is None or self._pieces.storages):
             return self._travel.outcomes(own)
-        if self._pieces.homes:
+        if self._pieces.storages:
             self._travel.meet()
         return known or b""
 
@@ -277,24 +277,24 @@ class SharedStep(Generic[State]):
             outcomes = self._compare_outcomes(known, outcome)
             if not _is_refusal(outcomes):
                 return False
-            if self._pieces.homes:
-                self._ledgers.end_part()  # there is nothing to write
+            if self._pieces.storages:
+                self._step_tables.end_part()  # there is nothing to write
             if _IDLE in outcomes:
                 self.refuse(ConfigError(f"{type(error).__name__}: {error}"))
-            elif self._pieces.homes:
-                self._travel.meet()  # nobody looks into the ledger before all have written there
+            elif self._pieces.storages:
+                self._travel.meet()  # nobody looks into the step table before all have written there
         except PacelineError:
             return False  # this rank's own error says more
         return True
 
     def _follow(self, outcomes: bytes) -> None:
         """Raise because others have. Collective."""
-        assert self._travel is not None and self._meetings is not None
+        assert self._travel is not None and self._barriers is not None
         if not _is_refusal(outcomes):
             self._travel.meet()  # raises what the others tell
             raise CollectiveError(f"{OWNER}.step: another rank has raised in its part.")
         try:
-            self._meetings.meet(Call.STEP, 0, 0, lambda: Facts(Call.STEP))
+            self._barriers.meet(Call.STEP, 0, 0, lambda: Facts(Call.STEP))
         except ConfigError as error:
             self._refusal = error
             raise
@@ -305,8 +305,8 @@ class SharedStep(Generic[State]):
         Raises:
             TornStepError: Quotes why.
         """
-        for home in self._pieces.homes:
-            home.check_whole(OWNER)
+        for storage in self._pieces.storages:
+            storage.check_whole(OWNER)
         if self._failure is not None and len(self._own_parameters()) > 0:
             raise torn_error(OWNER, str(self._failure)) from self._failure
         if torn.marks:
@@ -348,10 +348,10 @@ class SharedStep(Generic[State]):
         to = Arguments(f"{OWNER}.consolidate_state_dict").whole("to", to, least=0, most=world_size - 1)
         self.check_unbroken()
         self._state = None
-        if self._meetings is not None:
+        if self._barriers is not None:
             call = Call.CONSOLIDATE
             try:
-                self._meetings.meet(call, self._hash_options(), to, lambda: self._facts(call, b""))
+                self._barriers.meet(call, self._hash_options(), to, lambda: self._facts(call, b""))
             except PacelineError as error:
                 state = in_reach() if is_loss(error) else None
                 if state is None:

@@ -15,7 +15,7 @@ import numpy as np
 from paceline import _core
 from paceline.health.peer_monitor import MemoryPeerMonitor
 from paceline.reducer.communicator import Communicator
-from paceline.sharding.meeting import NUMBERS_BYTES
+from paceline.sharding.step_barriers import NUMBERS_BYTES
 
 IDLE = 1
 """The outcome of a rank that has nothing to write in a step, which all ranks know of it."""

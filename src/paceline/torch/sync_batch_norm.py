@@ -3,7 +3,7 @@
 Ranks exchange mean, variance and number of samples in forward, and the gradients of these in backward;
 everything else is ordinary tensor arithmetic. So backward is right for ranks with batches of different sizes,
 and so are second derivatives. Gradients that cross ranks bear the weights that a wrapped model gives to its
-ranks (`reducer.passes.exchanges`).
+ranks (`reducer.backward.exchanges`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.arguments import Arguments
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError, format_ranks
-from paceline.reducer.passes.exchanges import ExchangeWeight
-from paceline.reducer.passes.sharing import registry
+from paceline.reducer.backward.exchanges import ExchangeWeight
+from paceline.reducer.backward.sharing import registry
 from paceline.torch.communicator.calls import Patience, exchange_over
 from paceline.torch.communicator.kept import keep
 from paceline.torch.communicator.peers import formed_group
@@ -270,11 +270,12 @@ def _group(given: Any) -> Any:
 def _patience_of(layer: nn.Module, group: Any) -> Patience:
     """How a layer waits: as the user asked of the wrapper of the model that it is in."""
     wrapper: Any = TorchDDP._active_ddp_module
-    passes = getattr(wrapper, "_passes", None)
-    if passes is None:  # called outside of a wrapped forward, as where it is recomputed in a backward
+    backward_sync = getattr(wrapper, "_backward_sync", None)
+    if backward_sync is None:  # called outside of a wrapped forward, as where it is recomputed in a backward
         return Patience(registry.timeout_of(layer._parameters.values()), None)
     return Patience(
-        passes.asked_timeout_s, passes.communicator.peer_monitor if wrapper.process_group is group else None
+        backward_sync.asked_timeout_s,
+        backward_sync.communicator.peer_monitor if wrapper.process_group is group else None,
     )
 
 
@@ -328,11 +329,11 @@ def _gathered(group: Any, patience: Patience, row: torch.Tensor, input: torch.Te
     if need == _NO_GRADIENTS or _NEEDS_GRADIENT not in needs:
         return rows
     wrapper: Any = TorchDDP._active_ddp_module
-    passes = getattr(wrapper, "_passes", None)  # None: torch's own wrapper, or a single rank's
+    backward_sync = getattr(wrapper, "_backward_sync", None)  # None: torch's own wrapper, or a single rank's
     exchange = _Exchange(
         group,
         patience,
-        ExchangeWeight("SyncBatchNorm", getattr(passes, "micro_batches", None), row.grad_fn),
+        ExchangeWeight("SyncBatchNorm", getattr(backward_sync, "micro_batches", None), row.grad_fn),
         [rank for rank, each in enumerate(needs) if each == _NO_GRADIENTS],
         f"input of shape {tuple(input.shape)}" if input.numel() else "",
     )

@@ -17,7 +17,7 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.trace.clocks import on_one_clock
 from paceline.trace.ring_file import RankRecording
-from paceline.trace.timeline import PassKey, RankTimeline, last_to_arrive, make_timeline
+from paceline.trace.timeline import BackwardKey, RankTimeline, last_to_arrive, make_timeline
 
 _LANES_PER_RANK = 100
 
@@ -101,7 +101,7 @@ class _Writer:
             yield {"ph": "M", "name": "thread_sort_index", **thread, "args": order}
 
     def _arrows(self) -> Iterator[dict[str, Any]]:
-        """From the end of the last rank's backward to where each other rank went on, for every pass."""
+        """From the end of the last rank's backward to where each other rank went on, for every backward."""
         by_rank = {line.rank: line for line in self._lines}
         number = 0
         for key, whom in sorted(last_to_arrive(self._lines).items()):
@@ -131,7 +131,7 @@ class _Writer:
         }
 
 
-def _went_on(line: RankTimeline, key: PassKey, came_ns: int) -> int | None:
+def _went_on(line: RankTimeline, key: BackwardKey, came_ns: int) -> int | None:
     """When a rank went on after the last one had come; None: it never did."""
     waits = [
         wait.end_ns for wait in line.waits if wait.key == key and wait.begin_ns <= came_ns <= wait.end_ns

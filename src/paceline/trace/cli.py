@@ -9,14 +9,14 @@ from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.trace import chrome, jobs
-from paceline.trace.last_passes import render
+from paceline.trace.last_backwards import render
 from paceline.trace.ring_file import printable
 from paceline.trace.slow import AT_THE_END, slow_ranks, whole_spans
 
 _DESCRIPTION = """\
-Show the last passes of all ranks of a job, while it runs or after it has failed. Without a job, list all jobs
-that are known. A job is given by its id, by the process id of its launcher, or by the folder in which it
-records; of several hosts, by one folder for each.
+Show the last backward passes of all ranks of a job, while it runs or after it has failed. Without a job, list
+all jobs that are known. A job is given by its id, by the process id of its launcher, or by the folder in
+which it records; of several hosts, by one folder for each.
 """
 
 
@@ -60,7 +60,7 @@ def _list() -> int:
             hint="have it removed, or set TMPDIR to a folder of yours, for the jobs and for this command",
         )
     if not found:
-        print("No job is running or has failed that has recorded its passes.", file=sys.stderr)
+        print("No job is running or has failed that has recorded its backward passes.", file=sys.stderr)
         return 1
     for folder, facts in found:
         print(

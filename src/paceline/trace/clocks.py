@@ -1,15 +1,16 @@
 """One clock for several hosts, out of what their ranks have recorded.
 
-The one idea: no rank leaves a pass before every rank has come to its end. So of each pass we know on which
+The one idea: no rank leaves a backward before every rank has come to its end. So of each backward we know on
+    which
 side of the truth a guess is: what host B's last rank did before host A's first rank went on, and the reverse.
-Over many passes both bounds close in to the time of a message. Pure.
+Over many backward passes both bounds close in to the time of a message. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline.trace.timeline import PassKey, RankTimeline
+from paceline.trace.timeline import BackwardKey, RankTimeline
 
 
 def on_one_clock(timelines: Sequence[RankTimeline]) -> list[RankTimeline]:
@@ -26,9 +27,9 @@ def ahead_ns(host: Sequence[RankTimeline], other: Sequence[RankTimeline]) -> int
     """How far the clock of the other host is ahead of this host's.
 
     Example:
-        This host's last rank came to the end of a pass at 100 and its first went on at 160; the other host's
-        came at 1150 and went on at 1170. So the other clock is ahead by 990 (1150 - 160) at least and by 1070
-        (1170 - 100) at most: 1030.
+        This host's last rank came to the end of a backward at 100 and its first went on at 160; the other
+        host's came at 1150 and went on at 1170. So the other clock is ahead by 990 (1150 - 160) at least and
+        by 1070 (1170 - 100) at most: 1030.
     """
     came, left = _bounds(host)
     other_came, other_left = _bounds(other)
@@ -40,8 +41,8 @@ def ahead_ns(host: Sequence[RankTimeline], other: Sequence[RankTimeline]) -> int
     return (least + most) // 2
 
 
-def _bounds(ranks: Sequence[RankTimeline]) -> tuple[Mapping[PassKey, int], Mapping[PassKey, int]]:
-    """When the last rank of a host came to the end of each good pass, and when its first one went on."""
+def _bounds(ranks: Sequence[RankTimeline]) -> tuple[Mapping[BackwardKey, int], Mapping[BackwardKey, int]]:
+    """When the last rank of a host came to the end of each good backward, and when its first one went on."""
     failed = set().union(*(each.failed for each in ranks))
     keys = set.intersection(*(each.arrivals.keys() & each.ends.keys() for each in ranks)) - failed
     came = {key: max(each.arrivals[key] for each in ranks) for key in keys}

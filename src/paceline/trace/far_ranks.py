@@ -6,7 +6,7 @@ watches a job reads all ranks in one folder, whatever became of the process that
 file, of which the first 3072 are those of a ring's file (`ring_file`):
 
     0       header
-    1024    totals at the end of the first pass, and those of the last look
+    1024    totals at the end of the first backward, and those of the last look
     3072    the number of the writing, when it was received, the state, words as JSON, the number again
 """
 
@@ -52,9 +52,9 @@ class Words:
     """What a rank tells besides its totals.
 
     Attributes:
-        step: How many passes of its first model it has ended; None: none.
+        step: How many backward passes of its first model it has ended; None: none.
         values: What it has logged last, by name; some of it, if there is much.
-        failure: Why its last pass, or its program, raised; "": none has.
+        failure: Why its last backward, or its program, raised; "": none has.
         memory_bytes: Its memory, with what it shares; None: unknown.
     """
 

@@ -235,7 +235,7 @@ def read(folders: Sequence[Path]) -> list[RankRecording]:
             raise _cannot_read(folder, error) from error
     if not found:
         raise ConfigError(
-            "No rank of this job has recorded a pass.",
+            "No rank of this job has recorded a backward.",
             where=", ".join(map(str, folders)),
             likely="the script has not wrapped a model (yet), or runs on one rank, which averages nothing",
         )

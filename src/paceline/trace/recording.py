@@ -25,7 +25,7 @@ from paceline import _core
 from paceline.trace import jobs, ring_file
 from paceline.trace.batches import shape_of_batch
 from paceline.trace.far_ranks import Words, pack_figures
-from paceline.trace.records import Event, pass_of
+from paceline.trace.records import Event, backward_of
 from paceline.trace.ring_file import (
     BATCHES_VARIABLE,
     CAPACITY_VARIABLE,
@@ -102,7 +102,7 @@ class Recording:
         self.logged: dict[str, float] = {}
         self._num_samples = 0
         self._models: dict[int, ModelTotals] = {}
-        self._gone: Totals = {}  # of models that make no passes any more
+        self._gone: Totals = {}  # of models that make no backward passes any more
         self._num_models = 0
         self._last_failure = ""
         self._facts: dict[tuple[str, int], dict[str, Any]] = {}  # what a further ring must be told, too
@@ -138,7 +138,7 @@ class Recording:
         return None if self._path is None else self._path.parent
 
     def begin_if_batches_count(self, rank: int, world_size: int) -> None:
-        """As `begin_if_asked`, for a rank that is alone and has no passes: only `paceline tune` asks it."""
+        """As `begin_if_asked`, for a rank that is alone, and averages nothing: `paceline tune` asks it."""
         if os.environ.get(BATCHES_VARIABLE):
             self.begin_if_asked(rank, world_size)
 
@@ -244,14 +244,14 @@ class Recording:
             ring_file.add_note(self._memory, fact)
 
     def forget(self, model: int) -> None:
-        """A model makes no passes any more: further rings need not be told of it."""
+        """A model makes no backward passes any more: further rings need not be told of it."""
         self._facts = {key: fact for key, fact in self._facts.items() if key[1] != model}
         totals = self._models.pop(model, None)
         if totals is not None:
             self._gone = sum_of((self._gone, totals.read()))
 
     def tell_failure(self, error: BaseException) -> None:
-        """Tell why a pass, or the program, raised."""
+        """Tell why a backward, or the program, raised."""
         text = f"{type(error).__name__}: {error}"[:2000]
         if self._memory is not None and text != self._last_failure:
             self._last_failure = text
@@ -275,19 +275,19 @@ class Recording:
         return number
 
     def sample(self, now_ns: int, number: int = 0) -> bool:
-        """Write the totals of this process, once in a second. Called at the end of passes.
+        """Write the totals of this process, once in a second. Called at the end of backward passes.
 
         Args:
             now_ns: By CLOCK_MONOTONIC.
-            number: The pass that has ended, as records have it (`pass_id`).
+            number: The backward that has ended, as records have it (`backward_id`).
 
         Returns:
-            Whether it has; the caller may note more that is worth no look in each pass.
+            Whether it has; the caller may note more that is worth no look in each backward.
         """
         if now_ns < self.next_sample_ns or self._memory is None:
             return False
         self.next_sample_ns = now_ns + _SAMPLE_EVERY_NS
-        model, step = pass_of(number)
+        model, step = backward_of(number)
         self._steps[model] = step
         self._write_totals(now_ns)
         self._tell_host()

@@ -29,15 +29,15 @@ class Event(IntEnum):
     COPIED_BACK = 4
     """It has copied means to where gradients lie (when it began, 0)."""
     FORWARD_BEGAN = 5
-    """(pass of a model, samples << 1 | whether its backward is averaged); 0 samples: not known"""
+    """(iteration of a model, samples << 1 | whether its backward is averaged); 0 samples: not known"""
     FORWARD_ENDED = 6
-    """(pass of a model, 0)"""
+    """(iteration of a model, 0)"""
     BACKWARD_BEGAN = 7
-    """(pass of a model, 0)"""
+    """(iteration of a model, 0)"""
     BACKWARD_ENDED = 8
-    """It has all its gradients, and waits for the others (pass of a model, whether it has no data)."""
-    PASS_ENDED = 9
-    """(pass of a model, whether it raised)"""
+    """It has all its gradients, and waits for the others (iteration of a model, whether it has no data)."""
+    AVERAGING_ENDED = 9
+    """(iteration of a model, whether it raised)"""
     WROTE_BACK = 10
     """Python has written the means back (when it began, 0)."""
     SYNCED_BUFFERS = 11
@@ -50,15 +50,15 @@ class Event(IntEnum):
     BATCH = 17
     """A wrapped model was given a batch to train on (its first dimension, its number of elements)."""
     LOCAL_BACKWARD_BEGAN = 18
-    """A backward in no_sync() began (the pass of a model that its gradients belong to, 0)."""
+    """A backward in no_sync() began (the backward of a model that its gradients belong to, 0)."""
     LOCAL_BACKWARD_ENDED = 19
-    """(pass of a model, whether it raised)"""
+    """(iteration of a model, whether it raised)"""
     LOGGED = 24
     """The program has logged a value (the number of its name, the bits of a float64)."""
     NORM = 25
-    """The 2-norm of the mean gradient, once in a second (pass of a model, the bits of a float64)."""
+    """The 2-norm of the mean gradient, once in a second (iteration of a model, the bits of a float64)."""
     NONFINITE = 26
-    """Gradients of a pass held an infinity or a NaN (pass of a model, how many << 32 | the first rank)."""
+    """Gradients held an infinity or a NaN (iteration of a model, how many << 32 | the first rank)."""
 
 
 class Record(NamedTuple):
@@ -71,18 +71,18 @@ class Record(NamedTuple):
     second: int
 
 
-def pass_id(model: int, number: int) -> int:
-    """A pass of a model in one number; models and passes are counted in each process.
+def backward_id(model: int, number: int) -> int:
+    """A backward of a model in one number; models and backward passes are counted in each process.
 
     Example:
-        >>> pass_of(pass_id(2, 117))
+        >>> backward_of(backward_id(2, 117))
         (2, 117)
     """
     return model << _MODEL_SHIFT | number
 
 
-def pass_of(identity: int) -> tuple[int, int]:
-    """The model and the number of a pass; see `pass_id`."""
+def backward_of(identity: int) -> tuple[int, int]:
+    """The model and the number of a backward; see `backward_id`."""
     return identity >> _MODEL_SHIFT, identity & ((1 << _MODEL_SHIFT) - 1)
 
 

@@ -5,7 +5,7 @@ its disk space is reserved first, so that writing cannot fail. Bytes of the file
 
     0       Header
     512     number of records begun (8 bytes, written by the core), bytes of notes written (8 bytes)
-    1024    totals at the end of the first pass, and those of the last look (`totals.py`)
+    1024    totals at the end of the first backward, and those of the last look (`totals.py`)
     4096    notes: lines of JSON
     65536   records (`records.py`), as many as the header tells
 
@@ -48,9 +48,9 @@ BATCHES_VARIABLE = "PACELINE_TUNE"
 """Whether the size of each batch is recorded, also on a rank that is alone; `paceline tune` sets it."""
 
 FLIGHT_RECORDS = 1 << 13
-"""The length of a flight recorder: 256 KiB, hundreds of passes of a small model, tens of a large one."""
+"""The length of a flight recorder: 256 KiB, hundreds of iterations of a small model, tens of a large one."""
 TRACE_RECORDS = 1 << 18
-"""The length with --trace: 8 MiB, thousands of passes."""
+"""The length with --trace: 8 MiB, thousands of backward passes."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class RankRecording:
         records: Oldest first.
         notes: What it told in words.
         num_lost: How many older records were overwritten.
-        first: Its totals when it had ended its first pass.
+        first: Its totals when it had ended its first backward.
         last: Its last totals.
     """
 
@@ -184,7 +184,7 @@ def add_note(memory: mmap.mmap, note: dict[str, Any], *, is_failure: bool = Fals
 
 
 def write_totals(memory: mmap.mmap, totals: Totals, number: int, *, is_first: bool = False) -> None:
-    """Write the number-th totals over the last ones, or those of the first pass."""
+    """Write the number-th totals over the last ones, or those of the first backward."""
     at = _FIRST_AT if is_first else _LAST_AT
     memory[at : at + TABLE_BYTES] = pack_totals(number, totals)
 

@@ -31,12 +31,12 @@ class Limits:
     """What must have been seen before a rank is called slow.
 
     Attributes:
-        passes: Least number of passes.
+        passes: Least number of backward passes.
         seconds: Least time that they took.
         lost_s: Least time that the others waited for the rank, in all.
         part: Least part of a step by which a rank works longer than the median of the others.
-        share: Least part of the passes in which the rank was the last: a checkpoint that rank 0 writes now
-            and then does not count, ...
+        share: Least part of the backward passes in which the rank was the last: a checkpoint that rank 0
+            writes now and then does not count, ...
         rarely_lost_s: ... unless the others have waited so long for it.
     """
 
@@ -72,7 +72,7 @@ class Span:
 
     @property
     def passes(self) -> int:
-        return int(self.grown.get(Total.PASSES, 0))
+        return int(self.grown.get(Total.BACKWARDS, 0))
 
     @property
     def step_ns(self) -> float:
@@ -103,8 +103,8 @@ class SlowRank:
 
     Attributes:
         span: What it has done.
-        share: Part of the passes in which it was the last.
-        held_up_ns: How much later than the others it came, in the mean over all passes.
+        share: Part of the backward passes in which it was the last.
+        held_up_ns: How much later than the others it came, in the mean over all backward passes.
         cause: Why; None: that could not be told.
     """
 
@@ -130,7 +130,7 @@ class SlowRank:
 
 
 def whole_spans(recordings: Sequence[RankRecording]) -> list[Span]:
-    """What each rank has done since the end of its first pass, as far as it has written that."""
+    """What each rank has done since the end of its first backward, as far as it has written that."""
     return [span_of(each, each.first) for each in recordings]
 
 
@@ -265,7 +265,9 @@ def _tell_between(span: Span, others: Sequence[Span]) -> str:
     }
     told = [f"{name} {_ms(value)}" for name, value in known.items() if value is not None]
     parts = f"of it {', '.join(told)}" if told else "data, optimizer and all else: --trace tells them apart"
-    return f"from a pass to the next forward it took {_ms(own)} per step ({parts}), the others {_ms(theirs)}"
+    return (
+        f"from a backward to the next forward it took {_ms(own)} per step ({parts}), the others {_ms(theirs)}"
+    )
 
 
 _CAUSES: Mapping[str, tuple[_Explains, _Tells]] = {
@@ -312,7 +314,8 @@ def _ms(ns: float) -> str:
 class CauseWatch:
     """Tells why a rank is slow now, whenever somebody looks.
 
-    The one idea: what the ranks have done since a look some seconds ago; at first, since their first pass.
+    The one idea: what the ranks have done since a look some seconds ago; at first, since their first
+        backward.
     """
 
     _SPAN_NS = 10_000_000_000

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.trace.records import Event, Record, pass_of
+from paceline.trace.records import Event, Record, backward_of
 from paceline.trace.ring_file import RankRecording
 
-PassKey = tuple[int, int]
-"""A model and the number of one of its passes."""
+BackwardKey = tuple[int, int]
+"""A model and the number of one of its backward passes."""
 
 _BEGINS = {
     Event.FORWARD_BEGAN: "forward",
@@ -29,11 +29,11 @@ _ENDS = {
     Event.FORWARD_ENDED: "forward",
     Event.BACKWARD_ENDED: "backward",
     Event.LOCAL_BACKWARD_ENDED: "backward",
-    Event.PASS_ENDED: "average",
+    Event.AVERAGING_ENDED: "average",
     Event.OPTIMIZER_ENDED: "optimizer",
     Event.DATA_ENDED: "data",
 }
-_OF_A_PASS = {"forward", "backward", "average"}
+_OF_A_BACKWARD = {"forward", "backward", "average"}
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Slice:
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank has waited at the end of a pass. `whom`: the last rank to come, as the rank itself knows it."""
+    """A rank has waited at the end of a backward. `whom`: the last rank to come, as it knows it."""
 
-    key: PassKey
+    key: BackwardKey
     begin_ns: int
     end_ns: int
     whom: int | None
@@ -77,18 +77,18 @@ class RankTimeline:
         recording: Where this comes from.
         slices: Properly nested within each lane, by their begin.
         posted: When which bucket of which lane was posted.
-        arrivals: When its backward of a pass was over.
-        ends: When a pass was over.
-        failed: Passes that raised on this rank.
+        arrivals: When its backward of a backward was over.
+        ends: When a backward was over.
+        failed: BackwardSync that raised on this rank.
         waits: Whom it waited for.
     """
 
     recording: RankRecording
     slices: list[Slice] = field(default_factory=list)
     posted: list[tuple[int, int, int]] = field(default_factory=list)
-    arrivals: dict[PassKey, int] = field(default_factory=dict)
-    ends: dict[PassKey, int] = field(default_factory=dict)
-    failed: set[PassKey] = field(default_factory=set)
+    arrivals: dict[BackwardKey, int] = field(default_factory=dict)
+    ends: dict[BackwardKey, int] = field(default_factory=dict)
+    failed: set[BackwardKey] = field(default_factory=set)
     waits: list[Wait] = field(default_factory=list)
 
     @property
@@ -115,11 +115,11 @@ def make_timeline(recording: RankRecording) -> RankTimeline:
     return _Builder(recording).build()
 
 
-def last_to_arrive(timelines: Sequence[RankTimeline]) -> dict[PassKey, int]:
-    """The rank that all others waited for, by pass; for passes that all ranks have recorded.
+def last_to_arrive(timelines: Sequence[RankTimeline]) -> dict[BackwardKey, int]:
+    """The rank that all others waited for, by iteration; for those that all ranks have recorded.
 
     Example:
-        Rank 0's backward of pass 7 was over at 100 and rank 1's at 130: {(0, 7): 1}.
+        Rank 0's backward of iteration 7 was over at 100 and rank 1's at 130: {(0, 7): 1}.
     """
     shared = set.intersection(*(set(each.arrivals) for each in timelines)) if timelines else set()
     return {key: max(timelines, key=lambda each: each.arrivals[key]).rank for key in shared}
@@ -132,8 +132,8 @@ class _Builder:
         self._line = RankTimeline(recording)
         self._found: list[Slice] = []
         self._open: dict[tuple[str, int], tuple[int, dict[str, Any]]] = {}
-        self._current: PassKey = (0, 0)
-        self._marks: dict[int, int] = {}  # of each lane, the end of what the end of a pass did last
+        self._current: BackwardKey = (0, 0)
+        self._marks: dict[int, int] = {}  # of each lane, the end of what the end of a backward did last
         self._buckets: dict[int, list[list[Any]]] = {
             note["model"]: note["buckets"] for note in recording.notes if note.get("what") == "buckets"
         }
@@ -161,14 +161,14 @@ class _Builder:
         name = _ENDS.get(event)  # type: ignore[call-overload]
         if name is not None:
             lane = self._lane(name, record)
-            is_end = event in (Event.PASS_ENDED, Event.LOCAL_BACKWARD_ENDED)
+            is_end = event in (Event.AVERAGING_ENDED, Event.LOCAL_BACKWARD_ENDED)
             more = {"raised": True} if is_end and record.second else {}
             self._close(name, lane, record.time_ns, more)
         if event == Event.BACKWARD_ENDED:
-            self._current = pass_of(record.first)
+            self._current = backward_of(record.first)
             self._line.arrivals[self._current] = self._marks[self._current[0]] = record.time_ns
-        elif event == Event.PASS_ENDED:
-            key = pass_of(record.first)
+        elif event == Event.AVERAGING_ENDED:
+            key = backward_of(record.first)
             self._line.ends[key] = record.time_ns
             if record.second:
                 self._line.failed.add(key)
@@ -179,17 +179,17 @@ class _Builder:
             self._close(name, lane, record.time_ns, {})  # a forward that raised
             self._open[name, lane] = record.time_ns, self._args(event, record)
             if event == Event.BACKWARD_BEGAN:
-                self._current = pass_of(record.first)
+                self._current = backward_of(record.first)
 
     @staticmethod
     def _lane(name: str, record: Record) -> int:
-        return pass_of(record.first)[0] if name in _OF_A_PASS else 0
+        return backward_of(record.first)[0] if name in _OF_A_BACKWARD else 0
 
     @staticmethod
     def _args(event: int, record: Record) -> dict[str, Any]:
         if event in (Event.OPTIMIZER_BEGAN, Event.DATA_BEGAN):
             return {}
-        args: dict[str, Any] = {"pass": pass_of(record.first)[1]}
+        args: dict[str, Any] = {"iteration": backward_of(record.first)[1]}
         is_local_forward = event == Event.FORWARD_BEGAN and not record.second & 1
         if is_local_forward or event == Event.LOCAL_BACKWARD_BEGAN:
             args["no_sync"] = True
@@ -212,7 +212,7 @@ class _Builder:
             whom = record.second if record.second >= 0 else None
             self._line.waits.append(Wait(self._current, record.first, record.time_ns, whom))
             name = "wait" if whom is None else f"wait for rank {whom}"
-            self._add(name, record.first, record.time_ns, {"pass": number})
+            self._add(name, record.first, record.time_ns, {"iteration": number})
         self._marks[lane] = max(self._marks.get(lane, 0), record.time_ns)
 
     def _of_bucket(self, lane: int, bucket: int) -> dict[str, Any]:

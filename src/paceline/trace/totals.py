@@ -15,28 +15,28 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from paceline._core import PassRecords
+    from paceline._core import BackwardRecords
 
 
 class Total(IntEnum):
-    """What is counted. Sums over all models of a process and all their passes, but for the first ones."""
+    """What is counted. Sums over all models of a process and all their steps, but for the first ones."""
 
     TIME_NS = 0
     """When it was looked at, by CLOCK_MONOTONIC."""
-    PASSES = 1
+    BACKWARDS = 1
     WORKED_NS = 2
-    """From the end of each pass to the end of the next backward, without waiting for others."""
+    """From the end of each backward to the end of the next backward, without waiting for others."""
     TIMES_LAST = 3
-    """In how many passes this rank was the last to come."""
+    """In how many backward passes this rank was the last to come."""
     HELD_UP_NS = 4
     """How much later than the others it came then, in the mean over these."""
     BETWEEN_NS = 5
-    """From the end of each pass to the next forward: optimizer, data, whatever the script does."""
+    """From the end of each backward to the next forward: optimizer, data, whatever the script does."""
     DATA_NS = 6
     """Within the data loader. Told only where all is recorded, as all in the next line."""
     OPTIMIZER_NS = 7
     WEIGHT = 8
-    """The weights of the passes, where the user gives any."""
+    """The weights of the backward passes, where the user gives any."""
     SAMPLES = 9
     """First dimensions of what the model was called with."""
     CPU_NS = 10
@@ -97,9 +97,10 @@ class ModelTotals:
 
     Args:
         rank: This rank among those of the model.
-        arrivals: Returns how many passes there were, and for each rank how long it worked, how often it was
-            last and how long it held the others up.
-        records: Notes the moments of its passes, and sums up what is between passes, and samples.
+        arrivals: Returns how many backward passes there were, and for each rank how long it worked, how often
+            it was last and how long it held the others up.
+        records: Notes the moments of its backward passes, and sums up what is between backward passes, and
+            samples.
 
     Attributes:
         weight: As the total of this name; None: no weight was ever given.
@@ -111,7 +112,7 @@ class ModelTotals:
         self,
         rank: int,
         arrivals: Callable[[], tuple[int, Sequence[int], Sequence[int], Sequence[int]]],
-        records: PassRecords,
+        records: BackwardRecords,
     ) -> None:
         self._records = records
         self.weight: float | None = None
@@ -125,10 +126,10 @@ class ModelTotals:
         arrivals = self._arrivals()
         if arrivals is None:
             return self._last
-        passes, *rows = arrivals()
+        backwards, *rows = arrivals()
         worked_ns, times_last, held_up_ns = (row[self._rank] for row in rows)
         found = {
-            Total.PASSES: passes,
+            Total.BACKWARDS: backwards,
             Total.WORKED_NS: worked_ns,
             Total.TIMES_LAST: times_last,
             Total.HELD_UP_NS: held_up_ns,

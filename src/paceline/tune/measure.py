@@ -187,7 +187,7 @@ class _Measurement:
         standing.whole = turn_of(recordings, job.layout.ranks)
         steps = steps_so_far(recordings, job.layout.ranks)
         standing.out = "the script ended " + (
-            f"after {_steps_in_words(steps)}" if steps else "without a pass"
+            f"after {_steps_in_words(steps)}" if steps else "without a backward"
         )
 
     def _is_hopeless(self) -> bool:
@@ -203,7 +203,7 @@ class _Measurement:
 
 
 def _steps_in_words(steps: int) -> str:
-    return {0: "no pass of a wrapped model", 1: "1 step"}.get(steps, f"{steps} steps")
+    return {0: "no backward of a wrapped model", 1: "1 step"}.get(steps, f"{steps} steps")
 
 
 def _available_bytes() -> float:

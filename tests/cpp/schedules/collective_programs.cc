@@ -200,7 +200,7 @@ struct Caller {
         break;
     }
     ++call;
-    ++run.outcomes[static_cast<size_t>(rank)].good_passes;
+    ++run.outcomes[static_cast<size_t>(rank)].good_backwards;
   }
 };
 
@@ -215,7 +215,7 @@ void barriers(Run& run, int index) {
   Caller caller(run, index);
   for (int i = 0; i < 4; ++i) {
     paceline::barrier(caller.group.calls, -1);
-    ++run.outcomes[static_cast<size_t>(index)].good_passes;
+    ++run.outcomes[static_cast<size_t>(index)].good_backwards;
   }
 }
 

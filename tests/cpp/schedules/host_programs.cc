@@ -1,4 +1,4 @@
-// Passes of one host among two: its ranks share memory, and each has a worker
+// BackwardSync of one host among two: its ranks share memory, and each has a worker
 // that publishes what a partner sends. The partners are not there: what they
 // would send is computed.
 #include <cstring>
@@ -18,7 +18,7 @@ constexpr size_t kFloat = sizeof(float);
 constexpr size_t kSizes[] = {40, 700, 17};
 constexpr size_t kBuckets = std::size(kSizes);
 constexpr size_t kBlock = 16;  ///< a cache line, where shares are cut
-constexpr int kPasses = 3;
+constexpr int kBackwards = 3;
 constexpr float kGarbage = -7;
 
 struct Share {
@@ -30,12 +30,12 @@ struct Share {
 struct Setting {
   bool has_weights;
   /// In which a mean is not finite for this rank.
-  int overflow_pass;
+  int overflow_backward;
   int overflow_rank;
   /// Whose worker hears that its partner is lost, and where: instead of a
   /// message, or once it has counted the share, from what it has sent.
   int lost_rank;
-  int lost_pass;
+  int lost_backward;
   size_t lost_bucket;
   bool is_lost_late;
 
@@ -43,19 +43,19 @@ struct Setting {
     Random random = run.shared_random();
     const auto ranks = static_cast<uint64_t>(run.world.ranks());
     has_weights = random.one_in(2);
-    overflow_pass = static_cast<int>(random.below(kPasses));
+    overflow_backward = static_cast<int>(random.below(kBackwards));
     overflow_rank = static_cast<int>(random.below(ranks));
     lost_rank = loses_partner ? static_cast<int>(random.below(ranks)) : -1;
     lost_bucket = random.below(kBuckets);
     is_lost_late = random.one_in(2);
-    // After the last pass nobody would learn of it.
-    lost_pass = static_cast<int>(random.below(kPasses - is_lost_late));
+    // After the last backward nobody would learn of it.
+    lost_backward = static_cast<int>(random.below(kBackwards - is_lost_late));
   }
 };
 
 /// Of a rank of either host; those of the other one come behind.
-float value(int rank, size_t bucket, size_t i, int pass) {
-  return 24.0f * static_cast<float>((rank + 1) * (pass + 1) +
+float value(int rank, size_t bucket, size_t i, int backward) {
+  return 24.0f * static_cast<float>((rank + 1) * (backward + 1) +
                                     static_cast<int>((bucket + i) % 9));
 }
 
@@ -90,13 +90,13 @@ class Rank {
   /// As Python does: what a rank raises it tells the others of its host.
   void train() {
     try {
-      for (int p = 0; p < kPasses; ++p) pass(p);
+      for (int p = 0; p < kBackwards; ++p) backward(p);
     } catch (const Failure& failure) {
       outcome_.has_raised = true;
       outcome_.reason = failure.reason;
       group_.session.abort("gave up");
       end_worker();
-      sums_->keep_arena();
+      sums_->keep_buffer();
     }
   }
 
@@ -120,21 +120,21 @@ class Rank {
     return {cut(rank_), cut(rank_ + 1) - cut(rank_)};
   }
   float* gradients(size_t bucket) {
-    return reinterpret_cast<float*>(sums_->arena() +
+    return reinterpret_cast<float*>(sums_->gradient_buffer() +
                                     sums_->bucket(bucket).begin);
   }
   static uint64_t report_of(int rank, int number) {
     return 1000 * static_cast<uint64_t>(number) + static_cast<uint64_t>(rank);
   }
   void write_report(int rank) {
-    const uint64_t report = report_of(rank, pass_);
+    const uint64_t report = report_of(rank, backward_);
     memcpy(sums_->slot(static_cast<size_t>(rank)), &report, sizeof(report));
   }
 
-  void pass(int number) {
-    pass_ = number;
-    launched_in_pass_ = 0;
-    sums_->begin_pass(weight_of(rank_));
+  void backward(int number) {
+    backward_ = number;
+    launched_in_backward_ = 0;
+    sums_->begin_backward(weight_of(rank_));
     size_t order[kBuckets];
     std::iota(std::begin(order), std::end(order), size_t{0});
     for (size_t i = kBuckets - 1; i > 0; --i)
@@ -144,17 +144,18 @@ class Rank {
       make_gradients(bucket);
       sums_->post(bucket);
       posted[bucket] = true;
-      // The last one carries what the end of the pass tells.
-      while (launched_in_pass_ + 1 < kBuckets && posted[launched_in_pass_] &&
-             sums_->is_complete(launched_in_pass_))
+      // The last one carries what the end of the backward tells.
+      while (launched_in_backward_ + 1 < kBuckets &&
+             posted[launched_in_backward_] &&
+             sums_->is_complete(launched_in_backward_))
         launch();
     }
-    while (launched_in_pass_ < kBuckets) {
-      sums_->wait_complete(launched_in_pass_);
+    while (launched_in_backward_ < kBuckets) {
+      sums_->wait_complete(launched_in_backward_);
       launch();
     }
     sums_->wait_published(-1);
-    ++outcome_.good_passes;
+    ++outcome_.good_backwards;
     check();
   }
 
@@ -163,14 +164,14 @@ class Rank {
     note_plain_read(gradient, kSizes[bucket] * kFloat);
     for (size_t i = 0; i < kSizes[bucket]; ++i) {
       expect(gradient[i] == kGarbage,
-             "a gradient was written between two passes");
-      gradient[i] = value(rank_, bucket, i, pass_);
+             "a gradient was written between two backward passes");
+      gradient[i] = value(rank_, bucket, i, backward_);
     }
     note_plain_write(gradient, kSizes[bucket] * kFloat);
   }
 
   void launch() {
-    const size_t bucket = launched_in_pass_++;
+    const size_t bucket = launched_in_backward_++;
     const auto [first, count] = share(bucket);
     std::vector<float>& sum = own_sums_[bucket];
     sum.resize(count);
@@ -189,7 +190,7 @@ class Rank {
       for (size_t i = 0; i < kSizes[b]; ++i) {
         double sum = 0;
         for (int r = 0; r < 2 * world(); ++r)
-          sum += weight_of(r) * value(r, b, i, pass_);
+          sum += weight_of(r) * value(r, b, i, backward_);
         const double expected = sum / total_weight();
         expect(std::abs(mean[i] - expected) <= 1e-6 * expected, "a wrong mean");
       }
@@ -197,9 +198,9 @@ class Rank {
     for (int r = 0; r < 2 * world(); ++r) {
       uint64_t report = 0;
       memcpy(&report, sums_->slot(static_cast<size_t>(r)), sizeof(report));
-      expect(report == report_of(r, pass_), "a wrong report of a rank");
+      expect(report == report_of(r, backward_), "a wrong report of a rank");
     }
-    expect(sums_->has_overflow() == (pass_ == setting_.overflow_pass),
+    expect(sums_->has_overflow() == (backward_ == setting_.overflow_backward),
            "ranks disagree whether a mean is finite");
     fill_with_garbage();
   }
@@ -236,7 +237,7 @@ class Rank {
 
   bool publish(int number, size_t bucket) {
     const bool is_lost = rank_ == setting_.lost_rank &&
-                         number == setting_.lost_pass &&
+                         number == setting_.lost_backward &&
                          bucket == setting_.lost_bucket;
     if (is_lost && !setting_.is_lost_late) return lose_partner();
     const auto [first, count] = share(bucket);
@@ -252,7 +253,7 @@ class Rank {
       sums_->publish(bucket, first, count,
                      {own_sums_[bucket].data(), theirs.data()}, total_weight());
     }
-    if (number == setting_.overflow_pass && rank_ == setting_.overflow_rank)
+    if (number == setting_.overflow_backward && rank_ == setting_.overflow_rank)
       sums_->note_overflow();
     sums_->count_share();
     return is_lost ? lose_partner() : true;
@@ -276,10 +277,10 @@ class Rank {
   Random own_;
   HostGroup group_;
   std::optional<HostSums> sums_;
-  int pass_ = 0;
-  size_t launched_in_pass_ = 0;
+  int backward_ = 0;
+  size_t launched_in_backward_ = 0;
   std::vector<float> own_sums_[kBuckets];
-  /// Buckets, in all passes; and kEnd.
+  /// Buckets, in all backward passes; and kEnd.
   Atomic<uint32_t> launched_{0};
   std::thread worker_;
 };

@@ -57,16 +57,16 @@ function(mutant name file program finding)
 endfunction()
 
 # --- wake-ups that are lost ---
-mutant(no_ring_at_the_end cpp/reducer/reducer.cc "passes, 2 ranks" deadlock
-  "if (count_up(control().chunks_done, pass_ * total_chunks_))\n        ring(kWakeAll);"
+mutant(no_ring_at_the_end cpp/reducer/reducer.cc "backwards, 2 ranks" deadlock
+  "if (count_up(control().chunks_done, backward_ * total_chunks_))\n        ring(kWakeAll);"
   "count_up(control().chunks_done, 0);")
-mutant(one_is_woken cpp/reducer/reducer.cc "passes, 3 ranks" deadlock
-  "if (count_up(control().chunks_done, pass_ * total_chunks_))\n        ring(kWakeAll);"
-  "if (count_up(control().chunks_done, pass_ * total_chunks_)) ring(1);")
-mutant(wake_before_the_change cpp/reducer/reducer.cc "passes, 2 ranks" deadlock
+mutant(one_is_woken cpp/reducer/reducer.cc "backwards, 3 ranks" deadlock
+  "if (count_up(control().chunks_done, backward_ * total_chunks_))\n        ring(kWakeAll);"
+  "if (count_up(control().chunks_done, backward_ * total_chunks_)) ring(1);")
+mutant(wake_before_the_change cpp/reducer/reducer.cc "backwards, 2 ranks" deadlock
   "shared.bell.fetch_add(1, std::memory_order_seq_cst);" ""
   "futex_wake(shared.bell, count);" "futex_wake(shared.bell, count); shared.bell.fetch_add(1);")
-mutant(sleep_without_comparing cpp/core/session.h "passes, 2 ranks" deadlock
+mutant(sleep_without_comparing cpp/core/session.h "backwards, 2 ranks" deadlock
   "{{&word, seen}," "{{&word, word.load() + 0 * seen},")
 mutant(no_wake_at_the_gate cpp/collectives/calls.cc "collectives, 2 ranks" deadlock
   "futex_wake(gate.phase, kWakeAll)" "(void)0")
@@ -75,22 +75,22 @@ mutant(receiver_does_not_ring cpp/core/transfers.cc "messages, 2 ranks" deadlock
   "channel.read.store(at, std::memory_order_release)")
 mutant(nobody_hears_of_a_death cpp/core/crash.cc "collectives, a death" deadlock
   "futex_wake(header.abort, kWakeAll)" "(void)0")
-mutant(leaves_without_a_word cpp/core/life.cc "leaving in mid-pass" deadlock
+mutant(leaves_without_a_word cpp/core/life.cc "leaving in mid-backward" deadlock
   "futex_wake(header_.departures, kWakeAll)" "(void)0")
 
 # --- words that are too early or too late ---
 mutant(unlinks_before_it_leaves cpp/core/life.cc "leaving, a death" "a survivor raised something else than a death"
   "line.life.store(kLifeLeft, std::memory_order_seq_cst);"
   "line.robust_head.list.next = &line.robust_head.list; line.life.store(kLifeLeft, std::memory_order_seq_cst);")
-mutant(counts_before_it_writes cpp/reducer/reducer.cc "passes, 2 ranks" "(a wrong mean|race|a gradient)"
+mutant(counts_before_it_writes cpp/reducer/reducer.cc "backwards, 2 ranks" "(a wrong mean|race|a gradient)"
   "reduce_chunk(chunks_[chunk]);" ""
-  "if (count_up(control().chunks_done, pass_ * total_chunks_))\n        ring(kWakeAll);"
-  "const bool is_last = count_up(control().chunks_done, pass_ * total_chunks_);\n      reduce_chunk(chunks_[chunk]);\n      if (is_last) ring(kWakeAll);")
-mutant(claims_in_two_steps cpp/reducer/reducer.cc "passes, 2 ranks" "(a wrong mean|race|a gradient|deadlock)"
+  "if (count_up(control().chunks_done, backward_ * total_chunks_))\n        ring(kWakeAll);"
+  "const bool is_last = count_up(control().chunks_done, backward_ * total_chunks_);\n      reduce_chunk(chunks_[chunk]);\n      if (is_last) ring(kWakeAll);")
+mutant(claims_in_two_steps cpp/reducer/reducer.cc "backwards, 2 ranks" "(a wrong mean|race|a gradient|deadlock)"
   "if (claim.compare_exchange_weak(seen, next + 1,\n                                    std::memory_order_relaxed))"
   "claim.store(next + 1);")
-mutant(no_reset_after_a_void_pass cpp/reducer/ending.cc "passes, 2 ranks" "(a wrong mean|race|deadlock)"
-  "shared.chunks_done.store(pass_ * total_chunks_, std::memory_order_relaxed);" "")
+mutant(no_reset_after_a_void_backward cpp/reducer/ending.cc "backwards, 2 ranks" "(a wrong mean|race|deadlock)"
+  "shared.chunks_done.store(backward_ * total_chunks_,\n                             std::memory_order_relaxed);" "")
 mutant(gate_opens_before_its_reset cpp/collectives/calls.cc "collectives, 2 ranks" "(deadlock|race|calls differ|a wrong|rank)"
   "gate.arrived.store(0, std::memory_order_relaxed);" ""
   "gate.phase.store(phase + 1, std::memory_order_seq_cst);"
@@ -99,26 +99,26 @@ mutant(one_buffer_for_all_calls cpp/collectives/calls.h "collectives, 2 ranks" "
   "Layout::small_at(call_.number & 1)" "Layout::small_at(0)")
 
 # --- what is unused, and who may leave it so ---
-mutant(no_zeros_for_nobodys cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|a wrong mean)"
-  "if (any_unused && (allow_unused || allow_nobodys)) add_unused();" "if (any_unused && allow_unused) add_unused();")
-mutant(decides_by_its_own_flags cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|another verdict)"
-  "if ((verdict & kPassUnusedRefused) != 0 && allow_nobodys" "if ((flags & kPassUnusedRefused) != 0 && allow_nobodys")
-mutant(forgets_who_refused cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|another verdict)"
-  "if (any_unused && !allow_unused) flags |= kPassUnusedRefused;"
-  "if (any_unused && !allow_unused && !allow_nobodys) flags |= kPassUnusedRefused;")
-mutant(ranks_without_data_count cpp/reducer/ending.cc "passes, 2 ranks" "another verdict"
-  "if (PassStatus::unpack(header(r, pass_).status).finished) continue;" "")
-mutant(compares_too_early cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|another verdict)"
+mutant(no_zeros_for_globally_unused cpp/reducer/ending.cc "backwards, 2 ranks" "(deadlock|a wrong mean)"
+  "if (any_unused && (allow_unused || allow_globally_unused)) add_unused();" "if (any_unused && allow_unused) add_unused();")
+mutant(decides_by_its_own_flags cpp/reducer/ending.cc "backwards, 2 ranks" "(deadlock|another verdict)"
+  "if ((verdict & kBackwardUnusedRefused) != 0 && allow_globally_unused" "if ((flags & kBackwardUnusedRefused) != 0 && allow_globally_unused")
+mutant(forgets_who_refused cpp/reducer/ending.cc "backwards, 2 ranks" "(deadlock|another verdict)"
+  "if (any_unused && !allow_unused) flags |= kBackwardUnusedRefused;"
+  "if (any_unused && !allow_unused && !allow_globally_unused) flags |= kBackwardUnusedRefused;")
+mutant(ranks_without_data_count cpp/reducer/ending.cc "backwards, 2 ranks" "another verdict"
+  "if (BackwardStatus::unpack(header(r, backward_).status).finished) continue;" "")
+mutant(compares_too_early cpp/reducer/ending.cc "backwards, 2 ranks" "(deadlock|another verdict)"
   "uint32_t verdict = end_backward(status, flags);"
   "const bool is_alike = is_unused_alike();\n  uint32_t verdict = end_backward(status, flags);"
-  "allow_nobodys && is_unused_alike())" "allow_nobodys && is_alike)")
-mutant(one_place_for_what_is_unused cpp/reducer/reducer.h "passes, 2 ranks" "(deadlock|another verdict)"
-  "(pass & 1) * unused_words_" "0 * unused_words_")
+  "is_unused_alike())" "is_alike)")
+mutant(one_place_for_what_is_unused cpp/reducer/reducer.h "backwards, 2 ranks" "(deadlock|another verdict)"
+  "(backward & 1) * unused_words_" "0 * unused_words_")
 
 # --- memory orders that promise too little ---
-mutant(relaxed_count cpp/reducer/settled_count.cc "passes, 2 ranks" race
+mutant(relaxed_count cpp/reducer/settled_count.cc "backwards, 2 ranks" race
   "seen, seen + 1, std::memory_order_acq_rel" "seen, seen + 1, std::memory_order_relaxed")
-mutant(relaxed_post cpp/reducer/reducer.cc "passes, 2 ranks" race
+mutant(relaxed_post cpp/reducer/reducer.cc "backwards, 2 ranks" race
   "arrived.fetch_add(1, std::memory_order_acq_rel)" "arrived.fetch_add(1, std::memory_order_relaxed)")
 mutant(relaxed_gate cpp/collectives/calls.cc "collectives, 2 ranks" race
   "gate.arrived.fetch_add(1, std::memory_order_acq_rel)" "gate.arrived.fetch_add(1, std::memory_order_relaxed)")
@@ -126,18 +126,18 @@ mutant(relaxed_message cpp/core/transfers.cc "messages, 2 ranks" race
   "channel.written.store(at, std::memory_order_release)" "channel.written.store(at, std::memory_order_relaxed)")
 
 # --- each survivor decides alone ---
-mutant(no_poison cpp/reducer/settled_count.h "passes, a death, 3 ranks" "(survivors disagree|a wrong mean)"
+mutant(no_poison cpp/reducer/settled_count.h "backwards, a death, 3 ranks" "(survivors disagree|a wrong mean)"
   "const bool is_reached = settle(count, target);" "throw;\n    const bool is_reached = false;")
-mutant(goes_on_after_the_end cpp/reducer/reducer.cc "passes, a death, 2 ranks" "rank [0-9] claimed [0-9]+ chunks after the end"
+mutant(goes_on_after_the_end cpp/reducer/reducer.cc "backwards, a death, 2 ranks" "rank [0-9] claimed [0-9]+ chunks after the end"
   "if (session_.is_over()) break;" "")
 
 # --- the part of one host ---
 mutant(no_ring_when_posted cpp/reducer/host_sums.cc "hosts, 2 ranks" deadlock
-  "own.store(pass_, std::memory_order_release);\n  ring();" "own.store(pass_, std::memory_order_release);")
+  "own.store(backward_, std::memory_order_release);\n  ring();" "own.store(backward_, std::memory_order_release);")
 mutant(no_ring_when_published cpp/reducer/host_sums.cc "hosts, 2 ranks" deadlock
   "if (is_last) ring();" "(void)is_last;")
 mutant(relaxed_bucket cpp/reducer/host_sums.cc "hosts, 2 ranks" race
-  "own.store(pass_, std::memory_order_release)" "own.store(pass_, std::memory_order_relaxed)")
+  "own.store(backward_, std::memory_order_release)" "own.store(backward_, std::memory_order_relaxed)")
 mutant(waits_for_all_but_one cpp/reducer/host_sums.cc "hosts, 2 ranks" "(race|a wrong mean|a gradient)"
   "for (int r = 0; r < session_.world(); ++r) {\n    // Acquire; partner: the release in post()."
   "for (int r = 1; r < session_.world(); ++r) {\n    // Acquire; partner: the release in post().")

@@ -12,64 +12,67 @@ namespace {
 
 constexpr size_t kSizes[] = {10, 600, 1, 256, 700};
 constexpr size_t kParameters = std::size(kSizes);
-constexpr int kPasses = 3;
+constexpr int kBackwards = 3;
 constexpr float kGarbage = -7;
 
 enum class Who { kNobody, kOddRank, kOthers, kAll };
 
-/// What ranks do in a pass, and what all of them must find.
+/// What ranks do in a backward, and what all of them must find.
 struct Kind {
   Who leave_one_out = Who::kNobody;  ///< of the parameters, always the same
   Who allow_it = Who::kNobody;       ///< allow_unused: each rank says its own
-  bool nobodys = false;              ///< allow_nobodys, the same on all ranks
-  Who lack_data = Who::kNobody;      ///< use nothing, and allow that
-  Who skip = Who::kNobody;           ///< the backward of a forward
-  Who go_on = Who::kNobody;          ///< for two forwards, before a backward
-  Who break_off = Who::kNobody;      ///< by an exception, somewhere
+  bool globally_unused =
+      false;  ///< allow_globally_unused, the same on all ranks
+  Who lack_data = Who::kNobody;  ///< use nothing, and allow that
+  Who skip = Who::kNobody;       ///< the backward of a forward
+  Who go_on = Who::kNobody;      ///< for two forwards, before a backward
+  Who break_off = Who::kNobody;  ///< by an exception, somewhere
   uint32_t verdict = 0;
   bool is_void = false;
 };
 using enum Who;
-constexpr uint32_t kBrokenOff = kPassForwardsDiffer | kPassTold;
+constexpr uint32_t kBrokenOff = kBackwardForwardsDiffer | kBackwardTold;
 constexpr Kind kKinds[] = {
     {},
-    {.skip = kOddRank, .verdict = kPassForwardsDiffer, .is_void = true},
+    {.skip = kOddRank, .verdict = kBackwardForwardsDiffer, .is_void = true},
     {.go_on = kOddRank},
     {.skip = kOddRank, .go_on = kOthers},
     {.break_off = kOddRank, .verdict = kBrokenOff, .is_void = true},
     {.break_off = kAll, .verdict = kBrokenOff, .is_void = true},
-    {.lack_data = kOddRank, .verdict = kPassUnused | kPassFinished},
-    {.leave_one_out = kOddRank, .verdict = kPassUnused, .is_void = true},
-    {.leave_one_out = kOddRank, .allow_it = kAll, .verdict = kPassUnused},
+    {.lack_data = kOddRank, .verdict = kBackwardUnused | kBackwardFinished},
+    {.leave_one_out = kOddRank, .verdict = kBackwardUnused, .is_void = true},
+    {.leave_one_out = kOddRank, .allow_it = kAll, .verdict = kBackwardUnused},
     // Frozen on all ranks; on all but one.
-    {.leave_one_out = kAll, .allow_it = kAll, .verdict = kPassUnused},
+    {.leave_one_out = kAll, .allow_it = kAll, .verdict = kBackwardUnused},
     {.leave_one_out = kAll,
      .allow_it = kOthers,
-     .verdict = kPassUnused,
+     .verdict = kBackwardUnused,
      .is_void = true},
-    // Nobody's: frozen on all but one; where one has no data.
-    {.leave_one_out = kAll, .nobodys = true, .verdict = kPassNobodys},
+    // Globally unused: frozen on all but one; where one has no data.
+    {.leave_one_out = kAll,
+     .globally_unused = true,
+     .verdict = kBackwardGloballyUnused},
     {.leave_one_out = kAll,
      .allow_it = kOthers,
-     .nobodys = true,
-     .verdict = kPassNobodys},
+     .globally_unused = true,
+     .verdict = kBackwardGloballyUnused},
     {.leave_one_out = kAll,
-     .nobodys = true,
+     .globally_unused = true,
      .lack_data = kOddRank,
-     .verdict = kPassNobodys | kPassFinished},
+     .verdict = kBackwardGloballyUnused | kBackwardFinished},
     // Somebody's: one uses it; all but one do.
     {.leave_one_out = kOthers,
-     .nobodys = true,
-     .verdict = kPassUnused,
+     .globally_unused = true,
+     .verdict = kBackwardUnused,
      .is_void = true},
     {.leave_one_out = kOddRank,
-     .nobodys = true,
-     .verdict = kPassUnused,
+     .globally_unused = true,
+     .verdict = kBackwardUnused,
      .is_void = true},
 };
 
-/// One pass, as all ranks know it beforehand.
-struct Pass {
+/// One backward, as all ranks know it beforehand.
+struct Backward {
   Kind kind;
   int odd_rank = 0;
   bool has_weights = false;
@@ -90,23 +93,23 @@ struct Pass {
 
 /// How the ranks of one schedule train.
 struct Setting {
-  enum Passes { kAny, kGood, kPlain };
+  enum BackwardSync { kAny, kGood, kPlain };
 
-  bool is_elsewhere;  ///< gradients lie outside of the arena
+  bool is_elsewhere;  ///< gradients lie outside of the gradient buffer
   size_t cap_bytes;   ///< of a bucket
-  Pass passes[kPasses];
+  Backward backwards[kBackwards];
 
-  Setting(const Run& run, Passes which) {
+  Setting(const Run& run, BackwardSync which) {
     Random random = run.shared_random();
     is_elsewhere = random.one_in(2);
     cap_bytes = size_t{256} << random.below(6);
-    for (Pass& pass : passes) {
+    for (Backward& backward : backwards) {
       if (which != kPlain && random.one_in(2))
-        pass.kind = kKinds[random.below(std::size(kKinds))];
-      if (which == kGood && pass.kind.is_void) pass.kind = {};
-      pass.odd_rank = static_cast<int>(
+        backward.kind = kKinds[random.below(std::size(kKinds))];
+      if (which == kGood && backward.kind.is_void) backward.kind = {};
+      backward.odd_rank = static_cast<int>(
           random.below(static_cast<uint64_t>(run.world.ranks())));
-      pass.has_weights = random.one_in(4);
+      backward.has_weights = random.one_in(4);
     }
   }
 };
@@ -122,7 +125,7 @@ class Model {
       : group_(group),
         setting_(setting),
         layout_(kSizes, setting.cap_bytes),
-        reducer_(std::make_unique<Reducer>(group.heap, layout_.arena_bytes,
+        reducer_(std::make_unique<Reducer>(group.heap, layout_.buffer_bytes,
                                            layout_.parameters, layout_.buckets,
                                            setting.is_elsewhere)) {
     for (const size_t count : kSizes) elsewhere_.emplace_back(count, kGarbage);
@@ -131,23 +134,23 @@ class Model {
 
   Reducer& reducer() { return *reducer_; }
 
-  void mark(size_t parameter, int pass) {
+  void mark(size_t parameter, int backward) {
     float* const gradient = gradient_of(parameter);
     note_plain_read(gradient, kSizes[parameter] * sizeof(float));
     for (size_t i = 0; i < kSizes[parameter]; ++i) {
       expect(gradient[i] == kGarbage,
-             "a gradient was written between two passes");
-      gradient[i] = value(group_.rank(), parameter, i, pass);
+             "a gradient was written between two backward passes");
+      gradient[i] = value(group_.rank(), parameter, i, backward);
     }
     note_plain_write(gradient, kSizes[parameter] * sizeof(float));
     reducer_->mark_ready(parameter, setting_.is_elsewhere ? gradient : nullptr);
   }
 
   /// Every gradient is the mean; `weight` is 0 where a rank left it out.
-  void check(int pass, const std::function<double(int, size_t)>& weight) {
+  void check(int backward, const std::function<double(int, size_t)>& weight) {
     const int world = group_.world();
     for (size_t p = 0; p < kParameters; ++p) {
-      // What this rank has no gradient for is in the arena only.
+      // What this rank has no gradient for is in the gradient buffer only.
       const float* gradient = weight(group_.rank(), p) == 0
                                   ? layout_.view(*reducer_, p)
                                   : gradient_of(p);
@@ -159,7 +162,7 @@ class Model {
       for (size_t i = 0; i < kSizes[p]; ++i) {
         double sum = 0;
         for (int r = 0; r < world; ++r)
-          sum += weights[r] * value(r, p, i, pass);
+          sum += weights[r] * value(r, p, i, backward);
         const double mean = sum / total;
         expect(std::fabs(gradient[i] - mean) <= 1e-6 * mean, "a wrong mean");
       }
@@ -173,15 +176,15 @@ class Model {
     }
   }
 
-  /// Those outside of the arena.
+  /// Those outside of the gradient buffer.
   const std::vector<std::vector<float>>& gradients() const {
     return elsewhere_;
   }
 
  private:
-  /// Another number for each rank, parameter, element and pass.
-  static float value(int rank, size_t parameter, size_t i, int pass) {
-    return 24.0f * static_cast<float>((rank + 1) * (pass + 1) +
+  /// Another number for each rank, parameter, element and backward.
+  static float value(int rank, size_t parameter, size_t i, int backward) {
+    return 24.0f * static_cast<float>((rank + 1) * (backward + 1) +
                                       static_cast<int>((parameter + i) % 9));
   }
   float* gradient_of(size_t parameter) {
@@ -214,10 +217,10 @@ struct Rank {
   HostGroup group;
   std::optional<Model> model;
 
-  Rank(Run& a_run, int a_rank, Setting::Passes passes)
+  Rank(Run& a_run, int a_rank, Setting::BackwardSync backwards)
       : run(a_run),
         rank(a_rank),
-        setting(run, passes),
+        setting(run, backwards),
         outcome(run.outcomes[static_cast<size_t>(rank)]),
         own(run.random_of(rank)),
         group(run.world.region(), rank, kNonce,
@@ -227,71 +230,73 @@ struct Rank {
     scheduler().start();
   }
 
-  /// Marks `most` gradients of a pass.
+  /// Marks `most` gradients of a backward.
   void mark_some(int number, size_t most) {
-    const Pass& pass = setting.passes[number];
+    const Backward& backward = setting.backwards[number];
     std::vector<size_t> order = random_order(own);
-    std::erase_if(
-        order, [&](size_t parameter) { return !pass.uses(rank, parameter); });
-    model->reducer().set_weight(weight_in(pass, rank));
+    std::erase_if(order, [&](size_t parameter) {
+      return !backward.uses(rank, parameter);
+    });
+    model->reducer().set_weight(weight_in(backward, rank));
     order.resize(std::min(order.size(), most));
     for (const size_t parameter : order) model->mark(parameter, number);
   }
 
   void train(int number) {
-    const Pass& pass = setting.passes[number];
-    if (pass.is_of(pass.kind.break_off, rank)) {
+    const Backward& backward = setting.backwards[number];
+    if (backward.is_of(backward.kind.break_off, rank)) {
       break_off(number);
       return;
     }
     mark_some(number, kParameters);
-    PassStatus status = PassStatus::without_data();
-    if (pass.has_data(rank)) {
-      const bool skips = pass.is_of(pass.kind.skip, rank);
-      const bool goes_on = pass.is_of(pass.kind.go_on, rank);
-      status = PassStatus(skips || goes_on ? 2 : 1);
+    BackwardStatus status = BackwardStatus::without_data();
+    if (backward.has_data(rank)) {
+      const bool skips = backward.is_of(backward.kind.skip, rank);
+      const bool goes_on = backward.is_of(backward.kind.go_on, rank);
+      status = BackwardStatus(skips || goes_on ? 2 : 1);
       status.reached = goes_on ? 2 : 1;
     }
-    uint32_t flags =
-        model->reducer().finish(status, pass.allows(rank), pass.kind.nobodys);
-    ++outcome.good_passes;
+    uint32_t flags = model->reducer().finish(status, backward.allows(rank),
+                                             backward.kind.globally_unused);
+    ++outcome.good_backwards;
     // Who breaks off has marked some gradients, or all.
-    if (pass.kind.break_off != kNobody) flags &= ~kPassUnused;
-    expect(flags == pass.kind.verdict, "another verdict than the ranks' own");
-    if (!pass.kind.is_void) check(number);
+    if (backward.kind.break_off != kNobody) flags &= ~kBackwardUnused;
+    expect(flags == backward.kind.verdict,
+           "another verdict than the ranks' own");
+    if (!backward.kind.is_void) check(number);
     model->fill_with_garbage();
   }
 
-  // The gradients are cleared before the others know: the next pass finds them
+  // The gradients are cleared before the others know: the next backward finds them
   // as they are then.
   void break_off(int number) {
     mark_some(number, own.below(kParameters + 1));
     if (setting.is_elsewhere) model->fill_with_garbage();
     const uint32_t flags =
-        model->reducer().finish(PassStatus::broken_off(), false);
-    ++outcome.good_passes;
+        model->reducer().finish(BackwardStatus::broken_off(), false);
+    ++outcome.good_backwards;
     expect((flags & kBrokenOff) == kBrokenOff,
-           "a pass that was broken off was good");
+           "a backward that was broken off was good");
     if (!setting.is_elsewhere) model->fill_with_garbage();
   }
 
-  double weight_in(const Pass& pass, int r) const {
-    if (!pass.has_data(r)) return 0;
-    return pass.has_weights ? weight_of(r, group.world()) : 1;
+  double weight_in(const Backward& backward, int r) const {
+    if (!backward.has_data(r)) return 0;
+    return backward.has_weights ? weight_of(r, group.world()) : 1;
   }
 
   void check(int number) {
-    const Pass& pass = setting.passes[number];
+    const Backward& backward = setting.backwards[number];
     // kParameters asks for the weight in the sum of weights.
     model->check(number, [&](int r, size_t parameter) -> double {
-      return pass.uses(r, parameter) ? weight_in(pass, r) : 0;
+      return backward.uses(r, parameter) ? weight_in(backward, r) : 0;
     });
   }
 };
 
 void train(Run& run, int index) {
   Rank rank(run, index, Setting::kAny);
-  for (int p = 0; p < kPasses; ++p) rank.train(p);
+  for (int p = 0; p < kBackwards; ++p) rank.train(p);
 }
 
 // Survivors keep their memory until all are back, and see who writes there.
@@ -299,7 +304,7 @@ void train_and_watch(Run& run, int index) {
   Rank rank(run, index, Setting::kGood);
   const bool watches = run.shared_random().one_in(2);
   try {
-    for (int p = 0; p < kPasses; ++p) rank.train(p);
+    for (int p = 0; p < kBackwards; ++p) rank.train(p);
   } catch (const Failure& failure) {
     rank.outcome.has_raised = true;
     rank.outcome.reason = failure.reason;
@@ -308,16 +313,17 @@ void train_and_watch(Run& run, int index) {
   const auto before = rank.model->gradients();
   scheduler().wait_for_others();
   expect(rank.model->gradients() == before,
-         "a gradient outside of the arena changed after its rank had raised");
+         "a gradient outside of the gradient buffer changed after its rank had "
+         "raised");
 }
 
-void leave_in_mid_pass(Run& run, int index) {
+void leave_in_mid_backward(Run& run, int index) {
   Rank rank(run, index, Setting::kPlain);
   Random random = run.shared_random();
   const int leaver =
       static_cast<int>(random.below(static_cast<uint64_t>(run.world.ranks())));
-  const int last = static_cast<int>(random.below(kPasses));
-  for (int p = 0; p < kPasses; ++p) {
+  const int last = static_cast<int>(random.below(kBackwards));
+  for (int p = 0; p < kBackwards; ++p) {
     if (index == leaver && p == last) {
       rank.mark_some(p, random.below(kParameters));
       return;
@@ -362,19 +368,19 @@ void add_reducer_programs(std::vector<Program>& programs) {
       .stops = 1, .time_passes = true, .watches_races = false};
   const Events both{.deaths = 1, .stops = 1, .watches_races = false};
   const Events leaving{.watches_races = false};
-  add("passes, 2 ranks", 2, {}, train, nobody_raises);
-  add("passes, 3 ranks", 3, {}, train, nobody_raises);
-  add("passes, 4 ranks, 2 cores", 4, {.cores = 2}, train, nobody_raises);
+  add("backwards, 2 ranks", 2, {}, train, nobody_raises);
+  add("backwards, 3 ranks", 3, {}, train, nobody_raises);
+  add("backwards, 4 ranks, 2 cores", 4, {.cores = 2}, train, nobody_raises);
   add("several reducers, 2 ranks", 2, {}, several_reducers, nobody_raises);
-  add("passes, a stop, 2 ranks", 2, {.stops = 1}, train, nobody_raises);
-  add("passes, a death, 2 ranks", 2, death, train_and_watch, all_agree);
-  add("passes, a death, 3 ranks", 3, death, train_and_watch, all_agree);
-  add("passes, two deaths, 4 ranks", 4, deaths, train_and_watch, all_agree);
-  add("passes, a death and a stop, 3 ranks", 3, both, train_and_watch,
+  add("backwards, a stop, 2 ranks", 2, {.stops = 1}, train, nobody_raises);
+  add("backwards, a death, 2 ranks", 2, death, train_and_watch, all_agree);
+  add("backwards, a death, 3 ranks", 3, death, train_and_watch, all_agree);
+  add("backwards, two deaths, 4 ranks", 4, deaths, train_and_watch, all_agree);
+  add("backwards, a death and a stop, 3 ranks", 3, both, train_and_watch,
       all_agree);
-  add("passes, stopped beyond the deadline, 3 ranks", 3, deadline,
+  add("backwards, stopped beyond the deadline, 3 ranks", 3, deadline,
       train_and_watch, all_agree);
-  add("leaving in mid-pass, 3 ranks", 3, leaving, leave_in_mid_pass,
+  add("leaving in mid-backward, 3 ranks", 3, leaving, leave_in_mid_backward,
       leaves_and_agree);
 }
 

@@ -106,9 +106,9 @@ void* __wrap_mmap(void* at, size_t bytes, int protection, int flags, int file,
 
 namespace paceline::schedules {
 
-void pass_point(paceline::Point point) asm(
+void backward_point(paceline::Point point) asm(
     "__wrap__ZN8paceline15strike_if_armedENS_5PointE");
-void pass_point(paceline::Point point) {
+void backward_point(paceline::Point point) {
   scheduler().step(paceline::point_name(point), 0);
   if (scheduler().at_point) scheduler().at_point(point);
 }

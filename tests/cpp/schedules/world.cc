@@ -44,20 +44,21 @@ std::string all_agree(const Run& run) {
              " chunks after the end of the group";
     }
   }
-  std::string passes;
+  std::string backwards;
   int least = INT32_MAX;
   int most = 0;
   for (size_t r = 0; r < run.outcomes.size(); ++r) {
     if (scheduler().has_died(static_cast<int>(r))) continue;
-    const int good = run.outcomes[r].good_passes;
+    const int good = run.outcomes[r].good_backwards;
     least = std::min(least, good);
     most = std::max(most, good);
-    passes += (passes.empty() ? "rank " : ", rank ") + std::to_string(r) + " " +
-              std::to_string(good);
+    backwards += (backwards.empty() ? "rank " : ", rank ") + std::to_string(r) +
+                 " " + std::to_string(good);
   }
   return least == most
              ? ""
-             : "survivors disagree how many passes were good: " + passes;
+             : "survivors disagree how many backward passes were good: " +
+                   backwards;
 }
 
 }  // namespace paceline::schedules

@@ -77,7 +77,7 @@ void warm_up();
 /// What became of a rank; outlives its fiber.
 struct Outcome {
   bool returned = false;
-  int good_passes = 0;
+  int good_backwards = 0;
   Reason reason{};  ///< why it raised; only if has_raised
   bool has_raised = false;
   int late_claims = 0;  ///< of chunks, when the group was over already
@@ -114,8 +114,8 @@ void add_host_programs(std::vector<Program>& programs);
 
 // --- judges ---
 std::string nobody_raises(const Run& run);
-/// Everybody has the same number of good passes, but for the dead, and nobody
-/// went on reducing a pass that was given up.
+/// Everybody has the same number of good backward passes, but for the dead, and nobody
+/// went on reducing a backward that was given up.
 std::string all_agree(const Run& run);
 
 }  // namespace paceline::schedules

@@ -1,4 +1,4 @@
-"""What lies between the ranks: communicators, Paddle's groups below them, and the arena of gradients.
+"""What lies between the ranks: communicators, Paddle's groups below them, and the gradient buffer.
 
 Not public.
 """

@@ -14,8 +14,8 @@ import paddle
 
 from paceline.errors import ConfigTypeError
 from paceline.paddle import internals
-from paceline.paddle.communicator.arena import Arena
 from paceline.paddle.communicator.calls import GroupCalls
+from paceline.paddle.communicator.gradient_buffer import GradientBuffer
 from paceline.reducer.comm_hooks import CommHook, HookedBucket, ShownBuckets, wrong_result
 from paceline.reducer.plan import Plan
 
@@ -103,7 +103,7 @@ class GradBucket(HookedBucket[paddle.Tensor]):
         """Begin to collect a contiguous tensor of every rank, by rank, in a new dimension. Collective.
 
         Example:
-            Rank 0 passes [1, 2] and rank 1 [3, 4]; both get the future of [[1, 2], [3, 4]].
+            Rank 0 backward passes [1, 2] and rank 1 [3, 4]; both get the future of [[1, 2], [3, 4]].
         """
         whole = internals.empty_on(tensor.place, [self.world_size * int(tensor.size)], tensor.dtype)
         flat = tensor.reshape([-1])
@@ -130,7 +130,7 @@ class BucketHook:
 
     Args:
         hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
-        arena: With whole parameters in its buckets.
+        gradient buffer: With whole parameters in its buckets.
         parameters: Those that the plan lists.
         calls: Between the ranks.
         process_group: For the hook.
@@ -139,13 +139,13 @@ class BucketHook:
     def __init__(
         self,
         hook: CommHook,
-        arena: Arena,
+        gradient_buffer: GradientBuffer,
         parameters: Sequence[paddle.Tensor],
         calls: GroupCalls,
         process_group: Any,
     ) -> None:
         self._hook = hook
-        self._plan: Plan = arena.plan
+        self._plan: Plan = gradient_buffer.plan
         self._parameters = parameters
         self._calls = calls
         self._process_group = process_group
@@ -189,7 +189,7 @@ class BucketHook:
         return self._latest
 
     def forget(self) -> None:
-        """The pass is over."""
+        """The backward is over."""
         self._latest = None
 
 

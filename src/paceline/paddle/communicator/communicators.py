@@ -18,9 +18,9 @@ from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.health.peer_monitor import MemoryPeerMonitor, PeerMonitor, Tell, tell_on_host_too
 from paceline.paddle import internals
-from paceline.paddle.communicator.arena import Arena, shared_places
 from paceline.paddle.communicator.calls import GroupCalls, MemoryCalls
 from paceline.paddle.communicator.comm_hook import BucketHook
+from paceline.paddle.communicator.gradient_buffer import GradientBuffer, shared_places
 from paceline.paddle.communicator.transport import PaddleTransport
 from paceline.paddle.model.parameters import dtype_name, nbytes
 from paceline.reducer import communicator as common
@@ -114,7 +114,7 @@ class MemoryCommunicator:
         instead_of: Reduction[paddle.Tensor] | None = None,
     ) -> Reduction[paddle.Tensor]:
         reducer = make_host_reducer(self.core, plan, options, instead_of)
-        places = shared_places(plan, parameters, reducer.arena_pointer, reducer)
+        places = shared_places(plan, parameters, reducer.buffer_pointer, reducer)
         return Reduction(plan, places, reducer, most_pointer_bytes=sys.maxsize, owned=options.owned)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Communicator:
@@ -184,7 +184,7 @@ class GroupCommunicator:
         options: ReductionOptions,
         instead_of: Reduction[paddle.Tensor] | None = None,
     ) -> Reduction[paddle.Tensor]:
-        return _over(self._calls, Arena(plan, parameters), options)
+        return _over(self._calls, GradientBuffer(plan, parameters), options)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Communicator:
         return HookCommunicator(self, self._calls, hook, process_group)
@@ -233,7 +233,7 @@ class HostsCommunicator:
     ) -> Reduction[paddle.Tensor]:
         reducer = self._reducers.make(plan, options, instead_of)
         if reducer is not None:
-            places = shared_places(plan, parameters, reducer.arena_pointer, reducer.memory)
+            places = shared_places(plan, parameters, reducer.buffer_pointer, reducer.memory)
             adopt = None if reducer.codes is None else reducer.adopt_errors
             return Reduction(plan, places, reducer, most_pointer_bytes=MOST_POINTER_BYTES, adopt_errors=adopt)
         self.path, self.bits = self._communicator.path, self._communicator.bits
@@ -283,9 +283,9 @@ class HookCommunicator:
     ) -> Reduction[paddle.Tensor]:
         if instead_of is not None:
             instead_of.reducer.close()
-        arena = Arena(plan, parameters)
-        hook = BucketHook(self._hook, arena, parameters, self._calls, self._process_group)
-        return _over(self._calls, arena, options, hook)
+        gradient_buffer = GradientBuffer(plan, parameters)
+        hook = BucketHook(self._hook, gradient_buffer, parameters, self._calls, self._process_group)
+        return _over(self._calls, gradient_buffer, options, hook)
 
 
 def average_buffers(
@@ -301,13 +301,21 @@ def average_buffers(
 
 
 def _over(
-    calls: GroupCalls, arena: Arena, options: ReductionOptions, hook: BucketHook | None = None
+    calls: GroupCalls,
+    gradient_buffer: GradientBuffer,
+    options: ReductionOptions,
+    hook: BucketHook | None = None,
 ) -> Reduction[paddle.Tensor]:
-    transport = PaddleTransport(arena, calls, checks_finite=options.checks_finite, hook=hook)
-    reducer = ProcessGroupReducer(arena.plan, transport, skip_unused=options.skip_unused)
+    transport = PaddleTransport(gradient_buffer, calls, checks_finite=options.checks_finite, hook=hook)
+    reducer = ProcessGroupReducer(gradient_buffer.plan, transport, skip_unused=options.skip_unused)
     adopt = None if hook is None else hook.shown.end
     return Reduction(
-        arena.plan, arena.places, reducer, most_pointer_bytes=0, order=reducer.order, adopt_errors=adopt
+        gradient_buffer.plan,
+        gradient_buffer.places,
+        reducer,
+        most_pointer_bytes=0,
+        order=reducer.order,
+        adopt_errors=adopt,
     )
 
 

@@ -16,7 +16,7 @@ from paceline.paddle import internals
 from paceline.paddle.communicator.calls import GroupCalls
 from paceline.rendezvous.roll_call import Roll
 from paceline.rendezvous.secret import find_secret
-from paceline.rendezvous.signatures import LOSSLESS, Signatures, SignedBoard
+from paceline.rendezvous.signatures import LOSSLESS, Signatures, SignedKeyStore
 
 _HOLDER = 0  # the rank of the default group that serves Paddle's store
 
@@ -28,7 +28,7 @@ class PaddleExchange:
         calls: On the group whose ranks take part.
 
     Example:
-        Rank 0 passes b"a" and rank 1 passes b"bc"; both get [b"a", b"bc"].
+        Rank 0 backward passes b"a" and rank 1 backward passes b"bc"; both get [b"a", b"bc"].
     """
 
     def __init__(self, calls: GroupCalls) -> None:
@@ -69,13 +69,15 @@ def _roll_of(calls: GroupCalls) -> Roll:
     if group not in _rolls:
         holder = group.ranks.index(_HOLDER) if _HOLDER in group.ranks else None
         engine = f"Paddle's {calls.backend} group"
-        board = SignedBoard(_StoreBoard(group.id), Signatures(find_secret().key, f"group {group.id}"))
-        _rolls[group] = Roll(board, calls.rank, calls.world_size, holder, engine)
+        key_store = SignedKeyStore(
+            _FrameworkKeyStore(group.id), Signatures(find_secret().key, f"group {group.id}")
+        )
+        _rolls[group] = Roll(key_store, calls.rank, calls.world_size, holder, engine)
     return _rolls[group]
 
 
-class _StoreBoard:
-    """Paddle's store as a `Board`.
+class _FrameworkKeyStore:
+    """Paddle's store as a `KeyStore`.
 
     Its `get` waits for a key that is missing, so each key has a counter beside it, which is there at once.
     """

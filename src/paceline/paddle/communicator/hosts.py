@@ -129,7 +129,9 @@ def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | N
             offer = offers[partners[low]]
             store = offer.addresses, offer.ports[str(partners[high])][index]
             held = reserved[partner][index] if own == low else None
-            carry = _Meeting(peers, control, partner, *store, held).connect(number, receives=own == receiver)
+            carry = _RendezvousPoint(peers, control, partner, *store, held).connect(
+                number, receives=own == receiver
+            )
             (outgoing if own == sender else incoming).setdefault(other, []).append(carry)
     sockets = sockets_to(peers.exchange, partners, before, peers.timeout_s)
     if not partners:
@@ -154,7 +156,7 @@ def _tell(peers: Ranks, own: _Offer) -> list[_Offer]:
 
 
 @dataclass(frozen=True)
-class _Meeting:
+class _RendezvousPoint:
     """Two partners make one direction of their connection.
 
     Attributes:
@@ -211,14 +213,14 @@ class _Meeting:
         while not reasons or not deadline.is_over():
             reasons.clear()
             for address in self.addresses:
-                if not (reason := _obstacle(address, self.port)):
+                if not (reason := _reason(address, self.port)):
                     return address
                 reasons.append(reason)
             time.sleep(_RETRY_S)
         raise OSError("; ".join(reasons))
 
 
-def _obstacle(address: str, port: int) -> str:
+def _reason(address: str, port: int) -> str:
     """Why nobody can be reached there; "": somebody can."""
     try:
         socket.create_connection((address, port), _TRY_S).close()

@@ -1,8 +1,8 @@
 """Processes of several hosts, or on GPUs, brought together by paddle.distributed, once all have come.
 
 Paddle's store waits in silence for ranks that do not fit together, and ends the process that opens it where
-somebody else listens. So all ranks meet in a ledger first, at the address that the launcher gave them, and
-see who has come. Paddle's store is then at a port that rank 0 tells them there.
+somebody else listens. So all ranks meet in a membership store first, at the address that the launcher gave
+them, and see who has come. Paddle's store is then at a port that rank 0 tells them there.
 
 Ranks of one host need no group of Paddle's; what Paddle is told of them is here, too.
 """
@@ -27,17 +27,17 @@ from paceline.collectives.group import Group
 from paceline.env import may_span_hosts, read_rank_environment, split_address
 from paceline.errors import ConfigError, RendezvousError
 from paceline.launch.ports import free_ports, who_listens
-from paceline.launch.variables import Meeting, rank_variables
+from paceline.launch.variables import MasterAddress, rank_variables
 from paceline.paddle import internals
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.rendezvous.addresses import wait_for_listener
-from paceline.rendezvous.attendance import Attendance
 from paceline.rendezvous.deadline import Deadline
-from paceline.rendezvous.ledger import LedgerClient, LedgerServer
+from paceline.rendezvous.membership import Membership
+from paceline.rendezvous.membership_store import MembershipClient, MembershipServer
 from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError
 from paceline.rendezvous.start import Start, prepare
 
-_ANSWER_WITHIN_S = 30.0  # one call of the ledger
+_ANSWER_WITHIN_S = 30.0  # one call of the membership store
 _NAP_S = 0.005
 _LINGER_S = 2.0  # for those who read why the job cannot start
 _LONGEST_PROBLEM = 500  # characters
@@ -46,10 +46,10 @@ _PREFIX = "paceline/start"
 _GLOO = ("", "auto", "gloo")
 _Found = TypeVar("_Found")
 
-_server: LedgerServer | None = None  # lives as long as this process, for whoever comes later
+_server: MembershipServer | None = None  # lives as long as this process, for whoever comes later
 _starts = itertools.count()  # every rank of a job starts as often
 _has_formed = False
-_attendance: Attendance | None = None
+_membership: Membership | None = None
 
 
 def needs_paddles_group() -> bool:
@@ -78,7 +78,7 @@ def form_paddles_group(timeout_s: float) -> None:
         RendezvousError: The ranks do not fit together, one cannot go on, or not all have come in time. On all
             ranks, with names and hosts.
     """
-    global _attendance, _has_formed
+    global _membership, _has_formed
     if dist.is_initialized():
         return
     if _has_formed:
@@ -107,20 +107,20 @@ def form_paddles_group(timeout_s: float) -> None:
     )
     if not serves:
         start.wait_for_rank_0()
-    ledger = _open_ledger(start, serves=serves)
+    membership_store = _open_store(start, serves=serves)
     prefix = f"{_PREFIX}/{next(_starts)}"
     try:
-        attendance = start.attend(ledger, prefix)
-        port = _port_of_paddles_store(start, attendance, f"{prefix}/store", serves=serves)
-        with _meeting_at(f"{start.way.address}:{port}"):
-            _form_with_all(start, attendance, f"{prefix}/formed", serves=serves)
+        membership = start.attend(membership_store, prefix)
+        port = _port_of_paddles_store(start, membership, f"{prefix}/store", serves=serves)
+        with _naming(f"{start.way.address}:{port}"):
+            _form_with_all(start, membership, f"{prefix}/formed", serves=serves)
     except BaseException:
         if dist.is_initialized():
             _has_formed = True
             dist.destroy_process_group()
-        ledger.close()
+        membership_store.close()
         raise
-    _has_formed, _attendance = True, attendance
+    _has_formed, _membership = True, membership
 
 
 def _paddles_address() -> str:
@@ -128,9 +128,9 @@ def _paddles_address() -> str:
     return os.environ.get(_WHAT) or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")[0].strip()
 
 
-def attendance_of_default_group() -> Attendance | None:
+def membership_of_default_group() -> Membership | None:
     """Who has come before paddle.distributed formed its group; None: it was formed elsewhere."""
-    return _attendance
+    return _membership
 
 
 def _export_paddle_variables() -> None:
@@ -169,15 +169,15 @@ def export_place(group: Group) -> None:
     group.broadcast(ports)
     if "PADDLE_TRAINER_ID" in os.environ:
         return
-    meeting = Meeting("127.0.0.1", 0, tuple(ports.tolist()), "")
-    variables = rank_variables(group.rank, group.world_size, meeting)
+    master_address = MasterAddress("127.0.0.1", 0, tuple(ports.tolist()), "")
+    variables = rank_variables(group.rank, group.world_size, master_address)
     kept = {_WHAT: os.environ[_WHAT]} if _WHAT in os.environ else {}
     os.environ |= {name: value for name, value in variables.items() if name.startswith("PADDLE_")} | kept
     os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
     internals.read_rank_anew()
 
 
-def _open_ledger(start: Start, *, serves: bool) -> LedgerClient:
+def _open_store(start: Start, *, serves: bool) -> MembershipClient:
     """Where all ranks meet, served by rank 0.
 
     Raises:
@@ -186,12 +186,12 @@ def _open_ledger(start: Start, *, serves: bool) -> LedgerClient:
     global _server
     try:
         if serves and (_server is None or _server.port != start.port):
-            _server = LedgerServer(start.port, start.arrival.world_size)
-        return LedgerClient(start.way.address, start.port, _ANSWER_WITHIN_S)
+            _server = MembershipServer(start.port, start.arrival.world_size)
+        return MembershipClient(start.way.address, start.port, _ANSWER_WITHIN_S)
     except OSError as error:
         holder = who_listens(start.port) if serves else None
         raise RendezvousError(
-            f"{start.who} could not {'open' if serves else 'reach'} the meeting place of this job.",
+            f"{start.who} could not {'open' if serves else 'reach'} the rendezvous address of this job.",
             where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
             seen=f"the port is held by {holder}" if holder else error.strerror or str(error),
             likely="another job meets at the same address" if serves else "rank 0 has ended meanwhile",
@@ -199,19 +199,19 @@ def _open_ledger(start: Start, *, serves: bool) -> LedgerClient:
         ) from error
 
 
-def _port_of_paddles_store(start: Start, attendance: Attendance, key: str, *, serves: bool) -> int:
+def _port_of_paddles_store(start: Start, membership: Membership, key: str, *, serves: bool) -> int:
     """A free port of rank 0's host, where Paddle's store is about to be. Collective.
 
     Rank 0 returns when all others know it: then it calls Paddle, which keeps the interpreter's lock until the
-    group is there, and the ledger answers nobody meanwhile.
+    group is there, and the membership store answers nobody meanwhile.
     """
-    with _reaching_the_ledger(start):
+    with _reaching_the_store(start):
         if serves:
             with socket.create_server(("", 0)) as reserved:
                 port: int = reserved.getsockname()[1]
-            _tell_all(attendance, key, str(port), start.deadline)
+            _tell_all(membership, key, str(port), start.deadline)
             return port
-        port = int(_told_by_rank_0(attendance, key, "where Paddle's store is", start.deadline))
+        port = int(_told_by_rank_0(membership, key, "where Paddle's store is", start.deadline))
     wait_for_listener(
         start.way,
         port,
@@ -224,7 +224,7 @@ def _port_of_paddles_store(start: Start, attendance: Attendance, key: str, *, se
     return port
 
 
-def _form_with_all(start: Start, attendance: Attendance, key: str, *, serves: bool) -> None:
+def _form_with_all(start: Start, membership: Membership, key: str, *, serves: bool) -> None:
     """Call paddle.distributed.init_parallel_env(), and return when all ranks have. Collective.
 
     Gloo has formed its group on one rank while another one still reads addresses from the store. If the first
@@ -234,31 +234,31 @@ def _form_with_all(start: Start, attendance: Attendance, key: str, *, serves: bo
         RendezvousError: Another rank could not form the group, or has not in time.
         Exception: What Paddle raised on this rank.
     """
-    own = attendance.own.rank
+    own = membership.own.rank
     try:
         dist.init_parallel_env()
     except Exception as error:  # Paddle raises several kinds
         with contextlib.suppress(RuntimeError):  # it is told to whoever listens
             problem = f"rank {own}: {str(error)[:_LONGEST_PROBLEM]}"
             if serves:
-                _tell_all(attendance, key, problem, Deadline(_LINGER_S))
+                _tell_all(membership, key, problem, Deadline(_LINGER_S))
             else:
-                _write(attendance, f"{key}/{own}", problem)
+                _write(membership, f"{key}/{own}", problem)
         raise
     # All have come in time, and the last of them maybe only just: Gloo gives them as long as this.
     deadline = Deadline(max(start.deadline.left_s(), GLOO_LIMIT_S))
-    with _reaching_the_ledger(start):
+    with _reaching_the_store(start):
         if serves:
-            if problem := _problem_of_others(attendance, key, deadline):
+            if problem := _problem_of_others(membership, key, deadline):
                 with contextlib.suppress(RuntimeError):  # whoever has failed does not read it
-                    _tell_all(attendance, key, problem, Deadline(_LINGER_S))
+                    _tell_all(membership, key, problem, Deadline(_LINGER_S))
             else:
-                _tell_all(attendance, key, "", deadline)
+                _tell_all(membership, key, "", deadline)
         else:
-            _write(attendance, f"{key}/{own}", "")
+            _write(membership, f"{key}/{own}", "")
             # Rank 0 says at the deadline for whom it has waited, which may be a moment later than here.
             told_by = Deadline(deadline.left_s() + _LINGER_S)
-            problem = _told_by_rank_0(attendance, key, "that all have formed Paddle's group", told_by)
+            problem = _told_by_rank_0(membership, key, "that all have formed Paddle's group", told_by)
     if problem:
         raise RendezvousError(
             f"{start.who} has formed Paddle's group, and another rank could not.",
@@ -269,12 +269,12 @@ def _form_with_all(start: Start, attendance: Attendance, key: str, *, serves: bo
         )
 
 
-def _problem_of_others(attendance: Attendance, key: str, deadline: Deadline) -> str:
+def _problem_of_others(membership: Membership, key: str, deadline: Deadline) -> str:
     """Why a rank could not form the group, or that it has not by the deadline; "": all others have."""
-    for rank in range(1, len(attendance.arrivals)):
+    for rank in range(1, len(membership.arrivals)):
         reason = f"rank {rank} has not formed Paddle's group {deadline.timeout_s:.1f} s after rank 0"
         try:
-            problem = _await(attendance, f"{key}/{rank}", reason, deadline)
+            problem = _await(membership, f"{key}/{rank}", reason, deadline)
         except RuntimeError as late:
             return str(late)
         if problem:
@@ -282,43 +282,43 @@ def _problem_of_others(attendance: Attendance, key: str, deadline: Deadline) -> 
     return ""
 
 
-def _tell_all(attendance: Attendance, key: str, text: str, deadline: Deadline) -> None:
+def _tell_all(membership: Membership, key: str, text: str, deadline: Deadline) -> None:
     """Let rank 0 tell a text, and return when all others have read it. Raises as `_wait`."""
-    ledger, others = attendance.ledger, len(attendance.arrivals) - 1
-    _write(attendance, key, text)
+    membership_store, others = membership.membership_store, len(membership.arrivals) - 1
+    _write(membership, key, text)
     reason = "not all have read what rank 0 wrote"
-    _wait(lambda: ledger.add(f"{key}/told", 0) == others or None, deadline, reason)
+    _wait(lambda: membership_store.add(f"{key}/told", 0) == others or None, deadline, reason)
 
 
-def _told_by_rank_0(attendance: Attendance, key: str, what: str, deadline: Deadline) -> str:
+def _told_by_rank_0(membership: Membership, key: str, what: str, deadline: Deadline) -> str:
     """What `_tell_all` tells on rank 0. Raises as `_await`."""
-    text = _await(attendance, key, f"rank 0 has not said {what}", deadline)
-    attendance.ledger.add(f"{key}/told", 1)
+    text = _await(membership, key, f"rank 0 has not said {what}", deadline)
+    membership.membership_store.add(f"{key}/told", 1)
     return text
 
 
-def _write(attendance: Attendance, key: str, text: str) -> None:
-    signed = attendance.signatures.sign(key, text.encode(errors=LOSSLESS))
-    attendance.ledger.write(key, signed.decode(errors=LOSSLESS))
+def _write(membership: Membership, key: str, text: str) -> None:
+    signed = membership.signatures.sign(key, text.encode(errors=LOSSLESS))
+    membership.membership_store.write(key, signed.decode(errors=LOSSLESS))
 
 
-def _await(attendance: Attendance, key: str, reason: str, deadline: Deadline) -> str:
+def _await(membership: Membership, key: str, reason: str, deadline: Deadline) -> str:
     """What a rank has written, once it is there. Raises as `_wait`; ForeignValueError: no rank wrote it."""
-    text = _wait(lambda: attendance.ledger.read(key), deadline, reason)
-    return attendance.signatures.read(key, text.encode(errors=LOSSLESS)).decode(errors=LOSSLESS)
+    text = _wait(lambda: membership.membership_store.read(key), deadline, reason)
+    return membership.signatures.read(key, text.encode(errors=LOSSLESS)).decode(errors=LOSSLESS)
 
 
 @contextlib.contextmanager
-def _reaching_the_ledger(start: Start) -> Iterator[None]:
-    """Raise RendezvousError where the ledger does not answer in time, or holds what no rank wrote."""
+def _reaching_the_store(start: Start) -> Iterator[None]:
+    """Raise RendezvousError where the membership store does not answer in time, or holds other words."""
     try:
         yield
     except (RuntimeError, ForeignValueError, ValueError) as error:
         raise RendezvousError(
-            f"{start.who} lost the meeting place of this job.",
+            f"{start.who} lost the rendezvous address of this job.",
             where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
             seen=str(error),
-            likely="rank 0 has ended meanwhile, or a stranger writes there",
+            likely="rank 0 has ended meanwhile, or an unknown peer writes there",
             hint="look at rank 0's output first",
         ) from error
 
@@ -333,7 +333,7 @@ def _wait(find: Callable[[], _Found | None], deadline: Deadline, reason: str) ->
 
 
 @contextlib.contextmanager
-def _meeting_at(endpoint: str) -> Iterator[None]:
+def _naming(endpoint: str) -> Iterator[None]:
     """Let Paddle read another address of rank 0, and the process find the launcher's again."""
     before = os.environ.get(_WHAT)
     os.environ[_WHAT] = endpoint

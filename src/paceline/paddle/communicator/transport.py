@@ -1,6 +1,7 @@
 """Buckets through a group of paddle.distributed, between hosts and on GPUs.
 
-A `Transport` of `reducer.process_group`: the arena is ordinary tensors on the parameters' own device, and a
+A `Transport` of `reducer.process_group`: the gradient buffer is ordinary tensors on the parameters' own
+    device, and a
 bucket is one asynchronous `paddle.distributed.all_reduce` of a flat range of it.
 """
 
@@ -12,9 +13,9 @@ from collections.abc import Callable, Sequence
 import paddle
 
 from paceline.errors import CollectiveError
-from paceline.paddle.communicator.arena import Arena
 from paceline.paddle.communicator.calls import Call, GroupCalls
 from paceline.paddle.communicator.comm_hook import BucketHook, HookedCall
+from paceline.paddle.communicator.gradient_buffer import GradientBuffer
 from paceline.reducer.call_order import call_order_of
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.process_group import ROUNDING, may_overflow, overflowed_in
@@ -22,21 +23,26 @@ from paceline.reducer.process_group_waits import STATUS, ProcessGroupWaits
 
 
 class PaddleTransport:
-    """One rank's arena, and the group that sums ranges of it.
+    """One rank's gradient buffer, and the group that sums ranges of it.
 
     Args:
-        arena: The arena of this rank.
+        gradient buffer: The gradient buffer of this rank.
         calls: On the group.
         checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
         hook: Averages buckets instead of the group.
     """
 
     def __init__(
-        self, arena: Arena, calls: GroupCalls, *, checks_finite: bool, hook: BucketHook | None = None
+        self,
+        gradient_buffer: GradientBuffer,
+        calls: GroupCalls,
+        *,
+        checks_finite: bool,
+        hook: BucketHook | None = None,
     ) -> None:
         self.rank = calls.rank
         self.world_size = calls.world_size
-        self._arena = arena
+        self._gradient_buffer = gradient_buffer
         self._calls = calls
         self.order = call_order_of(calls.group)
         self._hook = hook
@@ -44,11 +50,13 @@ class PaddleTransport:
         self.is_in_order = False
         self.pointers: Sequence[int] = ()
         self.note_stream: Callable[[], None] | None = None  # Paddle computes on one stream
-        self._waits = calls.waits(arena.plan)
+        self._waits = calls.waits(gradient_buffer.plan)
         self._checks_finite = checks_finite
-        numbers = range(len(arena.plan.buckets))
-        self._buckets = [arena.bucket(number) for number in numbers]
-        self._pieces = [pieces_in(arena.plan, arena.sections, number) for number in numbers]
+        numbers = range(len(gradient_buffer.plan.buckets))
+        self._buckets = [gradient_buffer.bucket(number) for number in numbers]
+        self._pieces = [
+            pieces_in(gradient_buffer.plan, gradient_buffer.sections, number) for number in numbers
+        ]
         self._suspects: list[tuple[int, paddle.Tensor]] = []  # and whether all is finite
 
     def launch(self, bucket: int, scale: float) -> BucketCall | HookedCall:
@@ -72,12 +80,12 @@ class PaddleTransport:
 
     def rescale(self, factor: float) -> None:
         with paddle.no_grad():
-            for section in self._arena.sections:
+            for section in self._gradient_buffer.sections:
                 section.scale_(factor)
 
     def clear(self, param: int) -> None:
         with paddle.no_grad():
-            self._arena.places[param].zero_()
+            self._gradient_buffer.places[param].zero_()
 
     def take_nonfinite(self) -> list[int]:
         found = []
@@ -97,7 +105,9 @@ class PaddleTransport:
         return overflowed_in(self._buckets, self._pieces, lambda flat: bool(paddle.isfinite(flat).all()))
 
     def squared_norm(self) -> float:
-        return sum(float(section.astype("float64").square().sum()) for section in self._arena.sections)
+        return sum(
+            float(section.astype("float64").square().sum()) for section in self._gradient_buffer.sections
+        )
 
     def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
         return self._calls.begin_gather_bytes(payload, STATUS)

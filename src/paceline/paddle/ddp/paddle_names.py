@@ -17,12 +17,12 @@ from paddle.distributed.parallel import DataParallel as PaddleDataParallel
 from paddle.distributed.parallel import ParallelStrategy
 
 from paceline.ddp.wrapped_model import hide_inherited
-from paceline.paddle.passes.graphs import tensors_in
+from paceline.paddle.backward.graphs import tensors_in
 
 if TYPE_CHECKING:
+    from paceline.paddle.backward.autograd import PaddleBackwardSync
     from paceline.paddle.communicator.peers import Peers
     from paceline.paddle.model.config import DataParallelConfig
-    from paceline.paddle.passes.passes import GradientPasses
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -32,7 +32,7 @@ class PaddleNames(PaddleDataParallel):
 
     find_unused_parameters: bool
     var_dtype = paddle.Tensor
-    _passes: GradientPasses | None
+    _backward_sync: PaddleBackwardSync | None
     _peers: Peers | None
     _config: DataParallelConfig
     _arguments: dict[str, Any]
@@ -59,7 +59,7 @@ class PaddleNames(PaddleDataParallel):
 
     @property
     def grad_need_sync(self) -> bool:
-        """Whether the next forward begins a synchronised pass; see no_sync().
+        """Whether the next forward begins a synchronised backward; see no_sync().
 
         Changed between a forward and its backward, it decides about that backward.
         """
@@ -82,20 +82,20 @@ class PaddleNames(PaddleDataParallel):
     @property
     def _reducer(self) -> PaddleReducer:
         """The member of Paddle's reducer that trainers call."""
-        return PaddleReducer(self._passes)
+        return PaddleReducer(self._backward_sync)
 
 
 class PaddleReducer:
     """The member of Paddle's reducer that trainers call."""
 
-    def __init__(self, passes: GradientPasses | None) -> None:
-        self._passes = passes
+    def __init__(self, backward_sync: PaddleBackwardSync | None) -> None:
+        self._backward_sync = backward_sync
 
     def prepare_for_backward(self, outputs: Sequence[paddle.Tensor]) -> None:
         """The backward of these outputs synchronises, though their forward was in no_sync()."""
-        if self._passes is not None:
-            self._passes.sync_next_backward()
-            self._passes.watch(list(tensors_in(outputs)))
+        if self._backward_sync is not None:
+            self._backward_sync.sync_next_backward()
+            self._backward_sync.watch(list(tensors_in(outputs)))
 
 
 def hide_paddles_own(cls: _Class) -> _Class:

@@ -1,7 +1,7 @@
 """`DataParallel`: a layer that averages its gradients over the ranks behind backward().
 
 What it does is elsewhere: `model/config.py` (arguments), `model/parameters.py` (what is kept in step),
-`communicator/peers.py` (the ranks), `passes/passes.py` (each backward). This file is the layer that users
+`communicator/peers.py` (the ranks), `backward/autograd.py` (each backward). This file is the layer that users
 hold.
 """
 
@@ -22,32 +22,32 @@ from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import WrappedModel, checked_norms
 from paceline.errors import ConfigError
 from paceline.paddle import internals
+from paceline.paddle.backward.autograd import PaddleBackwardSync, make_buffer_sync, make_sync
+from paceline.paddle.backward.exchanges import forwards
+from paceline.paddle.backward.graphs import calls
+from paceline.paddle.backward.outer_parameters import OuterParameters
+from paceline.paddle.backward.recorded_steps import note_steps
 from paceline.paddle.communicator.calls import WARN_AFTER_S
 from paceline.paddle.communicator.comm_hook import GradBucket
 from paceline.paddle.communicator.communicators import Communicator, MemoryCommunicator
 from paceline.paddle.communicator.peers import LonePeers, Peers, find_peers, known_exchange
-from paceline.paddle.communicator.start import attendance_of_default_group
+from paceline.paddle.communicator.start import membership_of_default_group
 from paceline.paddle.ddp.paddle_names import PaddleNames, hide_paddles_own
 from paceline.paddle.ddp.wrapped_twice import check_inner, check_outer
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
-from paceline.paddle.passes.exchanges import forwards
-from paceline.paddle.passes.graphs import calls
-from paceline.paddle.passes.meetings import OuterParameters
-from paceline.paddle.passes.passes import GradientPasses, make_buffer_sync, make_passes
-from paceline.paddle.passes.recorded_steps import note_steps
 from paceline.paddle.sharding.guards import StateDictGuard
 from paceline.paddle.sharding.shared_storage import move, move_out, refuse_strange
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.backward.micro_batches import as_weight
+from paceline.reducer.backward.uneven import joining
 from paceline.reducer.between_hosts.options import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
 from paceline.reducer.local_sgd.members import Members, join_member
 from paceline.reducer.local_sgd.options import LocalSGD
-from paceline.reducer.passes.micro_batches import as_weight
-from paceline.reducer.passes.uneven import joining
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.start import refuse_latecomers
 from paceline.sharding.partial_steps import torn
@@ -102,7 +102,7 @@ class DataParallel(WrappedModel, PaddleNames):
         process_group: Another name of `group`.
         bucket_cap_mb: Another name of `comm_buffer_size`; if both are passed, this one counts.
         gradient_as_bucket_view: Keep gradients in the memory where they are averaged: they are held once.
-        static_graph: A promise that the same parameters are unused in each pass. Breaking it raises.
+        static_graph: A promise that the same parameters are unused in each backward. Breaking it raises.
         check_reduction: Accepted; what it used to check is always checked.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients are averaged at the end of
             backward. They may come several times, or not at all, which counts as zeros.
@@ -111,8 +111,8 @@ class DataParallel(WrappedModel, PaddleNames):
             buffers are kept. Parameters and gradients keep theirs. With param_dtype, no recompute() within
             the model.
         device_mesh: A `paddle.distributed.ProcessMesh` of one dimension, instead of group.
-        skip_all_reduce_unused_params: Over a group, don't send buckets that no rank used in the pass
-            before. If they are used again, they are sent at the end of the pass.
+        skip_all_reduce_unused_params: Over a group, don't send buckets that no rank used in the backward
+            before. If they are used again, they are sent at the end of the backward.
         bucket_cap_mb_list: Bucket sizes in MiB, one per bucket; the last applies to all further buckets.
             Replaces comm_buffer_size.
         batched_grad_copy: Accepted; how gradients are copied changes no result.
@@ -159,7 +159,7 @@ class DataParallel(WrappedModel, PaddleNames):
         >>> model(batch).sum().backward()   # rank 0's gradient was 1, rank 1's was 3: now 2 on both
     """
 
-    _passes: GradientPasses | None
+    _backward_sync: PaddleBackwardSync | None
     _config: DataParallelConfig
     _comm_hook: CommHook | None = None
     _has_looked_outward = False
@@ -218,7 +218,7 @@ class DataParallel(WrappedModel, PaddleNames):
             if not _asks_for_one_rank(strategy):
                 times = self._config.timeout_s, self._config.warn_after_s
                 peers = find_peers(self._arguments["group"], *times, device_mesh)
-                refuse_latecomers(attendance_of_default_group())
+                refuse_latecomers(membership_of_default_group())
             self._peers = peers
             if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
                 return
@@ -231,7 +231,7 @@ class DataParallel(WrappedModel, PaddleNames):
                 check_views("DataParallel")
         if peers is not None:
             self._peers = peers
-            self._passes = self._begin_passes(peers)
+            self._backward_sync = self._begin_sync(peers)
         recording.begin_if_batches_count(*((0, 1) if peers is None else (peers.rank, peers.world_size)))
         self._tell_of_unused_compression(0 if peers is None else peers.rank)
 
@@ -244,7 +244,7 @@ class DataParallel(WrappedModel, PaddleNames):
         check_inner(layers)
         self._layers = layers
         self.find_unused_parameters = bool(arguments["find_unused_parameters"])
-        self._peers = self._passes = None
+        self._peers = self._backward_sync = None
         process_group = checked_group("DataParallel", arguments["process_group"], "process_group")
         group = process_group if arguments["group"] is None else arguments["group"]
         self._tensors = ManagedTensors(layers)
@@ -253,7 +253,7 @@ class DataParallel(WrappedModel, PaddleNames):
         delayed = self._tensors.delay(*(arguments[name] for name in _DELAY))
         self._arguments = arguments | {"group": group, _DELAY[0]: delayed}
 
-    def _begin_passes(self, peers: Peers, *, is_first: bool = True) -> GradientPasses:
+    def _begin_sync(self, peers: Peers, *, is_first: bool = True) -> PaddleBackwardSync:
         parameters, buffers = self._tensors.describe()
         options = self._config.agreed_options() | self._tensors.agreed_options()
         description = ModelDescription(parameters, buffers, options)
@@ -273,7 +273,7 @@ class DataParallel(WrappedModel, PaddleNames):
                 values += self._tensors.buffers.values()
             communicator.broadcast(values)
         if is_sharing:
-            self._home = move(
+            self._storage = move(
                 _SHARING,
                 self._tensors.all_parameters,
                 peers,
@@ -282,19 +282,19 @@ class DataParallel(WrappedModel, PaddleNames):
                 are_equal=self._config.init_sync and is_first,
                 allows_writing=True,
             )
-        passes: GradientPasses = self._passes_over(communicator)
-        passes.shares_parameters = self._home is not None
+        backward_sync: PaddleBackwardSync = self._sync_over(communicator)
+        backward_sync.shares_parameters = self._storage is not None
         torn.call_guard(self._guard_model)
         # The hooks are the parameters', which may live on and be wrapped again.
-        weakref.finalize(self, passes.graphs.drop_wrapper).atexit = False
-        return passes
+        weakref.finalize(self, backward_sync.graphs.drop_wrapper).atexit = False
+        return backward_sync
 
     def _guard_model(self) -> None:
         for layer in self._layers.sublayers(include_self=True):
             layer.register_state_dict_hook(StateDictGuard(layer))
 
-    def _make_passes(self, communicator: Any) -> GradientPasses:
-        return make_passes(self._tensors, communicator, self._config)
+    def _make_sync(self, communicator: Any) -> PaddleBackwardSync:
+        return make_sync(self._tensors, communicator, self._config)
 
     def _join_member(self, between: str, communicator: Any) -> tuple[Communicator, Members]:
         peers = self._peers or LonePeers()
@@ -312,11 +312,11 @@ class DataParallel(WrappedModel, PaddleNames):
     def _outer(self, communicator: Any) -> tuple[OuterParameters, BufferSync]:
         return OuterParameters(self._tensors), make_buffer_sync(self._tensors, communicator, self._config)
 
-    def _begin_again(self) -> GradientPasses:
-        if self._passes is not None:
-            self._passes.autograd.has_ended = True
-            self._passes.end()
-        return self._begin_passes(self._peers or LonePeers(), is_first=False)
+    def _begin_again(self) -> PaddleBackwardSync:
+        if self._backward_sync is not None:
+            self._backward_sync.autograd.has_ended = True
+            self._backward_sync.end()
+        return self._begin_sync(self._peers or LonePeers(), is_first=False)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; where gradients will be needed, get ready to average them.
@@ -331,50 +331,52 @@ class DataParallel(WrappedModel, PaddleNames):
             return self._run(inputs, kwargs)
         if recording.has_batches and paddle.is_grad_enabled() and not calls.depth:
             recording.note_batch(inputs, kwargs)
-        if self._home is not None:
-            self._home.check_in_place()
+        if self._storage is not None:
+            self._storage.check_in_place()
         if torn.marks:
             self._check_whole(self._tensors.all_parameters.values())
-        if self._passes is None:
+        if self._backward_sync is None:
             return self._run(inputs, kwargs)
         try:
-            return self._forward(self._passes, inputs, kwargs)
+            return self._forward(self._backward_sync, inputs, kwargs)
         finally:
-            self._passes.buffers.end_forward()
+            self._backward_sync.buffers.end_forward()
 
-    def _forward(self, passes: GradientPasses, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _forward(
+        self, backward_sync: PaddleBackwardSync, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not paddle.is_grad_enabled():
-            passes.begin_untrained_forward()
+            backward_sync.begin_untrained_forward()
             return self._run(inputs, kwargs)
         if calls.depth:  # recompute runs the model again, then backward
             output = self._run(inputs, kwargs)
             is_averaged = self._syncs_backward
-            passes.state.begin_forward(is_averaged, is_training=False, in_backward=True)
-            passes.watch(output)
+            backward_sync.state.begin_forward(is_averaged, is_training=False, in_backward=True)
+            backward_sync.watch(output)
             return output
         self._tensors.check_unchanged()
         if not self._has_looked_outward:
             check_outer()
             self._has_looked_outward = True
         if self._config.local_sgd is not None:
-            passes = self._begin_local_forward(passes, is_training=self._layers.training)
+            backward_sync = self._begin_local_forward(backward_sync, is_training=self._layers.training)
         is_syncing = self._syncs_backward
         weight = self._config.weight
         if callable(weight):
             weight = as_weight(weight(*inputs, **kwargs))
-        passes.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=self._layers.training)
+        backward_sync.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=self._layers.training)
         if weight is not None:
-            passes.micro_batches.add_forward(weight)
+            backward_sync.micro_batches.add_forward(weight)
         try:
             output = self._run(inputs, kwargs)
         except BaseException:
-            passes.micro_batches.take_back_forward()
+            backward_sync.micro_batches.take_back_forward()
             raise
-        passes.watch(output)
+        backward_sync.watch(output)
         if recording.note is not None:
-            passes.end_forward()
+            backward_sync.end_forward()
             if recording.keeps_all and not is_syncing:
-                passes.watch_local(output)
+                backward_sync.watch_local(output)
         return output
 
     def _check_traceable(self) -> None:
@@ -401,13 +403,13 @@ class DataParallel(WrappedModel, PaddleNames):
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype = self._config.precision.param_dtype
-        outer, forwards.passes = forwards.passes, self._passes
+        outer, forwards.backward_sync = forwards.backward_sync, self._backward_sync
         try:
             if dtype is None:
                 return self._layers(*inputs, **kwargs)
             return run_in(dtype, self._tensors, self._layers, inputs, kwargs)
         finally:
-            forwards.passes = outer
+            forwards.backward_sync = outer
 
     def _note_steps(self) -> None:
         note_steps()
@@ -423,25 +425,25 @@ class DataParallel(WrappedModel, PaddleNames):
             ModelMismatchError: The ranks have different models.
         """
         self._refuse_with_local_sgd("init_reducer() trains other parameters")
-        if self._passes is None and self._peers is None:  # alone
+        if self._backward_sync is None and self._peers is None:  # alone
             return
         tensors = ManagedTensors(self._layers)
         tensors.check_trainable()
         tensors.delay(*(self._arguments[name] for name in _DELAY))
-        if self._passes is not None:
-            self._passes.autograd.has_ended = True
-            self._passes.end()
+        if self._backward_sync is not None:
+            self._backward_sync.autograd.has_ended = True
+            self._backward_sync.end()
         self._tensors = tensors
-        self._passes = self._begin_passes(self._peers or LonePeers(), is_first=False)
+        self._backward_sync = self._begin_sync(self._peers or LonePeers(), is_first=False)
         if self._comm_hook is not None:
-            self._passes.use_hook(self._comm_hook, self.group)
+            self._backward_sync.use_hook(self._comm_hook, self.group)
 
-    def _passes_to_weigh(self) -> GradientPasses:
-        if self._passes is None:  # alone, there still are micro-batches
+    def _sync_to_weigh(self) -> PaddleBackwardSync:
+        if self._backward_sync is None:  # alone, there still are micro-batches
             check_views("DataParallel")
-            self._passes = self._begin_passes(LonePeers())
-            self._passes.sync_next_backward(self._syncs_backward)
-        return self._passes
+            self._backward_sync = self._begin_sync(LonePeers())
+            self._backward_sync.sync_next_backward(self._syncs_backward)
+        return self._backward_sync
 
     def join(
         self,
@@ -451,8 +453,9 @@ class DataParallel(WrappedModel, PaddleNames):
     ) -> contextlib.AbstractContextManager[None]:
         """A context in which ranks may make different numbers of steps, as torch's; see also finish().
 
-        A rank that leaves the context takes part in the others' passes; this blocks until all ranks have
-        left it. Then all ranks have the model of a rank that went on longest, and gradients are restored.
+        A rank that leaves the context takes part in the others' backward passes; this blocks until all ranks
+        have left it. Then all ranks have the model of a rank that went on longest, and gradients are
+        restored.
 
         Args:
             divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: by the
@@ -472,7 +475,7 @@ class DataParallel(WrappedModel, PaddleNames):
             ...     for batch in batches:
             ...         train_step(batch)
         """
-        if self._home is not None:
+        if self._storage is not None:
             raise ConfigError(
                 "join: ranks that are out of data would not take part in the steps of the others.",
                 seen="share_parameters=True: all ranks of a host step together",
@@ -483,10 +486,12 @@ class DataParallel(WrappedModel, PaddleNames):
         flag = Arguments("join").flag
         divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
         throws = flag("throw_on_early_termination", throw_on_early_termination)
-        if not flag("enable", enable) or self._passes is None:
+        if not flag("enable", enable) or self._backward_sync is None:
             return contextlib.nullcontext()
-        self._refuse_with_local_sgd("join() counts the passes of all ranks; finish() and iterate() don't")
-        return joining(self._passes, divide_by_all=divide, throws=throws)
+        self._refuse_with_local_sgd(
+            "join() counts the backward passes of all ranks; finish() and iterate() don't"
+        )
+        return joining(self._backward_sync, divide_by_all=divide, throws=throws)
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], Any]) -> None:
         """Let `hook` average each bucket of gradients.
@@ -526,7 +531,7 @@ class DataParallel(WrappedModel, PaddleNames):
         chosen = CommHook(state, hook)
         if peers is not None:
             agree_on_hook(chosen, peers.exchange, peers.timeout_s)
-        self._passes_to_weigh().use_hook(chosen, self.group)
+        self._sync_to_weigh().use_hook(chosen, self.group)
         self._comm_hook = chosen
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
@@ -548,11 +553,16 @@ class DataParallel(WrappedModel, PaddleNames):
         if norm_type not in _NORMS:
             expected, hint = "0, 1, 2 or math.inf, as Paddle has it", "norm_type=2.0"
             raise Arguments("clip_grad_norm_").refuse("norm_type", norm_type, expected, hint)
-        passes = self._passes
-        if passes is not None and (scattered := passes.autograd.scattered_in_place()) is not None:
-            return paddle.to_tensor(scattered.clip(max_norm, norm_type, passes.figures.squared_norm()))
-        is_known = self._passes is not None and norm_type == 2.0
-        known = self._passes.figures.known_norm() if is_known and self._passes is not None else None
+        backward_sync = self._backward_sync
+        if (
+            backward_sync is not None
+            and (scattered := backward_sync.autograd.scattered_in_place()) is not None
+        ):
+            return paddle.to_tensor(scattered.clip(max_norm, norm_type, backward_sync.figures.squared_norm()))
+        is_known = self._backward_sync is not None and norm_type == 2.0
+        known = (
+            self._backward_sync.figures.known_norm() if is_known and self._backward_sync is not None else None
+        )
         return _clip(self._tensors.trainable, max_norm, known, norm_type)
 
     def _own_squared_norm(self) -> float:
@@ -626,7 +636,7 @@ class DataParallel(WrappedModel, PaddleNames):
             hint = "paddle.load(path) reads one from a file"
             raise check.refuse("state_dict", state_dict, "a state_dict", hint, is_type=True)
         use_structured_name = check.flag("use_structured_name", use_structured_name)
-        with written(self._home):
+        with written(self._storage):
             result: tuple[list[str], list[str]] = self._layers.set_state_dict(
                 state_dict, use_structured_name=use_structured_name
             )

@@ -41,7 +41,7 @@ class DataParallelConfig(WrapperOptions):
     precision: Precision
     share_parameters: bool
     # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
-    allow_nobodys: ClassVar[bool] = True
+    allow_globally_unused: ClassVar[bool] = True
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be the same on all ranks, or their collectives would not match."""
@@ -50,7 +50,7 @@ class DataParallelConfig(WrapperOptions):
             "last_comm_buffer_size": str(self.first_bucket_bytes / MIB),
             "mixed_precision": str(self.precision),
             "share_parameters": str(self.share_parameters),
-            "gradient_as_bucket_view": str(self.gradients_in_arena),
+            "gradient_as_bucket_view": str(self.gradients_in_buffer),
             **self.agreed_shared(),
         }
 
@@ -114,7 +114,7 @@ def _checked_sharing(share_parameters: Any, others: Mapping[str, Any]) -> bool:
     shares = _arguments.check.flag("share_parameters", share_parameters)
     if shares:
         hint = "leave out one of the two"
-        expected = "None with share_parameters=True: at a meeting each rank writes to its own parameters"
+        expected = "None with share_parameters=True: at a sync each rank writes to its own parameters"
         given = others.get("local_sgd")
         _arguments.check.require(given is None, "local_sgd", given, expected, hint)
     return shares

@@ -14,7 +14,7 @@ from paceline.ddp.wrapper_arguments import WrapperArguments
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.reducer.agreement import TensorDescription
-from paceline.reducer.pass_errors import shorten
+from paceline.reducer.backward_errors import shorten
 from paceline.reducer.plan import ParameterSpec
 
 DTYPES = {
@@ -135,7 +135,7 @@ class ManagedTensors:
     def delay(
         self, named: Iterable[tuple[str, paddle.Tensor]] | None, trigger: paddle.Tensor | None
     ) -> dict[str, paddle.Tensor] | None:
-        """Find the parameters that the wrapper's arguments name, or refuse strangers.
+        """Find the parameters that the wrapper's arguments name, or refuse others.
 
         Args:
             named: delay_all_reduce_named_params.

@@ -18,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.model.parameters import DTYPES, ManagedTensors, dtype_name
 from paceline.reducer import precision
-from paceline.reducer.pass_errors import shorten
+from paceline.reducer.backward_errors import shorten
 
 Precision: TypeAlias = precision.Precision[paddle.dtype]
 

@@ -15,7 +15,7 @@ import paddle
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.sharding import scattered_gradients
-from paceline.sharding.scattered_gradients import NO_PASS, Words
+from paceline.sharding.scattered_gradients import NO_BACKWARD, Words
 
 
 class ScatteredGradient:
@@ -28,14 +28,14 @@ class ScatteredGradient:
     Attributes:
         of: The gradients that it is one of.
         number: As it was given.
-        of_pass: The pass that has put it there.
+        of_backward: The backward that has put it there.
     """
 
     of: Scattered
 
     def __init__(self, name: str, number: int) -> None:
         self._name = name
-        self.number, self.of_pass = number, NO_PASS
+        self.number, self.of_backward = number, NO_BACKWARD
 
     def __repr__(self) -> str:
         return f"<the gradient of '{self._name}', of which this rank has its own part>"

@@ -41,20 +41,20 @@ from paceline.paddle.sharding.groups import (
 from paceline.paddle.sharding.optimizer_journal import PaddlePart, slots_of
 from paceline.paddle.sharding.scattered_gradients import ScatteredGradient
 from paceline.paddle.sharding.shards import Gradient, Shards, extent_of
-from paceline.paddle.sharding.shared_storage import Home
+from paceline.paddle.sharding.shared_storage import SharedStorage
 from paceline.paddle.sharding.travel import travel_over
 from paceline.paddle.sharding.whole_state import LoadedState, gather_state, make_state, put_together
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.backward.sharing import registry
 from paceline.reducer.between_hosts.options import BetweenHosts
-from paceline.reducer.passes.sharing import registry
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import Piece, deal
-from paceline.sharding.journal import Journal, home_of_all
+from paceline.sharding.journal import Journal, storage_of_all
 from paceline.sharding.journal_layout import Slot, blocks_of, no_journal, split
 from paceline.sharding.kinds import Kind
-from paceline.sharding.meeting import Call
 from paceline.sharding.partial_steps import torn
 from paceline.sharding.shared_step import OWNER, SharedStep, coupled, no_step, refuse_copies
+from paceline.sharding.step_barriers import Call
 
 _Found = TypeVar("_Found")
 _OF_ALL_PARAMETERS = ("_parameter_list", "_param_groups", "_grad_clip", "_default_dict")
@@ -289,7 +289,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
 
     # --- the journal ---
 
-    def _journal_to_make(self) -> tuple[Home, list[list[Slot]]] | None:
+    def _journal_to_make(self) -> tuple[SharedStorage, list[list[Slot]]] | None:
         """Where a journal is to be made, and what the optimizer remembers of each parameter; None: none is.
 
         Raises:
@@ -297,12 +297,12 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         """
         if not self._keeps_journal:
             return None
-        home = home_of_all(self._shards.parameters, self.world_size)
-        if self._journal is not None and self._journal.home is home:
+        storage = storage_of_all(self._shards.parameters, self.world_size)
+        if self._journal is not None and self._journal.storage is storage:
             return None
-        return home, _found_by_trials(self._whole, self._defaults, slots_of)
+        return storage, _found_by_trials(self._whole, self._defaults, slots_of)
 
-    def _begin_journal(self, to_make: tuple[Home, list[list[Slot]]] | None) -> None:
+    def _begin_journal(self, to_make: tuple[SharedStorage, list[list[Slot]]] | None) -> None:
         """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
         if to_make is not None:
             self._journal = Journal(self._shards, *to_make, self._timeout_s)

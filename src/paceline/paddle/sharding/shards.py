@@ -19,11 +19,11 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.model.parameters import dtype_name, nbytes
 from paceline.paddle.sharding.scattered_gradients import ScatteredGradient, held
-from paceline.paddle.sharding.shared_storage import Home
+from paceline.paddle.sharding.shared_storage import SharedStorage
 from paceline.sharding.cuts import Extent, Piece
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.ownership import tell_owners
-from paceline.sharding.shared_parameters import check_step_allowed, home_of, homes_of
+from paceline.sharding.shared_parameters import check_step_allowed, storage_of, storages_of
 from paceline.sharding.shared_step import OWNER
 
 Gradient: TypeAlias = paddle.Tensor | ScatteredGradient | None
@@ -56,7 +56,7 @@ class Shards:
         own: The indices of the pieces that this rank updates.
         tensors: A tensor for each piece, on the memory of its parameter; for this rank's own, a parameter.
         generation: Changes whenever some tensor has other memory.
-        homes: Where parameters lie that the ranks of this host share.
+        storages: Where parameters lie that the ranks of this host share.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Shards:
         self.parameters, self.names, self.pieces = list(parameters), list(names), list(pieces)
         self.own = [index for index, piece in enumerate(pieces) if piece.rank == rank]
         self.tensors: list[paddle.Tensor] = []
-        self.homes: list[Home] = homes_of(parameters)
+        self.storages: list[SharedStorage] = storages_of(parameters)
         self.generation = 0
         self._updates = 0
         self._places = [parameter.data_ptr() for parameter in parameters]
@@ -117,8 +117,8 @@ class Shards:
         Raises:
             ConfigError: One has another shape or dtype; or it is shared, and must not be written now.
         """
-        for home in self.homes:
-            check_step_allowed(home, OWNER, self.world_size)
+        for storage in self.storages:
+            check_step_allowed(storage, OWNER, self.world_size)
         self._mark({index: self.tensors[index] for index in self.own})
         places = [parameter.data_ptr() for parameter in self.parameters]
         if places == self._places:
@@ -132,9 +132,9 @@ class Shards:
                     likely="layer.to(dtype=...) or another conversion after the optimizer was made",
                     hint="make the optimizer anew, on every rank, when the model has its final form",
                 )
-        self.homes = homes_of(self.parameters)
-        for home in self.homes:
-            home.check_in_place()
+        self.storages = storages_of(self.parameters)
+        for storage in self.storages:
+            storage.check_in_place()
         for index, piece in enumerate(self.pieces):
             if places[piece.parameter] != self._places[piece.parameter]:
                 values = part_of(self._memory_of(self.parameters[piece.parameter]), piece)
@@ -147,11 +147,11 @@ class Shards:
 
     def _memory_of(self, parameter: paddle.Tensor) -> paddle.Tensor:
         """A parameter's elements, where this rank may write them."""
-        home = home_of(parameter)
-        if home is None:
+        storage = storage_of(parameter)
+        if storage is None:
             return parameter
-        check_step_allowed(home, OWNER, self.world_size)
-        return home.writable(parameter)
+        check_step_allowed(storage, OWNER, self.world_size)
+        return storage.writable(parameter)
 
     def _mark(self, tensors: Mapping[int, paddle.Tensor]) -> None:
         """Let pieces have the attributes by which optimizers decide about a parameter."""
@@ -251,8 +251,8 @@ class Shards:
         """
         by_rank: list[list[paddle.Tensor]] = [[] for _ in range(self.world_size)]
         for piece, tensor in zip(self.pieces, self.tensors):
-            home = home_of(self.parameters[piece.parameter])
-            is_everybodys = home is not None and home.world_size == self.world_size
+            storage = storage_of(self.parameters[piece.parameter])
+            is_everybodys = storage is not None and storage.world_size == self.world_size
             if has_gradient[piece.parameter] and tensor.size and not is_everybodys:
                 by_rank[piece.rank].append(tensor)
         return by_rank

@@ -1,4 +1,4 @@
-"""Where parameters of Paddle's live: what `reducer.homes` and `reducer.moving` ask of Paddle's tensors.
+"""Where Paddle's parameters live: what `sharding.shared_parameters` asks of its tensors.
 
 The one idea: a parameter's memory is exchanged beneath it, so it stays the object, and keeps the name, by
 which layers and optimizers know it.
@@ -21,9 +21,9 @@ from paceline.paddle.model.parameters import nbytes
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.sharding import moving, shared_parameters
 from paceline.sharding.moving import overlapping
-from paceline.sharding.shared_parameters import WrapperNames, home_of, homes_of, refuse_step
+from paceline.sharding.shared_parameters import WrapperNames, refuse_step, storage_of, storages_of
 
-Home = shared_parameters.Home[paddle.Tensor]
+SharedStorage = shared_parameters.SharedStorage[paddle.Tensor]
 _LEAVE = "set parameter.no_sync = True; or train without sharing parameters"
 _is_watching = False
 
@@ -84,7 +84,7 @@ def move(
     *,
     are_equal: bool,
     allows_writing: bool,
-) -> Home:
+) -> SharedStorage:
     """See `reducer.moving.move`.
 
     Args:
@@ -99,8 +99,8 @@ def move(
 
 def move_out(layer: nn.Layer) -> None:
     """Give this process a copy of its own of each parameter of a layer that lies elsewhere."""
-    for home in homes_of([*layer.parameters(), *layer.buffers()]):
-        home.move_out()
+    for storage in storages_of([*layer.parameters(), *layer.buffers()]):
+        storage.move_out()
 
 
 def refuse_strange(owner: str, layer: nn.Layer, tensors: Mapping[str, paddle.Tensor], peers: Peers) -> None:
@@ -128,7 +128,7 @@ def _problems(layer: nn.Layer, tensors: Mapping[str, paddle.Tensor]) -> Iterator
             yield f"'{name}' is on {tensor.place}, and not in the memory of the host\n{hint}"
         elif not tensor.is_contiguous():
             yield f"the elements of '{name}' do not lie one after the other\n{_LEAVE}"
-        elif (home := home_of(tensor)) is not None and home.is_writing:
+        elif (storage := storage_of(tensor)) is not None and storage.is_writing:
             yield f"'{name}' is being written to\nleave `writing()` first"
     yield from overlapping((t.data_ptr(), name, nbytes(t)) for name, t in tensors.items() if t.size)
     shared = {id(tensor) for tensor in tensors.values()}

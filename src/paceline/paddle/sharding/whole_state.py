@@ -19,7 +19,7 @@ from paceline.paddle import internals
 from paceline.paddle.communicator.communicators import Communicator
 from paceline.paddle.model.parameters import dtype_name
 from paceline.paddle.sharding.shards import Shards, part_of
-from paceline.reducer.pass_errors import shorten
+from paceline.reducer.backward_errors import shorten
 from paceline.sharding.cuts import Piece
 from paceline.sharding.shared_step import OWNER
 

@@ -23,7 +23,7 @@ class Bystander:
         rank: The number of this process.
 
     Attributes:
-        failure: What has ended the passes; None: they go on.
+        failure: What has ended the backward passes; None: they go on.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class Bystander:
         self._core, self._group, self._control, self._rank = core, group, control, rank
         control.at_failure(self.give_up)
 
-    def end_pass(self) -> None:
+    def end_backward(self) -> None:
         """Nothing comes to it."""
 
     def launch(

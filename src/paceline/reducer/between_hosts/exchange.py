@@ -5,11 +5,13 @@ to be a thread, because a transport tells that a message has come only to who wa
 Python's lock go. So messages travel while the backward goes on.
 
 Steps of a bucket, on each rank
-1. `_make_ready`: receives are begun; those of the first buckets before their pass, as far as there is memory.
+1. `_make_ready`: receives are begun; those of the first buckets before their backward, as far as there is
+  memory.
    An engine that asks the receiver for room before it sends gets its answer at once then.
-   The thread begins them when the pass before has ended; where there are few, while messages of that pass
+   The thread begins them when the backward before has ended; where there are few, while messages of that
+   backward
    are still on their way and nobody runs: two threads that hand Python's lock to and fro take longer than the
-   work itself (0.3 to 0.6 ms of a pass of 100 kB).
+   work itself (0.3 to 0.6 ms of a backward of 100 kB).
 2. `launch`: the share is sent: summed over the host's ranks piece by piece (`sum_messages`), or as it is
    (`value_messages`).
 3. The thread: in one round the pieces of all blocks are published as they come. In two, those of this host's
@@ -21,9 +23,9 @@ backward makes steps 3 and 4 itself: it has nothing else to do, and need not wak
 
 Memory: a few buckets are under way at a time (WINDOW), each in a *room* of its own for what is sent and what
 is received: together about WINDOW * 2 to 3 shares of the largest bucket, or one for values, whatever the size
-of the model. There are two at least, so that a model of one bucket can receive that of the next pass. A
-bucket has the same room in every pass (that of a model of one bucket takes turns), so its messages are laid
-out once, when it first comes (`messages`).
+of the model. There are two at least, so that a model of one bucket can receive that of the next backward. A
+bucket has the same room in every backward (that of a model of one bucket takes turns), so its messages are
+laid out once, when it first comes (`messages`).
 """
 
 from __future__ import annotations
@@ -43,16 +45,16 @@ from paceline.health.control_channel import ControlChannel
 from paceline.health.failure_messages import pack_failure, unpack_failure
 from paceline.reducer.between_hosts.messages import Flight, Terms
 from paceline.reducer.between_hosts.sum_messages import SumsFlight
-from paceline.reducer.between_hosts.value_messages import FewValuesFlight, ValuesFlight, ValuesPass
+from paceline.reducer.between_hosts.value_messages import FewValuesFlight, ValuesBackward, ValuesFlight
 from paceline.rendezvous.limits import start_thread
 
 WINDOW = 4
 _LOOK_S = 0.05  # how often who waits for free memory looks whether the host's group is over
-_FEW_MESSAGES = 8  # of a pass: then their receives are begun in the pass before it
+_FEW_MESSAGES = 8  # of a backward: then their receives are begun in the backward before it
 
 
 class _ReceiveNext:
-    """Tells the thread to begin the receives of the next pass."""
+    """Tells the thread to begin the receives of the next backward."""
 
 
 _RECEIVE_NEXT = _ReceiveNext()
@@ -85,13 +87,14 @@ class HostExchange:
         self._laid_out: dict[tuple[int, int], Flight] = {}  # by bucket and room
         # Of all steps but the last, whose result has its own place.
         self._joined = [np.empty(self._piece_bytes(), np.uint8) for _ in terms.blocks.steps[:-1]]
-        self._values = ValuesPass(terms)
+        self._values = ValuesBackward(terms)
         self._is_free = threading.Condition()
-        self._number = 1  # of the pass under way, or of the next one
-        self._ready: deque[Flight] = deque()  # of that pass, in the plan's order, not launched
+        self._number = 1  # of the backward under way, or of the next one
+        self._ready: deque[Flight] = deque()  # of that backward, in the plan's order, not launched
         self._next_ready = 0  # its first bucket that has not been among them
         self._is_due = False  # its first receives are still to be begun, by the thread
-        # Held by whoever begins receives, which the four above are about. Nobody does in `_open_next_pass`.
+        # Held by whoever begins receives, which the four above are about. Nobody does in
+        # `_open_next_backward`.
         self._making = threading.Lock()
         self._has_few_messages = len(buckets) == 1 and self._has_few()
         is_alone = group.world_size == 1
@@ -102,17 +105,17 @@ class HostExchange:
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         start_thread(self._thread)
         control.at_failure(self._fail)
-        lifetime.before_leaving(self.join)  # this rank's pass may be over, and its partner's not
+        lifetime.before_leaving(self.join)  # this rank's backward may be over, and its partner's not
 
     # --- the thread that runs the backward ---
 
-    def end_pass(self) -> None:
-        """All means are there. Let the thread begin to receive what partners send of the next pass.
+    def end_backward(self) -> None:
+        """All means are there. Let the thread begin to receive what partners send of the next backward.
 
         The thread, because nobody waits for it: the user's program goes on meanwhile.
         """
         if not self._has_few_messages:
-            self._open_next_pass()
+            self._open_next_backward()
             self._flights.put(_RECEIVE_NEXT)
 
     def launch(
@@ -200,20 +203,20 @@ class HostExchange:
         return flight
 
     def _room_of(self, bucket: int, number: int) -> int:
-        """The number of the room that a bucket has in a pass."""
+        """The number of the room that a bucket has in a backward."""
         num_rooms = len(self._rooms)
         return (number if len(self._terms.routes) < num_rooms else bucket) % num_rooms
 
     def _take_only(self, flight: Flight) -> None:
-        """Wait for the messages of a pass of one bucket, and publish the means.
+        """Wait for the messages of a backward of one bucket, and publish the means.
 
-        Those that were sent have most likely gone by the next pass, which needs their memory.
+        Those that were sent have most likely gone by the next backward, which needs their memory.
         """
         before, self._last_flight = self._last_flight, flight
         with _core.DefaultFloats():
             if before is not None:
                 self._end_flight(before)
-            self._open_next_pass()
+            self._open_next_backward()
             self._receive_next()
             flight.first_round()
             if not flight.is_one_round:
@@ -250,7 +253,7 @@ class HostExchange:
         )
 
     def _has_few(self) -> bool:
-        """Whether few messages come in a pass of a plan of one bucket."""
+        """Whether few messages come in a backward of a plan of one bucket."""
         return self._kind_of(0).num_coming(self._terms, 0) <= _FEW_MESSAGES
 
     # --- the thread that waits ---
@@ -272,7 +275,7 @@ class HostExchange:
                 flight.second_round()
             else:
                 if self._has_few_messages:  # they are on their way, and whoever runs the backward waits, too
-                    self._open_next_pass()
+                    self._open_next_backward()
                     self._receive_next()
                 flight.first_round()
                 if not flight.is_one_round:
@@ -299,14 +302,15 @@ class HostExchange:
                 return flight
             self._receive_next()
 
-    def _open_next_pass(self) -> None:
-        """All buckets of this pass are launched: receives are those of the next one from now on."""
+    def _open_next_backward(self) -> None:
+        """All buckets of this backward are launched: receives are those of the next one from now on."""
         self._number, self._next_ready, self._is_due = self._number + 1, 0, True
 
     def _receive_next(self) -> None:
-        """Begin receives of the pass that comes next, unless it has come.
+        """Begin receives of the backward that comes next, unless it has come.
 
-        Where a connection has broken meanwhile the next pass tells, because the one that has ended is good.
+        Where a connection has broken meanwhile the next backward tells, because the one that has ended is
+        good.
         """
         # Whoever holds it makes them itself, and may be waiting for memory that only this thread frees.
         if not self._making.acquire(blocking=False):

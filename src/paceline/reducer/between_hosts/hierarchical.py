@@ -1,16 +1,18 @@
 """One backward pass over several hosts: sums in the memory of each host, then between hosts, then back.
 
 The one idea: the rank with local rank l has the same *share* of each bucket on every host. It sums that
-over its host's ranks, exchanges the sum with its partners, and writes the mean into the arenas of all ranks
-of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks that have
+over its host's ranks, exchanges the sum with its partners, and writes the mean into the gradient buffers of
+all ranks of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks
+that have
 a share: as many on each host as the smallest host has ranks.
 
-Steps of a pass, for H hosts of L ranks
+Steps of a backward, for H hosts of L ranks
 1. A parameter is marked ready. Buckets that became complete on this rank are posted; those that all ranks of
    the host have posted are summed and sent, in the plan's order, as far as there is memory.
 2. At the end places of unmarked parameters are cleared and the remaining buckets posted and launched. Every
-   rank launches the same buckets in every pass, whatever its backward did.
-3. What this rank tells of its pass travels beside its share of the last bucket, and comes to the partner, who
+   rank launches the same buckets in every backward, whatever its backward did.
+3. What this rank tells of its backward travels beside its share of the last bucket, and comes to the partner,
+  who
    lays it where all ranks of his host read it. So the verdict takes no further round. A rank without a share
    writes it into the memory of its host before it posts the last bucket, and another one sends both. Only if
    some rank tells of gradients that are not finite, a second exchange tells which.
@@ -36,6 +38,8 @@ from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.health.control_channel import ControlChannel
 from paceline.health.failure_messages import is_packed, unpack_failure
+from paceline.reducer.backward_errors import shorten
+from paceline.reducer.backward_reports import REPORT_BYTES, pack_bits, unpack_bits
 from paceline.reducer.between_hosts.blocks import exact_blocks, whole_hosts
 from paceline.reducer.between_hosts.bystander import Bystander
 from paceline.reducer.between_hosts.exchange import HostExchange
@@ -45,16 +49,14 @@ from paceline.reducer.between_hosts.routes import num_shares, plan_route, spoken
 from paceline.reducer.between_hosts.share_exchange import ShareExchange
 from paceline.reducer.between_hosts.sum_formats import CodedSums, PlainSums, SumFormat
 from paceline.reducer.between_hosts.wire import HostsTransport
-from paceline.reducer.pass_errors import shorten
-from paceline.reducer.pass_reports import REPORT_BYTES, pack_bits, unpack_bits
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
-from paceline.reducer.protocol import PassStatus
+from paceline.reducer.protocol import BackwardStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
 
 _DTYPES = _core.DTYPES
 _PAIR = struct.Struct("<II")
 MOST_POINTER_BYTES = 256 << 10
-"""The largest gradient that this reducer copies to the arena, and the mean back; larger ones the framework
+"""The largest gradient that this reducer copies to the gradient buffer and back; larger ones the framework
 copies with all its threads."""
 
 
@@ -112,10 +114,11 @@ class HierarchicalReducer(ReportingReducer):
 
     Attributes:
         codes: What keeps the errors of encoding; None: nothing is encoded.
-        saw_nonfinite: Whether the last pass had a gradient or a mean that is not finite; all ranks agree.
+        saw_nonfinite: Whether the last backward had a gradient or a mean that is not finite; all ranks agree.
 
     Example:
-        Two hosts of one rank: rank 0 writes [2.0] to the place of a parameter in its arena and rank 1 [4.0];
+        Two hosts of one rank: rank 0 writes [2.0] to the place of a parameter in its gradient buffer and rank
+            1 [4.0];
         both mark it and finish; then the place holds [3.0] on both.
     """
 
@@ -137,12 +140,12 @@ class HierarchicalReducer(ReportingReducer):
         dtypes = [_DTYPES[plan.sections[bucket.section].dtype] for bucket in plan.buckets]
         self._core = _core.HostSums(
             hosts.group,
-            plan.arena_bytes,
+            plan.buffer_bytes,
             [(b.begin_byte, b.end_byte, dtype) for b, dtype in zip(plan.buckets, dtypes)],
             hosts.world_size,
             REPORT_BYTES + len(self._no_bits),
         )
-        begin = self._core.arena_pointer
+        begin = self._core.buffer_pointer
         super().__init__(plan, hosts.world_size, hosts.who, [begin + offset for offset in plan.offsets])
         self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shares
         self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shares
@@ -155,16 +158,16 @@ class HierarchicalReducer(ReportingReducer):
         self._blocks = (exact_blocks if is_exact else whole_hosts)(hosts.ranks, _core.MAX_RANKS)
         self._exchange = self._make_exchange(local_rank, shares, generation, encoding, before)
         weakref.finalize(self, self._exchange.stop)
-        self._begin_pass()
+        self._begin_backward()
 
     @property
-    def arena_pointer(self) -> int:
-        """Address of this rank's arena, filled with zeros; it is there as long as `memory` lives."""
-        return self._core.arena_pointer
+    def buffer_pointer(self) -> int:
+        """Address of this rank's gradient buffer, zeros at first; it is there as long as `memory` lives."""
+        return self._core.buffer_pointer
 
     @property
     def memory(self) -> object:
-        """Who keeps the arena mapped."""
+        """Who keeps the gradient buffer mapped."""
         return self._core
 
     def waiting_ranks(self) -> list[int]:
@@ -178,7 +181,7 @@ class HierarchicalReducer(ReportingReducer):
             for offset, spec in zip(self._plan.offsets, self._plan.parameters):
                 for first in range(0, spec.numel, SEGMENT_ELEMENTS):
                     length = min(SEGMENT_ELEMENTS, spec.numel - first)
-                    pointer = self.arena_pointer + offset + first * spec.itemsize
+                    pointer = self.buffer_pointer + offset + first * spec.itemsize
                     # The maximum over one array, written nowhere: the norm is seen on the way.
                     norm, _, _ = _core.reduce_arrays(
                         _DTYPES[spec.dtype], _core.REDUCE_OPS["max"], [pointer], [], length
@@ -196,10 +199,10 @@ class HierarchicalReducer(ReportingReducer):
         self._exchange.join()
         self._core.close()
 
-    # --- a pass ---
+    # --- a backward ---
 
-    def _begin_pass(self) -> None:
-        super()._begin_pass()
+    def _begin_backward(self) -> None:
+        super()._begin_backward()
         self._next = 0  # the first bucket that is not launched
         self._is_begun = False
 
@@ -218,7 +221,7 @@ class HierarchicalReducer(ReportingReducer):
             self._is_begun = True
             self._found.clear()
             self._not_finite.clear()
-            self._core.begin_pass(self._weight)
+            self._core.begin_backward(self._weight)
         for number in self.marks.take_complete():
             self._note_complete_bucket(number)
             # Whoever sends the report of a rank without a share finds it once the last one is complete.
@@ -226,7 +229,7 @@ class HierarchicalReducer(ReportingReducer):
                 self._core.post(number)
 
     def _launch_complete(self) -> None:
-        """Launch buckets in order, but for the last one, which carries what the end of the pass tells."""
+        """Launch buckets in order, but for the last one, which carries what the end of the backward tells."""
         marks, core = self.marks, self._core
         while self._next < self._last and marks.is_complete(self._next) and core.is_complete(self._next):
             if not self._launch(self._next, may_wait=False):
@@ -238,23 +241,23 @@ class HierarchicalReducer(ReportingReducer):
     ) -> bool:
         return self._exchange.launch(bucket, self._note_nonfinite, make_report, may_wait=may_wait)
 
-    def _complete(self, status: PassStatus, allow_unused: bool) -> None:
+    def _complete(self, status: BackwardStatus, allow_unused: bool) -> None:
         control = self._hosts.control
         before = control.tell_waiting()
         try:
             self._launch_rest(status, allow_unused)
             self._core.wait_published(self._longest_wait_s)
             self._read_reports()
-            self._exchange.end_pass()
+            self._exchange.end_backward()
         except BaseException as error:
             self._raise_reason(error)
         control.tell_again(before)
 
-    def _launch_rest(self, status: PassStatus, allow_unused: bool) -> None:
+    def _launch_rest(self, status: BackwardStatus, allow_unused: bool) -> None:
         """Post and launch what is missing."""
         plan, unused = self._plan, self.marks.unmarked()
         for index in unused:
-            ctypes.memset(self.arena_pointer + plan.offsets[index], 0, plan.parameters[index].nbytes)
+            ctypes.memset(self.buffer_pointer + plan.offsets[index], 0, plan.parameters[index].nbytes)
             self.marks.leave_out(index)
         if unused:
             self._post_complete()
@@ -291,8 +294,8 @@ class HierarchicalReducer(ReportingReducer):
         """Codes may spread a NaN between parameters, where nothing would ever overwrite it."""
         for offset, spec in zip(self._plan.offsets, self._plan.parameters):
             end = offset + spec.nbytes
-            gap = min(-end % ALIGNMENT_BYTES, self._plan.arena_bytes - end)
-            ctypes.memset(self.arena_pointer + end, 0, gap)
+            gap = min(-end % ALIGNMENT_BYTES, self._plan.buffer_bytes - end)
+            ctypes.memset(self.buffer_pointer + end, 0, gap)
 
     def _gather_nonfinite(self, gather: Callable[[bytes], list[bytes]]) -> None:
         """Learn which gradients are not finite, on which ranks. Collective."""
@@ -436,7 +439,7 @@ class HierarchicalReducer(ReportingReducer):
         return is_of_one_each and has_bare_messages and len(hosts.ranks) <= _core.MAX_RANKS
 
     def _raise_reason(self, error: BaseException) -> NoReturn:
-        """End the passes; what this rank's other thread or another rank has met comes before `error`."""
+        """End it all; what this rank's other thread or another rank has met comes before `error`."""
         if not isinstance(error, CollectiveError):  # a signal handler's: what was done by then, nobody knows
             self._fail(error)
             raise error
@@ -451,7 +454,7 @@ class HierarchicalReducer(ReportingReducer):
         if self._failure is None:
             super()._fail(error)
             self._exchange.give_up(error)
-            self._core.keep_arena()
+            self._core.keep_buffer()
 
 
 def bucket_in_words(plan: Plan) -> Callable[[int], str]:

@@ -1,7 +1,9 @@
-"""Messages of a bucket between hosts: laid out once, written and begun anew in every pass.
+"""Messages of a bucket between hosts: laid out once, written and begun anew in every backward.
 
-The one idea: a bucket has the same memory, partners and tags in every pass, so all that Python has to work
-out is worked out when it first comes. A pass only writes headers and begins transfers: Python is slow there,
+The one idea: a bucket has the same memory, partners and tags in every backward, so all that Python has to
+    work
+out is worked out when it first comes. A backward only writes headers and begins transfers: Python is slow
+    there,
 because it runs between megabytes that leave nothing of it in the caches.
 
 What all kinds of buckets share is here; `sum_messages` and `value_messages` have the kinds.
@@ -40,8 +42,8 @@ class Terms:
         core: The part of this host.
         transport: To the partners.
         waits: For messages.
-        spans: Where each bucket is in the arena: its first byte, the one behind its last, and the bytes of
-            an element.
+        spans: Where each bucket is in the gradient buffer: its first byte, the one behind its last, and the
+            bytes of an element.
         routes: The way of this rank's share of each bucket.
         sums: How sums stand in messages.
         blocks: Whose sums go from host to host, and how they are added.
@@ -83,7 +85,7 @@ class Terms:
         return turns_of(self.host, self.num_hosts)
 
     def is_last(self, bucket: int) -> bool:
-        """Whether the reports of a pass travel beside this bucket."""
+        """Whether the reports of a backward travel beside this bucket."""
         return bucket == len(self.routes) - 1
 
     def bytes_of_reports(self, host: int) -> int:
@@ -91,7 +93,7 @@ class Terms:
         return len(self.reporting[host]) * self.report_bytes
 
     def take_reports(self, host: int, reports: Message) -> None:
-        """Lay what the ranks of a host tell of their pass where all ranks of this one read it."""
+        """Lay what the ranks of a host tell of their backward where all ranks of this one read it."""
         rows = reports.reshape(-1, self.report_bytes)
         for rank, report in zip(self.reporting[host], rows, strict=True):
             self.core.write_slot(rank, report.tobytes())
@@ -122,12 +124,12 @@ def aligned(nbytes: int) -> int:
 
 
 class Coming(Protocol):
-    """What comes in every pass anew.
+    """What comes in every backward anew.
 
     Attributes:
         host: The number of the host that sends it.
         begin: Begins to receive it.
-        transfer: The one that is under way in this pass; None: it has come.
+        transfer: The one that is under way in this backward; None: it has come.
     """
 
     host: int
@@ -136,7 +138,7 @@ class Coming(Protocol):
 
 
 class Sent:
-    """A message with a header that this rank makes, in every pass anew.
+    """A message with a header that this rank makes, in every backward anew.
 
     Attributes:
         block: Whose sums it holds.
@@ -159,18 +161,18 @@ class Sent:
         self.ways: list[tuple[int, Begin]] = []
 
     def put_reports(self, packed: bytes) -> None:
-        """Lay what the ranks of this host tell of their pass behind the message, which has room for it."""
+        """Lay what the ranks of this host tell of their backward behind the message."""
         assert self.reports is not None
         self.reports[:] = np.frombuffer(packed, np.uint8)
 
 
 class Received:
-    """A message with a header that another host makes, in every pass anew.
+    """A message with a header that another host makes, in every backward anew.
 
     Attributes:
         host: The number of the host that sends it.
         begin: Begins to receive it.
-        transfer: The one that is under way in this pass; None: it has come.
+        transfer: The one that is under way in this backward; None: it has come.
         block, elements, memory, payload, envelope, reports: As in `Sent`.
     """
 
@@ -212,9 +214,9 @@ class Flight(ABC):
 
     Attributes:
         bucket: The same.
-        number: The pass in which it is under way.
+        number: The backward in which it is under way.
         is_one_round: See `paceline.reducer.between_hosts.routes.Route`.
-        has_report: Whether the reports of a pass travel beside it.
+        has_report: Whether the reports of a backward travel beside it.
     """
 
     def __init__(self, terms: Terms, bucket: int) -> None:
@@ -222,16 +224,16 @@ class Flight(ABC):
         self.bucket, self.number = bucket, 0
         self.is_one_round = terms.routes[bucket].is_one_round
         self.has_report = terms.is_last(bucket)
-        # Of this pass, with the host that they go to: their memory is not free yet.
+        # Of this backward, with the host that they go to: their memory is not free yet.
         self._sends: list[tuple[int, Transfer]] = []
 
     def begin(self, number: int) -> None:
-        """A pass begins. The messages of the one before have all ended."""
+        """A backward begins. The messages of the one before have all ended."""
         self.number = number
 
     @abstractmethod
     def receive(self) -> None:
-        """Begin to receive all that comes of this bucket in this pass."""
+        """Begin to receive all that comes of this bucket in this backward."""
 
     @abstractmethod
     def send(

@@ -98,7 +98,7 @@ class PartnerWaits:
             "waits for.",
             expected=expected,
             got="no header of a message" if header is None else f"{header}, weight {header.weight}",
-            likely="the ranks of these hosts are not in the same pass of the same model",
+            likely="the ranks of these hosts are not in the same backward of the same model",
             hint="run the same backwards in the same order on every rank; nothing was averaged",
         )
 

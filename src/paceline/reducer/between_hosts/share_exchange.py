@@ -11,11 +11,11 @@ from typing import Protocol
 
 
 class ShareExchange(Protocol):
-    """Carries the sums of one rank's shares to the other hosts and back, pass after pass."""
+    """Carries the sums of one rank's shares to the other hosts and back, one backward after the other."""
 
     @property
     def failure(self) -> BaseException | None:
-        """What has ended the passes; None: they go on."""
+        """What has ended the backward passes; None: they go on."""
         ...
 
     def launch(
@@ -29,7 +29,7 @@ class ShareExchange(Protocol):
         """Sum this rank's share of a bucket that all ranks of the host have posted, and begin to exchange it.
 
         Args:
-            bucket: In the plan's order, from 0 in each pass.
+            bucket: In the plan's order, from 0 in each backward.
             note_nonfinite: Called with (bucket, elements) if a gradient there is not finite.
             make_report: What travels beside the last bucket, called once its share is summed.
             may_wait: Wait until there is memory for it, at most until the deadline.
@@ -42,8 +42,8 @@ class ShareExchange(Protocol):
         """
         ...
 
-    def end_pass(self) -> None:
-        """All means are there; the next pass may begin."""
+    def end_backward(self) -> None:
+        """All means are there; the next backward may begin."""
         ...
 
     def give_up(self, error: BaseException) -> None:

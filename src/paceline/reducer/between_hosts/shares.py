@@ -4,7 +4,7 @@ The one idea: the process group of a host leaves each of its ranks a share of ea
 if this rank were a host of its own. So a `HierarchicalReducer` over hosts of one rank each, whose plan has
 one parameter for each share, exchanges it with the partners, and gives back the mean over the hosts.
 
-Steps of a pass, on each rank
+Steps of a backward, on each rank
 1. `bring`: a bucket has been launched. What fetches the share of it (which waits for the process group, and
    for the device) goes to a thread, so that no hook waits. The thread takes the shares in the order of the
    plan, and makes no call on any group.
@@ -29,13 +29,13 @@ from paceline.collectives.ops import ReduceOp
 from paceline.errors import CollectiveError, DeadlineError
 from paceline.health.failure_messages import unpack_failure
 from paceline.health.peer_monitor import PeerMonitor
+from paceline.reducer.backward_errors import shorten
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.partner_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.reducer.compression import Floats
-from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buckets
-from paceline.reducer.protocol import PassStatus
+from paceline.reducer.protocol import BackwardStatus
 from paceline.rendezvous.limits import start_thread
 
 _LOOK_S = 0.05  # how often whoever waits looks for signals, and for a failure that nobody has told it
@@ -150,11 +150,11 @@ def take_over(
 
 
 class Shares:
-    """One rank's shares on their way to the partners and back, pass after pass.
+    """One rank's shares on their way to the partners and back, one backward after the other.
 
     Args:
         reducer: Exchanges them; its plan is a `plan_of_shares`.
-        num_shares: How many there are in a pass.
+        num_shares: How many there are in a backward.
         who: This rank in words: "rank 1 of 4".
         timeout_s: Most seconds of one wait.
         abort: Ends what this rank has under way within its host. Must not block.
@@ -188,8 +188,8 @@ class Shares:
 
         Args:
             bucket: Its number.
-            fetch: Puts this rank's share of it into its place in the arena of `reducer`, up to a deadline.
-                Called by another thread.
+            fetch: Puts this rank's share of it into its place in the gradient buffer of `reducer`, up to a
+                deadline. Called by another thread.
 
         Raises:
             CollectiveError: An earlier share has failed.
@@ -198,7 +198,7 @@ class Shares:
         self._coming.put((bucket, fetch))
 
     def finish(self) -> None:
-        """Wait until the arena of `reducer` holds the means over the hosts.
+        """Wait until the gradient buffer of `reducer` holds the means over the hosts.
 
         Raises:
             CollectiveError: A share has failed, or did not come in time.
@@ -216,7 +216,7 @@ class Shares:
                 self._changed.wait(_LOOK_S)
             self._num_ready = 0
         self._peer_monitor.tell_waiting()  # for another host: those of this one have none to blame here
-        self.reducer.finish(PassStatus(1), False)
+        self.reducer.finish(BackwardStatus(1), False)
         if self._host is not None:
             saw = np.array([self.reducer.saw_nonfinite], np.float32)
             self._host.all_reduce(saw.ctypes.data, 1, _core.DTYPES["float32"], ReduceOp.MAX)
@@ -261,7 +261,7 @@ class Shares:
         self._coming.put(None)
 
     def close(self) -> None:
-        """Give the memory back. The arena of `reducer` must not be used any more."""
+        """Give the memory back. The gradient buffer of `reducer` must not be used any more."""
         self.stop()
         self._thread.join(self._timeout_s)
         self.reducer.close()

@@ -31,7 +31,7 @@ class SumsFlight(Flight):
         super().__init__(terms, bucket)
         self._joined = joined
         self._own_blocks = _blocks_of(terms, terms.host)
-        # The weight of each block in this pass, as far as it is known.
+        # The weight of each block in this backward, as far as it is known.
         self._weights = [0.0] * len(terms.blocks.blocks)
         self._own: list[Sent] = []  # what this rank has summed, in the order in which it is sent
         self._arriving: list[Received] = []  # in the first round
@@ -57,7 +57,7 @@ class SumsFlight(Flight):
 
     @staticmethod
     def num_coming(terms: Terms, bucket: int) -> int:
-        """How many messages come in a pass."""
+        """How many messages come in a backward."""
         route = terms.routes[bucket]
         num = 0
         for other in terms.others:

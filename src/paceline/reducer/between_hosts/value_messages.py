@@ -4,25 +4,27 @@ The one idea: with one rank on each host nothing is to be summed before gradient
 own type on the way, and the mean is that of the core over these ranks: 16 bits stay 16 bits, and the bits are
 those of one host.
 
-A large bucket goes from the arena to the arena, and nothing is copied to be sent (`ValuesFlight`). Each host
+A large bucket goes from the gradient buffer to the gradient buffer, and nothing is copied to be sent
+(`ValuesFlight`). Each host
 owns a part of it:
 
-    first round   the gradients of each part go from the arena to its owner, and into a room there
-    the owner     averages what has come with its own gradients, in place: its arena holds the mean
-    second round  the mean goes from the owner's arena to everybody's
+    first round   the gradients of each part go from the gradient buffer to its owner, and into a room there
+    the owner     averages what has come with its own gradients, in place: its gradient buffer holds the mean
+    second round  the mean goes from the owner's gradient buffer to everybody's
 
 So a bucket of S bytes is read and written once for S / H of it, and the memory for what comes has S bytes at
 most.
 
 What comes in the second round may be received at any time. It is made of what this rank has sent in the
 first, so it cannot come before that has left the memory which it overwrites. What this rank sends in the
-second has to have left before the pass ends, because gradients belong to the user then.
+second has to have left before the backward ends, because gradients belong to the user then.
 
 Gradients have no room for a header in front, and each message takes a rank tens of microseconds, with what
-its engine says to the partner's. So a pass has few headers, each a message of its own (`ValuesPass`): beside
-the first such bucket that of the weight; beside the last one of the plan the reports; and when all means of a
-pass are made, whether they are finite. Messages with one tag come in the order in which they were sent, and
-every pass sends each of them once: where a pass begins with the right header, the rest of it pairs.
+its engine says to the partner's. So a backward has few headers, each a message of its own (`ValuesBackward`):
+beside the first such bucket that of the weight; beside the last one of the plan the reports; and when all
+means of a backward are made, whether they are finite. Messages with one tag come in the order in which they
+were sent, and
+every backward sends each of them once: where a backward begins with the right header, the rest of it pairs.
 
 A small bucket costs less as one message, behind a header, that everybody sends to everybody
 (`FewValuesFlight`). Each host then makes the whole mean, and sees by itself what is not finite.
@@ -51,8 +53,8 @@ from paceline.reducer.between_hosts.wire import (
 _FINITE, _NOT_FINITE = 0, 1  # the byte behind the header of the second round
 
 
-class ValuesPass:
-    """What the buckets that go from arena to arena share in a pass, one after the other.
+class ValuesBackward:
+    """What the buckets that go from gradient buffer to gradient buffer share in a backward.
 
     Args:
         terms: What all buckets of this rank have in common; every host is one block.
@@ -76,12 +78,12 @@ class ValuesPass:
 
 
 class _Piece:
-    """Gradients or means of one piece that come from a host, in every pass anew.
+    """Gradients or means of one piece that come from a host, in every backward anew.
 
     Attributes:
         host: Its number.
         begin: Begins to receive them.
-        transfer: The one that is under way in this pass; None: it has come.
+        transfer: The one that is under way in this backward; None: it has come.
     """
 
     __slots__ = ("begin", "host", "transfer")
@@ -119,10 +121,10 @@ class ValuesFlight(Flight):
         shared: What it shares with the other buckets of its kind.
     """
 
-    def __init__(self, terms: Terms, bucket: int, room: Message, shared: ValuesPass) -> None:
+    def __init__(self, terms: Terms, bucket: int, room: Message, shared: ValuesBackward) -> None:
         super().__init__(terms, bucket)
         begin, end, self._itemsize = terms.spans[bucket]
-        self._arena = _arena_bytes(terms.core, begin, end)
+        self._gradient_buffer = _buffer_bytes(terms.core, begin, end)
         self._shared, self._weights = shared, shared.weights
         self._is_first = bucket == shared.buckets[0]
         self._going: list[tuple[int, Begin]] = []  # gradients of the parts of other hosts
@@ -151,7 +153,7 @@ class ValuesFlight(Flight):
 
     @staticmethod
     def num_coming(terms: Terms, bucket: int) -> int:
-        """How many messages come in a pass at most, headers too."""
+        """How many messages come in a backward at most, headers too."""
         route = terms.routes[bucket]
         mine = len(route.part_of(terms.host))
         return sum(2 + mine + len(route.parts[other]) for other in terms.others)
@@ -199,10 +201,10 @@ class ValuesFlight(Flight):
             self._arrived(verdict)
             if verdict.memory[HEADER_BYTES] != _FINITE:
                 self._look_at_means_of(verdict.host)
-        self.wait_sent()  # the user may write to the arena from now on
+        self.wait_sent()  # the user may write to the gradient buffer from now on
 
     def _look_at_means_of(self, host: int) -> None:
-        """Some of them is not finite. Those of earlier buckets are still there: the pass has not ended."""
+        """Some of them is not finite. Those of earlier buckets are there: the backward has not ended."""
         for bucket in self._shared.buckets:
             for elements in self._terms.routes[bucket].parts[host]:
                 self._terms.on_overflow(bucket, elements)
@@ -222,7 +224,7 @@ class ValuesFlight(Flight):
         for number, elements in enumerate(parts[terms.host]):
             if not elements:
                 continue
-            own = self._in_arena(elements)
+            own = self._in_buffer(elements)
             piece = _OwnPiece(elements, [int(own.ctypes.data)] * terms.num_hosts)
             for other in terms.others:
                 room, piece.values[other] = layout.layout.take(len(own))
@@ -232,14 +234,14 @@ class ValuesFlight(Flight):
         for other in terms.others:
             for number, elements in enumerate(parts[other]):
                 if elements:
-                    place = self._in_arena(elements)
+                    place = self._in_buffer(elements)
                     self._going.append((other, transport.sending(other, place, layout.tag(0, number))))
                     self._later.append(
                         _Piece(other, transport.receiving(other, place, layout.tag(1, number)))
                     )
 
-    def _in_arena(self, elements: range) -> Message:
-        return self._arena[elements.start * self._itemsize : elements.stop * self._itemsize]
+    def _in_buffer(self, elements: range) -> Message:
+        return self._gradient_buffer[elements.start * self._itemsize : elements.stop * self._itemsize]
 
 
 class FewValuesFlight(Flight):
@@ -255,7 +257,7 @@ class FewValuesFlight(Flight):
         super().__init__(terms, bucket)
         begin, end, _ = terms.spans[bucket]
         self._elements = terms.routes[bucket].share
-        self._arena = _arena_bytes(terms.core, begin, end)
+        self._gradient_buffer = _buffer_bytes(terms.core, begin, end)
         self._weights = [0.0] * terms.num_hosts
         payload_bytes = functools.partial(self._payload_bytes, terms, bucket)
         self._sent, self._coming = _Laying(terms, bucket, Layout(room)).headers(0, payload_bytes)
@@ -276,7 +278,7 @@ class FewValuesFlight(Flight):
 
     @staticmethod
     def num_coming(terms: Terms, bucket: int) -> int:
-        """How many messages come in a pass."""
+        """How many messages come in a backward."""
         return len(terms.others)
 
     @staticmethod
@@ -292,7 +294,7 @@ class FewValuesFlight(Flight):
     ) -> None:
         host, core, blocks = self._terms.host, self._terms.core, self._terms.blocks.blocks
         weight = self._weights[host] = core.total_weight(blocks[host].local_ranks)
-        self._own[:] = self._arena
+        self._own[:] = self._gradient_buffer
         if make_report is not None:
             self._sent.put_reports(make_report())
         self._send(self._sent, weight)
@@ -383,9 +385,9 @@ class _Laying:
         return memory, address + HEADER_BYTES, envelope
 
 
-def _arena_bytes(core: _core.HostSums, begin: int, end: int) -> Message:
-    """A part of this rank's arena, which stays mapped as long as this lives."""
-    memory = (ctypes.c_ubyte * (end - begin)).from_address(core.arena_pointer + begin)
+def _buffer_bytes(core: _core.HostSums, begin: int, end: int) -> Message:
+    """A part of this rank's gradient buffer, which stays mapped as long as this lives."""
+    memory = (ctypes.c_ubyte * (end - begin)).from_address(core.buffer_pointer + begin)
     memory.owner = core  # type: ignore[attr-defined]
     found: Message = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]
     return found

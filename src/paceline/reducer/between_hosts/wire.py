@@ -49,7 +49,7 @@ Begin: TypeAlias = Callable[[], Transfer]
 class HostsTransport(Protocol):
     """One rank's connections to its partners.
 
-    A message has the same memory, tag and partner in every pass. So it is prepared once, and each call of
+    A message has the same memory, tag and partner in every backward. So it is prepared once, and each call of
     what `sending` and `receiving` return begins it anew, once the one before has ended.
 
     Attributes:
@@ -96,7 +96,7 @@ class Header:
 
     Attributes:
         generation: Number of the reducer, among all whose messages take the same connections.
-        number: The pass.
+        number: The backward.
         bucket: In the plan.
         round: 0, or 1 for sums that their owner sends.
         host: That sends.
@@ -125,13 +125,13 @@ class Header:
 
     def __str__(self) -> str:
         return (
-            f"pass {self.number}, bucket {self.bucket}, round {self.round}, piece {self.piece} of host "
+            f"iteration {self.number}, bucket {self.bucket}, round {self.round}, piece {self.piece} of host "
             f"{self.host} ({self.nbytes} bytes), plan {self.generation}"
         )
 
 
 class Envelope:
-    """The header of a message that goes in every pass from the same memory, or comes there.
+    """The header of a message that goes in every backward from the same memory, or comes there.
 
     Args:
         message: Its memory.
@@ -149,17 +149,17 @@ class Envelope:
         message[: len(_MAGIC)] = 0
 
     def write(self, number: int, weight: float) -> None:
-        """Put the header of a pass in front."""
+        """Put the header of a backward in front."""
         _HEADER.pack_into(self._view, 0, *self._expected, number, weight, self._nbytes)
 
     def weight_in(self, number: int) -> float | None:
-        """The weight of a message that has come in a pass; None: it is another one than is waited for."""
+        """The weight of a message that has come in a backward; None: it is another one than is waited for."""
         found = _HEADER.unpack_from(self._view)
         is_expected = found[:6] == self._expected and found[6] == number and found[8] == self._nbytes
         return float(found[7]) if is_expected else None
 
     def has_begun_to_come(self, number: int) -> bool:
-        """Whether the header of this pass is there; what follows may not be."""
+        """Whether the header of this backward is there; what follows may not be."""
         found = _HEADER.unpack_from(self._view)
         return bool(found[0] == _MAGIC and found[6] == number)
 
@@ -172,7 +172,8 @@ class Envelope:
 def tag_of(bucket: int, phase: int, piece: int, generation: int = 0) -> int:
     """The number that pairs a message with its receive, between two partners.
 
-    It includes the plan: a receive that was begun under an earlier plan, for a pass that never came, takes no
+    It includes the plan: a receive that was begun under an earlier plan, for a backward that never came,
+        takes no
     message of this one.
     """
     plan = generation % PLANS % _PLANS_PER_TAG
@@ -182,7 +183,7 @@ def tag_of(bucket: int, phase: int, piece: int, generation: int = 0) -> int:
 def lane_of(tag: int, lanes: int) -> int:
     """Over which of several connections a message goes: neighbouring ones over different ones.
 
-    Those of one tag, in different passes, go over the same, and so stay in order.
+    Those of one tag, in different backward passes, go over the same, and so stay in order.
 
     Example:
         >>> [lane_of(tag_of(0, 0, piece), 2) for piece in range(3)], lane_of(tag_of(1, 0, 0), 2)

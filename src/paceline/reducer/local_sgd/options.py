@@ -1,8 +1,8 @@
 """Local SGD: replicas that train on their own for some steps, and then meet; the options and the arithmetic.
 
-The one idea: what a replica has changed in its parameters since the last meeting is a gradient, too. Averaged
+The one idea: what a replica has changed in its parameters since the last sync is a gradient, too. Averaged
 over the replicas it is the *outer gradient*, and an outer optimizer, SGD with momentum, makes a step with it
-from the parameters of the last meeting. With a learning rate of 1 and no momentum the new parameters are the
+from the parameters of the last sync. With a learning rate of 1 and no momentum the new parameters are the
 mean of the replicas'.
 
 Sources: Stich, Local SGD Converges Fast and Communicates Little (ICLR 2019); Lin et al., Don't Use Large
@@ -28,12 +28,12 @@ class LocalSGD:
 
     The ranks of a host average gradients in every step, as always, and stay equal. The hosts don't: each goes
     its own way for `every` synchronised backwards. Then all hosts meet, and every rank goes on with the same
-    parameters: those of the last meeting, from which an outer optimizer (SGD) has made one step with the
+    parameters: those of the last sync, from which an outer optimizer (SGD) has made one step with the
     mean of what the hosts have changed. The defaults are those of DiLoCo; `outer_lr=1, outer_momentum=0`
     averages parameters, as post-local SGD and torch's PeriodicModelAverager do.
 
     Args:
-        every: The number of synchronised backwards between two meetings; backwards in no_sync() don't count.
+        every: The number of synchronised backwards between two syncs; backwards in no_sync() don't count.
         outer_lr: The learning rate of the outer optimizer; above 0.
         outer_momentum: Its momentum, from 0 to less than 1.
         nesterov: Whether the momentum is Nesterov's.
@@ -83,8 +83,8 @@ def outer_step(
     Products and sums are rounded one by one, so every processor and every framework finds the same bits.
 
     Args:
-        parameter: Its values at the last meeting.
-        momentum: What the last meeting returned; None: there was none before.
+        parameter: Its values at the last sync.
+        momentum: What the last sync returned; None: there was none before.
         gradient: The mean of what was taken from `parameter` since. Is not kept.
         options: The optimizer's.
 

@@ -22,14 +22,14 @@ from paceline.arguments import Arguments
 from paceline.env import RankEnvironment, read_rank_environment, split_address
 from paceline.errors import RendezvousError
 from paceline.launch.ports import who_listens
-from paceline.rendezvous.attendance import Attendance
+from paceline.rendezvous.membership import Membership
 from paceline.rendezvous.start import Start, prepare
-from paceline.torch.communicator.exchange import StoreBoard
+from paceline.torch.communicator.exchange import FrameworkKeyStore
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo
 
 _arguments = Arguments("init_process_group")
-_attendances: weakref.WeakKeyDictionary[dist.ProcessGroup, Attendance] = weakref.WeakKeyDictionary()
+_memberships: weakref.WeakKeyDictionary[dist.ProcessGroup, Membership] = weakref.WeakKeyDictionary()
 _starts = itertools.count()  # a process may end its group and begin another, at the same address
 
 
@@ -100,17 +100,17 @@ def init_process_group(
         start.wait_for_rank_0()
     store = _open_store(start, timeout_s, serves=serves)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    attendance = start.attend(StoreBoard(store), f"paceline/start/{attempt}/{next(_starts)}")
-    os.environ.update(torch_variables(_place_by_names(place, attendance)))
+    membership = start.attend(FrameworkKeyStore(store), f"paceline/start/{attempt}/{next(_starts)}")
+    os.environ.update(torch_variables(_place_by_names(place, membership)))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, **options)
     if dist.group.WORLD is not None:
-        _attendances[dist.group.WORLD] = attendance
+        _memberships[dist.group.WORLD] = membership
 
 
-def attendance_of_default_group() -> Attendance | None:
+def membership_of_default_group() -> Membership | None:
     """Who has come before the default group was formed; None: it was formed elsewhere, or there is none."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    return None if group is None else _attendances.get(group)
+    return None if group is None else _memberships.get(group)
 
 
 def _checked_backend(backend: str) -> str:
@@ -153,9 +153,9 @@ def _open_store(start: Start, timeout_s: float, *, serves: bool) -> TCPStore:
         ) from error
 
 
-def _place_by_names(place: RankEnvironment, attendance: Attendance) -> RankEnvironment:
+def _place_by_names(place: RankEnvironment, membership: Membership) -> RankEnvironment:
     """The place, with what the launcher did not say of this host: its ranks are those of the same name."""
-    local_ranks = attendance.local_ranks
+    local_ranks = membership.local_ranks
     return replace(
         place,
         local_rank=local_ranks.index(place.rank) if place.local_rank is None else place.local_rank,

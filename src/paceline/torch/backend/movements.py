@@ -52,7 +52,7 @@ def all_gather(
     """Copy rank r's `source` into `outputs[r]` of all ranks; the sizes may differ between ranks."""
     _check_list("all_gather", outputs, source, core)
     if outputs[core.rank].numel() != source.numel():
-        raise _misfit("all_gather", f"output {core.rank}", outputs[core.rank], source.numel())
+        raise _mismatch("all_gather", f"output {core.rank}", outputs[core.rank], source.numel())
     if any(output.numel() != source.numel() for output in outputs):
         return _all_gather_uneven(core, outputs, source, timeout_s)
 
@@ -84,7 +84,7 @@ def all_gather_single(core: HostGroup, output: torch.Tensor, source: torch.Tenso
     if output.dtype is not source.dtype:
         raise _wrong_dtype("all_gather", output, source)
     if output.numel() != source.numel() * core.world_size:
-        raise _misfit("all_gather", "output", output, source.numel() * core.world_size)
+        raise _mismatch("all_gather", "output", output, source.numel() * core.world_size)
 
     def call() -> None:
         ready, block = as_input(source), as_output(output)
@@ -103,7 +103,7 @@ def gather(
         _check_list("gather", outputs, source, core)
         for rank, output in enumerate(outputs):
             if output.numel() != source.numel():
-                raise _misfit("gather", f"output {rank}", output, source.numel())
+                raise _mismatch("gather", f"output {rank}", output, source.numel())
 
     def call() -> None:
         ready = as_input(source)
@@ -126,7 +126,7 @@ def scatter(
         _check_list("scatter", sources, output, core)
         for rank, source in enumerate(sources):
             if source.numel() != output.numel():
-                raise _misfit("scatter", f"input {rank}", source, output.numel())
+                raise _mismatch("scatter", f"input {rank}", source, output.numel())
 
     def call() -> None:
         block = joined(sources) if core.rank == root else None
@@ -216,7 +216,7 @@ def _wrong_dtype(name: str, tensor: torch.Tensor, like: torch.Tensor) -> ConfigE
     )
 
 
-def _misfit(name: str, which: str, tensor: torch.Tensor, expected: int) -> ConfigError:
+def _mismatch(name: str, which: str, tensor: torch.Tensor, expected: int) -> ConfigError:
     return ConfigError(
         f"{name}: the {which} has the wrong size.",
         expected=f"{expected} elements",

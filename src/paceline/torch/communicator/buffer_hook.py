@@ -36,13 +36,13 @@ class BufferHook:
     def before_forward(self, buffers: dict[str, torch.Tensor]) -> None:
         if self._is_before:
             self._run(buffers)
-            self.end_pass()  # forward must see the result
+            self.end_backward()  # forward must see the result
 
     def after_forward(self, buffers: dict[str, torch.Tensor]) -> None:
         if not self._is_before:
             self._run(buffers)
 
-    def end_pass(self) -> None:
+    def end_backward(self) -> None:
         """Wait for what the hook has begun."""
         futures, self._futures = self._futures, []
         for future in futures:

@@ -24,7 +24,7 @@ from paceline.reducer.comm_hooks import (
     check_callable,
     wrong_result,
 )
-from paceline.torch.communicator.arena import Arena
+from paceline.torch.communicator.gradient_buffer import GradientBuffer
 from paceline.torch.communicator.peers import ProcessGroupPeers
 from paceline.torch.communicator.transport import ProcessGroupTransport, as_real
 
@@ -58,7 +58,7 @@ class HookTransport(ProcessGroupTransport):
     """A `Transport` that gives each bucket to a hook.
 
     Args:
-        arena: With whole parameters in its buckets.
+        gradient buffer: With whole parameters in its buckets.
         peers: The process group that the hook, too, will use.
         parameters: Those that the plan lists.
         hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
@@ -67,7 +67,7 @@ class HookTransport(ProcessGroupTransport):
 
     def __init__(
         self,
-        arena: Arena,
+        gradient_buffer: GradientBuffer,
         peers: ProcessGroupPeers,
         parameters: Sequence[torch.Tensor],
         hook: CommHook,
@@ -75,7 +75,7 @@ class HookTransport(ProcessGroupTransport):
         checks_finite: bool,
         peer_monitor: PeerMonitor | None = None,
     ) -> None:
-        super().__init__(arena, peers, checks_finite=checks_finite, peer_monitor=peer_monitor)
+        super().__init__(gradient_buffer, peers, checks_finite=checks_finite, peer_monitor=peer_monitor)
         self.is_serial, self.is_in_order = True, False
         self.pointers = ()  # hooks may move the memory
         self._hook = hook
@@ -90,8 +90,8 @@ class HookTransport(ProcessGroupTransport):
         flat = self._complete(bucket)
         members = [
             index
-            for index in self._arena.plan.buckets[bucket].parameters
-            if self._arena.views[index].numel()  # not sparse ones, which are averaged elsewhere
+            for index in self._gradient_buffer.plan.buckets[bucket].parameters
+            if self._gradient_buffer.views[index].numel()  # not sparse ones, which are averaged elsewhere
         ]
         with torch.no_grad():
             if self._checks_finite and scale:
@@ -106,7 +106,7 @@ class HookTransport(ProcessGroupTransport):
                 bucket,
                 flat,
                 # .data: what the hook does to them does not count as a change of the gradient itself
-                [self._arena.views[index].data for index in members],
+                [self._gradient_buffer.views[index].data for index in members],
                 [self._parameters[index] for index in members],
                 bucket == len(self._buckets) - 1,
                 weight,

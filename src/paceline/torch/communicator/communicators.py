@@ -43,11 +43,11 @@ from paceline.reducer.communicator import (
 )
 from paceline.reducer.plan import Plan
 from paceline.reducer.process_group import ProcessGroupReducer
-from paceline.torch.communicator.arena import Arena
 from paceline.torch.communicator.broadcast import PreparedBroadcast
 from paceline.torch.communicator.calls import GroupCalls
 from paceline.torch.communicator.comm_hook import HookTransport
 from paceline.torch.communicator.device_copies import DeviceCopies
+from paceline.torch.communicator.gradient_buffer import GradientBuffer
 from paceline.torch.communicator.hosts import join_hosts, join_partners
 from paceline.torch.communicator.local_group import LocalCalls, LocalGroup, check_devices, local_group_of
 from paceline.torch.communicator.peers import Peers, ProcessGroupPeers, control_of
@@ -159,8 +159,10 @@ class MemoryCommunicator:
         instead_of: Reduction[torch.Tensor] | None = None,
     ) -> Reduction[torch.Tensor]:
         reducer = make_host_reducer(self.core, plan, options, instead_of)
-        arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
-        return Reduction(plan, arena.views, reducer, most_pointer_bytes=sys.maxsize, owned=options.owned)
+        gradient_buffer = GradientBuffer.on_memory(plan, parameters, reducer.buffer_pointer, owner=reducer)
+        return Reduction(
+            plan, gradient_buffer.views, reducer, most_pointer_bytes=sys.maxsize, owned=options.owned
+        )
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[torch.Tensor]:
         return HookCommunicator(self, self._peers, hook)
@@ -223,15 +225,17 @@ class GroupCommunicator:
         instead_of: Reduction[torch.Tensor] | None = None,
     ) -> Reduction[torch.Tensor]:
         before = None if instead_of is None else (instead_of.plan, instead_of.sections)
-        arena = Arena.allocate(plan, parameters, before)
+        gradient_buffer = GradientBuffer.allocate(plan, parameters, before)
         transport = ProcessGroupTransport(
-            arena,
+            gradient_buffer,
             self._peers,
             checks_finite=options.checks_finite,
             waits_for_finite=options.waits_for_finite,
             peer_monitor=self.peer_monitor,
         )
-        return _over(arena, transport, ProcessGroupReducer(plan, transport, skip_unused=options.skip_unused))
+        return _over(
+            gradient_buffer, transport, ProcessGroupReducer(plan, transport, skip_unused=options.skip_unused)
+        )
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[torch.Tensor]:
         return HookCommunicator(self, self._peers, hook)
@@ -279,10 +283,12 @@ class HostsCommunicator:
         if reducer is None:
             self.path, self.bits = self._communicator.path, self._communicator.bits
             return self._communicator.make_reduction(plan, parameters, options)
-        arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer.memory)
+        gradient_buffer = GradientBuffer.on_memory(
+            plan, parameters, reducer.buffer_pointer, owner=reducer.memory
+        )
         adopt = None if reducer.codes is None else reducer.adopt_errors
         return Reduction(
-            plan, arena.views, reducer, most_pointer_bytes=MOST_POINTER_BYTES, adopt_errors=adopt
+            plan, gradient_buffer.views, reducer, most_pointer_bytes=MOST_POINTER_BYTES, adopt_errors=adopt
         )
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[torch.Tensor]:
@@ -347,8 +353,8 @@ class DevicesCommunicator:
             self.path = self._communicator.path
             return self._communicator.make_reduction(plan, parameters, options)
         before = None if instead_of is None else (instead_of.plan, instead_of.sections)
-        arena = Arena.allocate(plan, parameters, before)
-        device = arena.sections[0].device
+        gradient_buffer = GradientBuffer.allocate(plan, parameters, before)
+        device = gradient_buffer.sections[0].device
         calls = LocalCalls(self._group, self._peers, self._of_host, device, plan)
         of_shares = plan_of_shares(plan, self._group.size)
         reducer = self._reducers.make_next(of_shares, None)
@@ -357,7 +363,7 @@ class DevicesCommunicator:
             if self._coded is not None:
                 take_over(*self._coded, reducer.codes, plan, place, self._memory)
             self._coded = reducer.codes, plan
-        memory = Arena.on_memory(of_shares, (), reducer.arena_pointer, owner=reducer.memory)
+        memory = GradientBuffer.on_memory(of_shares, (), reducer.buffer_pointer, owner=reducer.memory)
         who, num_shares = self._partners.who, len(plan.buckets)
         shares = Shares(
             reducer,
@@ -369,7 +375,7 @@ class DevicesCommunicator:
             None if reducer.codes is None else self._memory,
         )
         transport = ShareTransport(
-            arena,
+            gradient_buffer,
             self._peers,
             calls,
             shares,
@@ -381,7 +387,7 @@ class DevicesCommunicator:
             peer_monitor=self.peer_monitor,
         )
         adopt = None if reducer.codes is None else functools.partial(shares.adopt_errors, plan, place)
-        return _over(arena, transport, ProcessGroupReducer(plan, transport, beside=shares), adopt)
+        return _over(gradient_buffer, transport, ProcessGroupReducer(plan, transport, beside=shares), adopt)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[torch.Tensor]:
         self._between_hosts.refuse(A_HOOK)
@@ -425,35 +431,35 @@ class HookCommunicator:
         options: ReductionOptions,
         instead_of: Reduction[torch.Tensor] | None = None,
     ) -> Reduction[torch.Tensor]:
-        """In memory of its own: a hook's arena has no gaps, and so another size than any other."""
+        """In memory of its own: a hook's gradient buffer has no gaps, and so another size than any other."""
         assert isinstance(self._peers, ProcessGroupPeers)
         if instead_of is not None:
             instead_of.reducer.close()
-        arena, finite = Arena.allocate(plan, parameters), options.checks_finite
+        gradient_buffer, finite = GradientBuffer.allocate(plan, parameters), options.checks_finite
         transport = HookTransport(
-            arena,
+            gradient_buffer,
             self._peers,
             parameters,
             self._hook,
             checks_finite=finite,
             peer_monitor=self.peer_monitor,
         )
-        return _over(arena, transport, ProcessGroupReducer(plan, transport), transport.shown.end)
+        return _over(gradient_buffer, transport, ProcessGroupReducer(plan, transport), transport.shown.end)
 
 
 def _over(
-    arena: Arena,
+    gradient_buffer: GradientBuffer,
     transport: ProcessGroupTransport,
     reducer: ProcessGroupReducer,
     adopt_errors: Callable[[Collection[int] | None], None] | None = None,
 ) -> Reduction[torch.Tensor]:
     return Reduction(
-        arena.plan,
-        arena.views,
+        gradient_buffer.plan,
+        gradient_buffer.views,
         reducer,
         most_pointer_bytes=MOST_POINTER_BYTES if transport.pointers else 0,
-        sections=arena.sections,
-        waiting=arena.waiting,
+        sections=gradient_buffer.sections,
+        waiting=gradient_buffer.waiting,
         order=reducer.order,
         adopt_errors=adopt_errors,
     )

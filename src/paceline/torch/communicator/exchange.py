@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from paceline.errors import RendezvousError, format_ranks
 from paceline.rendezvous.roll_call import Roll
 from paceline.rendezvous.secret import find_secret
-from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures, SignedBoard
+from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures, SignedKeyStore
 from paceline.torch.communicator.kept import keep
 from paceline.torch.communicator.stores import store_of
 
@@ -36,7 +36,7 @@ class ProcessGroupExchange:
         process_group: The group whose ranks take part; None: the default group.
 
     Example:
-        Rank 0 passes b"a" and rank 1 passes b"bc"; both get [b"a", b"bc"].
+        Rank 0 backward passes b"a" and rank 1 backward passes b"bc"; both get [b"a", b"bc"].
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -108,7 +108,7 @@ class StoreExchange:
         ConfigError: The secret of the job cannot be read.
 
     Example:
-        Rank 0 passes b"a" and rank 1 passes b"bc"; both get [b"a", b"bc"].
+        Rank 0 backward passes b"a" and rank 1 backward passes b"bc"; both get [b"a", b"bc"].
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, prefix: str, scope: str = "") -> None:
@@ -218,9 +218,9 @@ class StoreExchange:
             f"What torch's store holds for rank {peer} of {self._world_size} is not of a rank of this job.",
             where=f"rank {self._rank}, forming a group through torch's store, round {self._round}",
             seen=f"whoever wrote it {error.reason}" if error.reason else str(error),
-            likely="PACELINE_SECRET_FILE or PACELINE_SECRET is not the same for all ranks; or a stranger, or "
+            likely="PACELINE_SECRET_FILE or PACELINE_SECRET differs between ranks; or an unknown peer, or "
             "another version of Paceline, writes there",
-            hint="give all ranks the same secret, and keep MASTER_PORT from strangers",
+            hint="give all ranks the same secret, and keep MASTER_PORT from unknown peers",
             rank=self._rank,
             peer=peer,
         )
@@ -245,17 +245,19 @@ def _roll_of(group: dist.ProcessGroup, rank: int, world_size: int) -> Roll:
     if group not in _rolls:
         store = store_of(group)
         secret, scope = find_secret().key, str(group.group_name)
-        board = None if store is None else SignedBoard(StoreBoard(store), Signatures(secret, scope))
+        key_store = (
+            None if store is None else SignedKeyStore(FrameworkKeyStore(store), Signatures(secret, scope))
+        )
         ranks = dist.get_process_group_ranks(group)
         holder = ranks.index(_HOLDER) if _HOLDER in ranks and _is_store_served_by_rank() else None
         _rolls[group] = Roll(
-            board, rank, world_size, holder, f"torch's {dist.get_backend(group)} process group"
+            key_store, rank, world_size, holder, f"torch's {dist.get_backend(group)} process group"
         )
     return _rolls[group]
 
 
-class StoreBoard:
-    """A store of torch as a `Board`, and as a `Ledger`."""
+class FrameworkKeyStore:
+    """A store of torch as a `KeyStore`, and as a `Ledger`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

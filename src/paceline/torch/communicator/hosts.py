@@ -160,7 +160,7 @@ class GlooTransport:
         self._names = names
         self._sockets = sockets
         # What Gloo calls sent is in this machine's buffers. A partner that has not got it yet may ask for the
-        # next pass over the same connection, which would be reset if it were closed.
+        # next backward over the same connection, which would be reset if it were closed.
         weakref.finalize(self, close_once_arrived, sockets).atexit = False
         lifetime.before_leaving(self.leave, is_last=True)
 

@@ -2,10 +2,10 @@
 
 A `paceline.reducer.process_group.Transport`: within the host a reduce_scatter leaves this rank its share of a
 bucket, which goes through pinned memory to the partners on the other hosts (`shares` of
-`paceline.reducer.between_hosts`); an all_gather within the host ends the pass. See docs/design/hosts.md.
+`paceline.reducer.between_hosts`); an all_gather within the host ends the backward. See docs/design/hosts.md.
 
 Order of calls: reduce_scatters are begun by whoever launches the buckets, in the order of the plan, and
-all_gathers by whoever ends the pass, in the same order. NCCL pairs calls by it.
+all_gathers by whoever ends the backward, in the same order. NCCL pairs calls by it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from paceline.errors import ConfigError
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share
 from paceline.reducer.plan import Plan
-from paceline.torch.communicator.arena import Arena
 from paceline.torch.communicator.device_copies import DeviceCopies
+from paceline.torch.communicator.gradient_buffer import GradientBuffer
 from paceline.torch.communicator.local_group import LocalCalls
 from paceline.torch.communicator.peers import ProcessGroupPeers
 from paceline.torch.communicator.transport import ProcessGroupTransport
 
 
 class ShareTransport(ProcessGroupTransport):
-    """One rank's arena, the process group of its host, and its shares.
+    """One rank's gradient buffer, the process group of its host, and its shares.
 
     Args:
-        arena: The arena of this rank, on one device.
+        gradient buffer: The gradient buffer of this rank, on one device.
         peers: All ranks.
         calls: Over the process group of this host.
         shares: Exchanges shares with the partners.
@@ -42,7 +42,7 @@ class ShareTransport(ProcessGroupTransport):
 
     def __init__(
         self,
-        arena: Arena,
+        gradient_buffer: GradientBuffer,
         peers: ProcessGroupPeers,
         calls: LocalCalls,
         shares: Shares,
@@ -55,7 +55,7 @@ class ShareTransport(ProcessGroupTransport):
         peer_monitor: PeerMonitor | None,
     ) -> None:
         super().__init__(
-            arena,
+            gradient_buffer,
             peers,
             checks_finite=checks_finite,
             waits_for_finite=waits_for_finite,
@@ -68,7 +68,7 @@ class ShareTransport(ProcessGroupTransport):
         self._padded = [self._pad(flat, place) for flat, place in zip(self._buckets, places)]
         self._parts = [calls.part_of(flat) for flat in self._padded]
         self._pinned = [copies.memory(part.numel(), part.dtype) for part in self._parts]
-        self._gaps = _gaps(arena.plan, places, calls)
+        self._gaps = _gaps(gradient_buffer.plan, places, calls)
         self._brought: list[dist.Work] = []
 
     def launch(self, bucket: int, scale: float) -> ShareWork:

@@ -2,7 +2,7 @@
 
 The one idea: autograd runs a node of backward on the stream of its forward, and a model may run parts of its
 forward on several. A bucket is launched on the stream of its last gradient. That stream waits for the others
-that have brought gradients in this pass; with one stream, as nearly always, there is nothing to wait for.
+that have brought gradients in this backward; with one stream, as nearly always, there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Streams:
-    """The streams that have brought gradients in the pass under way. Calls come one at a time.
+    """The streams that have brought gradients in the backward under way. Calls come one at a time.
 
     Args:
         current: The current stream of a device, or of the current device if it gets None.
@@ -65,7 +65,7 @@ class Streams:
                 tensor.record_stream(current)  # its memory is not to be used again before
 
     def forget(self) -> None:
-        """The pass is over."""
+        """The backward is over."""
         self._last = None
         self._seen.clear()
 

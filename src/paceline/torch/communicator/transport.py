@@ -1,6 +1,7 @@
 """Buckets through the process group that the user has: Gloo, NCCL, MPI, or ours.
 
-A `Transport` of `reducer.process_group`: the arena is ordinary tensors on the parameters' own devices, and a
+A `Transport` of `reducer.process_group`: the gradient buffer is ordinary tensors on the parameters' own
+    devices, and a
 bucket is one asynchronous all-reduce of a flat range of it. The group is called itself, as
 `torch.distributed.all_reduce` does after its checks, with options that are made once.
 """
@@ -19,9 +20,9 @@ from paceline.reducer.call_order import call_order_of
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.process_group import Pending, may_overflow, overflowed_in
 from paceline.reducer.process_group_waits import STATUS
-from paceline.torch.communicator.arena import Arena
 from paceline.torch.communicator.calls import Call, GroupCalls, asynchronous
 from paceline.torch.communicator.finite import FiniteChecks
+from paceline.torch.communicator.gradient_buffer import GradientBuffer
 from paceline.torch.communicator.peers import ProcessGroupPeers
 from paceline.torch.communicator.reports import reports_of
 from paceline.torch.communicator.streams import Streams
@@ -31,13 +32,13 @@ _CODES = {DTYPES[name]: code for name, code in _core.DTYPES.items() if name in D
 
 
 class ProcessGroupTransport:
-    """One rank's arena, and the process group that sums ranges of it.
+    """One rank's gradient buffer, and the process group that sums ranges of it.
 
     Args:
-        arena: The arena of this rank.
+        gradient buffer: The gradient buffer of this rank.
         peers: The process group.
         checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
-        waits_for_finite: Tell of those on a device in the same pass, too, which waits for the device.
+        waits_for_finite: Tell of those on a device in the same backward, too, which waits for the device.
         peer_monitor: Names ranks that are lost or late.
 
     Attributes:
@@ -46,7 +47,7 @@ class ProcessGroupTransport:
 
     def __init__(
         self,
-        arena: Arena,
+        gradient_buffer: GradientBuffer,
         peers: ProcessGroupPeers,
         *,
         checks_finite: bool,
@@ -56,29 +57,31 @@ class ProcessGroupTransport:
         self.rank = peers.rank
         self.world_size = peers.world_size
         self.is_serial = self.is_in_order = False
-        self._arena = arena
-        on_host = all(section.is_cpu for section in arena.sections)
-        self.pointers: Sequence[int] = arena.pointers if on_host else ()
-        self._calls = GroupCalls(peers, peer_monitor, arena.plan)
+        self._gradient_buffer = gradient_buffer
+        on_host = all(section.is_cpu for section in gradient_buffer.sections)
+        self.pointers: Sequence[int] = gradient_buffer.pointers if on_host else ()
+        self._calls = GroupCalls(peers, peer_monitor, gradient_buffer.plan)
         self._group = self._calls.group
         self.order = call_order_of(self._group)
         self._checks_finite = checks_finite
-        numbers = range(len(arena.plan.buckets))
-        self._buckets = [arena.bucket(number) for number in numbers]
+        numbers = range(len(gradient_buffer.plan.buckets))
+        self._buckets = [gradient_buffer.bucket(number) for number in numbers]
         self._sent = [[as_real(flat)] for flat in self._buckets]
         self._wide = [_wide(flat.dtype) for (flat,) in self._sent]
         self._sums = asynchronous(dist.AllreduceOptions())
-        self._pieces = [pieces_in(arena.plan, arena.sections, number) for number in numbers]
+        self._pieces = [
+            pieces_in(gradient_buffer.plan, gradient_buffer.sections, number) for number in numbers
+        ]
         self._nonfinite: set[int] = set()
         self._reports = reports_of(peers)
-        devices = {section.device for section in arena.sections}
+        devices = {section.device for section in gradient_buffer.sections}
         # A stream waits for these buckets, and the host need not.
         self._are_on_streams = bool(devices) and all(map(self._calls.runs_on_streams, devices))
         self.is_in_order = self._are_on_streams and len(devices) == 1 and self._calls.is_nccl(*devices)
         self._on_device = FiniteChecks(
             list(zip(self._buckets, self._pieces)), waits=waits_for_finite or not self._are_on_streams
         )
-        self._is_narrow = any(section.dtype == torch.float16 for section in arena.sections)
+        self._is_narrow = any(section.dtype == torch.float16 for section in gradient_buffer.sections)
         self._streams = next((made for each in devices if (made := Streams.of(each)) is not None), None)
         self.note_stream = None if self._streams is None else self._streams.note
 
@@ -104,7 +107,9 @@ class ProcessGroupTransport:
     def _complete(self, bucket: int) -> torch.Tensor:
         """The bucket, with all its gradients, on the current stream."""
         flat = self._buckets[bucket]
-        gradients, places = self._arena.take_waiting(bucket) if self._arena.waiting else ((), ())
+        gradients, places = (
+            self._gradient_buffer.take_waiting(bucket) if self._gradient_buffer.waiting else ((), ())
+        )
         if self._streams is not None:
             self._streams.join(flat.device, gradients)
         if gradients:
@@ -113,12 +118,12 @@ class ProcessGroupTransport:
         return flat
 
     def rescale(self, factor: float) -> None:
-        for section in self._arena.sections:
+        for section in self._gradient_buffer.sections:
             scale_alike(section, factor)
 
     def clear(self, param: int) -> None:
-        self._arena.waiting.pop(param, None)  # of a backward that an exception has ended
-        self._arena.views[param].zero_()
+        self._gradient_buffer.waiting.pop(param, None)  # of a backward that an exception has ended
+        self._gradient_buffer.views[param].zero_()
 
     def take_nonfinite(self) -> list[int]:
         if self._streams is not None:  # some are on a device
@@ -140,7 +145,7 @@ class ProcessGroupTransport:
         return overflowed_in(self._buckets, self._pieces, lambda flat: bool(torch.isfinite(flat).all()))
 
     def squared_norm(self) -> float:
-        sections = [as_real(section) for section in self._arena.sections]
+        sections = [as_real(section) for section in self._gradient_buffer.sections]
         return sum(float(section.double().square().sum()) for section in sections)
 
     def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
@@ -150,8 +155,8 @@ class ProcessGroupTransport:
             raise self._calls.waits.failed(error, STATUS) from error
 
         def finish() -> list[bytes]:
-            # The end of a pass needs the reports at once, and nothing has been computed from the means yet:
-            # here a rank that is lost can be told, wherever the reports lie.
+            # The end of a backward needs the reports at once, and nothing has been computed from the means
+            # yet: here a rank that is lost can be told, wherever the reports lie.
             self._calls.wait(call, STATUS, on_host=True)
             return rows()
 

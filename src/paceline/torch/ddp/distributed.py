@@ -1,6 +1,7 @@
 """`DistributedDataParallel`: a module that averages its gradients over the ranks behind backward().
 
-What it does is elsewhere: `model` (arguments, and what is kept in step), `communicator` (the group), `passes`
+What it does is elsewhere: `model` (arguments, and what is kept in step), `communicator` (the group),
+    `backward_sync`
 (each backward). This file is the module that users hold; what it has in common with torch's is in
 `torch_names`.
 """
@@ -24,16 +25,19 @@ from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import WrappedModel, checked_norms
 from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.backward.micro_batches import as_weight
 from paceline.reducer.between_hosts.options import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.members import Members, join_member
 from paceline.reducer.local_sgd.options import LocalSGD
-from paceline.reducer.passes.micro_batches import as_weight
 from paceline.rendezvous.start import refuse_latecomers
 from paceline.sharding.partial_steps import torn
-from paceline.torch.backend.init_process_group import attendance_of_default_group
+from paceline.torch.backend.init_process_group import membership_of_default_group
+from paceline.torch.backward.autograd import TorchBackwardSync, make_buffer_sync, make_sync
+from paceline.torch.backward.outer_parameters import OuterParameters
+from paceline.torch.backward.recorded_steps import note_steps
 from paceline.torch.communicator.comm_hook import check_hook
 from paceline.torch.communicator.communicators import MemoryCommunicator, connect
 from paceline.torch.communicator.members import MemberPeers
@@ -47,9 +51,6 @@ from paceline.torch.model.compiling import refuse_compiled_autograd, untraced, u
 from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.model.precision import cast_buffers, run_in
-from paceline.torch.passes.meetings import OuterParameters
-from paceline.torch.passes.passes import GradientPasses, make_buffer_sync, make_passes
-from paceline.torch.passes.recorded_steps import note_steps
 from paceline.torch.sharding.guards import check_before_state_dict
 from paceline.torch.sharding.moving import move, move_out, refuse_strange
 from paceline.trace.recording import recording
@@ -91,7 +92,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             error on every rank. A parameter unused on all ranks keeps its .grad.
         gradient_as_bucket_view: Keep .grad in the memory where it is averaged: gradients are held once.
             A forked child cannot read it; copy it before the fork.
-        static_graph: A promise that the same parameters are unused in each pass. Breaking it raises.
+        static_graph: A promise that the same parameters are unused in each backward. Breaking it raises.
         mixed_precision: torch's `_MixedPrecision`, on the CPU too: dtypes in which forward runs, gradients
             are averaged and buffers kept. Parameters and .grad keep theirs. No activation checkpointing.
         bucket_cap_mb_list: Bucket sizes in MiB, one per bucket; the last applies to all further buckets.
@@ -107,7 +108,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         weight: The weight of this rank's gradients in the average: a number, or a function of forward's
             arguments that returns one (for example the number of tokens). None: 1, unless weight() is called.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
-            rank) or "ignore". Over NCCL "warn" tells a pass later or more; only "raise" waits for the GPU.
+            rank) or "ignore". Over NCCL "warn" tells a backward later or more; only "raise" waits for the
+            GPU.
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
         reduce_through: Where gradients are averaged: "memory" that the ranks share, the process "group", or
@@ -121,10 +123,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             all, which counts as zeros.
         param_to_hook_all_reduce: The parameter for whose gradient the delayed ones wait.
         skip_all_reduce_unused_params: Over a process group, don't send buckets that no rank used in the
-            pass before. If they are used again, they are sent at the end of the pass.
+            backward before. If they are used again, they are sent at the end of the backward.
         batched_grad_copy: Accepted, without effect: over a process group gradients are always copied a bucket
             at a time.
-        lazy_bucket_allocation: Accepted, without effect: each pass uses the memory of the buckets again.
+        lazy_bucket_allocation: Accepted, without effect: each backward uses the memory of the buckets again.
         init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
             on every rank if they differ; see check_replicas(). None: only if the ranks have written to
@@ -163,7 +165,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     """
 
     module: nn.Module
-    _passes: GradientPasses | None
+    _backward_sync: TorchBackwardSync | None
     _config: DDPConfig
     _has_looked_outward = False
 
@@ -216,7 +218,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             self._prepare(module, arguments)
             times = self._config.timeout_s, self._config.warn_after_s
             peers = find_peers(process_group, device_mesh, *times)
-            refuse_latecomers(attendance_of_default_group())
+            refuse_latecomers(membership_of_default_group())
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._connect(peers)
@@ -230,7 +232,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self.module = module
         self.require_forward_param_sync = True  # others set it; buffers are brought in step after backward
         self._join_config = None  # torch's Join sets it
-        self._joining = self._passes = None
+        self._joining = self._backward_sync = None
         self._tensors = ManagedTensors(module)
         self._tensors.check_device(self._config.device)
         self._tensors.delay(arguments)
@@ -244,7 +246,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         needs_none = config.nonfinite != "raise" and config.weight is None and config.local_sgd is None
         is_alone = peers.world_size == 1 and needs_none
         self._check_model(peers)
-        self._passes = None if is_alone else self._begin_passes(is_first=is_first)
+        self._backward_sync = None if is_alone else self._begin_sync(is_first=is_first)
         recording.begin_if_batches_count(peers.rank, peers.world_size)
         self._tell_of_unused_compression(peers.rank)
         self._is_connected = True
@@ -275,7 +277,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self._tensors.check_trainable()
         self._tensors.check_averaged(self._config.buffers)
 
-    def _begin_passes(self, *, is_first: bool = True) -> GradientPasses:
+    def _begin_sync(self, *, is_first: bool = True) -> TorchBackwardSync:
         peers = self._peers
         assert peers is not None
         on_host = self._tensors.device_kinds == {"cpu"}
@@ -297,25 +299,27 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             communicator.broadcast(values)
         if is_sharing:
             parameters, memory = self._tensors.all_parameters, peers.share_hosts()
-            self._home = move(_SHARING, parameters, peers, memory, are_equal=are_equal, allows_writing=True)
-        passes: GradientPasses = self._passes_over(communicator)
-        passes.shares_parameters = self._home is not None
-        passes.autograd.errors = self._errors
+            self._storage = move(
+                _SHARING, parameters, peers, memory, are_equal=are_equal, allows_writing=True
+            )
+        backward_sync: TorchBackwardSync = self._sync_over(communicator)
+        backward_sync.shares_parameters = self._storage is not None
+        backward_sync.autograd.errors = self._errors
         if self._sample_rate is not None:
-            passes.autograd.times.use_rate(self._sample_rate, passes.good_passes)
+            backward_sync.autograd.times.use_rate(self._sample_rate, backward_sync.good_backwards)
         torn.call_guard(self._guard_model)
-        passes.use_ends_by_hand(self._ends_by_hand)  # a copy's, or after regrouping
+        backward_sync.use_ends_by_hand(self._ends_by_hand)  # a copy's, or after regrouping
         # The hooks are the parameters', which may live on and be wrapped again.
-        self._on_drop = weakref.finalize(self, passes.graphs.drop_wrapper)
+        self._on_drop = weakref.finalize(self, backward_sync.graphs.drop_wrapper)
         self._on_drop.atexit = False
-        return passes
+        return backward_sync
 
     def _guard_model(self) -> None:
         for module in self.module.modules():
             module.register_state_dict_pre_hook(check_before_state_dict)  # type: ignore[no-untyped-call]
 
-    def _make_passes(self, communicator: Communicator[torch.Tensor]) -> GradientPasses:
-        return make_passes(self._tensors, communicator, self._config)
+    def _make_sync(self, communicator: Communicator[torch.Tensor]) -> TorchBackwardSync:
+        return make_sync(self._tensors, communicator, self._config)
 
     def _join_member(
         self, between: str, communicator: Communicator[torch.Tensor]
@@ -336,12 +340,12 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     def _outer(self, communicator: Communicator[torch.Tensor]) -> tuple[OuterParameters, BufferSync]:
         return OuterParameters(self._tensors), make_buffer_sync(self._tensors, communicator, self._config)
 
-    def _begin_again(self) -> GradientPasses:
-        if self._passes is not None:
-            self._passes.end()
+    def _begin_again(self) -> TorchBackwardSync:
+        if self._backward_sync is not None:
+            self._backward_sync.end()
         if self._on_drop is not None:
             self._on_drop.detach()
-        return self._begin_passes(is_first=False)
+        return self._begin_sync(is_first=False)
 
     @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -357,13 +361,13 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         try:
             output = self._run_ddp_forward(*inputs, **kwargs)
         except BaseException:
-            if is_training and self._passes is not None:
-                self._passes.micro_batches.take_back_forward()
+            if is_training and self._backward_sync is not None:
+                self._backward_sync.micro_batches.take_back_forward()
             raise
         finally:
             TorchDDP._active_ddp_module = outer
-            if self._passes is not None:
-                self._passes.buffers.end_forward()
+            if self._backward_sync is not None:
+                self._backward_sync.buffers.end_forward()
         if is_training:
             self._after_forward(output)
         return output
@@ -381,18 +385,18 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
         """The arguments on their device, and whether gradients of our parameters may be needed."""
-        if self._home is not None:
-            self._home.check_in_place()
+        if self._storage is not None:
+            self._storage.check_in_place()
         if torn.marks:
             self._check_whole(self._tensors.all_parameters.values())
         if self._config.device is not None:
             inputs, kwargs = moved((inputs, kwargs), self._config.device)
-        is_alone = self._is_connected and self._passes is None
+        is_alone = self._is_connected and self._backward_sync is None
         if recording.has_batches and torch.is_grad_enabled():
             recording.note_batch(inputs, kwargs)
         if not torch.is_grad_enabled() or is_alone or not self._tensors.are_trained():
-            if self._passes is not None:
-                self._passes.begin_untrained_forward()
+            if self._backward_sync is not None:
+                self._backward_sync.begin_untrained_forward()
             return inputs, kwargs, False
         refuse_compiled_autograd()
         active = TorchDDP._active_ddp_module  # of a forward around this one
@@ -403,40 +407,40 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         is_training = module.training
         if not self._is_connected and is_training:
             self._connected()
-        passes = self._passes
-        if passes is not None:
+        backward_sync = self._backward_sync
+        if backward_sync is not None:
             if self._config.local_sgd is not None:
-                passes = self._begin_local_forward(passes, is_training=is_training)
+                backward_sync = self._begin_local_forward(backward_sync, is_training=is_training)
             is_syncing = self._syncs_backward
             if self._join_config is not None and self._join_config.enable and self._joining is not None:
                 self._joining.notify(self, is_syncing, is_training=is_training)
             weight = self._config.weight
             if callable(weight):
                 weight = as_weight(weight(*inputs, **kwargs))
-            passes.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=is_training)
+            backward_sync.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=is_training)
             if weight is not None:
-                passes.micro_batches.add_forward(weight)
+                backward_sync.micro_batches.add_forward(weight)
         return inputs, kwargs, True
 
     @untraced
     def _after_forward(self, output: object) -> None:
-        passes = self._passes
+        backward_sync = self._backward_sync
         if not self._is_connected:
             refuse_backward(output)
-        elif passes is not None:
-            passes.watch(output)
+        elif backward_sync is not None:
+            backward_sync.watch(output)
             if recording.note is not None:
-                passes.end_forward()
-                if recording.keeps_all and not passes.state.is_forward_averaged:
-                    passes.watch_local(output)
+                backward_sync.end_forward()
+                if recording.keeps_all and not backward_sync.state.is_forward_averaged:
+                    backward_sync.watch_local(output)
 
-    def _passes_to_weigh(self) -> GradientPasses:
+    def _sync_to_weigh(self) -> TorchBackwardSync:
         if not self._is_connected:
             self._connected()
-        if self._passes is None:  # alone, there still are micro-batches
-            self._passes = self._begin_passes()
-            self._passes.sync_next_backward(self._syncs_backward)
-        return self._passes
+        if self._backward_sync is None:  # alone, there still are micro-batches
+            self._backward_sync = self._begin_sync()
+            self._backward_sync.sync_next_backward(self._syncs_backward)
+        return self._backward_sync
 
     def _note_steps(self) -> None:
         note_steps()
@@ -480,9 +484,9 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         chosen = CommHook(state, hook)
         if peers.world_size > 1:
             agree_on_hook(chosen, peers.exchange, peers.timeout_s)
-        if self._passes is None:
-            self._passes = self._begin_passes()
-        self._passes.use_hook(chosen, peers.process_group)
+        if self._backward_sync is None:
+            self._backward_sync = self._begin_sync()
+        self._backward_sync.use_hook(chosen, peers.process_group)
         self._comm_hook = chosen
 
     def clip_grad_norm_(
@@ -513,12 +517,17 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             hint = "the GradScaler that scaled the loss, or None"
             raise Arguments("clip_grad_norm_").refuse("scaler", scaler, "a GradScaler", hint, is_type=True)
         scale = 1.0 if scaler is None else scaler.get_scale()
-        passes = self._passes
-        if passes is not None and (scattered := passes.autograd.scattered_in_place()) is not None:
-            norm = scattered.clip(max_norm * scale, norm_type, passes.figures.squared_norm())
+        backward_sync = self._backward_sync
+        if (
+            backward_sync is not None
+            and (scattered := backward_sync.autograd.scattered_in_place()) is not None
+        ):
+            norm = scattered.clip(max_norm * scale, norm_type, backward_sync.figures.squared_norm())
             return torch.tensor(norm) / scale
-        is_known = self._passes is not None and norm_type == 2.0
-        known = self._passes.figures.known_norm() if is_known and self._passes is not None else None
+        is_known = self._backward_sync is not None and norm_type == 2.0
+        known = (
+            self._backward_sync.figures.known_norm() if is_known and self._backward_sync is not None else None
+        )
         return _clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
 
     def _own_squared_norm(self) -> float:
@@ -531,7 +540,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a synchronised backward brings buffers in step."""
-        return self._passes is not None and self._passes.buffers.is_needed
+        return self._backward_sync is not None and self._backward_sync.buffers.is_needed
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

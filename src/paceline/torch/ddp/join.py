@@ -1,6 +1,7 @@
 """Ranks that run out of data before the others, in torch's `Join`; see also `reducer.uneven`.
 
-The one idea: such a rank takes part in the others' passes without gradients, and asks before each of them, as
+The one idea: such a rank takes part in the others' backward passes without gradients, and asks before each of
+    them, as
 torch's `Join` does, whether there will be one.
 """
 
@@ -15,12 +16,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from paceline.errors import ConfigError
-from paceline.reducer.passes.uneven import Shadow
+from paceline.reducer.backward.uneven import Shadow
 from paceline.torch.communicator.calls import GroupCalls
 from paceline.torch.communicator.peers import Peers, ProcessGroupPeers
 
 if TYPE_CHECKING:
-    from paceline.torch.passes.passes import GradientPasses
+    from paceline.torch.backward.autograd import TorchBackwardSync
 
 _WHO_HAS_JOINED = "the all-reduce of torch's Join that counts who still has data"
 
@@ -29,12 +30,12 @@ class Joining:
     """One wrapped model within torch's `Join`.
 
     Args:
-        passes: The passes of the model; None if it is alone.
+        backward_sync: The backward passes of the model; None if it is alone.
         peers: The ranks that train the model.
         device: The device of the model's parameters.
     """
 
-    def __init__(self, passes: GradientPasses | None, peers: Peers, device: torch.device) -> None:
+    def __init__(self, backward_sync: TorchBackwardSync | None, peers: Peers, device: torch.device) -> None:
         if not isinstance(peers, ProcessGroupPeers):
             raise ConfigError(
                 "DistributedDataParallel: torch's Join needs a process group of torch.",
@@ -42,19 +43,19 @@ class Joining:
                 hint="call ddp.finish() on each rank when its data ends; or torch.distributed."
                 "init_process_group() before wrapping the model",
             )
-        calls = GroupCalls(peers, None if passes is None else passes.communicator.peer_monitor)
+        calls = GroupCalls(peers, None if backward_sync is None else backward_sync.communicator.peer_monitor)
         self._device = torch.device("cpu") if calls.serves_cpu else device
         self._calls = calls
-        self._passes = passes
+        self._backward_sync = backward_sync
         self._shadow: Shadow | None = None  # of this rank, since it has run out
         self._work: dist.Work | None = None  # kept: dropping one that is under way may end it
 
     def notify(self, joinable: Any, is_syncing: bool, *, is_training: bool) -> None:
         """Tell those who have run out that this rank begins a forward, and whether it will synchronise."""
-        if self._passes is not None:
-            self._passes.autograd.check_direct_step()
+        if self._backward_sync is not None:
+            self._backward_sync.autograd.check_direct_step()
             # Before the calls of torch: a forward too many waits here for the others.
-            self._passes.tell_forward(is_syncing=is_syncing, is_training=is_training)
+            self._backward_sync.tell_forward(is_syncing=is_syncing, is_training=is_training)
         with self.naming_the_lost():
             self._work = Join.notify_join_context(joinable)
         self._any(is_syncing)
@@ -65,27 +66,27 @@ class Joining:
 
     def shadow(self, divide_by_initial_world_size: bool) -> None:
         """Take part in the backward that the others are about to make, if it synchronises."""
-        if self._passes is not None and self._shadow is None:
-            self._shadow = Shadow(self._passes, keep_accumulated=True)
-        if self._any(False) and self._passes is not None:
+        if self._backward_sync is not None and self._shadow is None:
+            self._shadow = Shadow(self._backward_sync, keep_accumulated=True)
+        if self._any(False) and self._backward_sync is not None:
             # With a weight of 1 the zeros count, so the others' sum is divided by the whole world size.
-            self._passes.shadow(weight=1.0 if divide_by_initial_world_size else 0.0)
+            self._backward_sync.shadow(weight=1.0 if divide_by_initial_world_size else 0.0)
 
     def take_last_model(self, is_last: bool) -> None:
         """Everybody gets the model of a rank that has not run out before the others."""
-        if self._passes is None:
+        if self._backward_sync is None:
             return
         if self._shadow is not None:
             shadow, self._shadow = self._shadow, None
             shadow.end()
-        votes = self._passes.communicator.all_gather(bytes([is_last]))
-        self._passes.broadcast_model(votes.index(bytes([True])))
+        votes = self._backward_sync.communicator.all_gather(bytes([is_last]))
+        self._backward_sync.broadcast_model(votes.index(bytes([True])))
 
     def _any(self, is_syncing: bool) -> bool:
-        if self._passes is None:
+        if self._backward_sync is None:
             return is_syncing
         votes = torch.tensor([float(is_syncing)], device=self._device)
-        self._passes.communicator.sum(votes)
+        self._backward_sync.communicator.sum(votes)
         return bool(votes.item())
 
 

@@ -1,6 +1,7 @@
 """What `_get_ddp_logging_data` tells of a wrapped model, under torch's names and in torch's units.
 
-The one idea: all of it is known or computed when it is asked for, but for the times of a sample of passes.
+The one idea: all of it is known or computed when it is asked for, but for the times of a sample of backward
+    passes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _ENVIRONMENT_OF_BACKEND = {
 
 
 def noting_errors(method: _Method) -> _Method:
-    """Let a method of a wrapper note what it raises. Not for what runs in each pass: it costs a call."""
+    """Let a method of a wrapper note what it raises. Not for what runs in each backward: it costs a call."""
 
     @functools.wraps(method)
     def call(self: TorchNames, *args: Any, **kwargs: Any) -> Any:
@@ -76,8 +77,8 @@ class TorchLogger:
 
 
 def logging_data(ddp: TorchNames) -> dict[str, Any]:
-    """Facts about a wrapper, and times of its passes; see `DistributedDataParallel._get_ddp_logging_data`."""
-    return _of_construction(ddp) | _of_buckets(ddp) | _of_passes(ddp) | _of_errors(ddp)
+    """Facts about a wrapper, and times of its steps; see `DistributedDataParallel._get_ddp_logging_data`."""
+    return _of_construction(ddp) | _of_buckets(ddp) | _of_backwards(ddp) | _of_errors(ddp)
 
 
 def _of_construction(ddp: TorchNames) -> dict[str, Any]:
@@ -118,14 +119,14 @@ def _of_buckets(ddp: TorchNames) -> dict[str, Any]:
     specs = ddp._tensors.specs(ddp._config.reduce_dtype, complex_as_real=not is_hooked)
     first = plan_gradients(specs, ddp._config, None, whole=is_hooked)
     facts: dict[str, Any] = {"bucket_sizes": _sizes(first)}
-    passes = ddp._passes
-    if passes is None or not passes.good_passes:
+    backward_sync = ddp._backward_sync
+    if backward_sync is None or not backward_sync.good_backwards:
         return facts
-    now = passes.planning.reduction.plan
-    reducer = passes.reducer
+    now = backward_sync.planning.reduction.plan
+    reducer = backward_sync.reducer
     unused = reducer.unused(ddp._peers.rank) if ddp._peers is not None else []
     return facts | {
-        "has_rebuilt_buckets": int(passes.planning.is_order_final),
+        "has_rebuilt_buckets": int(backward_sync.planning.is_order_final),
         "rebuilt_bucket_sizes": _sizes(now),
         "rebuilt_per_bucket_param_indices": _joined(
             " ".join(map(str, bucket.parameters)) for bucket in now.buckets
@@ -138,13 +139,16 @@ def _of_buckets(ddp: TorchNames) -> dict[str, Any]:
     }
 
 
-def _of_passes(ddp: TorchNames) -> dict[str, int]:
-    passes = ddp._passes
-    if passes is None:
+def _of_backwards(ddp: TorchNames) -> dict[str, int]:
+    backward_sync = ddp._backward_sync
+    if backward_sync is None:
         return {"iteration": 0}
-    facts = {"iteration": passes.autograd.times.pass_number, **passes.autograd.times.facts()}
-    if passes.good_passes:
-        facts["can_set_static_graph"] = int(passes.is_graph_static)
+    facts = {
+        "iteration": backward_sync.autograd.times.backward_number,
+        **backward_sync.autograd.times.facts(),
+    }
+    if backward_sync.good_backwards:
+        facts["can_set_static_graph"] = int(backward_sync.is_graph_static)
     return facts
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
+from paceline.torch.backward.graphs import RunningCall, running_call, tensors_in
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.passes.graphs import RunningCall, running_call, tensors_in
 
 if TYPE_CHECKING:
     from paceline.torch.ddp.torch_names import TorchNames
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # not copied: their state often holds a process group.
 _CONNECTIONS = (
     "_peers",
-    "_passes",
-    "_meetings",
+    "_backward_sync",
+    "_outer_sync",
     "_warmup",
     "_tensors",
     "_joining",
@@ -35,7 +35,7 @@ _CONNECTIONS = (
     "_on_drop",
     "_are_hooks_removed",
     "_error_note",
-    "_home",
+    "_storage",
     "device_mesh",
 )
 
@@ -45,8 +45,8 @@ def state_of(ddp: TorchNames) -> dict[str, Any]:
     state = {name: value for name, value in ddp.__dict__.items() if name not in _CONNECTIONS}
     state["_earlier_steps"] = ddp._earlier_steps + ddp.num_good_passes  # no second warm-up of local SGD
     state["_trained_names"] = tuple(ddp._tensors.names)  # some may be frozen now
-    if ddp._meetings is not None:
-        state["_carried"] = ddp._meetings.carried()
+    if ddp._outer_sync is not None:
+        state["_carried"] = ddp._outer_sync.carried()
     return state
 
 
@@ -54,7 +54,7 @@ def restore(ddp: TorchNames, state: dict[str, Any]) -> None:
     """Make `ddp`, which is new, the copy that `state_of` described; it knows no other rank yet."""
     nn.Module.__setstate__(ddp, state)  # type: ignore[no-untyped-call]
     ddp._is_connected = False
-    ddp._peers = ddp._passes = ddp._joining = ddp._join_config = None
+    ddp._peers = ddp._backward_sync = ddp._joining = ddp._join_config = None
     ddp._tensors = ManagedTensors(ddp.module, ddp.__dict__.pop("_trained_names", ()))
     ddp._tensors.delay(ddp._arguments)
 

@@ -1,6 +1,7 @@
 """A wrapped model that goes on with other ranks: what fault-tolerant users of torch call when one is lost.
 
-The one idea: everything that belongs to the ranks is in `Peers` and in the passes over them, so both are made
+The one idea: everything that belongs to the ranks is in `Peers` and in the backward passes over them, so both
+    are made
 anew, and the model, its gradients and its options stay.
 """
 
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline.reducer.history import agree_on_passes
+from paceline.reducer.history import agree_on_backwards
 from paceline.torch.communicator.peers import find_peers
 from paceline.torch.model.inner_tensors import plain_tensors
 
@@ -28,37 +29,37 @@ def regroup(ddp: TorchNames, new_process_group: Any) -> None:
         return
     timeout_s, warn_after_s = ddp._config.timeout_s, ddp._config.warn_after_s
     peers = find_peers(new_process_group, None, timeout_s, warn_after_s, "new_process_group")
-    before, ddp._passes = ddp._passes, None
+    before, ddp._backward_sync = ddp._backward_sync, None
     if before is not None:
-        ddp._good_passes = before.good_passes
+        ddp._good_backwards = before.good_backwards
         before.graphs.close()
         before.end_turn()
-        # A rank that was stopped, and whom this one has given up, may still write into the arena.
+        # A rank that was stopped, and whom this one has given up, may still write into the gradient buffer.
         before.settle_interrupted()
-        before.gradients.leave_arena()
+        before.gradients.leave_buffer()
     elif ddp._is_connected:  # alone: nobody has counted
-        ddp._good_passes = None
+        ddp._good_backwards = None
     ddp._is_connected = False
     if ddp._on_drop is not None:
         ddp._on_drop.detach()
-    if ddp._home is not None:  # of the ranks before
-        ddp._home.move_out()
-        ddp._home = None
+    if ddp._storage is not None:  # of the ranks before
+        ddp._storage.move_out()
+        ddp._storage = None
     ddp._check_model(peers)
     digest, exchange = functools.partial(_digest_of_weights, ddp._tensors), peers.exchange
-    ddp._good_passes, had_all = agree_on_passes(ddp._good_passes, digest, exchange, peers.timeout_s)
+    ddp._good_backwards, had_all = agree_on_backwards(ddp._good_backwards, digest, exchange, peers.timeout_s)
     if not had_all:
         for parameter in ddp._tensors.trainable:
             parameter.grad = None
     ddp._connect(peers, is_first=False)
     if ddp._comm_hook is not None:
-        if ddp._passes is None:  # alone
-            ddp._passes = ddp._begin_passes(is_first=False)
-        ddp._passes.use_hook(ddp._comm_hook, peers.process_group)
-    if ddp._passes is not None:
-        ddp._passes.good_passes = ddp._good_passes
+        if ddp._backward_sync is None:  # alone
+            ddp._backward_sync = ddp._begin_sync(is_first=False)
+        ddp._backward_sync.use_hook(ddp._comm_hook, peers.process_group)
+    if ddp._backward_sync is not None:
+        ddp._backward_sync.good_backwards = ddp._good_backwards
         if before is not None:
-            ddp._passes.buffers.hook = before.buffers.hook
+            ddp._backward_sync.buffers.hook = before.buffers.hook
 
 
 def _digest_of_weights(tensors: ManagedTensors) -> bytes:

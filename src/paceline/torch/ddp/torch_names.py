@@ -30,9 +30,10 @@ from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import hide_inherited
 from paceline.ddp.wrapper_arguments import MIB
 from paceline.errors import ConfigError, ReplicaError
-from paceline.reducer.local_sgd.meetings import Meetings, Warmup
+from paceline.reducer.local_sgd.outer_sync import OuterSync, Warmup
 from paceline.sharding.partial_steps import torn
 from paceline.sharding.shared_parameters import written
+from paceline.torch.backward.autograd import ErrorNote
 from paceline.torch.communicator.buffer_hook import BufferHook
 from paceline.torch.data_parallel.scatter import gather, scatter_call
 from paceline.torch.ddp.join import DDPJoinHook, Joining, NamingJoin
@@ -41,15 +42,14 @@ from paceline.torch.ddp.pickling import copy_of, restore, state_of
 from paceline.torch.ddp.regrouping import regroup
 from paceline.torch.ddp.wrapped_twice import AskedWhenWrapped, refuse_replicas
 from paceline.torch.model.arguments import as_device
-from paceline.torch.passes.passes import ErrorNote
-from paceline.torch.sharding.shared_storage import Home
+from paceline.torch.sharding.shared_storage import SharedStorage
 
 if TYPE_CHECKING:
     from paceline.reducer.comm_hooks import CommHook
+    from paceline.torch.backward.autograd import TorchBackwardSync
     from paceline.torch.communicator.peers import Peers
     from paceline.torch.model.config import DDPConfig
     from paceline.torch.model.parameters import ManagedTensors
-    from paceline.torch.passes.passes import GradientPasses
 
 # What torch's class does with nothing but the module, or for the sake of torch's own compiler.
 _INHERITED = {
@@ -82,8 +82,8 @@ class TorchNames(TorchDDP):
     _arguments: dict[str, Any]
     _config: DDPConfig
     _tensors: ManagedTensors
-    _passes: GradientPasses | None
-    _meetings: Meetings[torch.Tensor] | None
+    _backward_sync: TorchBackwardSync | None
+    _outer_sync: OuterSync[torch.Tensor] | None
     _warmup: Warmup | None
     _peers: Peers | None  # None: a copy that does not know them yet
     _is_connected: bool  # False: a copy that has not been trained yet
@@ -92,11 +92,12 @@ class TorchNames(TorchDDP):
     _has_joined = False
     _comm_hook: CommHook | None = None
     _builtin_hook: str | None = None  # what torch calls the hook, if it is one of those in C++
-    _on_drop: weakref.finalize[Any, Any] | None = None  # tells the passes that the wrapper is gone
-    _good_passes: int | None = 0  # before the passes of the present group; None: some were not counted
+    _on_drop: weakref.finalize[Any, Any] | None = None  # tells the BackwardSync that the wrapper is gone
+    # before the backward passes of the present group; None: some were not counted
+    _good_backwards: int | None = 0
     _are_hooks_removed = False
     _ends_by_hand = False
-    _home: Home | None
+    _storage: SharedStorage | None
     _sample_rate: int | None = None
     _ddp_params_and_buffers_to_ignore = AskedWhenWrapped()
 
@@ -104,7 +105,7 @@ class TorchNames(TorchDDP):
 
         def _check_model(self, peers: Peers) -> None: ...
 
-        def _begin_passes(self, *, is_first: bool = True) -> GradientPasses: ...
+        def _begin_sync(self, *, is_first: bool = True) -> TorchBackwardSync: ...
 
         def _connect(self, peers: Peers, *, is_first: bool = True) -> None: ...
 
@@ -164,22 +165,22 @@ class TorchNames(TorchDDP):
         For work that is to run between the two: a sparse exchange of one's own, for example. Until then
         `.grad` is this rank's own, or, with gradient_as_bucket_view, anything. Set it on every rank, before
         forward or after the backward before has been finalized; a forward that trains raises while one is
-        not. Such passes are not timed (`_get_ddp_logging_data`). torch's since 2.15.
+        not. Such backward passes are not timed (`_get_ddp_logging_data`). torch's since 2.15.
         """
         return self._ends_by_hand
 
     @require_manual_backward_finalization.setter
     def require_manual_backward_finalization(self, required: bool) -> None:
         flag = Arguments("DistributedDataParallel").flag("require_manual_backward_finalization", required)
-        if self._passes is not None:
-            self._passes.use_ends_by_hand(flag)
+        if self._backward_sync is not None:
+            self._backward_sync.use_ends_by_hand(flag)
         self._ends_by_hand = flag
 
     @property
     def should_finalize_after_backward(self) -> bool:
         """Whether `finalize_backward()` has to wait until backward has returned: always, where it is needed.
 
-        torch's also allows it in a hook of the last gradient, in some passes.
+        torch's also allows it in a hook of the last gradient, in some backward passes.
         """
         return self._ends_by_hand
 
@@ -190,7 +191,7 @@ class TorchNames(TorchDDP):
         have raised.
 
         Raises:
-            ConfigError: Passes end by themselves, or no backward is to be finalized.
+            ConfigError: BackwardSync end by themselves, or no backward is to be finalized.
         """
         if not self._ends_by_hand:
             raise ConfigError(
@@ -198,8 +199,8 @@ class TorchNames(TorchDDP):
                 expected="require_manual_backward_finalization = True, set before forward",
                 got="False",
             )
-        if self._passes is not None:  # alone, a rank's own gradients are the means
-            self._passes.end_by_hand()
+        if self._backward_sync is not None:  # alone, a rank's own gradients are the means
+            self._backward_sync.end_by_hand()
 
     @property
     def mixed_precision(self) -> Any:
@@ -265,26 +266,26 @@ class TorchNames(TorchDDP):
                 raise
         value = getattr(module, name)
         if isinstance(value, MethodType) and value.__self__ is module:
-            return self._with_passes(value)
+            return self._with_sync(value)
         return value
 
-    def _with_passes(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _with_sync(self, method: Callable[..., Any]) -> Callable[..., Any]:
         """A method of the wrapped module that may run forward: a backward of its result synchronises."""
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            passes = self._passes if torch.is_grad_enabled() else None
-            if passes is None or not self._tensors.are_trained():
+            backward_sync = self._backward_sync if torch.is_grad_enabled() else None
+            if backward_sync is None or not self._tensors.are_trained():
                 return method(*args, **kwargs)
             graph_before = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
-            passes.begin_untrained_forward()
+            backward_sync.begin_untrained_forward()
             output = method(*args, **kwargs)
             if torch.autograd._get_sequence_nr() == graph_before:  # type: ignore[attr-defined]
                 return output  # it computed nothing that has a backward
-            passes.buffers.end_forward()
+            backward_sync.buffers.end_forward()
             # Not counted as a forward: it may be any method, called on some ranks only.
-            passes.begin_forward((), {}, is_syncing=self._syncs_backward, is_training=False)
-            passes.watch(output)
+            backward_sync.begin_forward((), {}, is_syncing=self._syncs_backward, is_training=False)
+            backward_sync.watch(output)
             return output
 
         return call
@@ -310,13 +311,13 @@ class TorchNames(TorchDDP):
             raise Arguments(owner).refuse("state_dict", state_dict, "a state_dict", hint, is_type=True)
         flag = Arguments("load_state_dict").flag
         strict, assign = flag("strict", strict), flag("assign", assign)
-        if assign and self._home is not None:
+        if assign and self._storage is not None:
             raise ConfigError(
                 "load_state_dict: assign=True would give this rank parameters of its own.",
                 seen="share_parameters=True: all ranks of the host share them",
                 hint="leave assign out; or load before wrapping",
             )
-        with written(self._home):
+        with written(self._storage):
             result = self._load(state_dict, strict, assign)
         torn.forget(self._tensors.all_parameters.values())
         return result
@@ -368,29 +369,31 @@ class TorchNames(TorchDDP):
         if self.static_graph:
             warnings.warn("static_graph is True already, no need to set it again.", stacklevel=2)
             return
-        passes = self._passes
-        forwards = 0 if passes is None else passes.state.status.forwards
-        if passes is not None and (passes.good_passes or forwards or passes.state.is_armed):
+        backward_sync = self._backward_sync
+        forwards = 0 if backward_sync is None else backward_sync.state.status.forwards
+        if backward_sync is not None and (
+            backward_sync.good_backwards or forwards or backward_sync.state.is_armed
+        ):
             raise ConfigError(
                 "_set_static_graph() should be called before training loop starts, and after wrapping.",
-                where=passes.who,
-                seen=f"{passes.good_passes} good synchronised backwards, {forwards} forwards "
+                where=backward_sync.who,
+                seen=f"{backward_sync.good_backwards} good synchronised backwards, {forwards} forwards "
                 "since the last one",
                 hint="pass static_graph=True when wrapping, or call it right after that, on every rank",
             )
         self._config = replace(self._config, allow_unused=True, static_graph=True)
-        if self._passes is not None:
-            self._passes.use_config(self._config)
-            self._passes.state.status.static_graph = True  # the next pass tells those who have not
+        if self._backward_sync is not None:
+            self._backward_sync.use_config(self._config)
+            self._backward_sync.state.status.static_graph = True  # the next backward tells those who have not
 
     def _check_reducer_finalized(self) -> None:
         """Raise if a backward has begun to average gradients and not ended."""
-        state = None if self._passes is None else self._passes.state
+        state = None if self._backward_sync is None else self._backward_sync.state
         if state is not None and (state.is_armed or state.is_interrupted):
             raise ReplicaError(
                 "A backward has begun to average gradients and has not ended.",
                 likely="it ended in an exception that was caught",
-                hint="run another forward: it gives the pass up, on all ranks",
+                hint="run another forward: it gives the backward up, on all ranks",
             )
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
@@ -412,37 +415,38 @@ class TorchNames(TorchDDP):
         A backward of what this wrapper has computed already leaves each rank its own gradients. The next
         forward in training mode raises ConfigError.
         """
-        passes, self._passes = self._passes, None
-        self._meetings = self._warmup = None
-        if passes is not None:
-            passes.graphs.close()
-            passes.end_turn()
+        backward_sync, self._backward_sync = self._backward_sync, None
+        self._outer_sync = self._warmup = None
+        if backward_sync is not None:
+            backward_sync.graphs.close()
+            backward_sync.end_turn()
         if self._on_drop is not None:
             self._on_drop.detach()
         self._are_hooks_removed, self._is_connected = True, False
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Time one pass in so many, after the first ten, for `_get_ddp_logging_data`. Without it: 100.
+        """Time one backward in so many, after the first ten, for `_get_ddp_logging_data`. Without it: 100.
 
         Raises:
             ConfigError: It is less than 1.
         """
         check = Arguments("_set_ddp_runtime_logging_sample_rate")
         self._sample_rate = sample_rate = check.whole("sample_rate", sample_rate, least=1)
-        if self._passes is not None:
-            self._passes.autograd.times.use_rate(sample_rate, self._passes.good_passes)
+        if self._backward_sync is not None:
+            self._backward_sync.autograd.times.use_rate(sample_rate, self._backward_sync.good_backwards)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Facts about the wrapper and times of its passes, under the names and in the units of torch.
+        """Facts about the wrapper and times of its steps, under the names and in the units of torch.
 
         Strings and integers. Times are in nanoseconds, of this rank: `avg_forward_compute_time`,
         `avg_backward_compute_time`, `avg_backward_comm_time` (from the first bucket that is complete until
         all means, and buffers, are in place) and `avg_backward_compute_comm_overlap_time`; without `avg_`
-        those of the last pass that was timed, whose number is `iteration`. Timed are the second to the tenth
-        good pass, and one in a hundred after that, with parameters on the CPU and more than one rank;
-        before, there are no such keys. `can_set_static_graph` is 1 if this rank has used the same parameters
-        in all passes so far. Once the wrapper, or a backward of its outputs, has raised an error of ours,
-        `has_error` is 1 and `error` the last one, also if it was caught and training went on.
+        those of the last backward that was timed, whose number is `iteration`. Timed are the second to the
+        tenth good backward, and one in a hundred after that, with parameters on the CPU and more than one
+        rank; before, there are no such keys. `can_set_static_graph` is 1 if this rank has used the same
+        parameters in all backward passes so far. Once the wrapper, or a backward of its outputs, has raised
+        an error of ours, `has_error` is 1 and `error` the last one, also if it was caught and training went
+        on.
 
         Example:
             >>> ddp._get_ddp_logging_data()["bucket_sizes"]  # bytes of gradients in each bucket
@@ -485,11 +489,11 @@ class TorchNames(TorchDDP):
             TypeError: It is not callable.
         """
         chosen = BufferHook(state, hook, comm_hook_location)
-        self._refuse_with_local_sgd("a buffer hook keeps buffers in step in every pass")
+        self._refuse_with_local_sgd("a buffer hook keeps buffers in step in every backward")
         self._connected()
-        if self._passes is None:
-            self._passes = self._begin_passes()
-        self._passes.buffers.hook = chosen
+        if self._backward_sync is None:
+            self._backward_sync = self._begin_sync()
+        self._backward_sync.buffers.hook = chosen
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
         """Let an optimizer of torch step each parameter as soon as its bucket is averaged.
@@ -512,8 +516,8 @@ class TorchNames(TorchDDP):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        """Whether buckets have their final order: after the first pass."""
-        return self._passes is not None and self._passes.planning.is_order_final
+        """Whether buckets have their final order: after the first backward."""
+        return self._backward_sync is not None and self._backward_sync.planning.is_order_final
 
     # --- torch's Join ---
 
@@ -525,9 +529,9 @@ class TorchNames(TorchDDP):
     ) -> Join:
         """A context in which ranks may make different numbers of steps, as torch's; see also finish().
 
-        A rank that leaves the context takes part in the others' passes until all ranks have left it. Then
-        all ranks have the model of a rank that went on longest, and `.grad` is restored. Make one forward
-        for each backward.
+        A rank that leaves the context takes part in the others' backward passes until all ranks have left it.
+        Then all ranks have the model of a rank that went on longest, and `.grad` is restored. Make one
+        forward for each backward.
 
         Args:
             divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: by the
@@ -538,7 +542,7 @@ class TorchNames(TorchDDP):
         Raises:
             ConfigError: The ranks are connected by a `paceline.Group`; torch's Join needs a process group.
         """
-        if self._home is not None:
+        if self._storage is not None:
             raise ConfigError(
                 "join: ranks that are out of data would not take part in the steps of the others.",
                 seen="share_parameters=True: all ranks of a host step together",
@@ -554,13 +558,13 @@ class TorchNames(TorchDDP):
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
         """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""
         self._refuse_with_local_sgd(
-            "torch's Join counts the passes of all ranks; finish() and iterate() don't"
+            "torch's Join counts the backward passes of all ranks; finish() and iterate() don't"
         )
         self._refuse_scattering("in torch's Join a rank without data needs the gradients of another")
         self._has_joined = True
         divide = bool(kwargs.get("divide_by_initial_world_size", True))
         peers = self._connected()
-        self._joining = Joining(self._passes, peers, self.join_device)
+        self._joining = Joining(self._backward_sync, peers, self.join_device)
         return DDPJoinHook(self._joining, divide, self._leave_join)
 
     def _leave_join(self) -> None:
@@ -594,16 +598,18 @@ class TorchNames(TorchDDP):
 
         Collective over the new group, between two steps: every rank of it makes this call, one that comes
         anew too (wrap its model over a group of its own first). A rank that is not in it returns at once,
-        and takes no part in synchronised backwards until it is. A pass that an exception has broken off, as
-        when a rank died in it, is forgotten. Communication hooks stay, with the group that their state holds.
+        and takes no part in synchronised backwards until it is. A backward that an exception has broken off,
+        as when a rank died in it, is forgotten. Communication hooks stay, with the group that their state
+        holds.
 
-        Nothing is broadcast. The ranks compare how many good passes they have behind them; where that
+        Nothing is broadcast. The ranks compare how many good backward passes they have behind them; where
+        that
         differs, their weights must be equal, bit by bit: give them to a rank that comes anew before this
         call. Gradients that are left from before are dropped then, as not every rank has them.
 
         Raises:
             ModelMismatchError: The ranks' models differ, or their weights; names the first difference, or
-                the ranks and their numbers of good passes.
+                the ranks and their numbers of good backward passes.
         """
         self._refuse_with_local_sgd("_update_process_group() goes on with replicas that are equal")
         regroup(self, new_process_group)
@@ -617,10 +623,10 @@ class TorchReducer:
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
         """The next backward synchronises, though its forward was in no_sync() (Accelerate does that)."""
-        passes = self._ddp._passes
-        if passes is not None:
-            passes.sync_next_backward()
-            passes.watch(list(outputs))
+        backward_sync = self._ddp._backward_sync
+        if backward_sync is not None:
+            backward_sync.sync_next_backward()
+            backward_sync.watch(list(outputs))
 
     def prepare_for_forward(self) -> None:
         """Nothing to prepare."""
@@ -630,9 +636,9 @@ class TorchReducer:
         return False
 
     def _ddp_graph_static(self) -> bool:
-        """Whether this rank has used the same parameters in all passes so far."""
-        passes = self._ddp._passes
-        return passes is None or passes.is_graph_static
+        """Whether this rank has used the same parameters in all backward passes so far."""
+        backward_sync = self._ddp._backward_sync
+        return backward_sync is None or backward_sync.is_graph_static
 
     def _set_static_graph(self) -> None:
         self._ddp._set_static_graph()

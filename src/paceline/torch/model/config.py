@@ -72,7 +72,7 @@ class DDPConfig(WrapperOptions):
     precision: Precision
     share_parameters: bool
     # Whether parameters that no rank uses are let be. No: they raise, as in torch.
-    allow_nobodys: ClassVar[bool] = False
+    allow_globally_unused: ClassVar[bool] = False
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -122,7 +122,7 @@ def make_config(
     shares = check.flag("share_parameters", share_parameters)
     if shares:
         hint = "leave out one of the two"
-        expected = "None with share_parameters=True: at a meeting each rank writes to its own parameters"
+        expected = "None with share_parameters=True: at a sync each rank writes to its own parameters"
         check.require(others.get("local_sgd") is None, "local_sgd", others.get("local_sgd"), expected, hint)
     check.flag("batched_grad_copy", batched_grad_copy)  # over a process group gradients are always copied so
     precision = as_precision(mixed_precision)
@@ -162,8 +162,8 @@ def _single_device(
 def _check_later(arguments: Mapping[str, Any]) -> None:
     """Take arguments of the installed torch that this class does not know, if they have torch's default.
 
-    Code that passes torch's defaults explicitly must run with any torch; another value must not be ignored
-    silently.
+    Code that backward passes torch's defaults explicitly must run with any torch; another value must not be
+    ignored silently.
 
     Raises:
         ConfigTypeError: torch has no such argument either.

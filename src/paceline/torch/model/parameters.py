@@ -19,8 +19,8 @@ from paceline import _core
 from paceline.ddp.wrapper_arguments import WrapperArguments
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import TensorDescription
+from paceline.reducer.backward_errors import shorten
 from paceline.reducer.buffer_policy import policy_of
-from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec
 from paceline.torch.model.inner_tensors import (
     form,
@@ -146,7 +146,7 @@ class ManagedTensors:
             )
 
     def delay(self, arguments: dict[str, Any]) -> None:
-        """Find the parameters that the wrapper's arguments name, or refuse strangers.
+        """Find the parameters that the wrapper's arguments name, or refuse others.
 
         Of these arguments, an iterator is replaced by a dictionary: a copy of the wrapper looks again.
         """
@@ -291,12 +291,12 @@ class ManagedTensors:
             is_whole = all(self._is_parameter(tensor) for tensor in tensors)
             if not is_whole and (_is_transforming() or not any(id(t) in self._index_of for t in tensors)):
                 return False
-            strangers = self._strangers()
-            if strangers:
-                raise self._changed(strangers)
+            unknown_peers = self._unknown_peers()
+            if unknown_peers:
+                raise self._changed(unknown_peers)
             self._take_structure()
         elif any(p.requires_grad for p in self._untrained):
-            raise self._changed(self._strangers())
+            raise self._changed(self._unknown_peers())
         self._take_flags()
         return self._is_trained
 
@@ -364,16 +364,16 @@ class ManagedTensors:
     def _is_ignored(self, name: str, tensor: torch.Tensor | None) -> bool:
         return name in self.ignored or id(tensor) in self._ignored_tensors
 
-    def _strangers(self) -> list[str]:
+    def _unknown_peers(self) -> list[str]:
         """Names of parameters that are to be trained and are not averaged."""
         return [name for name, p in self._managed() if p.requires_grad and id(p) not in self._index_of]
 
-    def _changed(self, strangers: Sequence[str]) -> ConfigError:
+    def _changed(self, unknown_peers: Sequence[str]) -> ConfigError:
         now, before = dict(self._module.named_parameters()), self.all_parameters
         changes = {
-            "added": [name for name in strangers if name not in before],
-            "replaced": [name for name in strangers if name in before and now[name] is not before[name]],
-            "unfrozen": [name for name in strangers if name in before and now[name] is before[name]],
+            "added": [name for name in unknown_peers if name not in before],
+            "replaced": [name for name in unknown_peers if name in before and now[name] is not before[name]],
+            "unfrozen": [name for name in unknown_peers if name in before and now[name] is before[name]],
         }
         return ConfigError(
             "A wrapped model has parameters to train that it had not when it was wrapped.",

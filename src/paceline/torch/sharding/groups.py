@@ -14,8 +14,8 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.arguments import Arguments
-from paceline.sharding.meeting import spell_options
 from paceline.sharding.shared_step import OWNER, refuse_closure, wrong_arguments
+from paceline.sharding.step_barriers import spell_options
 
 NO_OPTIONS = ("params", "param_names")
 """Keys of a group that are no hyperparameters."""

@@ -58,7 +58,7 @@ def plan_memory(
         parameters=_bytes_of(module.named_parameters()),
         buffers=_bytes_of(module.named_buffers()),
         gradients=sum(gradients.values()),
-        arena=lay_out(gradients)[1],
+        gradient_buffer=lay_out(gradients)[1],
         state=_state_bytes(parameters, optimizer_class, options),
     )
     return plan_ways(sizes, ranks, hosts, is_allocated=is_allocated)

@@ -13,12 +13,12 @@ from torch import nn
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.sharding import moving
 from paceline.sharding.moving import overlapping
-from paceline.sharding.shared_parameters import home_of, homes_of
-from paceline.torch.communicator.arena import extent
+from paceline.sharding.shared_parameters import storage_of, storages_of
+from paceline.torch.communicator.gradient_buffer import extent
 from paceline.torch.communicator.peers import Peers
 from paceline.torch.model.inner_tensors import is_disjoint, is_wrapper
 from paceline.torch.sharding.guards import watch_optimizers
-from paceline.torch.sharding.shared_storage import PLACING, Home
+from paceline.torch.sharding.shared_storage import PLACING, SharedStorage
 
 
 def move(
@@ -29,7 +29,7 @@ def move(
     *,
     are_equal: bool,
     allows_writing: bool,
-) -> Home:
+) -> SharedStorage:
     """See `reducer.moving.move`."""
     watch_optimizers()
     return moving.move(
@@ -39,8 +39,8 @@ def move(
 
 def move_out(module: nn.Module) -> None:
     """Give this process a copy of its own of each parameter of a module that lies elsewhere."""
-    for home in homes_of([*module.parameters(), *module.buffers()]):
-        home.move_out()
+    for storage in storages_of([*module.parameters(), *module.buffers()]):
+        storage.move_out()
 
 
 def refuse_strange(owner: str, module: nn.Module, tensors: Mapping[str, torch.Tensor], peers: Peers) -> None:
@@ -71,7 +71,7 @@ def _problems(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterato
                 f"several elements of '{name}' lie in the same memory (strides {tensor.stride()})\n"
                 "contiguous() makes a parameter of it whose elements are its own"
             )
-        elif (home := home_of(tensor)) is not None and home.is_writing:
+        elif (storage := storage_of(tensor)) is not None and storage.is_writing:
             yield f"'{name}' is being written to\nleave `writing()` first"
     yield from overlapping((t.data_ptr(), name, extent(t)) for name, t in tensors.items() if t.numel())
     shared = {id(tensor) for tensor in tensors.values()}

@@ -14,7 +14,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.sharding import scattered_gradients
-from paceline.sharding.scattered_gradients import NO_PASS, Words
+from paceline.sharding.scattered_gradients import NO_BACKWARD, Words
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default  # what a GradScaler calls
 
@@ -26,20 +26,20 @@ class ScatteredGradient(torch.Tensor):
         of: The gradients that it is one of.
         name_of: The parameter's name.
         number: Which parameter's it is.
-        of_pass: The pass that has put it there.
+        of_backward: The backward that has put it there.
     """
 
     of: Scattered
     name_of: str
     number: int
-    of_pass: int
+    of_backward: int
 
     @staticmethod
     def __new__(cls, name: str, index: int, like: torch.Tensor) -> ScatteredGradient:
         made: ScatteredGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
         )
-        made.name_of, made.number, made.of_pass = name, index, NO_PASS
+        made.name_of, made.number, made.of_backward = name, index, NO_BACKWARD
         return made
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -77,7 +77,7 @@ class TorchHands:
 
     def put(self, index: int, stand_in: ScatteredGradient) -> None:
         parameter = self._parameters[index]
-        # torch lets no gradient of another dtype or shape be set; the pass has refused such a parameter.
+        # torch lets no gradient of another dtype or shape be set; the backward has refused such a parameter.
         is_as_wrapped = (parameter.dtype, parameter.shape) == (stand_in.dtype, stand_in.shape)
         parameter.grad = stand_in if is_as_wrapped else None
 
@@ -99,7 +99,8 @@ class TorchHands:
 def unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     """What a GradScaler does to gradients: divide them by the scale, and tell whether one is not finite.
 
-    Each rank divides what it owns, and tells of all, as the passes have found it: so all ranks skip the same
+    Each rank divides what it owns, and tells of all, as the backward passes have found it: so all ranks skip
+        the same
     steps.
     """
     whole: list[torch.Tensor] = []
@@ -131,7 +132,7 @@ def _refuse(func: Any, args: Iterable[Any]) -> NoReturn:
         "next backward; ddp.clip_grad_norm_(), ddp.grad_norm() and ddp.nonfinite(), which know all parts",
         likely="torch.nn.utils.clip_grad_norm_, zero_grad(set_to_none=False), an optimizer that is not "
         "sharded, or a second backward without zero_grad() (accumulate within ddp.no_sync())"
-        if gradient.of.of_pass
+        if gradient.of.of_backward
         else "a parameter that gets a second gradient in the same backward (reentrant checkpointing: "
         "use_reentrant=False, or static_graph=True); or a hook that reads it there after it was handed over; "
         "or an earlier backward has raised, and there was no zero_grad()",

@@ -22,19 +22,19 @@ from paceline.arguments import Arguments
 from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.backward.sharing import registry
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.communicator import Communicator
-from paceline.reducer.passes.sharing import registry
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import CACHED_BYTES, deal, fit_into_caches
-from paceline.sharding.journal import Journal, home_of_all
+from paceline.sharding.journal import Journal, storage_of_all
 from paceline.sharding.journal_layout import Slot, no_journal, split
 from paceline.sharding.kinds import Kind
-from paceline.sharding.meeting import Call, spell_options
-from paceline.sharding.shared_parameters import check_step_allowed, homes_of
+from paceline.sharding.shared_parameters import check_step_allowed, storages_of
 from paceline.sharding.shared_step import OWNER, SharedStep, coupled, no_step, refuse_copies
-from paceline.torch.communicator.arena import is_dense
+from paceline.sharding.step_barriers import Call, spell_options
 from paceline.torch.communicator.communicators import connect
+from paceline.torch.communicator.gradient_buffer import is_dense
 from paceline.torch.communicator.peers import find_peers, known_exchange
 from paceline.torch.model.parameters import describe_tensors
 from paceline.torch.sharding.elementwise import kind_of
@@ -57,7 +57,7 @@ from paceline.torch.sharding.groups import (
 from paceline.torch.sharding.optimizer_journal import TorchPart, slots_of
 from paceline.torch.sharding.scattered_gradients import ScatteredGradient
 from paceline.torch.sharding.shards import Shards, extent_of
-from paceline.torch.sharding.shared_storage import Home
+from paceline.torch.sharding.shared_storage import SharedStorage
 from paceline.torch.sharding.travel import travel_over
 from paceline.torch.sharding.whole_state import State, WholeState, cut, put_together
 
@@ -303,7 +303,7 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     def _journal_to_make(
         self, gradients: Sequence[torch.Tensor | None] | None
-    ) -> tuple[Home, list[list[Slot]]] | None:
+    ) -> tuple[SharedStorage, list[list[Slot]]] | None:
         """Where a journal is to be made, and what the optimizer remembers of each parameter; None: none is.
 
         Raises:
@@ -313,26 +313,26 @@ class ShardedOptimizer(Optimizer, Joinable):
             return None
         if any(type(gradient) is ScatteredGradient for gradient in gradients or ()):
             raise no_journal("reduce='scatter': no rank has the gradients of another one's part")
-        home = home_of_all(self._shards.parameters, self.world_size)
-        if self._journal is not None and self._journal.home is home:
+        storage = storage_of_all(self._shards.parameters, self.world_size)
+        if self._journal is not None and self._journal.storage is storage:
             return None
         return self._plan_journal()
 
-    def _begin_journal(self, to_make: tuple[Home, list[list[Slot]]] | None) -> None:
+    def _begin_journal(self, to_make: tuple[SharedStorage, list[list[Slot]]] | None) -> None:
         """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
         if to_make is not None:
             self._journal = Journal(self._shards, *to_make, self._peers.timeout_s)
         if self._journal is not None and not self._journal.is_ready:
             self._journal.make_ready(TorchPart(self._shards, self.optim, {}))
 
-    def _plan_journal(self) -> tuple[Home, list[list[Slot]]]:
+    def _plan_journal(self) -> tuple[SharedStorage, list[list[Slot]]]:
         """Where all parameters lie, and what is remembered of each.
 
         Raises:
             ConfigError: A journal cannot be kept for them.
         """
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        home = home_of_all(parameters, self.world_size)
+        storage = storage_of_all(parameters, self.world_size)
         if not all(map(is_dense, parameters)):
             raise no_journal("parameters with gaps between their elements")
         slots: list[list[Slot]] = []
@@ -343,7 +343,7 @@ class ShardedOptimizer(Optimizer, Joinable):
                 for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"])
             }
             slots += [by_dtype[parameter.dtype] for parameter in group["params"]]
-        return home, slots
+        return storage, slots
 
     @contextmanager
     def _part_of(
@@ -415,8 +415,8 @@ class ShardedOptimizer(Optimizer, Joinable):
                 added = self.param_groups[num_groups:]
                 kinds = self._kinds_of(added)
                 # All that would refuse the parameters later on: then half of the group would be added.
-                for home in homes_of(parameters_of(self)):
-                    check_step_allowed(home, OWNER, self.world_size)
+                for storage in storages_of(parameters_of(self)):
+                    check_step_allowed(storage, OWNER, self.world_size)
                 if self._journal is not None:
                     self._plan_journal()
             self._agree(added, kinds)

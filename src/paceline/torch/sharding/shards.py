@@ -21,11 +21,11 @@ from paceline.reducer.communicator import Communicator
 from paceline.sharding.cuts import Extent, Piece
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.ownership import tell_owners
-from paceline.sharding.shared_parameters import check_step_allowed, home_of, homes_of
+from paceline.sharding.shared_parameters import check_step_allowed, storage_of, storages_of
 from paceline.sharding.shared_step import OWNER
-from paceline.torch.communicator.arena import is_dense
+from paceline.torch.communicator.gradient_buffer import is_dense
 from paceline.torch.sharding.scattered_gradients import ScatteredGradient
-from paceline.torch.sharding.shared_storage import Home
+from paceline.torch.sharding.shared_storage import SharedStorage
 
 
 def extent_of(parameter: torch.Tensor) -> Extent:
@@ -97,7 +97,7 @@ class Shards:
         own: The indices of the pieces that this rank updates.
         tensors: A tensor for each piece, on the memory of its parameter.
         generation: Changes whenever some tensor has other memory.
-        homes: Where parameters lie that the ranks of this host share.
+        storages: Where parameters lie that the ranks of this host share.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -108,7 +108,7 @@ class Shards:
         self.own: list[int] = []
         self.tensors: list[torch.Tensor] = []
         self.generation = 0
-        self.homes: list[Home] = []
+        self.storages: list[SharedStorage] = []
         self._places: list[int] = []
         self._forms: list[tuple[torch.Size, torch.dtype, tuple[int, ...]]] = []
         self._runs: list[_Run] = []
@@ -116,7 +116,7 @@ class Shards:
     def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str], pieces: Sequence[Piece]) -> None:
         """Take more parameters; `pieces` are theirs."""
         self.parameters += parameters
-        self.homes = homes_of(self.parameters)
+        self.storages = storages_of(self.parameters)
         self.names += names
         self._places += [parameter.data_ptr() for parameter in parameters]
         self._forms += [(p.shape, p.dtype, p.stride()) for p in parameters]
@@ -150,8 +150,8 @@ class Shards:
         Raises:
             ConfigError: One has another shape, dtype or layout; or it is shared, and must not be written now.
         """
-        for home in self.homes:
-            check_step_allowed(home, OWNER, self.world_size)
+        for storage in self.storages:
+            check_step_allowed(storage, OWNER, self.world_size)
         places = [parameter.data_ptr() for parameter in self.parameters]
         if places == self._places:
             return
@@ -165,9 +165,9 @@ class Shards:
                     likely="module.to(), .half() or `parameter.data = ...` after the optimizer was made",
                     hint="make the optimizer anew, on every rank, when the model has its final form",
                 )
-        self.homes = homes_of(self.parameters)
-        for home in self.homes:
-            home.check_in_place()
+        self.storages = storages_of(self.parameters)
+        for storage in self.storages:
+            storage.check_in_place()
         for piece, tensor in zip(self.pieces, self.tensors):
             if places[piece.parameter] != self._places[piece.parameter]:
                 # The tensor stays the same: what the optimizer remembers is found by it.
@@ -177,11 +177,11 @@ class Shards:
 
     def _memory_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter's elements, where this rank may write them."""
-        home = home_of(parameter)
-        if home is None:
+        storage = storage_of(parameter)
+        if storage is None:
             return parameter.data
-        check_step_allowed(home, OWNER, self.world_size)
-        return home.writable(parameter)
+        check_step_allowed(storage, OWNER, self.world_size)
+        return storage.writable(parameter)
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Each parameter's gradient.
@@ -275,8 +275,8 @@ class Shards:
         for piece, tensor in zip(self.pieces, self.tensors):
             if not has_gradient[piece.parameter] or not tensor.numel():
                 continue
-            home = home_of(self.parameters[piece.parameter])
-            if home is None or home.world_size < self.world_size:
+            storage = storage_of(self.parameters[piece.parameter])
+            if storage is None or storage.world_size < self.world_size:
                 by_rank[piece.rank].append(tensor)
         return by_rank
 

@@ -1,4 +1,4 @@
-"""Where parameters of torch's live: what `reducer.homes` asks of torch's tensors."""
+"""Where parameters of torch's live: what `sharding.shared_parameters` asks of torch's tensors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from paceline import _core
 from paceline.sharding import shared_parameters
 from paceline.sharding.shared_parameters import WrapperNames
-from paceline.torch.communicator.arena import extent
+from paceline.torch.communicator.gradient_buffer import extent
 
-Home = shared_parameters.Home[torch.Tensor]
+SharedStorage = shared_parameters.SharedStorage[torch.Tensor]
 
 
 class _TorchPlacing:

@@ -7,8 +7,8 @@ import torch
 from paceline import _core
 from paceline.reducer.communicator import Communicator
 from paceline.sharding.travel import GroupTravel, MemoryTravel, Travel
-from paceline.torch.communicator.arena import is_dense
 from paceline.torch.communicator.communicators import MemoryCommunicator
+from paceline.torch.communicator.gradient_buffer import is_dense
 
 
 class _TorchArrays:

@@ -1,0 +1,124 @@
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <utility>
+
+#include "bind/bindings.h"
+#include "bind/garbage_collected.h"
+#include "bind/tensor_attribute.h"
+#include "core/clock.h"
+#include "core/recorder.h"
+
+namespace nb = nanobind;
+
+namespace paceline {
+namespace {
+
+/// What a rank records of the backward passes of one model, and what it sums up of them.
+///
+/// Wrappers call it in each step, between two large computations that leave
+/// little of Python in the processor's caches; so all that one moment of a backward
+/// takes is one call.
+class BackwardRecords {
+ public:
+  /// `samples_in(inputs, kwargs)` is asked where the first input is no tensor.
+  explicit BackwardRecords(nb::object samples_in)
+      : samples_in_(std::move(samples_in)) {}
+
+  /// What the model is called with counts where it is trained on.
+  void begin_forward(int64_t backward, bool is_syncing, bool is_training,
+                     nb::handle inputs, nb::handle kwargs) {
+    const int64_t found = is_training ? samples_of(inputs, kwargs) : 0;
+    samples += found;
+    const int64_t now =
+        note(Event::kForwardBegan, backward, found << 1 | is_syncing);
+    if (over_ns_ != 0) between_ns += now - over_ns_;
+    over_ns_ = 0;
+  }
+  void end_forward(int64_t backward) {
+    note(Event::kForwardEnded, backward, 0);
+  }
+  void begin_backward(int64_t backward) {
+    note(Event::kBackwardBegan, backward, 0);
+  }
+  /// When that was.
+  int64_t end_backward(int64_t backward, bool has_raised) {
+    over_ns_ = note(Event::kAveragingEnded, backward, has_raised);
+    return over_ns_;
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(samples_in_.ptr());
+    return 0;
+  }
+  void clear() { const nb::object samples_in = std::move(samples_in_); }
+
+  int64_t samples = 0;
+  int64_t between_ns = 0;
+
+ private:
+  static int64_t note(Event event, int64_t first, int64_t second) {
+    const int64_t now = now_ns();
+    if (Recorder* recorder = Recorder::current(); recorder != nullptr)
+      recorder->record_at(now, event, first, second);
+    return now;
+  }
+
+  int64_t samples_of(nb::handle inputs, nb::handle kwargs) {
+    if (PyTuple_GET_SIZE(inputs.ptr()) > 0) {
+      const nb::object shape =
+          nb::steal(shape_.get(PyTuple_GET_ITEM(inputs.ptr(), 0)));
+      if (!shape.is_valid()) PyErr_Clear();
+      if (const nb::handle size = first_of(shape);
+          size.is_valid() && PyLong_CheckExact(size.ptr()))
+        return nb::cast<int64_t>(size);
+    }
+    if (!samples_in_.is_valid()) return 0;  // the garbage collector was here
+    return nb::cast<int64_t>(samples_in_(inputs, kwargs));
+  }
+
+  /// Invalid: it is no list or tuple, or an empty one.
+  static nb::handle first_of(nb::handle row) {
+    if (!row.is_valid()) return {};
+    if (PyTuple_Check(row.ptr()) && PyTuple_GET_SIZE(row.ptr()) > 0)
+      return PyTuple_GET_ITEM(row.ptr(), 0);
+    if (PyList_Check(row.ptr()) && PyList_GET_SIZE(row.ptr()) > 0)
+      return PyList_GET_ITEM(row.ptr(), 0);
+    return {};
+  }
+
+  nb::object samples_in_;
+  TensorAttribute shape_{"shape"};
+  int64_t over_ns_ =
+      0;  ///< when the last backward ended; 0: a forward has begun
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_slot<BackwardRecords>)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_slot<BackwardRecords>)},
+    {0, nullptr}};
+
+}  // namespace
+
+void bind_backward_records(nb::module_& m) {
+  // Without names of arguments, which take longer to call.
+  nb::class_<BackwardRecords>(m, "BackwardRecords", nb::type_slots(slots))
+      .def(nb::init<nb::object>())
+      .def_ro("samples", &BackwardRecords::samples,
+              "How many samples forwards computed.")
+      .def_ro("between_ns", &BackwardRecords::between_ns,
+              "How long it took from ends of backward passes to the forwards "
+              "after.")
+      .def("begin_forward",
+           [](BackwardRecords& self, int64_t backward, bool is_syncing,
+              bool is_training, const nb::tuple& inputs,
+              const nb::dict& kwargs) {
+             self.begin_forward(backward, is_syncing, is_training, inputs,
+                                kwargs);
+           })
+      .def("end_forward", &BackwardRecords::end_forward)
+      .def("begin_backward", &BackwardRecords::begin_backward)
+      .def("end_backward", &BackwardRecords::end_backward);
+}
+
+}  // namespace paceline

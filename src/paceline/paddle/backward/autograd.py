@@ -1,0 +1,329 @@
+"""The backward passes of a Paddle layer: when one begins and ends, and the layer's other parts.
+
+A backward begins at the first gradient of an output of forward, so that a rank on which no parameter gets a
+gradient ends its backward too; or at that of a parameter, unless another wrapped model has it as well. It
+ends when backward() is over. What happens there is in `reducer.backward`.
+
+In the first backward, gradients are handed over at its end. What fires more than once in it, or inside an
+inner backward (reentrant recompute), is handed over at the end of all further backward passes, when it is
+complete; so is a parameter with hooks of the user's that Paddle calls after ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+import paddle
+
+from paceline import _core
+from paceline.errors import ConfigError, PacelineError
+from paceline.paddle import internals
+from paceline.paddle.backward import graphs
+from paceline.paddle.backward.gradients import Gradients
+from paceline.paddle.backward.graphs import calls, listen, may_hide_tensors, tensors_in
+from paceline.paddle.backward.micro_batches import PaddleWeights
+from paceline.paddle.backward.recorded_steps import note_steps
+from paceline.paddle.backward.replica_state import hash_model, make_sampler
+from paceline.paddle.backward.sparse import SparseMeans
+from paceline.paddle.communicator.communicators import Communicator, average_buffers
+from paceline.paddle.model.config import DataParallelConfig
+from paceline.paddle.model.parameters import ManagedTensors
+from paceline.paddle.sharding.scattered_gradients import PaddleHands, Scattered
+from paceline.reducer.backward.backward_sync import BackwardSync
+from paceline.reducer.backward.front_end import FrontEnd
+from paceline.reducer.backward.graphs import EndOfBackward, Graph
+from paceline.reducer.backward.local_backward import LocalBackward
+from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.buffers import BufferSync
+from paceline.sharding.scattered_gradients import refuse_sparse
+from paceline.trace.recording import recording
+
+
+class PaddleAutograd:
+    """See `paceline.reducer.backward.front_end.Autograd`.
+
+    Args:
+        tensors: The model's.
+        state: The state of its backward passes.
+        gradients: Handed over by its hooks.
+
+    Attributes:
+        has_ended: Whether init_reducer() has put other backward passes in place of these.
+        weights: The weights of this rank's micro-batches.
+    """
+
+    weights: PaddleWeights
+
+    def __init__(self, tensors: ManagedTensors, state: BackwardState, gradients: Gradients) -> None:
+        self.has_ended = False
+        self._tensors = tensors
+        self._state = state
+        self._ways = gradients.hand_over
+        self._gradients = gradients
+        self._error: BaseException | None = None  # of a hook, which must not raise
+        self._is_closed = self._is_installed = False
+        self._shared: set[int] = set()
+        self._is_first = True
+        self._at_end: dict[int, None] = {}  # to be handed over at the end of this backward, in this order
+        self._always_at_end: set[int] = set(tensors.delayed)
+        self._listen(True)
+        self._begins_at_outputs = True
+
+    def install(self) -> None:
+        """Once: hooks of Paddle stay, and call what `gradients.hand_over` holds then."""
+        if not self._is_installed:
+            self._is_installed = True
+            graphs.watch_backwards()
+            listen(self, self._tensors.all_trainable)
+
+    def share(self, indices: set[int]) -> None:
+        self._shared = indices
+
+    def scattered_in_place(self) -> Scattered | None:
+        """The gradients of which each rank has a part, if something stands for any of them now."""
+        scattered = self._gradients.scattered
+        if scattered is None or all(internals.stand_in_of(p) is None for p in self._tensors.trainable):
+            return None
+        return scattered
+
+    def use_static_graph(self, is_static: bool) -> None:
+        """What comes several times waits for the end of backward anyway."""
+
+    def close(self) -> None:
+        """Listen no more. Paddle keeps the hooks."""
+        self._is_closed = True
+        self._listen(False)
+
+    def begin_forward(self, *, is_syncing: bool, good_backwards: int) -> None:
+        """Cleared gradients stay where they are."""
+        self._gradients.count_all()
+
+    def watch(self, output: object) -> None:
+        state = self._state
+        graph = state.graphs.add(
+            self._on_output_gradient,
+            is_averaged=state.is_forward_averaged,
+            is_counted=state.is_forward_counted,
+            frozen=self._tensors.frozen_now,
+        )
+        begins_at_outputs = hides_nothing = not may_hide_tensors(output)
+        found = list(tensors_in(output))
+        for tensor in found:
+            if tensor.stop_gradient:
+                continue
+            if tensor.is_leaf:
+                begins_at_outputs = False
+            else:
+                # Holds the BackwardSync, as long as the graph: the wrapper may be gone before backward().
+                tensor.register_hook(graph.hook)
+        self._begins_at_outputs = begins_at_outputs
+        has_no_backward = hides_nothing and bool(found) and all(tensor.stop_gradient for tensor in found)
+        if state.is_forward_counted and has_no_backward:  # a sampled action, say
+            state.take_back_forward()
+            self.weights.take_back_forward()
+
+    def watch_local(self, output: object, backward: LocalBackward) -> None:
+        def begin(_: object) -> None:
+            if calls.depth and (end := backward.begin()) is not None:
+                graphs.at_end(end)
+
+        for tensor in tensors_in(output):
+            if not tensor.stop_gradient and not tensor.is_leaf:
+                tensor.register_hook(begin)
+
+    def _on_output_gradient(self, graph: Graph) -> None:
+        """The backward of an output has begun, or paddle.grad() through it, which is no backward."""
+        try:
+            state = self._state
+            if calls.depth and state.is_other(graph):
+                state.follow(graph)
+                if not state.is_syncing:  # a backward ends by itself
+                    graphs.at_end(EndOfBackward(state.unfollow, state.unfollow))
+            if not state.is_syncing:
+                if self.weights.is_used:
+                    self.weights.watch_local()
+            elif calls.depth and self.has_ended:
+                raise ConfigError(
+                    "The outputs of this backward are older than the last init_reducer().",
+                    where=self._state.where,
+                    hint="call init_reducer() between a backward and the next forward",
+                )
+            elif calls.depth:
+                state.graphs.check_open()
+                if not state.is_armed:
+                    state.arm()
+                state.graphs.begin(graph)
+        except BaseException as error:
+            self.keep_error(error)
+
+    def _listen(self, is_listening: bool) -> None:
+        """Take notice of gradients, or let them pass."""
+        self._is_listening = is_listening
+        self._is_steady = is_listening and not self._is_first  # then nothing is special about a gradient
+
+    def keep_error(self, error: BaseException) -> None:
+        """Raise the exception of a hook, which must not raise, when backward is over."""
+        if self._error is None:
+            self._error = error
+            self._listen(False)
+            # The end of a backward raises it, too; but there may be none.
+            graphs.at_end(EndOfBackward(self.raise_kept, self._drop_kept))
+
+    def raise_kept(self) -> None:
+        error = self._error
+        if error is not None:
+            self._drop_kept()
+            raise error
+
+    def _drop_kept(self) -> None:
+        self._error = None
+        self._listen(not self._is_closed)
+
+    def on_gradient(self, index: int) -> None:
+        """A parameter's gradient is accumulated."""
+        state = self._state
+        if self._is_steady and state.is_armed and state.is_syncing and index not in self._always_at_end:
+            try:
+                if calls.depth == 1:
+                    self._ways[index]()
+                else:
+                    self._postpone(index)
+            except BaseException as error:
+                self.keep_error(error)
+        elif self._is_listening:
+            try:
+                self._on_unusual_gradient(index)
+            except BaseException as error:
+                self.keep_error(error)
+
+    def _on_unusual_gradient(self, index: int) -> None:
+        state = self._state
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            self._gradients.check_cleared(index)
+            return
+        if not state.is_armed:
+            if self.is_foreign(index):
+                return
+            state.arm()
+        if self._is_first or index in self._always_at_end or calls.depth > 1:
+            self._postpone(index)
+        else:
+            self._ways[index]()
+
+    def is_foreign(self, index: int) -> bool:
+        """Whether a gradient that comes while no backward is under way is that of another wrapped model."""
+        return self._is_closed or (index in self._shared and self._begins_at_outputs)
+
+    def _postpone(self, index: int) -> None:
+        """Hand the gradient over at the end of this backward, and of all others if it is not complete yet."""
+        if index in self._at_end or calls.depth > 1:
+            self._always_at_end.add(index)
+        if index in self._state.handed:
+            self._ways[index]()  # refuses
+        else:
+            self._at_end[index] = None
+
+    def note_hook_of_others(self, parameter: paddle.Tensor) -> None:
+        """A hook of the user's will be called after ours: hand over what it leaves."""
+        self._always_at_end.update(i for i, each in enumerate(self._tensors.trainable) if each is parameter)
+
+    def is_in_backward(self) -> bool:
+        return calls.depth > 0
+
+    def backward(self) -> int:
+        """BackwardSync of a recomputed block's backward end with those of the one around it, too."""
+        return 0
+
+    def await_drop(self, is_dropped: Callable[[], bool]) -> None:
+        """The thread that has the exception has dropped it."""
+
+    def frozen_among(self, indices: Iterable[int]) -> set[int]:
+        frozen, trainable = self._state.graphs.frozen(), self._tensors.trainable
+        if frozen is None:
+            frozen = self._tensors.frozen_now  # of the last forward
+        return {index for index in indices if index in frozen or trainable[index].stop_gradient}
+
+    def find_swapped(self) -> list[int]:
+        """A parameter of Paddle's is the same tensor always."""
+        return []
+
+    def prepare(self) -> None:
+        if (scattered := self._gradients.scattered) is not None:
+            scattered.forget()
+
+    def at_end(self, end: Callable[[], None]) -> None:
+        graphs.at_end(end, before=self._hand_over_postponed)
+
+    def _hand_over_postponed(self) -> None:
+        """Before any wrapped model ends its backward: the means must not become part of another one's."""
+        try:
+            if self._error is None:
+                pending, self._at_end = self._at_end, {}
+                if pending:
+                    self._is_first = False
+                    self._listen(self._is_listening)
+                for index in pending:
+                    self._ways[index]()
+        except BaseException as error:
+            self.keep_error(error)
+
+    complete = None  # `_hand_over_postponed` has done it
+
+    def note_error(self, error: PacelineError) -> None:
+        if (scattered := self._gradients.scattered) is not None:
+            scattered.give_up()
+
+    def after_means(self) -> None:
+        """Nothing."""
+
+    def learn(self) -> None:
+        """What the first backward shows is known when it ends, good or not."""
+
+    def forget(self) -> None:
+        self._drop_kept()
+        self._at_end.clear()
+
+
+PaddleBackwardSync: TypeAlias = BackwardSync[PaddleAutograd]
+
+
+def make_sync(
+    tensors: ManagedTensors, communicator: Communicator, config: DataParallelConfig
+) -> PaddleBackwardSync:
+    """Averages the gradients of `tensors` over the ranks of `communicator` in each backward. Collective."""
+    state = BackwardState(communicator.rank, communicator.world_size)
+    gradients = Gradients(
+        tensors,
+        state,
+        communicator.rank,
+        live_in_buffer=config.gradients_in_buffer,
+        reduce_dtype=config.precision.reduce_dtype,
+    )
+    if config.scatters:
+        refuse_sparse(PaddleHands.words, list(tensors.sparse))
+    autograd = PaddleAutograd(tensors, state, gradients)
+    autograd.weights = PaddleWeights(tensors.all_trainable, state, autograd.keep_error, autograd.is_foreign)
+    front_end = FrontEnd(
+        tensors,
+        gradients,
+        SparseMeans(tensors, communicator),
+        autograd,
+        autograd.weights,
+        make_buffer_sync(tensors, communicator, config),
+        _core.IterationNotes(None, make_sampler(tensors.trainable)),
+        hash_model,
+    )
+    backward_sync = BackwardSync(front_end, state, communicator, config)
+    if recording.keeps_all:
+        note_steps()
+    return backward_sync
+
+
+def make_buffer_sync(
+    tensors: ManagedTensors, communicator: Communicator, config: DataParallelConfig
+) -> BufferSync:
+    """What keeps the running statistics and buffers of `tensors` in step over the ranks of `communicator`."""
+    # No error: each rank has used its own, as it would under Paddle's class.
+    return BufferSync(tensors, communicator, config, average_buffers, hash_model, refuses_writes=False)

@@ -1,0 +1,461 @@
+"""The gradients of one model, and where they lie: Paddle's own memory, or the gradient buffer.
+
+The one idea: a gradient is handed over in one of four ways. By *pointer* the reducer reads it where Paddle
+keeps it and writes the mean there. A *copy* goes to the gradient buffer, and the mean comes back from there:
+    where the
+reducer takes no pointers, for parameters that other wrapped models have, too, and where gradients are
+averaged in another dtype. The gradient *lives* in the gradient buffer. Or it is
+*taken* there, and each rank gets its part of the mean.
+
+A gradient is handed over some hundred times in every backward, by a closure over what it needs; whatever is
+rare is a call of something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import paddle
+
+from paceline.errors import ConfigError
+from paceline.paddle import internals
+from paceline.paddle.model.parameters import ManagedTensors, dtype_name, nbytes
+from paceline.paddle.sharding.scattered_gradients import PaddleHands, Scattered, ScatteredGradient, held
+from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.communicator import Reduction
+from paceline.reducer.plan import ParameterSpec
+from paceline.sharding.scattered_gradients import left_over, scatter
+
+
+class Gradients:
+    """The gradients of the parameters that a plan lists; see `paceline.reducer.backward.front_end.Gradients`.
+
+    Args:
+        tensors: The model's.
+        state: The state of its backward passes.
+        rank: This rank.
+        live_in_buffer: Keep gradients in the gradient buffer, but for those of shared parameters.
+        reduce_dtype: In which gradients are averaged; None: in that of each parameter.
+
+    Attributes:
+        scattered: What each rank has a part of; None: every rank gets all means.
+        hand_over: For each parameter, in the plan or not, a function that gives its gradient to the reducer;
+            this list stays.
+    """
+
+    def __init__(
+        self,
+        tensors: ManagedTensors,
+        state: BackwardState,
+        rank: int,
+        *,
+        live_in_buffer: bool,
+        reduce_dtype: paddle.dtype | None = None,
+    ) -> None:
+        # Rows of sparse gradients are averaged at the end of a backward.
+        self.hand_over: list[Callable[[], None]] = [_nothing] * len(tensors.all_trainable)
+        self.scattered: Scattered | None = None
+        self._rank = rank
+        self._tensors = tensors
+        self._names = tensors.names
+        self._parameters = tensors.trainable
+        self._state = state
+        self._live_in_buffer = live_in_buffer
+        self._reduce_dtype = reduce_dtype
+        self._shared: set[int] = set()
+        self._straightened: set[int] = set()
+        self._shapes = [parameter.shape for parameter in tensors.trainable]
+        self._dtypes = [parameter.dtype for parameter in tensors.trainable]
+
+    def adopt(self, reduction: Reduction[paddle.Tensor]) -> None:
+        """Have gradients averaged here from now on; those that live in a gradient buffer are moved."""
+        moved = self._in_buffer()
+        self._reduction = reduction
+        self._places = reduction.places
+        self._pointers = [place.data_ptr() for place in self._places]
+        for index, gradient in moved.items():
+            self._move_to_buffer(index, gradient)
+        self._scatter(reduction)
+        self._choose_hand_overs()
+
+    def _scatter(self, reduction: Reduction[paddle.Tensor]) -> None:
+        names = self._names
+        self.scattered = scatter(
+            names,
+            PaddleHands(self._parameters, self._places),
+            lambda index: ScatteredGradient(names[index], index),
+            [int(place.element_size()) for place in self._places],
+            reduction,
+            self._rank,
+            self.scattered,
+        )
+
+    def specs(self, *, whole: bool) -> list[ParameterSpec]:
+        return self._tensors.specs(self._reduce_dtype)
+
+    def share(self, indices: set[int]) -> None:
+        """Note which parameters other wrapped models have, too. Their gradients leave the gradient buffer."""
+        self.leave_buffer(indices)
+        self._shared = indices
+        self._choose_hand_overs()
+
+    def leave_buffer(self, indices: Collection[int] | None = None) -> None:
+        for index, gradient in self._in_buffer().items():
+            if indices is None or index in indices:
+                with paddle.no_grad():
+                    internals.set_gradient(self._parameters[index], gradient.clone())
+
+    def interrupt(self) -> None:
+        """Paddle runs a backward in the thread of its caller."""
+        self.leave_buffer()
+
+    def settle(self) -> None:
+        """Nothing is left to do."""
+
+    def _choose_hand_overs(self) -> None:
+        count = len(self._parameters)
+        self.hand_over[:count] = [self._choose_copy_or_view(index)(index) for index in range(count)]
+
+    def _choose_copy_or_view(self, index: int) -> Callable[[int], Callable[[], None]]:
+        """What copies a gradient, hands its pointer over, or keeps it in the gradient buffer as a view."""
+        if not internals.same_dtype(self._places[index].dtype, self._dtypes[index]):
+            return self._by_cast
+        if index in self._shared:
+            return self._by_copy
+        if self._live_in_buffer:
+            return self._in_place
+        if self.scattered is not None:
+            return self._taking
+        is_taken = nbytes(self._places[index]) <= self._reduction.most_pointer_bytes
+        return self._by_pointer if is_taken else self._by_copy
+
+    @property
+    def any_in_buffer(self) -> bool:
+        """Whether any lives in the gradient buffer."""
+        return bool(self._in_buffer())
+
+    def _in_buffer(self) -> dict[int, paddle.Tensor]:
+        if not self._live_in_buffer or not hasattr(self, "_pointers"):
+            return {}
+        gradients = map(internals.gradient_of, self._parameters)
+        return {
+            index: gradient
+            for index, gradient in enumerate(gradients)
+            if gradient is not None and gradient.data_ptr() == self._pointers[index]
+        }
+
+    def exists(self, index: int) -> bool:
+        return held(self._parameters[index]) is not None
+
+    def check_cleared(self, index: int) -> None:
+        """Raise if a backward has added to what only stands for a gradient: that sum would lack it.
+
+        Raises:
+            ConfigError: The gradient of an earlier backward was not cleared.
+        """
+        if self.scattered is not None and internals.stand_in_of(self._parameters[index]) is not None:
+            raise left_over(self._names[index], self._state.where, PaddleHands.words)
+
+    def count(self, index: int) -> None:
+        """Let the gradient count even if it was cleared: Paddle would replace it in the next backward."""
+        internals.count_as_gradient(self._parameters[index])
+
+    def count_all(self) -> None:
+        """Let cleared gradients stay in the gradient buffer: a new one would have to be copied there."""
+        if self._live_in_buffer:
+            for parameter, shape, dtype in zip(self._parameters, self._shapes, self._dtypes):
+                # Else Paddle would raise, on this rank alone, or add elements of another dtype as if of this.
+                if parameter.shape == shape and internals.same_dtype(parameter.dtype, dtype):
+                    internals.count_as_gradient(parameter)
+
+    def hand_over_rest(self, index: int) -> None:
+        self.count(index)
+        self.hand_over[index]()
+
+    def clear(self, index: int) -> None:
+        self._places[index].zero_()
+
+    def leave_out(self, indices: Collection[int]) -> None:
+        for index in indices:
+            self._check_kind(index)
+        self.leave_buffer(indices)  # their places there are filled with zeros
+
+    def check(self) -> None:
+        """Nobody is assumed to change gradients in mid-backward, but for hooks of the parameter itself."""
+
+    def _by_pointer(self, index: int) -> Callable[[], None]:
+        find, take = internals.find_gradient(self._parameters[index]), self._take
+        shape, dtype = self._shapes[index], self._dtypes[index]
+        handed, mark_ready = self._state.handed, self._reduction.reducer.mark_ready
+
+        def hand_over() -> None:
+            gradient = find()
+            if (
+                gradient is None
+                or ((found := gradient.dtype) is not dtype and found != dtype)
+                or gradient.shape != shape
+                or not gradient.is_contiguous()
+                or index in handed
+                or (pointer := gradient.data_ptr()) is None  # of a sparse one
+            ):
+                gradient = take(index)
+                if gradient is None:
+                    return
+                pointer = gradient.data_ptr()
+            handed[index] = gradient
+            mark_ready(index, pointer)
+
+        return hand_over
+
+    def _by_copy(self, index: int) -> Callable[[], None]:
+        take, copy, state = self._take, self._places[index].copy_, self._state
+        mark_copied, is_shared = self._reduction.reducer.mark_copied, index in self._shared
+
+        def hand_over() -> None:
+            gradient = take(index)
+            if gradient is not None:
+                copy(gradient, True)  # a sixth of what paddle.assign() costs
+                state.handed[index] = gradient
+                state.staged.append(index)
+                mark_copied(index, gradient.data_ptr() or 0, nbytes(gradient), is_shared)
+
+        return hand_over
+
+    def _by_cast(self, index: int) -> Callable[[], None]:
+        take, copy, state = self._take, self._places[index].copy_, self._state
+        mark_copied, dtype = self._reduction.reducer.mark_copied, self._places[index].dtype
+        is_shared = index in self._shared
+
+        def hand_over() -> None:
+            gradient = take(index)
+            if gradient is not None:
+                with paddle.no_grad():
+                    copy(gradient.cast(dtype), True)
+                state.handed[index] = gradient
+                state.staged.append(index)
+                mark_copied(index, gradient.data_ptr() or 0, nbytes(gradient), is_shared)
+
+        return hand_over
+
+    def _in_place(self, index: int) -> Callable[[], None]:
+        find, check, move = (
+            internals.find_gradient(self._parameters[index]),
+            self._check,
+            self._move_to_buffer,
+        )
+        own_place = self._pointers[index]
+        handed, mark_ready = self._state.handed, self._reduction.reducer.mark_ready
+
+        def hand_over() -> None:
+            gradient = find()
+            # What is in its place has the shape and dtype that it had when it moved in.
+            if gradient is None or index in handed or gradient.data_ptr() != own_place:
+                if not check(index, gradient):
+                    return
+                gradient = move(index, gradient)
+            handed[index] = gradient
+            mark_ready(index, 0)
+
+        return hand_over
+
+    def _taking(self, index: int) -> Callable[[], None]:
+        """Copies a gradient to its place and lets go of it: its memory is for the next one."""
+        assert self.scattered is not None
+        take, copy, state, parameter = (
+            self._take,
+            self._places[index].copy_,
+            self._state,
+            self._parameters[index],
+        )
+        mark_ready, stand_in = self._reduction.reducer.mark_ready, self.scattered.stand_in(index)
+
+        def hand_over() -> None:
+            if internals.stand_in_of(parameter) is not None and index not in state.handed:
+                state.refuse(index, left_over(self._names[index], state.where, PaddleHands.words))
+                return
+            gradient = take(index)
+            if gradient is not None:
+                copy(gradient, True)
+                state.handed[index] = stand_in
+                internals.put_stand_in(parameter, stand_in)
+                mark_ready(index, 0)
+
+        return hand_over
+
+    def _take(self, index: int) -> paddle.Tensor | None:
+        """The gradient, contiguous; None: it was refused."""
+        parameter = self._parameters[index]
+        gradient = internals.gradient_of(parameter)
+        if not self._check(index, gradient):
+            return None
+        assert gradient is not None
+        if not gradient.is_contiguous():  # its strides differ from those of the parameter
+            with paddle.no_grad():
+                internals.set_gradient(parameter, gradient.contiguous())
+            gradient = internals.gradient_of(parameter)
+            self._straighten(index)
+        return gradient
+
+    def _straighten(self, index: int) -> None:
+        """Let what is added to this gradient lie as the parameter does.
+
+        On custom devices Paddle adds the bytes of the two as they lie; on CPUs and GPUs it looks.
+        """
+        parameter = self._parameters[index]
+        if parameter.place.is_custom_place() and index not in self._straightened:
+            self._straightened.add(index)
+            parameter.register_hook(lambda gradient: gradient.contiguous())
+
+    def _check(self, index: int, gradient: paddle.Tensor | None) -> bool:
+        """Whether the gradient can be averaged; else it is refused, on all ranks.
+
+        None: the parameter counts as unused. Paddle calls its hooks, but leaves the gradient undefined, as
+        that of a batch normalisation's shift is whose scale is frozen.
+        """
+        if index in self._state.handed:
+            self._refuse_second(index)
+        elif gradient is None:
+            return False
+        elif (
+            not internals.same_dtype(gradient.dtype, self._dtypes[index])
+            or gradient.shape != self._shapes[index]
+            or internals.is_sparse(gradient)
+        ):
+            self._refuse_kind(index, gradient)
+        else:
+            return True
+        return False
+
+    def _move_to_buffer(self, index: int, gradient: paddle.Tensor) -> paddle.Tensor:
+        """Let the gradient live in its place in the gradient buffer."""
+        parameter, place = self._parameters[index], self._places[index]
+        place.copy_(gradient, True)
+        if not gradient.is_contiguous():
+            self._straighten(index)
+        # A tensor of its own: what backward still has to read, or another parameter, may hold the old one.
+        internals.set_gradient(parameter, place)
+        own_place = internals.gradient_of(parameter)
+        assert own_place is not None
+        return own_place
+
+    def write_back(self, missing: Sequence[int]) -> None:
+        if self.scattered is not None:
+            self.scattered.put([*self._state.handed, *missing])
+            return
+        with paddle.no_grad():
+            for index in self._state.staged:
+                self._state.handed[index].copy_(self._in_own_dtype(index), True)
+            for index in missing:
+                parameter, place = self._parameters[index], self._in_own_dtype(index)
+                is_in_buffer = self._live_in_buffer and index not in self._shared
+                internals.set_gradient(parameter, place if is_in_buffer else place.clone())
+                internals.count_as_gradient(parameter)
+
+    def _in_own_dtype(self, index: int) -> paddle.Tensor:
+        """The mean as the parameter's gradient has it: its place, or a cast of that."""
+        place = self._places[index]
+        return (
+            place
+            if internals.same_dtype(place.dtype, self._dtypes[index])
+            else place.cast(self._dtypes[index])
+        )
+
+    def keep(self) -> dict[int, Any]:
+        """All gradients where no backward changes them, and whether they live in the gradient buffer."""
+        in_buffer: dict[int, paddle.Tensor] = self._in_buffer()
+        kept: dict[int, Any] = {}
+        for index, parameter in enumerate(self._parameters):
+            gradient = held(parameter)
+            if isinstance(gradient, ScatteredGradient):
+                kept[index] = (gradient, False)
+            elif gradient is not None:
+                is_in_buffer = index in in_buffer
+                with paddle.no_grad():
+                    kept[index] = (gradient.clone() if is_in_buffer else gradient, is_in_buffer)
+        for index, parameter in self._sparse():
+            kept[index] = (internals.gradient_of(parameter), False)
+        return kept
+
+    def restore(self, kept: dict[int, Any]) -> None:
+        """Make what keep() has returned the only gradients that there are."""
+        for index, parameter in enumerate(self._parameters):
+            internals.drop_stand_in(parameter)
+            if index not in kept:
+                internals.drop_gradient(parameter)
+            elif kept[index][1]:
+                self._move_to_buffer(index, kept[index][0])
+            elif isinstance(kept[index][0], ScatteredGradient):
+                internals.put_stand_in(parameter, kept[index][0])
+            else:
+                internals.set_gradient(parameter, kept[index][0])
+        for index, parameter in self._sparse():
+            internals.drop_gradient(parameter)
+            gradient, _ = kept.get(index, (None, False))
+            if gradient is not None:
+                parameter.grad = gradient  # Paddle copies
+
+    def _sparse(self) -> Iterable[tuple[int, paddle.Tensor]]:
+        return enumerate(self._tensors.sparse.values(), len(self._names))
+
+    def fingerprint(self) -> list[tuple[int, int]]:
+        gradients = map(internals.gradient_of, self._parameters)
+        return [(g.data_ptr(), g.inplace_version) for g in gradients if g is not None]
+
+    def memory(self) -> tuple[list[int], list[int]] | None:
+        if self.scattered is not None:
+            return None
+        gradients = [g for g in map(internals.gradient_of, self._parameters) if g is not None]
+        if not all(g.place.is_cpu_place() and g.is_contiguous() for g in gradients):
+            return None
+        return [g.data_ptr() for g in gradients], [nbytes(g) for g in gradients]
+
+    def _check_kind(self, index: int) -> None:
+        """Refuse a parameter that has another shape or dtype than when it was wrapped, and no gradient."""
+        parameter = self._parameters[index]
+        if not internals.same_dtype(parameter.dtype, self._dtypes[index]):
+            self._state.refuse(index, self._error(index, _described(parameter, "a value"), _CONVERTED))
+        elif parameter.shape != self._shapes[index]:
+            self._state.refuse(index, self._error(index, _described(parameter, "a value"), _CHANGED))
+
+    def _refuse_second(self, index: int) -> None:
+        error = ConfigError(
+            f"The gradient of '{self._names[index]}' came again after it had been handed over.",
+            where=self._state.where,
+            likely="a layer is used inside and outside of recompute(), for the first time in this backward",
+            hint="recompute(..., use_reentrant=False); or do it from the first backward on",
+        )
+        self._state.refuse(index, error)
+
+    def _refuse_kind(self, index: int, gradient: paddle.Tensor) -> None:
+        if internals.is_sparse(gradient):
+            got = "a sparse gradient"
+            likely = "embedding(..., sparse=True) as a function: use the layer nn.Embedding(sparse=True)"
+        elif not internals.same_dtype(gradient.dtype, self._dtypes[index]):
+            got, likely = _described(gradient, "a gradient"), _CONVERTED
+        else:
+            got, likely = _described(gradient, "a gradient"), _CHANGED
+        self._state.refuse(index, self._error(index, got, likely))
+
+    def _error(self, index: int, got: str, likely: str) -> ConfigError:
+        expected = f"a dense gradient of {dtype_name(self._dtypes[index])}, shape {list(self._shapes[index])}"
+        return ConfigError(
+            f"DataParallel cannot average the gradient of '{self._names[index]}'.",
+            where=self._state.where,
+            expected=expected,
+            got=got,
+            likely=likely,
+            hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
+        )
+
+
+_CONVERTED = "the model was converted, by .astype() or .to(), after it had been wrapped"
+_CHANGED = "the parameter's value was replaced by one of another shape after it had been wrapped"
+
+
+def _described(tensor: paddle.Tensor, what: str) -> str:
+    return f"{what} of {dtype_name(tensor.dtype)}, shape {list(tensor.shape)}"
+
+
+def _nothing() -> None:
+    """What a parameter with sparse gradients hands over."""

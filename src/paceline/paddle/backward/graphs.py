@@ -1,0 +1,226 @@
+"""Paddle's autograd, as far as BackwardSync asks: whose gradients come, and when a backward begins and ends.
+
+Three things that Paddle tells nobody by itself: which tensors a forward returned, that a parameter's gradient
+is accumulated (and that somebody else has hooked that parameter later), and when the user's backward is over.
+
+For the last one: Paddle has one function through which every backward() goes. Around it we count how deep we
+are, so that the inner backwards of recompute and PyLayer are told from the user's, and what must happen at
+the end of the user's happens after it, where an exception reaches the user as it is. (Paddle's own hook at
+the end of a backward turns every exception into a SystemError, and fires early where backwards nest.)
+
+`reducer.backward.graphs` keeps what belongs to the graph of a forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import paddle
+from paddle.distribution import Distribution
+
+from paceline.paddle import internals
+from paceline.reducer.backward.graphs import EndOfBackward
+
+# --- what a forward returned ---
+
+_PLAIN = (str, bytes, int, float, complex, np.ndarray, np.generic, type(None))
+
+
+def tensors_in(output: object) -> Iterator[paddle.Tensor]:
+    """All tensors in tuples, lists, mappings, dataclasses and distributions."""
+    for leaf in _leaves(output):
+        if isinstance(leaf, paddle.Tensor):
+            yield leaf
+
+
+def may_hide_tensors(output: object) -> bool:
+    """Whether it holds an object that nobody here can look into."""
+    return any(not isinstance(leaf, (paddle.Tensor, *_PLAIN)) for leaf in _leaves(output))
+
+
+def _leaves(output: object) -> Iterator[object]:
+    if isinstance(output, (list, tuple)):
+        for item in output:
+            yield from _leaves(item)
+    elif isinstance(output, Mapping):
+        for item in output.values():
+            yield from _leaves(item)
+    elif is_dataclass(output) and not isinstance(output, type):
+        for field in fields(output):
+            yield from _leaves(getattr(output, field.name, None))
+    elif isinstance(output, Distribution):
+        yield from _leaves(vars(output))
+    else:
+        yield output
+
+
+# --- hooks of parameters: ours, and those that others register after them ---
+
+
+class Listener(Protocol):
+    """The backward passes of one wrapped model."""
+
+    def on_gradient(self, index: int) -> None:
+        """A parameter's gradient is accumulated."""
+        ...
+
+    def note_hook_of_others(self, parameter: paddle.Tensor) -> None:
+        """Somebody has registered a hook, of any parameter, that will be called after ours."""
+        ...
+
+
+_listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
+
+
+def listen(listener: Listener, parameters: Sequence[paddle.Tensor]) -> None:
+    """Tell of every gradient of these parameters, by their number, as long as the listener lives.
+
+    Paddle never lets go of a hook, so it must not hold what it belongs to.
+    """
+    _watch_hooks_of_others()
+    _listeners.add(listener)
+    for index, parameter in enumerate(parameters):
+        internals.on_gradient(parameter, _weak_hook(listener, index))
+
+
+@functools.cache
+def _watch_hooks_of_others() -> None:
+    def note(parameter: paddle.Tensor) -> None:
+        for listener in list(_listeners):
+            listener.note_hook_of_others(parameter)
+
+    internals.watch_hooks_of_others(note)
+
+
+def _weak_hook(listener: Listener, index: int) -> Callable[[], None]:
+    find = weakref.ref(listener)
+
+    def hook() -> None:
+        found = find()
+        if found is not None:
+            found.on_gradient(index)
+
+    return hook
+
+
+# --- when a backward begins and ends, in this process ---
+
+
+class _End(NamedTuple):
+    end: Callable[[], None]
+    before: Callable[[], None]
+
+
+class _Calls(threading.local):
+    """The calls of this thread.
+
+    Attributes:
+        depth: How many backwards it is in: 0 outside, 2 in that of a recomputed block.
+        roots: The tensors at which the innermost one begins.
+        number: Which one that is, of all that have begun in this thread.
+        ends: What to do at the end of the outermost one.
+        error: What a step of its graph raises, of which Paddle makes an OSError; None: nothing.
+    """
+
+    depth = 0
+    roots: Sequence[paddle.Tensor] = ()
+    number = begun = 0
+    error: Exception | None = None
+
+    def __init__(self) -> None:
+        self.ends: list[_End] = []
+
+
+calls = _Calls()
+_watch_lock = threading.Lock()
+_is_watching = False
+
+
+def watch_backwards() -> None:
+    """Begin to watch, if nobody has."""
+    global _is_watching
+    with _watch_lock:
+        if not _is_watching:
+            internals.wrap_run_backward(_watched)
+            _is_watching = True
+
+
+def _nothing() -> None:
+    """What most need."""
+
+
+def at_end(end: Callable[[], None], *, before: Callable[[], None] = _nothing) -> None:
+    """Call `end` when the outermost backward of this thread is over and has not raised; else drop it.
+
+    Args:
+        end: What to call.
+        before: Called before any `end`: two wrapped models may share one backward. Must not raise.
+    """
+    calls.ends.append(_End(end, before))
+
+
+def raise_after_backward(error: Exception) -> None:
+    """Raise the error of a step of the graph when backward is over; Paddle would make it an OSError.
+
+    Raises:
+        Exception: That one, where this is no backward that is watched.
+    """
+
+    def end() -> None:
+        raise error
+
+    if not calls.depth:
+        raise error
+    at_end(EndOfBackward(end, _nothing))
+
+
+def keep_as_it_is(error: Exception) -> None:
+    """Let a backward that is watched raise this, which a step of its graph raises now, and no OSError."""
+    if calls.depth:
+        calls.error = error
+
+
+def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
+    @internals.untranslated
+    @functools.wraps(run_backward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        depth, outer, number = calls.depth, calls.roots, calls.number
+        has_grad = paddle.is_grad_enabled()
+        try:
+            calls.begun += 1
+            calls.depth, calls.roots, calls.number = depth + 1, args[0], calls.begun
+            result = run_backward(*args, **kwargs)
+            calls.depth, calls.roots, calls.number = depth, outer, number
+            if calls.ends and depth == 0:
+                _call_ends()
+            return result
+        except BaseException as error:  # also of a signal handler, just before the ends are called
+            calls.depth, calls.roots, calls.number = depth, outer, number
+            kept = calls.error
+            if depth == 0:
+                calls.ends.clear()
+                calls.error = None
+            # One that raises as a `with paddle.no_grad()` ends keeps it from ending, and nothing would train.
+            paddle.set_grad_enabled(has_grad)
+            if kept is not None and isinstance(error, OSError):
+                raise kept from None
+            raise
+
+    return run
+
+
+def _call_ends() -> None:
+    """All of them, even if one raises."""
+    ends, calls.ends = calls.ends, []
+    for each in ends:
+        each.before()
+    with contextlib.ExitStack() as stack:
+        for each in reversed(ends):
+            stack.callback(each.end)

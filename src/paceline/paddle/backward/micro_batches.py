@@ -1,0 +1,120 @@
+"""The weights of micro-batches, for Paddle: hooks that scale gradients before Paddle accumulates them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import paddle
+
+from paceline.paddle import internals
+from paceline.paddle.backward import graphs
+from paceline.paddle.backward.exchanges import address_of, find_exchanges
+from paceline.reducer.backward.exchanges import nodes_from
+from paceline.reducer.backward.micro_batches import MicroBatchWeights
+from paceline.reducer.backward.state import BackwardState
+
+
+class PaddleWeights(MicroBatchWeights):
+    """See `MicroBatchWeights`.
+
+    Args:
+        parameters: Those that are trained.
+        state: The state of the model's backward passes.
+        keep_error: Called with an exception that a hook must not raise.
+        is_foreign: Whether a parameter (its number in the list), where no backward has begun to weigh, gets
+            its gradient from another wrapped model's.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[paddle.Tensor],
+        state: BackwardState,
+        keep_error: Callable[[BaseException], None],
+        is_foreign: Callable[[int], bool],
+    ) -> None:
+        super().__init__(state)
+        self._parameters = parameters
+        self._keep_error = keep_error
+        self._is_foreign = is_foreign
+        self._handles: list[Any] = []
+
+    def watch_local(self) -> None:
+        """An output of a forward in no_sync() has got its gradient: its backward begins."""
+        if not self.is_open and graphs.calls.depth:
+            self.begin()
+
+    def is_in_backward(self) -> bool:
+        return graphs.calls.depth > 0
+
+    def reaches(self, node: object) -> bool:
+        leaves = [parameter.grad_fn for parameter in self._parameters]
+        own = {address_of(leaf) for leaf in leaves if leaf is not None}
+        return any(address_of(each) in own for each in nodes_from([node], address_of))
+
+    def _backward(self) -> int:
+        return graphs.calls.number
+
+    def _find_exchanges(self) -> list[str]:
+        return find_exchanges(graphs.calls.roots)
+
+    def _install(self) -> None:
+        self._handles = [self._register(number) for number in range(len(self._parameters))]
+
+    def _register(self, number: int) -> Any:
+        # Paddle lets no hook be registered while a parameter is frozen; those that it has it keeps.
+        parameter = self._parameters[number]
+        is_frozen, parameter.stop_gradient = parameter.stop_gradient, False
+        try:
+            return parameter.register_hook(_weak_hook(self, number))
+        finally:
+            parameter.stop_gradient = is_frozen
+
+    def _put_last(self) -> None:
+        # Paddle does not tell which hooks there are.
+        for number, handle in enumerate(self._handles):
+            handle.remove()
+            self._handles[number] = self._register(number)
+
+    def _shrink(self, factor: float) -> None:
+        with paddle.no_grad():
+            for index in self._state.accumulated:
+                gradient = internals.gradient_of(self._parameters[index])
+                if gradient is not None and internals.is_sparse(gradient):
+                    internals.scale_rows(gradient, factor)
+                elif gradient is not None:
+                    gradient.scale_(factor)
+
+    def _call_at_end(self, end: Callable[[], None]) -> None:
+        graphs.at_end(end)
+
+    def scale(self, number: int, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
+        """Runs before Paddle adds a gradient to that of a parameter, and in paddle.grad().
+
+        None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
+        """
+        if not graphs.calls.depth or (not self.is_open and self._is_foreign(number)):
+            return None
+        try:
+            share = self._share_of_incoming()
+        except BaseException as error:
+            self._keep_error(error)
+            return None
+        if share == 1.0 or gradient is None:
+            return None
+        if internals.is_sparse(gradient):
+            internals.scale_rows(gradient, share)
+            return gradient
+        # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
+        return gradient * share if share else paddle.zeros_like(gradient)
+
+
+def _weak_hook(weights: PaddleWeights, number: int) -> Callable[[paddle.Tensor | None], paddle.Tensor | None]:
+    find = weakref.ref(weights)
+
+    def hook(gradient: paddle.Tensor | None) -> paddle.Tensor | None:
+        found = find()
+        return None if found is None else found.scale(number, gradient)
+
+    return hook

@@ -1,0 +1,930 @@
+"""One backward pass after the other, for every framework.
+
+`BackwardSync` begins and ends each backward, judges it, and copies the means back; it gives up those that an
+exception broke off. A framework gives it its parts (`FrontEnd`): the gradients and where they lie, its
+autograd, weights, buffers. It has objects for where gradients are averaged (`Planning`), for what hooks leave
+(`LeftOver`), for what is known afterwards (`Figures`) and recorded (`BackwardLog`), none of which knows of
+it. `BackwardSync._end` is the end of a backward from top to bottom.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Generic, final
+
+from paceline.errors import CollectiveError, ConfigError, MismatchError, PacelineError, ReplicaError
+from paceline.health import lifetime
+from paceline.reducer.backward.drift import DriftWatch
+from paceline.reducer.backward.figures import Figures
+from paceline.reducer.backward.fresh_gradients import FreshGradients
+from paceline.reducer.backward.front_end import AnyAutograd, BackwardOptions, FrontEnd
+from paceline.reducer.backward.graphs import EndOfBackward, Graphs
+from paceline.reducer.backward.left_over import LeftOver
+from paceline.reducer.backward.local_backward import LocalBackward
+from paceline.reducer.backward.log import BackwardLog
+from paceline.reducer.backward.planning import Planning
+from paceline.reducer.backward.sharing import registry
+from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward_errors import (
+    GraphVariety,
+    Judge,
+    StaticGraph,
+    exit_warning,
+    give_up_interrupted,
+    shorten,
+    uneven_error,
+)
+from paceline.reducer.comm_hooks import CommHook
+from paceline.reducer.communicator import Communicator
+from paceline.reducer.owners import agreed_owners, globally_unused, needs_memory, owners, several_models
+from paceline.reducer.protocol import Outcome, Reducer
+from paceline.reducer.replica_check import Entry
+from paceline.reducer.worked_times import Arrivals
+from paceline.trace.recording import recording
+from paceline.trace.records import Event
+
+_NOT_FINITE = int(Outcome.NONFINITE | Outcome.OVERFLOWED)
+_TOLD = int(Outcome.TOLD)
+_NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
+_WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
+_BACKWARD_ENDED = int(Event.AVERAGING_ENDED)
+_MOST_INTERRUPTIONS = 100  # of one end of a backward: a timer may raise again and again
+_MOST_TRIES = 5  # of one step of it that raises whenever it is tried
+
+
+class Ending:
+    """How far this rank is in the end of a backward whose outcome all ranks know.
+
+    Args:
+        number: The backward.
+        good_backwards, drift_backwards: How many there were before it.
+        outcome: See `Outcome`.
+
+    Attributes:
+        stage: What comes next, or is under way.
+        seen_order: In which order gradients came, where the plan is to follow it; None: it is not.
+    """
+
+    (
+        JUDGE,
+        IN_WRITES,
+        MEANS,
+        IN_SPARSE,
+        STEPS,
+        IN_STEPS,
+        CLOSE,
+        IN_ADOPTION,
+        NEXT,
+        ORDER,
+        IN_ORDER,
+        BUFFERS,
+        IN_BUFFERS,
+        IN_HOOK,
+        GOOD,
+        IN_AFTER_GOOD,
+        NOTES,
+        IN_DRIFT,
+        REST,
+    ) = range(19)
+    OF_ALL_RANKS = frozenset({IN_WRITES, IN_SPARSE, IN_ORDER, IN_BUFFERS, IN_AFTER_GOOD, IN_DRIFT})
+    MADE_ONCE = frozenset({IN_STEPS, IN_HOOK, IN_ADOPTION})
+    AFTER: ClassVar = {MEANS: STEPS, CLOSE: NEXT}
+
+    __slots__ = ("drift_backwards", "good_backwards", "number", "outcome", "seen_order", "stage")
+
+    def __init__(self, number: int, good_backwards: int, drift_backwards: int, outcome: int) -> None:
+        self.number, self.good_backwards, self.drift_backwards = number, good_backwards, drift_backwards
+        self.outcome = outcome
+        self.stage = self.JUDGE
+        self.seen_order: list[int] | None = None
+
+
+@final
+class BackwardSync(Generic[AnyAutograd]):
+    """Averages the gradients of one model in each backward.
+
+    Args:
+        front_end: What the framework gives.
+        state: Shared with the framework's hooks.
+        communicator: Between the ranks that train the model.
+        config: The configuration of the wrapped model.
+
+    Attributes:
+        planning: Where gradients are averaged, and by whom.
+        figures: What is known of the backward passes so far.
+        graphs: The graphs of forwards whose backward is still to come.
+        fresh: Whether gradients are still those of the last backward.
+        shares_parameters: Whether the ranks of each host have one copy of the parameters.
+        drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
+        active: Ranks that had data in the last backward. Others shadow it; see `uneven`.
+        good_backwards: How many backward passes have made the gradients means, and all else that a backward
+            does. A backward for which no rank had data averages nothing, and is none of them.
+        among: Who these ranks are, in words, where they have other numbers elsewhere; empty: they have not.
+        member: See `sharing.Holder`.
+        after_good: Called with the weight of this rank after each of those for which some rank had data.
+        refuses_uneven: Whether a backward for which some ranks have no data raises, on all of them.
+    """
+
+    def __init__(
+        self,
+        front_end: FrontEnd[AnyAutograd],
+        state: BackwardState,
+        communicator: Communicator[Any],
+        config: BackwardOptions,
+    ) -> None:
+        if config.scatters and communicator.path != "memory":
+            raise needs_memory(communicator.path)
+        tensors = front_end.tensors
+        self.state = state
+        self.state.arm = self._arm
+        lifetime.before_leaving(self._take_leave)
+        self.gradients, self.sparse = front_end.gradients, front_end.sparse
+        self._has_sparse = len(self.sparse) > 0
+        self.autograd, self.watch = front_end.autograd, front_end.autograd.watch
+        self.micro_batches, self.buffers, self.notes = (
+            front_end.micro_batches,
+            front_end.buffers,
+            front_end.notes,
+        )
+        self.buffers.watch()
+        self.world_size = communicator.world_size
+        self.active: Sequence[int] = range(communicator.world_size)
+        self._all_ranks = range(communicator.world_size)
+        self._tensors = tensors
+        self._names = tensors.names
+        self._hash_model = front_end.hash_model
+        self._set_activity = communicator.tell
+        self._begun_forwards = 0
+        self._log = BackwardLog(communicator.rank, communicator.world_size, tensors.names, self._arrivals)
+        self._backward_id = self._log.before_first + 1
+        self.good_backwards = 0
+        self.among = self.member = ""
+        self.after_good: Callable[[float], None] | None = None
+        self.refuses_uneven = False
+        self.shares_parameters = False
+        self.fresh = FreshGradients(self.gradients.fingerprint, self.gradients.memory)
+        self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, communicator.all_gather)
+        self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
+        self.graphs = state.graphs = Graphs(self.close)
+        self._scatters = config.scatters and communicator.world_size > 1
+        self._is_obstructed = self._scatters
+        self.planning = Planning(front_end, communicator, config, self._log.tell_plan)
+        asks_for_nonfinite = config.nonfinite != "ignore"
+        self.figures = Figures(front_end, self.planning, self.fresh, asks_for_nonfinite=asks_for_nonfinite)
+        self._front_end = front_end
+        self._set_config(config)
+        self._shared: set[int] = set()
+        self._is_complete = False
+        self._untold: Exception | None = None
+        self._is_lost = False  # a backward raised what ends the group, on every rank
+        self._ending: Ending | None = None
+        self._armed = 0  # backward passes that were armed, and ones that were given up
+        self._backward = 0
+        registry.join(self)
+        self.refresh_sharing()
+        self.autograd.install()
+        if self._scatters:
+            owners.follow(self)
+            self.follow_owners()
+
+    def use_config(self, config: BackwardOptions) -> None:
+        """Judge backward passes by other options than before. Not within a backward; on every rank.
+
+        Args:
+            config: Its `PlanOptions` are those from before.
+        """
+        self._set_config(config)
+        self.autograd.use_static_graph(config.static_graph)
+
+    def _set_config(self, config: BackwardOptions) -> None:
+        self._config = config
+        is_static = config.static_graph
+        self._static_graph = StaticGraph(self._names, self.communicator.all_gather) if is_static else None
+        self._judge = Judge(
+            self._tensors.all_names,
+            self.world_size,
+            allow_unused=config.allow_unused,
+            nonfinite=config.nonfinite,
+            static_graph=self._static_graph,
+            all_gather=self.communicator.all_gather,
+        )
+        self._left_over = LeftOver(
+            self._front_end, self.state, self._variety, self._static_graph, allow_unused=config.allow_unused
+        )
+
+    def close(self) -> None:
+        """Hear of no gradient any more. The memory goes with the last gradient that lies in it."""
+        registry.leave(self)
+        self._log.close()
+        self.autograd.close()
+
+    def end(self) -> None:
+        """Average no more. Gradients keep their values, and get memory of their own."""
+        self.close()
+        self.end_turn()
+        self.settle_interrupted()
+        self.gradients.leave_buffer()
+        self.reducer.close()
+
+    def end_turn(self) -> None:
+        """Let other models over the same process group make their calls: this backward makes no more."""
+        if (order := self.planning.reduction.order) is not None:
+            order.end(self)
+
+    # --- what others ask ---
+
+    @property
+    def who(self) -> str:
+        """This rank in words."""
+        return self.state.where
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer of the plan in use."""
+        return self.planning.reduction.reducer
+
+    @property
+    def communicator(self) -> Communicator[Any]:
+        """Between the ranks that train the model."""
+        return self.planning.communicator
+
+    @property
+    def asked_timeout_s(self) -> float | None:
+        """What the user passed as `timeout_s` to the wrapper; None: nothing."""
+        return self._config.timeout_s
+
+    @property
+    def path(self) -> str:
+        """Where gradients are averaged: "memory", "hosts" or "group"."""
+        return self.communicator.path
+
+    @property
+    def bits(self) -> str:
+        """Which runs give gradients of the same bits; see `WrappedModel.bits`."""
+        return self.communicator.bits
+
+    @property
+    def trainable(self) -> Sequence[object]:
+        """All parameters that are trained."""
+        return self._tensors.all_trainable
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another wrapped model holds any of the parameters."""
+        return bool(self._shared)
+
+    @property
+    def is_graph_static(self) -> bool:
+        """Whether this rank has used the same parameters in all backward passes so far."""
+        return self._static_graph is not None or self._variety.is_static(self.good_backwards)
+
+    def _arrivals(self) -> Arrivals:
+        return self.figures.arrivals()
+
+    def _take_leave(self) -> None:
+        """A rank that leaves while others wait for it says so, too, and not only those who wait.
+
+        It made an iteration less than they did. Nothing else tells of an iteration that a rank skipped as a
+        whole: what it does afterwards is what all do. After an error that ended the group no rank is waited
+        for, although the others may look so: they are in the backward in which this rank has raised.
+        """
+        is_made = hasattr(self, "planning") and not self._is_lost  # else making it has raised
+        waiting = self.reducer.waiting_ranks() if is_made and os.getpid() == self.state.pid else []
+        if waiting:
+            warnings.warn(exit_warning(self.who, waiting, self.among), RuntimeWarning, stacklevel=2)
+
+    def broadcast_model(self, root: int) -> None:
+        """Give every rank the parameters and buffers of the rank `root`. Collective.
+
+        Parameters that the ranks of a host share are in step: all have made the last step together.
+        """
+        parameters = [] if self.shares_parameters else self._tensors.all_parameters.values()
+        self.communicator.broadcast(list(parameters), root)
+        self.buffers.take_over(root)
+
+    def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
+        now, in_step = self._tensors.current_buffers(), self.buffers.in_step
+        buffers = {name: buffer for name, buffer in now.items() if name in in_step}
+        return self._hash_model(self._tensors.all_parameters, buffers, optimizer)
+
+    # --- who else has a say: hooks, other models, owners ---
+
+    def use_hook(self, hook: CommHook, process_group: Any) -> None:
+        """Give every bucket to a hook from now on. Not within a backward; collective."""
+        self.planning.use_hook(hook, process_group)
+        self._set_activity = self.communicator.tell
+
+    def refresh_sharing(self) -> None:
+        """Find out which parameters other wrapped models have, too."""
+        self._sharing_version = registry.version
+        before, self._shared = self._shared, registry.shared_by_others(self)
+        if self._shared != before:
+            self.gradients.share(self._shared)
+            self.autograd.share(self._shared)
+            self._is_obstructed = self._scatters and (bool(self._shared) or not self.planning.owned)
+
+    def follow_owners(self) -> None:
+        """From now on, bring each mean to the ranks that own it, once all parameters are owned. Collective.
+
+        Raises:
+            ConfigError: The owners are other ranks than those that train the model, or ranks know of others.
+        """
+        known = [owners.of(parameter) for parameter in self.trainable]
+        told = [each for each in known if each is not None]
+        if len(told) < len(known):
+            return
+        self._tell_if_interrupted()
+        owned = agreed_owners(told, self.communicator.rank, self.world_size, self.communicator.all_gather)
+        self._is_obstructed = bool(self._shared)
+        self.planning.use_owners(owned)
+
+    def _check_scattering(self, *, is_training: bool) -> None:
+        if self._shared:
+            raise several_models(shorten([self._names[index] for index in sorted(self._shared)]), self.who)
+        without = [n for n, p in zip(self._tensors.all_names, self.trainable) if owners.of(p) is None]
+        if without and is_training:  # else nothing is scattered, and nothing is wrong
+            raise globally_unused(shorten(without), self.who)
+
+    # --- what is recorded ---
+
+    def end_forward(self) -> None:
+        """Note that a forward is over that `watch` was not told of; while something is recorded."""
+        self._log.records.end_forward(self._backward_id)
+
+    def watch_local(self, output: object) -> None:
+        """Note the backward of a forward in no_sync(), too; wrappers call it while all is recorded."""
+        backward = LocalBackward(self._backward_id)
+        self.autograd.watch_local(output, backward)
+
+    # --- a backward begins ---
+
+    def begin_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, is_syncing: bool, is_training: bool
+    ) -> None:
+        """Note a forward whose gradients will be needed.
+
+        Args:
+            inputs: What the model is called with, to count samples by where something is recorded.
+            kwargs: The same, by name.
+            is_syncing: Whether its backward is averaged.
+            is_training: Whether the model is in training mode.
+
+        Raises:
+            ForkedError: This process is a forked child of the one that wrapped the model.
+            SkippedPassError: The last backward ended in an exception, on this rank.
+            ConfigError: The last backward has been left open.
+        """
+        state, autograd = self.state, self.autograd
+        state.check_process()
+        in_backward = autograd.is_in_backward()
+        if self._sharing_version != registry.version and not in_backward:
+            self.refresh_sharing()
+        has_weights = self.micro_batches.is_used
+        if (state.is_armed or state.is_interrupted or has_weights) and not in_backward:
+            self._tell_if_interrupted()
+            if has_weights:
+                if self.micro_batches.awaits_end:  # of a backward in no_sync()
+                    autograd.await_drop(lambda: not self.micro_batches.awaits_end)
+                self.micro_batches.give_up_interrupted()
+        if self._is_obstructed and is_syncing:
+            self._check_scattering(is_training=is_training)
+        self._begun_forwards += 1
+        self.tell_forward(is_syncing=is_syncing, is_training=is_training)
+        state.begin_forward(is_syncing, is_training=is_training, in_backward=in_backward)
+        if recording.note is not None:
+            self._log.records.begin_forward(self._backward_id, is_syncing, is_training, inputs, kwargs)
+        if not in_backward:
+            self.buffers.begin_forward(
+                is_trained=True, is_training=is_training, after_local_backward=bool(state.accumulated)
+            )
+        autograd.begin_forward(is_syncing=is_syncing, good_backwards=self.good_backwards)
+
+    def begin_untrained_forward(self) -> None:
+        """Note a forward, or another method of the model, whose gradients no rank averages."""
+        if not self.autograd.is_in_backward():
+            self.buffers.begin_forward(is_trained=False, is_training=False, after_local_backward=False)
+
+    def tell_forward(self, *, is_syncing: bool, is_training: bool) -> None:
+        """Let the errors of other ranks tell that this one begins a forward. See `begin_forward`."""
+        if self._set_activity is None:
+            return
+        number = self.state.status.forwards + (is_syncing and is_training)
+        which = f"{number} " if number > 1 else ""
+        self._set_activity(
+            f"in forward {which}of iteration {self._backward_id - self._log.before_first}", number
+        )
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Within it, backwards do not synchronise, whatever their forward was to do.
+
+        Nor does a later backward of a forward that ran within it.
+        """
+        state = self.state
+        was_local, was_forced, before = state.is_local, state.is_forced, bool(state.is_syncing)
+        begun_before = self._begun_forwards
+        state.expect(False)
+        state.is_local = True
+        try:
+            yield
+        finally:
+            state.is_local = was_local
+            is_empty = self._begun_forwards == begun_before
+            if is_empty or state.is_due:
+                state.expect(before or state.is_due, is_forced=was_forced and is_empty)
+
+    def expect_backward(self, *, is_syncing: bool) -> None:
+        """The backward of the forwards so far synchronises, or not, whatever they were to do.
+
+        Outside of no_sync() and of a backward. A later forward decides for itself.
+        """
+        state = self.state
+        if not state.is_local and not state.is_armed:
+            state.expect(is_syncing, is_forced=True)
+
+    def sync_next_backward(self, is_syncing: bool = True) -> None:
+        """The next backward synchronises, or does not, whatever its forward was to do."""
+        state = self.state
+        state.expect(is_syncing, is_forced=True)
+        state.is_forward_averaged, state.is_forward_counted = is_syncing, False
+
+    def _arm(self) -> None:
+        """The first gradient of a backward has come.
+
+        Raises:
+            SkippedPassError: The backward before this one ended in an exception, on this rank.
+        """
+        state = self.state
+        try:
+            self.autograd.prepare()
+            state.check_process()
+            if state.is_interrupted:
+                self._give_up_interrupted()
+            if (order := self.planning.reduction.order) is not None:
+                order.begin(self)
+            if self.micro_batches.is_used:
+                self._weigh(self.micro_batches.begin())
+            if self._shared:
+                self._backward = self.autograd.backward()
+            state.is_armed = True  # first: gradients on another device come from another thread
+            self._armed += 1
+            end = functools.partial(self._end_backward, self._armed)
+            interrupted = functools.partial(self._interrupt_if_current, self._armed)
+            self.autograd.at_end(EndOfBackward(end, interrupted))
+            if self._set_activity is not None:
+                forwards = state.status.forwards
+                self._set_activity(
+                    f"in backward of iteration {self._backward_id - self._log.before_first}", forwards
+                )
+            if recording.note is not None:
+                self._log.records.begin_backward(self._backward_id)
+        except BaseException as error:
+            if state.is_armed:  # nothing ends this backward any more
+                self._interrupt()
+            elif not state.is_interrupted:
+                self.end_turn()
+            state.unfollow()
+            if isinstance(error, PacelineError):
+                self.autograd.note_error(error)
+            raise
+
+    def _weigh(self, weight: float) -> None:
+        self.state.rank_weight = weight
+        self.reducer.set_weight(weight)
+
+    # --- a backward ends ---
+
+    def _end_backward(self, armed: int) -> None:
+        if armed != self._armed:  # its backward was given up
+            return
+        if self.state.ends_by_hand:
+            self.state.is_left_open = True
+        else:
+            self._end_now()
+
+    def use_ends_by_hand(self, is_by_hand: bool) -> None:
+        """Whether the coming backward passes end when `end_by_hand` is called, and not by themselves.
+
+        Raises:
+            ConfigError: A backward is under way.
+        """
+        if self.state.is_armed and is_by_hand != self.state.ends_by_hand:
+            raise ConfigError(
+                "How a backward ends cannot be changed while one is under way.",
+                where=self.who,
+                hint="set require_manual_backward_finalization before forward, or after finalize_backward()",
+            )
+        self.state.ends_by_hand = is_by_hand
+
+    def end_by_hand(self) -> None:
+        """End the backward that was left open: what the end of a backward does otherwise, with its errors.
+
+        Raises:
+            ConfigError: None was.
+        """
+        if not self.state.is_left_open:
+            is_running = self.state.is_armed
+            raise ConfigError(
+                "finalize_backward(): there is no backward to finalize.",
+                where=self.who,
+                seen="a backward is running" if is_running else "no synchronised backward since the last one",
+                likely="it was called twice; or within a hook; or the backward ran in no_sync()",
+                hint="call it once after each synchronised backward has returned",
+            )
+        self.state.is_left_open = False
+        self._end_now()
+
+    def _end_now(self) -> None:
+        number, has_raised = self._backward_id, True
+        try:
+            if self.micro_batches.is_used and recording.note is not None:
+                totals = self._log.totals
+                totals.weight = (totals.weight or 0.0) + self.state.rank_weight
+            self._end()
+            has_raised = False
+        except BaseException as error:
+            recording.tell_failure(error)
+            raise
+        finally:
+            if recording.note is not None:
+                now_ns = self._log.records.end_backward(number, has_raised)
+                if now_ns >= recording.next_sample_ns:
+                    # Elsewhere than in memory the norm would be computed for this.
+                    is_known = not has_raised and self.path == "memory"
+                    self._log.sample(now_ns, number, self.figures.squared_norm if is_known else None)
+            if self.state.is_armed:  # it raised before the backward was ended
+                self._interrupt()
+
+    def _interrupt_if_current(self, armed: int) -> None:
+        """The end of a backward was dropped; perhaps late, when its backward has been given up already."""
+        if armed == self._armed and self.state.is_armed:
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """An exception has ended the backward, and goes on to the user, who may clear gradients and go on.
+
+        Until all ranks have ended this backward they may still reduce what this one has handed over of it.
+        """
+        self._is_complete = False
+        self.state.interrupt()
+        if (note := recording.note) is not None:
+            note(_BACKWARD_ENDED, self._backward_id, 1)
+        self.gradients.interrupt()
+
+    def _end(self) -> None:
+        """The end of this rank's backward: wait for the others, judge, and copy the means back.
+
+        Between two large computations little of this is in the processor's caches: each call of a function
+        in Python costs a small model about a microsecond.
+        """
+        state, planning, config = self.state, self.planning, self._config
+        reducer, number = planning.reduction.reducer, self._backward_id
+        planning.earlier.last_backward = None
+        if self.fresh.is_used:
+            self.fresh.forget()
+        completed = reducer.completed
+        self._ending = None
+        try:
+            self.autograd.raise_kept()
+            if self._shared and state.is_armed:
+                registry.complete_all(self._backward)
+            elif not state.status.finished:
+                self._left_over.hand_over(reducer)
+            status = state.status
+            status.reached = self.graphs.reached
+            if self.micro_batches.is_used and self.micro_batches.unweighed is not None:
+                state.tell_unweighed(len(self._tensors.all_names))
+            if self.buffers.has_writes:
+                status.wrote_buffers = True
+            told = self.notes.take(self._begun_forwards, bool(state.accumulated))
+            reducer.set_note(told, number)
+            allow_unused = config.allow_unused or status.frozen is not None
+            if (order := planning.reduction.order) is not None:
+                order.give_up_before(self)
+            outcome = reducer.finish(status, allow_unused, config.allow_globally_unused)
+            self._ending = Ending(number, self.good_backwards, self.drift.backwards, outcome)
+            self._conclude(self._ending)
+        except PacelineError as error:
+            is_lost = isinstance(error, CollectiveError)
+            ending = self._ending
+            if ending is not None or is_lost:
+                if ending is None or ending.stage <= Ending.CLOSE:
+                    self._adopt_errors(is_good=False)
+                # Of a rank that lost another one the activity stays: it is evidence for the others' errors.
+                self._close(number, is_told=not is_lost)
+            self._fail(error)
+            raise
+        except BaseException as error:
+            # Of a signal handler, say. If the ranks know no outcome yet, the backward is interrupted.
+            if self._ending is None and reducer.completed != completed:
+                self._ending = Ending(number, self.good_backwards, self.drift.backwards, reducer.outcome)
+            if self._ending is not None:
+                self._conclude_after(error, self._ending)
+            raise
+        finally:
+            self._ending = None
+            self.autograd.forget()
+            self.graphs.end_backward()
+
+    def _conclude(self, ending: Ending) -> None:
+        """All ranks know the outcome now: judge it, copy the means back, get ready for the next backward.
+
+        The others go on, so this rank must come to the end of this, too, whatever a signal handler raises in
+        the middle: called again, it goes on where `ending` says that it is. What is made twice then does no
+        harm; what must not be, a call of all ranks or of the user's code, is marked as under way.
+        """
+        state, planning, outcome, number = self.state, self.planning, ending.outcome, ending.number
+        reducer = planning.reduction.reducer
+        if ending.stage == Ending.JUDGE:
+            self.active = self._all_ranks
+            if outcome:
+                self._log.note_nonfinite(number, reducer.nonfinite)
+                self._note_active(Outcome(outcome))
+                self._judge.judge(Outcome(outcome), reducer, state.refusal, self.micro_batches.unweighed)
+                if outcome & _TOLD and any(each.wrote_buffers for each in reducer.statuses()):
+                    ending.stage = Ending.IN_WRITES
+                    where = f"the end of backward {number - self._log.before_first}"
+                    self.buffers.check_writes(self.active, where)
+            ending.stage = Ending.MEANS
+        if ending.stage == Ending.MEANS:
+            ending.seen_order = None if planning.is_order_final else list(state.handed)
+            if self.active:
+                self._write_back_means()
+            if recording.keeps_all and (note := recording.note) is not None:
+                note(_WROTE_BACK, number, 0)
+            if self.active and self._has_sparse:
+                ending.stage = Ending.IN_SPARSE
+                self.sparse.average(state.rank_weight, has_data=not state.status.finished)
+                self._judge.judge_nonfinite(self.sparse.nonfinite)
+            ending.stage = Ending.STEPS
+        if ending.stage == Ending.STEPS:
+            if self.active:
+                ending.stage = Ending.IN_STEPS
+                self.autograd.after_means()
+            ending.stage = Ending.CLOSE
+        if ending.stage == Ending.CLOSE:
+            if self.fresh.is_used:
+                self.fresh.note()
+            ending.stage = Ending.IN_ADOPTION
+            self._adopt_errors(is_good=bool(self.active) and not outcome & _NOT_FINITE)
+            ending.stage = Ending.NEXT
+        if ending.stage == Ending.NEXT:
+            self._close(number)
+            ending.stage = Ending.ORDER
+        if ending.stage == Ending.ORDER:
+            if ending.seen_order is not None:
+                ending.stage = Ending.IN_ORDER
+                planning.adopt_order(ending.seen_order)
+            ending.stage = Ending.BUFFERS
+        if ending.stage == Ending.BUFFERS:
+            if self.active:
+                if self.buffers.hook is not None:
+                    ending.stage = Ending.IN_HOOK
+                elif self.buffers.is_needed:
+                    ending.stage = Ending.IN_BUFFERS
+            self.buffers.end_backward(self.active)
+            if recording.keeps_all and (note := recording.note) is not None:
+                note(_SYNCED_BUFFERS, number, 0)
+            ending.stage = Ending.GOOD
+        if ending.stage == Ending.GOOD:
+            self.good_backwards = ending.good_backwards + bool(self.active)
+            if self.after_good is not None and self.active:
+                ending.stage = Ending.IN_AFTER_GOOD
+                self.after_good(state.rank_weight)
+            ending.stage = Ending.NOTES
+        if ending.stage == Ending.NOTES:
+            # Where a rank has no data there may be ranks that make no step until the others have finished.
+            if len(self.active) == self.world_size:
+                drift, differ = self.drift, outcome & _NOTES_DIFFER
+                drift.backwards = ending.drift_backwards + 1
+                if differ or drift.is_due:
+                    ending.stage = Ending.IN_DRIFT
+                    drift.look(reducer.notes_by_rank if differ else None)
+            ending.stage = Ending.REST
+        if len(self.active) == self.world_size:
+            self.notes.begin(self._begun_forwards)
+        state.status.static_graph = False  # all ranks have promised it
+        self.autograd.learn()
+
+    def _conclude_after(self, error: BaseException, ending: Ending) -> None:
+        """Something raised in this rank's `_conclude` that the others do not know of: come to its end.
+
+        Where it was in a call of all ranks, nobody knows whether this rank has made it: then all ranks raise.
+        """
+        tries = 0
+        for _ in range(_MOST_INTERRUPTIONS):
+            if ending.stage in Ending.OF_ALL_RANKS:
+                if ending.stage in (Ending.IN_WRITES, Ending.IN_DRIFT) and isinstance(error, Warning):
+                    ending.stage += 1  # an error by the user's filter, and on all ranks
+                else:
+                    self.give_up(error)
+                    self._close(ending.number, is_told=False)
+                    return
+            if ending.stage in Ending.MADE_ONCE:
+                ending.stage += 1
+            before = ending.stage
+            try:
+                self._conclude(ending)
+                return
+            except PacelineError as found:
+                if ending.stage <= Ending.CLOSE:
+                    self._adopt_errors(is_good=False)
+                self._close(ending.number, is_told=not isinstance(found, CollectiveError))
+                self._fail(found)
+                return
+            except BaseException as again:
+                # What cannot be done here is left out: a rank whose gradients are no means is found by its
+                # parameters, at the next backward.
+                tries = tries + 1 if ending.stage == before else 0
+                if tries >= _MOST_TRIES:
+                    ending.stage, tries = Ending.AFTER.get(before, before), 0
+                error = again
+        self.give_up(error)
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank cannot go on as the others do: all raise."""
+        if (peer_monitor := self.communicator.peer_monitor) is not None:
+            peer_monitor.fail(error)
+        self.reducer.give_up(error)
+
+    def _close(self, number: int, *, is_told: bool = True) -> None:
+        """This rank's part is over: the next backward begins another."""
+        self._is_complete = False
+        self.end_turn()
+        self.state.begin_next()
+        if self.micro_batches.is_used:
+            self.micro_batches.end()
+        if self._set_activity is not None and is_told:
+            self._set_activity(f"after backward of iteration {number - self._log.before_first}")
+        self._backward_id = number + 1
+
+    def _fail(self, error: PacelineError) -> None:
+        """A backward raises this."""
+        if self.among and isinstance(error, ReplicaError):
+            error.add_where(f"ranks count from 0 here: they are those of {self.among}")
+        self.autograd.note_error(error)
+        self.buffers.give_up_backward()
+        if isinstance(error, CollectiveError):
+            self._is_lost = not isinstance(error, MismatchError)  # after which the group goes on
+            # A rank that was stopped, and whom this one has given up, may still write into the gradient
+            # buffer.
+            self.gradients.leave_buffer()
+
+    def _adopt_errors(self, *, is_good: bool) -> None:
+        """Where gradients are encoded, keep what that took from good ones, which are finite."""
+        if (adopt_errors := self.planning.reduction.adopt_errors) is not None:
+            is_good = is_good and not (self._has_sparse and self.sparse.nonfinite)
+            adopt_errors(self.reducer.globally_unused() if is_good else None)
+
+    def complete(self, backward: int) -> None:
+        """Hand over what this backward has left, if a backward of this model is in it, once."""
+        is_in_it = self.state.is_armed and self._shared and self._backward == backward
+        if is_in_it and not self._is_complete:
+            self._is_complete = True
+            self._left_over.hand_over(self.reducer)
+
+    def _note_active(self, outcome: Outcome) -> None:
+        if Outcome.FINISHED in outcome:
+            statuses = self.reducer.statuses()
+            self.active = [rank for rank, status in enumerate(statuses) if not status.finished]
+            if self.refuses_uneven and self.active:
+                raise uneven_error(statuses)
+
+    def _write_back_means(self) -> None:
+        """Make every parameter's gradient the mean."""
+        state, planning = self.state, self.planning
+        reducer = planning.reduction.reducer
+        if overlapping := reducer.overlapping():
+            self._part_overlapping(overlapping)
+        if self._static_graph is not None:
+            self._static_graph.end_good()
+        missing: Sequence[int] = ()
+        if len(state.handed) < len(self._names):
+            globally_unused = set(reducer.globally_unused())
+            missing = [
+                i for i in range(len(self._names)) if i not in state.handed and i not in globally_unused
+            ]
+        if missing or state.staged or planning.owned:
+            self.gradients.write_back(missing)
+
+    def _part_overlapping(self, overlapping: Sequence[int]) -> None:
+        """Where gradients share memory, copy their means back into memory of their own.
+
+        As for parameters that this backward left without a gradient.
+        """
+        state = self.state
+        for index in overlapping:
+            state.handed.discard(index)
+            if index in state.staged:
+                state.staged.remove(index)
+
+    def _tell_if_interrupted(self) -> None:
+        if self.state.is_left_open:
+            raise ConfigError(
+                "The last backward has not been finalized: its gradients are not averaged yet.",
+                where=self.who,
+                seen="require_manual_backward_finalization is True",
+                hint="call finalize_backward() after each synchronised backward, before the next forward",
+            )
+        self.settle_interrupted()
+        if self.state.is_armed or self.state.is_interrupted:
+            self._give_up_interrupted()
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an exception has ended a backward that nobody has given up yet."""
+        state = self.state
+        if state.is_armed and not state.is_left_open and not self.autograd.is_in_backward():
+            self.autograd.await_drop(lambda: not state.is_armed)
+        return state.is_interrupted and self._untold is None
+
+    def settle_interrupted(self) -> None:
+        """Where an exception has ended the last backward, let no gradient lie where ranks may still write.
+
+        The backward is still to be given up.
+        """
+        state = self.state
+        if state.is_left_open:
+            return
+        if state.is_armed:
+            self.autograd.await_drop(lambda: not state.is_armed)
+        if state.is_armed or state.is_interrupted:
+            self.gradients.settle()
+
+    def give_up_for_others(self) -> None:
+        """End the backward that an exception broke off: other models are to make their calls after its own.
+
+        What it comes to is raised when this model goes on, as where the models need not wait for each other.
+        """
+        try:
+            self._untold = self._end_interrupted()
+        except Exception as error:  # this model's; what of it concerns the others they meet themselves
+            self._untold = error
+        self.state.is_interrupted = self._untold is not None
+
+    def _give_up_interrupted(self) -> None:
+        """End the backward that an exception broke off, so that all ranks learn of it and can go on."""
+        error, self._untold = self._untold, None
+        if error is None:
+            error = self._end_interrupted()
+        else:
+            self.state.is_interrupted = False
+        if error is not None:
+            raise error
+
+    def _end_interrupted(self) -> Exception | None:
+        self._armed += 1  # what is dropped from now on is of no backward
+        self.gradients.settle()
+        if (order := self.planning.reduction.order) is not None:
+            order.give_up_before(self)
+        self.autograd.forget()
+        self.graphs.end_backward()
+        self.planning.earlier.last_backward = None
+        self.fresh.forget()
+        self.buffers.give_up_backward()
+        reducer = self.reducer
+        completed = reducer.completed
+        try:
+            return give_up_interrupted(reducer, self._config.allow_unused, self._config.allow_globally_unused)
+        finally:
+            is_lost = isinstance(sys.exc_info()[1], PacelineError)
+            if is_lost or reducer.completed != completed:  # else the ranks do not know yet
+                self.end_turn()
+                self._adopt_errors(is_good=False)
+                self.state.begin_next()
+                self.micro_batches.end()
+
+    # --- a backward without data ---
+
+    def shadow(self, *, weight: float) -> bool:
+        """Take part in a backward of the others without gradients; within a `Shadow`. Collective.
+
+        The rank gets the means as its gradients as well, for those who step along.
+
+        Returns:
+            Whether any rank had data.
+        """
+        self.state.check_process()
+        self._tell_if_interrupted()
+        self.gradients.restore({})  # those of the last such backward
+        self.micro_batches.forget_given()
+        self.buffers.sync_without_forward()
+        self._weigh(weight)
+        reducer = self.reducer
+        completed = reducer.completed
+        try:
+            self._left_over.hand_over_nothing(reducer)
+            self.state.status.finished = True
+            self._end_now()
+        except BaseException as error:
+            if not isinstance(error, CollectiveError) and reducer.completed == completed:
+                self._interrupt()
+            raise
+        finally:  # what it raises may be caught, and training go on
+            self._weigh(1.0)
+        return bool(self.active)

@@ -1,0 +1,213 @@
+"""The weights of gradients that cross ranks inside a model, in the backward of a layer that sums over ranks.
+
+The reducer weighs a rank's gradients after backward: the mean is sum(w_r * g_r) / sum(w_r). A gradient that
+has crossed ranks before that would have the weight of the rank on which it arrived, instead of that of the
+rank whose loss it comes from. So during a backward the gradients on rank r are in units of 1 / w_r: what
+leaves the rank is multiplied by w_r, and what arrives is divided by it. Then w_r * g_r is exactly rank r's
+part of the gradient of the weighted sum of all losses. Where every weight is 1 nothing is computed.
+
+Layers that are not ours exchange without weights, which is right only where all ranks have the same weight.
+They are found in the graph of a weighted backward, by the kinds of its nodes: a function that somebody has
+written in Python is one of them if the code of its backward, or what that calls nearby, names a collective.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, final
+
+from paceline.errors import ConfigError
+from paceline.reducer.backward.micro_batches import SCALE_THE_LOSS, MicroBatchWeights, living
+
+# Names of collectives begin so, whoever spells them: all_gather_into_tensor, Allreduce, _reduce_scatter_base.
+_COLLECTIVES = ("allgather", "allreduce", "alltoall", "reducescatter", "batchisendirecv")
+# Other things have these names, too.
+_COLLECTIVES_OF_A_MODULE = frozenset(("broadcast", "reduce", "scatter", "gather", "send", "recv", "isend"))
+_MODULES = frozenset(("dist", "distributed", "c10d"))
+# Nothing in these exchanges by itself, but for what is named `distributed`.
+_HARMLESS = ("torch", "paddle", "numpy")
+_PLAIN = ("builtins", "numpy")
+_DEPTH = 3  # how many calls are followed
+
+
+@final
+class ExchangeWeight:
+    """The weight of the gradients that one call of a layer exchanges in backward.
+
+    Args:
+        what: The layer, for errors.
+        owner: The weights of the wrapped model in whose forward the layer was called; None: in none.
+        upstream: The node of the framework's graph that made the layer's input; None: there is none.
+    """
+
+    __slots__ = ("_found", "_owner", "_upstream", "_what")
+
+    def __init__(self, what: str, owner: MicroBatchWeights | None, upstream: object) -> None:
+        self._what = what
+        self._owner = owner
+        self._upstream = upstream
+        self._found: list[MicroBatchWeights] = []
+
+    def now(self) -> float:
+        """The weight in the backward under way; 1 where no model was ever given one."""
+        if not living.is_any_used:
+            return 1.0
+        self._found = []
+        everyone = living.all()
+        weights = {each.current for each in everyone}
+        if weights <= {1.0} or not everyone[0].is_in_backward():
+            return 1.0
+        if self._owner is not None and len(weights) == 1:
+            self._found = [self._owner]
+            return self._owner.current
+        self._found = found = [each for each in everyone if self._concerns(each)]
+        if not found:
+            return 1.0
+        weight = found[0].current if self._owner is None else self._owner.current
+        weights = {each.current for each in found}
+        if len(weights) > 1:
+            self._refuse(
+                f"{self._what} exchanges gradients for wrapped models that have other weights.",
+                seen=f"weights {', '.join(f'{each:g}' for each in sorted(weights))} in one backward",
+                likely="weight= or weight() of one of several wrapped models in the same backward",
+                hint=f"give all of them the same weight; or {SCALE_THE_LOSS}",
+            )
+        return weight
+
+    def refuse_lost(self, rows: str) -> None:
+        """Refuse this backward: the rank has weight 0, so the part of the gradient is lost that comes
+        from other ranks' losses through its samples.
+
+        Args:
+            rows: What the rank has put in, in words.
+        """
+        self._refuse(
+            f"{self._what}: a rank whose gradients weigh 0 has samples in the batch of all ranks.",
+            seen=f"weight 0, and {rows}",
+            expected="a weight above 0, or an empty batch",
+            likely="a batch in which every sample or token is masked",
+            hint=f"leave such samples out of the batch, which may be empty; or {SCALE_THE_LOSS}",
+        )
+
+    def _concerns(self, weights: MicroBatchWeights) -> bool:
+        """Whether these gradients flow on to parameters of that model, or belong to its backward."""
+        if weights is self._owner or weights.reaches(self._upstream):
+            return True
+        return self._owner is None and weights.is_weighing  # recomputed within a backward of that model
+
+    def _refuse(self, summary: str, **rows: str) -> None:
+        for each in self._found:
+            each.refuse(ConfigError(summary, **rows))
+
+
+def _as_it_is(node: Any) -> Any:
+    return node
+
+
+def nodes_from(roots: Iterable[Any], key: Callable[[Any], Hashable] = _as_it_is) -> Iterator[Any]:
+    """All nodes of a framework's graph that a backward from these comes to, once each, near ones first.
+
+    Args:
+        roots: Nodes, or None.
+        key: What tells a node from others.
+    """
+    pending = [root for root in roots if root is not None]
+    seen = {key(root) for root in pending}
+    for node in pending:  # which grows
+        yield node
+        for following in node.next_functions:
+            following = following[0] if isinstance(following, tuple) else following  # with torch, a pair
+            if following is not None and (known := key(following)) not in seen:
+                seen.add(known)
+                pending.append(following)
+
+
+def names_one(name: str) -> bool:
+    """Whether a name is that of a collective."""
+    return name.replace("_", "").lower().startswith(_COLLECTIVES)
+
+
+def _nothing_else(names: set[str]) -> Iterable[object]:
+    return ()
+
+
+def names_a_collective(
+    function: object, called: Callable[[set[str]], Iterable[object]] = _nothing_else
+) -> bool:
+    """Whether the code of a function names one, or that of functions and classes that it calls.
+
+    Those are found by its names, in its module, in what it encloses, and within these.
+
+    Args:
+        called: What else is called by the names in a function, in ways that only a framework knows.
+    """
+    level, seen = [_unwrapped(function)], set()
+    for _ in range(_DEPTH + 1):
+        following: list[object] = []
+        for each in level:
+            if not isinstance(each, FunctionType) or each in seen:
+                continue
+            seen.add(each)
+            names = _names_in(each.__code__)
+            values = [*map(each.__globals__.get, names), *enclosed_by(each)]
+            if any(map(names_one, names)) or (
+                names & _COLLECTIVES_OF_A_MODULE and _names_c10d(names, values)
+            ):
+                return True
+            inner = [value for value in values if _is_entered(value)]
+            following += values
+            following += [inspect.getattr_static(value, name, None) for value in inner for name in names]
+            following += called(names)
+        level = [each for each in map(_unwrapped, following) if _is_followed(each)]
+    return False
+
+
+def _names_c10d(names: set[str], values: Iterable[object]) -> bool:
+    modules = {value.__name__.rpartition(".")[2] for value in values if isinstance(value, ModuleType)}
+    return not _MODULES.isdisjoint(names | modules)
+
+
+def _unwrapped(value: object) -> object:
+    if isinstance(value, type):  # of a class it is apply() that is called, of a function of autograd's
+        value = inspect.getattr_static(value, "forward", None)
+    while isinstance(value, (staticmethod, classmethod, MethodType)):
+        value = value.__func__
+    if isinstance(value, functools.partial):
+        value = value.func
+    return inspect.unwrap(value) if isinstance(value, FunctionType) else value
+
+
+def _is_followed(value: object) -> bool:
+    return isinstance(value, FunctionType) and not _is_harmless(value.__module__)
+
+
+def _is_entered(value: object) -> bool:
+    """Whether a function that has this calls functions of it."""
+    if isinstance(value, ModuleType):
+        return not _is_harmless(value.__name__)
+    return not isinstance(value, (type, FunctionType)) and type(value).__module__ not in _PLAIN
+
+
+def _is_harmless(module: str | None) -> bool:
+    module = module or ""
+    return module.partition(".")[0] in _HARMLESS and "distributed" not in module
+
+
+def enclosed_by(function: FunctionType) -> list[object]:
+    """What the cells of a function hold."""
+    return [_content(cell) for cell in function.__closure__ or ()]
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return None
+
+
+def _names_in(code: CodeType) -> set[str]:
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, CodeType)]
+    return {*code.co_names}.union(*inner)

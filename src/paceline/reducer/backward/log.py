@@ -1,0 +1,90 @@
+"""What the backward passes of one model leave in the recording of this process, and in the totals of its job.
+
+The one idea: backward passes say what happens, with numbers that are unique among all models of the process,
+    and a
+reader of the recording is told once per plan what those numbers stand for. What happens in each backward is
+noted by the core (`records`), because nothing may cost a call in Python there; the rest is here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from paceline import _core
+from paceline.health import lifetime
+from paceline.reducer.communicator import Communicator
+from paceline.reducer.plan import Plan
+from paceline.reducer.worked_times import Arrivals
+from paceline.trace.batches import samples_in
+from paceline.trace.recording import recording
+from paceline.trace.records import Event, backward_id, float_bits
+from paceline.trace.totals import ModelTotals
+
+_NORM, _NONFINITE = int(Event.NORM), int(Event.NONFINITE)
+
+
+@final
+class BackwardLog:
+    """The recording, as the backward passes of one model write to it.
+
+    Args:
+        rank, world_size: This rank, and the number of ranks that train the model.
+        names: The names of the parameters, by index in the plan.
+        arrivals: A method that returns how the ranks have come to the ends of their backwards so far.
+
+    Attributes:
+        records: Notes the moments of each backward. Ask `recording.note` first.
+        totals: What the model adds to the totals of the process.
+        before_first: The backward that ends next has the number after this one.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, names: Sequence[str], arrivals: Callable[[], Arrivals]
+    ) -> None:
+        self._rank, self._world_size, self._names = rank, world_size, names
+        self.records = _core.BackwardRecords(samples_in)
+        self.totals = ModelTotals(rank, arrivals, self.records)
+        recording.begin_if_asked(rank, world_size)
+        if recording.note is not None:
+            lifetime.at_failure(recording.tell_failure)
+        self._model = recording.number_model(self.totals)
+        self.before_first = backward_id(self._model, 0)
+
+    def tell_plan(self, communicator: Communicator[Any], plan: Plan) -> None:
+        """Tell who this rank is, and what its buckets hold: a reader of the recording must know."""
+        recording.tell(
+            "model", self._model, rank=self._rank, world_size=self._world_size, path=communicator.path
+        )
+        buckets = []
+        for bucket in plan.buckets:
+            first, last = (self._names[bucket.parameters[place]] for place in (0, -1))
+            buckets.append([bucket.nbytes, first if first == last else f"{first} ... {last}"])
+        recording.tell("buckets", self._model, buckets=buckets)
+
+    def note_nonfinite(self, number: int, found: Callable[[], Sequence[tuple[int, int]]]) -> None:
+        """Note how many gradients of this backward were not finite, and of which rank first.
+
+        Args:
+            number: The backward.
+            found: Returns (rank, parameter) of each; called only while something is recorded.
+        """
+        if (note := recording.note) is not None and (pairs := found()):
+            note(_NONFINITE, number, len(pairs) << 32 | min(rank for rank, _ in pairs))
+
+    def sample(self, now_ns: int, number: int, squared_norm: Callable[[], float] | None) -> None:
+        """Write what is written once in a second, at the end of the backward of this number.
+
+        Args:
+            now_ns: By CLOCK_MONOTONIC.
+            number: The backward.
+            squared_norm: Returns that of its means; None: it is not known for nothing.
+        """
+        has_norm = recording.sample(now_ns, number) and squared_norm is not None
+        if has_norm and squared_norm is not None and (note := recording.note) is not None:
+            note(_NORM, number, float_bits(math.sqrt(squared_norm())))
+
+    def close(self) -> None:
+        """The model makes no backward passes any more."""
+        recording.forget(self._model)

@@ -1,0 +1,105 @@
+"""Where one model's gradients are averaged, and when that is planned anew.
+
+The one idea: a plan, the memory laid out by it and the reducer that averages it are made together and
+replaced together. That happens after the first good backward, in the order that it has shown; where a hook
+takes over the buckets; and where the ranks that update parameters change. All of it is collective, and never
+within a backward; whoever has gradients, hooks or a recording is told of the new plan before the old memory
+goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from paceline.reducer.backward.earlier_reducers import EarlierReducers
+from paceline.reducer.backward.front_end import FrontEnd, PlanOptions
+from paceline.reducer.comm_hooks import CommHook
+from paceline.reducer.communicator import Communicator, Reduction, ReductionOptions, agree
+from paceline.reducer.owners import Ranges
+from paceline.reducer.plan import CappedBuckets, Plan, complete_order, has_one_order, plan_gradients
+
+
+@final
+class Planning:
+    """The plan of one model in use, and what comes of it. Its methods are collective.
+
+    Args:
+        front_end: What the framework gives: parameters, gradients, hooks.
+        communicator: Between the ranks that train the model.
+        options: How its gradients are averaged.
+        tell_plan: Called with the communicator and each plan that comes into use.
+
+    Attributes:
+        communicator: Between the ranks that train the model; a communication hook replaces it.
+        reduction: The reduction of the plan in use.
+        earlier: What the reducers of all plans before have counted.
+        owned: Who gets which part of each mean, for each parameter; empty: all ranks get all.
+        is_order_final: Whether the plan will not change for another order of the gradients any more.
+    """
+
+    def __init__(
+        self,
+        front_end: FrontEnd[Any],
+        communicator: Communicator[Any],
+        options: PlanOptions,
+        tell_plan: Callable[[Communicator[Any], Plan], None],
+    ) -> None:
+        self.communicator = communicator
+        self.earlier = EarlierReducers(communicator.world_size)
+        self.owned: tuple[Ranges, ...] = ()
+        self._tensors, self._gradients, self._autograd = (
+            front_end.tensors,
+            front_end.gradients,
+            front_end.autograd,
+        )
+        self._options = options
+        self._tell_plan = tell_plan
+        self.reduction = self._make_reduction(self._make_plan(None), None)
+        self._gradients.adopt(self.reduction)
+        self.is_order_final = has_one_order(self.reduction.plan)
+        tell_plan(communicator, self.reduction.plan)
+
+    def use_hook(self, hook: CommHook, process_group: Any) -> None:
+        """Give every bucket to a hook from now on."""
+        self.communicator = self.communicator.with_hook(hook, process_group)
+        self._replace(self._make_plan(self.reduction.plan.order))
+        self.is_order_final = self.is_order_final or has_one_order(self.reduction.plan)
+
+    def use_owners(self, owned: tuple[Ranges, ...]) -> None:
+        """Bring each mean to those that need it from now on; as `owned`."""
+        if owned != self.owned:
+            self.owned = owned
+            self._replace(self._make_plan(self.reduction.plan.order))
+
+    def adopt_order(self, order: Sequence[int]) -> None:
+        """Plan in the order in which gradients came on rank 0, from now on; once."""
+        self.is_order_final = True
+        agreed = agree(self.communicator, complete_order(order, len(self._tensors.names)))
+        plan = self._make_plan(agreed)
+        if plan != self.reduction.plan:
+            self._replace(plan)
+
+    def _replace(self, plan: Plan) -> None:
+        before = self.reduction
+        self.earlier.add(before.reducer)
+        must_move = self._gradients.any_in_buffer or bool(before.owned)
+        # Where the gradient buffer is free there need never be two.
+        self.reduction = self._make_reduction(plan, None if must_move else before)
+        self._gradients.adopt(self.reduction)
+        self._tell_plan(self.communicator, plan)
+        if must_move:
+            before.reducer.close()
+        self._autograd.install()
+
+    def _make_plan(self, order: Sequence[int] | None) -> Plan:
+        whole, most = self.communicator.wants_whole_buckets, self.communicator.most_bucket_bytes
+        caps = self._options if most is None else CappedBuckets(self._options, most)
+        return plan_gradients(self._gradients.specs(whole=whole), caps, order, whole=whole)
+
+    def _make_reduction(self, plan: Plan, instead_of: Reduction[Any] | None) -> Reduction[Any]:
+        asked = self._options
+        finite = asked.nonfinite != "ignore"
+        waits = asked.nonfinite == "raise"
+        options = ReductionOptions(asked.gradients_in_buffer, finite, asked.skip_unused, self.owned, waits)
+        return self.communicator.make_reduction(plan, self._tensors.trainable, options, instead_of)

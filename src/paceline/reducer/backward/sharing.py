@@ -1,0 +1,109 @@
+"""Parameters that several wrapped models of this process have in common. The same for every framework.
+
+The one idea: each of them averages the gradient, so none may change it, or read it where it lies, before the
+last has its copy. Such gradients are copied to and from the gradient buffer, whatever is done with all
+others. And where one backward runs through several such models, each hands over all that it has before the
+first of them
+writes its means: they would count as this rank's own where a model has got nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+
+class Holder(Protocol):
+    """The backward passes of one wrapped model.
+
+    Attributes:
+        member: Whose replicas of the model are the same as this rank's, in words that only these ranks have;
+            empty: those of all ranks.
+    """
+
+    member: str
+
+    @property
+    def asked_timeout_s(self) -> float | None:
+        """What the user passed as `timeout_s` to its wrapper; None: nothing."""
+        ...
+
+    @property
+    def trainable(self) -> Sequence[object]: ...
+
+    def refresh_sharing(self) -> None:
+        """Look at `shared_by_others` again."""
+        ...
+
+    def complete(self, backward: int) -> None:
+        """Hand over what this backward has left, if a backward of this model is in it, once."""
+        ...
+
+
+class _Registry:
+    """All holders.
+
+    Attributes:
+        version: Another number after each change.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        # In the order in which they were wrapped, which is the same on all ranks.
+        self._holders: weakref.WeakKeyDictionary[Holder, None] = weakref.WeakKeyDictionary()
+
+    def join(self, holder: Holder) -> None:
+        """One more: the others learn of it at once."""
+        others = list(self._holders)
+        self._holders[holder] = None
+        self.version += 1
+        for other in others:
+            other.refresh_sharing()
+
+    def leave(self, holder: Holder) -> None:
+        """One less. The others learn of it at their next forward: a backward may be under way."""
+        self._holders.pop(holder, None)
+        self.version += 1
+
+    def complete_all(self, backward: int) -> None:
+        """The first backward of this backward ends: its means may come to gradients that others must read."""
+        for holder in list(self._holders):
+            holder.complete(backward)
+
+    def begin_member(self, holder: Holder, member: str) -> None:
+        """From now on the replicas of other ranks differ from the holder's on purpose; see `Holder`."""
+        holder.member = member
+        self.version += 1
+
+    def member_of(self, parameters: Sequence[object]) -> str:
+        """The `member` of a holder of any of these parameters; empty: no holder has one."""
+        apart = [holder for holder in self._holders if holder.member]
+        known = {id(parameter) for parameter in parameters} if apart else set()
+        return next(
+            (each.member for each in apart if not known.isdisjoint(map(id, each.trainable))),
+            "",
+        )
+
+    def timeout_of(self, parameters: Iterable[object]) -> float | None:
+        """The `timeout_s` that a user gave to the wrapper of any of these parameters; None: to none of them.
+
+        The longest, where several wrappers have parameters in common.
+        """
+        asked = {each: each.asked_timeout_s for each in self._holders}
+        known = {id(parameter) for parameter in parameters} if any(asked.values()) else set()
+        found = [
+            timeout_s
+            for each, timeout_s in asked.items()
+            if timeout_s is not None and not known.isdisjoint(map(id, each.trainable))
+        ]
+        return max(found, default=None)
+
+    def shared_by_others(self, holder: Holder) -> set[int]:
+        """Indices of the holder's parameters that others hold as well."""
+        held = Counter(id(p) for each in self._holders for p in each.trainable)
+        return {index for index, p in enumerate(holder.trainable) if held[id(p)] > 1}
+
+
+registry = _Registry()

@@ -1,0 +1,169 @@
+"""Ranks that run out of data before the others, and shadow the backward passes of those who have some.
+
+The one idea: such a rank takes part in the backward passes of the others with no gradients and a weight of 0,
+    until
+every rank has none left; each rank says so in the status that ends a backward, so nobody asks. Then it gets
+the model of the rank that went on longest, and its own gradients are again what they were.
+
+A backward without data is one as any other, so `BackwardSync.shadow` makes it; of the backward passes of a
+model nothing more is needed here than `UnevenBackwards`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from paceline.errors import ConfigError
+from paceline.reducer.backward.front_end import Gradients
+from paceline.reducer.backward.state import BackwardState
+
+
+class UnevenBackwards(Protocol):
+    """The backward passes of one model, some of which ranks make without data.
+
+    Attributes:
+        state: Where they are.
+        gradients: This rank's.
+        world_size: Number of ranks.
+        active: Ranks that had data in the last backward.
+        shares_parameters: Whether the ranks of each host have one copy of the parameters.
+        refuses_uneven: Whether a backward for which some ranks have no data raises, on all of them.
+    """
+
+    state: BackwardState
+    gradients: Gradients
+    world_size: int
+    active: Sequence[int]
+    shares_parameters: bool
+    refuses_uneven: bool
+
+    @property
+    def who(self) -> str:
+        """This rank in words."""
+        ...
+
+    def settle_interrupted(self) -> None:
+        """Where an exception has ended the last backward, let no gradient lie where ranks may still write."""
+        ...
+
+    def shadow(self, *, weight: float) -> bool:
+        """Take part in a backward of the others without gradients; whether any rank had data. Collective."""
+        ...
+
+    def broadcast_model(self, root: int) -> None:
+        """Give every rank the parameters and buffers of the rank `root`. Collective."""
+        ...
+
+
+class Shadow:
+    """This rank without data: from here to `end` its gradients are those of the others' backward passes.
+
+    Most loops clear gradients after a step, so what is left of the others' would be added to the first
+    gradient of the next epoch. So its own are put aside, and come back.
+
+    Args:
+        backward_sync: In which it takes part; not within one of them.
+        keep_accumulated: Give back what no_sync() has accumulated too; else it is dropped.
+    """
+
+    def __init__(self, backward_sync: UnevenBackwards, *, keep_accumulated: bool) -> None:
+        self._backward_sync = backward_sync
+        backward_sync.settle_interrupted()
+        self._gradients = backward_sync.gradients.keep()
+        self._accumulated = set(backward_sync.state.accumulated)
+        if not keep_accumulated:
+            for index in self._accumulated:
+                self._gradients.pop(index, None)
+            self._accumulated.clear()
+        backward_sync.gradients.restore({})
+
+    def end(self) -> None:
+        """Give this rank its own gradients back: the next backward adds to them."""
+        self._backward_sync.gradients.restore(self._gradients)
+        self._backward_sync.state.accumulated |= self._accumulated
+
+
+def take_part_until_all_finished(
+    backward_sync: UnevenBackwards,
+    after_pass: Callable[[], object] | None,
+    are_over: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Shadow the others' backward passes, then take over the model of those who went on longest. Collective.
+
+    Args:
+        backward_sync: This rank has no data for them.
+        after_pass: Called after each of them, with the means as gradients; None: this rank makes no steps.
+        are_over: Asked before each of them whether other backward passes take their place, on all ranks
+            alike.
+
+    Returns:
+        Whether all ranks are finished. Else these backward passes are over, and no model was taken over.
+    """
+    return _take_part(backward_sync, after_pass, weight=0.0, keep_accumulated=False, are_over=are_over)
+
+
+@contextlib.contextmanager
+def joining(backward_sync: UnevenBackwards, *, divide_by_all: bool, throws: bool) -> Iterator[None]:
+    """Within it, ranks may make different numbers of backward passes. Its end is collective.
+
+    Args:
+        backward_sync: Some of them this rank may make without data.
+        divide_by_all: Ranks without data count in the mean, with zeros.
+        throws: All ranks raise at the end of the first backward for which one had no data.
+    """
+    before, backward_sync.refuses_uneven = backward_sync.refuses_uneven, throws
+    try:
+        yield
+        _take_part(backward_sync, None, weight=1.0 if divide_by_all else 0.0, keep_accumulated=True)
+    finally:
+        backward_sync.refuses_uneven = before
+
+
+def _take_part(
+    backward_sync: UnevenBackwards,
+    after_pass: Callable[[], object] | None,
+    *,
+    weight: float,
+    keep_accumulated: bool,
+    are_over: Callable[[], bool] = lambda: False,
+) -> bool:
+    last_active = backward_sync.active
+    shadow = Shadow(backward_sync, keep_accumulated=keep_accumulated)
+    try:
+        while True:
+            if are_over():
+                return False
+            if not backward_sync.shadow(weight=weight):
+                break
+            last_active = backward_sync.active
+            if after_pass is not None:
+                after_pass()
+            elif backward_sync.shares_parameters:
+                raise _cannot_step_along(backward_sync.who)
+    finally:
+        shadow.end()
+    take_over_model(backward_sync, last_active)
+    return True
+
+
+def take_over_model(backward_sync: UnevenBackwards, active: Sequence[int]) -> None:
+    """Give the ranks without data, which may have made no step, the model of one that had some. Collective.
+
+    Args:
+        backward_sync: In which they took part.
+        active: Who had data in the last backward for which somebody had; empty: there was none.
+    """
+    if 0 < len(active) < backward_sync.world_size:
+        backward_sync.broadcast_model(active[0])
+
+
+def _cannot_step_along(who: str) -> ConfigError:
+    return ConfigError(
+        "finish: this rank is out of data, and would not take part in the steps of the others.",
+        where=who,
+        seen="share_parameters=True: all ranks of a host step together",
+        expected="finish(after_pass=...), or iterate(batches, after_pass), with what makes a step",
+        hint="pass a function that makes the optimizer's step as in the loop",
+    )

@@ -1,0 +1,590 @@
+"""What the outcome of a backward means for the user, in the same words for every framework, on every rank.
+
+`Judge` decides; below it are the errors, with names for indices; at the end the promise of static_graph=True:
+in every backward the same parameters are used. Whether a parameter was used only its own rank knows, because
+a gradient that is left from before (zeros, after zero_grad(set_to_none=False)) is averaged like any other. So
+each rank compares its backward with its first one, and says instead of its counts of forwards that they
+differ; then all tell all.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from paceline.errors import (
+    ConfigError,
+    GraphChangedError,
+    ModelMismatchError,
+    NonFiniteGradientError,
+    SkippedPassError,
+    UnusedParameterError,
+    format_ranks,
+)
+from paceline.reducer.frozen import differ_in_frozen_only, is_all_unused_frozen
+from paceline.reducer.protocol import BackwardStatus, Outcome, Reducer
+
+_SHOWN_NAMES = 6
+_SHOWN_GROUPS = 8
+
+
+class Unweighed(NamedTuple):
+    """Why the gradients of a rank are not those of the weighted mean.
+
+    Attributes:
+        error: The reason.
+        exchanges: The micro-batches, by number, in whose backward gradients crossed ranks without weights,
+            and the weight of each. Where every rank has the same ones, gradients are right all the same: the
+            weight is a factor of the whole sum. Empty: they are wrong.
+    """
+
+    error: ConfigError
+    exchanges: list[tuple[int, float]]
+
+
+class Judge:
+    """Raises, warns or lets the ranks go on.
+
+    Args:
+        names: The names of the parameters, by index in the plan.
+        world_size: Number of ranks.
+        allow_unused: A parameter without a gradient contributes 0.
+        nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
+        all_gather: Payloads of all ranks, by rank. Collective; called only where a weight is refused.
+        static_graph: Where that is promised.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        world_size: int,
+        *,
+        allow_unused: bool,
+        nonfinite: str,
+        all_gather: Callable[[bytes], list[bytes]],
+        static_graph: StaticGraph | None = None,
+    ) -> None:
+        self._all_gather = all_gather
+        self._names = names
+        self._world_size = world_size
+        self._allow_unused = allow_unused
+        self._nonfinite = nonfinite
+        self._static_graph = static_graph
+        self._has_warned = False
+        self._has_warned_of_globally_unused = False
+
+    def judge(
+        self,
+        outcome: Outcome,
+        reducer: Reducer,
+        refusal: ConfigError | None = None,
+        unweighed: Unweighed | None = None,
+    ) -> None:
+        """Look at what `reducer.finish` returned; the same on every rank.
+
+        Args:
+            outcome: That.
+            reducer: Knows more.
+            refusal: Why a gradient of this rank cannot be averaged.
+            unweighed: Why its gradients are not weighed.
+
+        Raises:
+            ConfigError: Some rank refused a gradient or its weight; the backward is void.
+            ModelMismatchError: Some ranks have promised a static graph, others not; the backward is void.
+            SkippedPassError, UnusedParameterError, GraphChangedError: The backward is void.
+            NonFiniteGradientError: The means are in place, but hold an infinity or a NaN.
+        """
+        statuses = reducer.statuses()
+        if not any(status.interrupted for status in statuses):
+            check_weighed(statuses, len(self._names), unweighed, self._all_gather)
+            if refusal is not None:
+                raise refusal
+            check_refused(statuses, self._names)
+            check_twice(statuses, self._names)
+            if self._static_graph is not None:
+                self._static_graph.check(statuses)
+        if Outcome.SKIPPED in outcome and not differ_in_frozen_only(statuses):
+            check_promises(statuses)
+            raise skipped_error(statuses)
+        if Outcome.SKIPPED in outcome or (
+            Outcome.UNUSED in outcome and not self._allow_unused and not is_all_unused_frozen(reducer)
+        ):
+            raise unused_error([reducer.unused(rank) for rank in range(self._world_size)], self._names)
+        if Outcome.GLOBALLY_UNUSED in outcome and not self._has_warned_of_globally_unused:
+            self._has_warned_of_globally_unused = True
+            text = globally_unused_warning(reducer.globally_unused(), self._names, self._world_size)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+        if outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):
+            self.judge_nonfinite(reducer.nonfinite(), reducer.overflowed())
+
+    def judge_nonfinite(self, pairs: Sequence[tuple[int, int]], overflowed: Sequence[int] = ()) -> None:
+        """Look at (rank, parameter) of each gradient that was not finite, and at sums that are not."""
+        if (pairs or overflowed) and self._nonfinite != "ignore":
+            error = nonfinite_error(pairs, self._names, self._world_size, overflowed)
+            if self._nonfinite == "raise":
+                raise error
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"{error}\n  (reported once)", RuntimeWarning, stacklevel=3)
+
+
+def give_up_interrupted(
+    reducer: Reducer, allow_unused: bool, allow_globally_unused: bool
+) -> Exception | None:
+    """End a backward that an exception broke off, so that all ranks learn of it and can go on. Collective.
+
+    Returns:
+        What to raise, on this rank as on the others; None: an exception has told each of them already.
+    """
+    reducer.finish(BackwardStatus(interrupted=True), allow_unused, allow_globally_unused)
+    statuses = reducer.statuses()
+    return None if all(status.interrupted for status in statuses) else skipped_error(statuses)
+
+
+def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) -> UnusedParameterError:
+    """Some rank left parameters without a gradient, and that was not allowed.
+
+    Args:
+        unused_by_rank: Parameter indices, one collection per rank.
+        names: The names of the parameters.
+
+    Example:
+        Rank 1 of 2 left `head.bias` out: "1 of 4 parameters got no gradient on rank 1 of 2."
+    """
+    ranks_of = _invert(enumerate(unused_by_rank))
+    world_size = len(unused_by_rank)
+    who = sorted({rank for ranks in ranks_of.values() for rank in ranks})
+    everywhere = len(who) == world_size and all(len(ranks) == world_size for ranks in ranks_of.values())
+    return UnusedParameterError(
+        f"{len(ranks_of)} of {_counted(len(names), 'parameter')} got no gradient on "
+        f"{_of_world(who, world_size)}.",
+        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        seen=_rows(ranks_of, names),
+        likely="the loss does not depend on these parameters"
+        + ("" if everywhere else ", or these ranks took another branch in forward, or froze them"),
+        hint="use every output of forward in the loss; if some parameters are meant to be idle in some "
+        "steps, pass find_unused_parameters=True, or freeze them on every rank",
+        unused={names[index]: tuple(ranks) for index, ranks in sorted(ranks_of.items())},
+    )
+
+
+def globally_unused_warning(indices: Sequence[int], names: Sequence[str], world_size: int) -> str:
+    """No rank gave these parameters a gradient, and that is allowed.
+
+    Example:
+        "1 of 4 parameters got no gradient on all 2 ranks: head.bias."
+    """
+    return (
+        f"{len(indices)} of {_counted(len(names), 'parameter')} got no gradient on "
+        f"{_of_world(range(world_size), world_size)}: {shorten([names[index] for index in indices])}.\n"
+        "  seen: nothing differs between the ranks; `.grad` of these parameters stays as it was\n"
+        "  likely: the loss does not depend on these parameters\n"
+        "  hint: if that is meant, find_unused_parameters=True is silent; if some ranks use them later and "
+        "others do not, that raises without it\n"
+        "  (reported once)"
+    )
+
+
+def nonfinite_error(
+    pairs: Iterable[tuple[int, int]],
+    names: Sequence[str],
+    world_size: int,
+    overflowed: Iterable[int] = (),
+) -> NonFiniteGradientError:
+    """The mean holds an infinity or a NaN: some rank's gradient did, or the sum over the ranks overflowed.
+
+    Args:
+        pairs: (rank, parameter index) of each such gradient.
+        names: The names of the parameters.
+        world_size: Number of ranks.
+        overflowed: Parameters whose gradients are finite on every rank, and whose sum is not.
+    """
+    found = sorted(set(pairs))
+    ranks_of = _invert((rank, [index]) for rank, index in found)
+    who = sorted({rank for rank, _ in found})
+    sums = tuple(names[index] for index in sorted(set(overflowed)))
+    seen = [_rows(ranks_of, names)] if found else []
+    likely = [
+        "the loss overflowed or divided by zero there: look at its batch, and at the learning rate"
+    ] * bool(found)
+    if sums:
+        seen.append(f"finite on every rank, but not their sum: {shorten(sums)}")
+        likely.append("gradients near the largest number of their type, or weights of ranks that are large")
+    return NonFiniteGradientError(
+        f"The gradient holds an infinity or a NaN on {_of_world(who, world_size)}."
+        if found
+        else f"The sum of the gradients over {world_size} ranks overflowed, though each is finite.",
+        where="the end of backward; the average has it on every rank now",
+        seen="\n".join(seen),
+        likely="\n".join(likely),
+        hint='nonfinite="raise" stops at the first such backward, "ignore" is silent; skip the step, or '
+        + ("clip" if found else "scale the loss down"),
+        nonfinite={rank: tuple(names[index] for r, index in found if r == rank) for rank in who},
+        overflowed=sums,
+    )
+
+
+def check_twice(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> None:
+    """Raise if on some rank a gradient came again after it was handed over.
+
+    Raises:
+        GraphChangedError: Names the parameters, by rank.
+    """
+    ranks_of, who = _told([status.twice for status in statuses])
+    if not ranks_of:
+        return
+    twice = tuple(names[index] for index in sorted(ranks_of))
+    raise GraphChangedError(
+        f"The gradient of '{shorten(twice)}' came twice in one backward, on {who}.",
+        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        seen=_rows(ranks_of, names),
+        likely="a parameter that several segments of reentrant activation checkpointing use",
+        hint="checkpoint with use_reentrant=False; or promise static_graph=True, which learns it from the "
+        "first backward",
+        changed=twice,
+    )
+
+
+def check_refused(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> None:
+    """Raise if on another rank a gradient cannot be averaged.
+
+    Raises:
+        ConfigError: Names the parameters, by rank.
+
+    Example:
+        On rank 0, if rank 1 of 2 got a gradient of another dtype: "The gradient of 'fc.weight' cannot be
+        averaged on rank 1 of 2."
+    """
+    refused_by_rank = [status.refused for status in statuses]
+    ranks_of, who = _told([None if index == len(names) else index for index in refused_by_rank])
+    if not ranks_of:
+        return
+    refused = tuple(names[index] for index in sorted(ranks_of))
+    raise ConfigError(
+        f"The gradient of '{shorten(refused)}' cannot be averaged on {who}.",
+        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        seen=_rows(ranks_of, names),
+        likely="a hook, or a conversion of the model, that is on these ranks only",
+        hint="the error on these ranks says what is wrong with it",
+    )
+
+
+def check_weighed(
+    statuses: Sequence[BackwardStatus],
+    num_parameters: int,
+    unweighed: Unweighed | None,
+    all_gather: Callable[[bytes], list[bytes]],
+) -> None:
+    """Raise if on some rank gradients are not weighed, which `refused` tells by a number past the last one.
+
+    The same on all ranks, and collective if so: only the rank itself knows why.
+
+    Raises:
+        ConfigError: Says what the first of those ranks has found.
+    """
+    ranks = [rank for rank, status in enumerate(statuses) if status.refused == num_parameters]
+    if not ranks:
+        return
+    rows = ("summary", "seen", "expected", "likely", "hint")
+    own = {} if unweighed is None else {row: getattr(unweighed.error, row) for row in rows}
+    exchanges = [] if unweighed is None else unweighed.exchanges
+    told = [json.loads(each) for each in all_gather(json.dumps([exchanges, own]).encode())]
+    if exchanges and all(each == told[0][0] for each, _ in told):
+        return
+    ranks = [rank for rank in ranks if not told[rank][0]] or ranks
+    found = told[ranks[0]][1]
+    raise ConfigError(
+        found.pop("summary"),
+        where=f"{_of_world(ranks, len(statuses))}, at the end of backward; "
+        "the gradients of this backward are of no use, on any rank",
+        **found,
+    )
+
+
+def graph_changed_error(
+    lost_by_rank: Mapping[int, Sequence[int]],
+    gained_by_rank: Mapping[int, Sequence[int]],
+    names: Sequence[str],
+) -> GraphChangedError:
+    """Other parameters are used than in the first backward, although static_graph promised the same.
+
+    Args:
+        lost_by_rank: Indices of parameters that were used in the first backward and are not in this one.
+        gained_by_rank: By rank, the parameters that are used in this backward only.
+        names: The names of the parameters.
+    """
+    lost, gained = _invert(lost_by_rank.items()), _invert(gained_by_rank.items())
+    rows = [("no gradient any more", lost), ("no gradient in the first backward", gained)]
+    return GraphChangedError(
+        "The graph changed, although static_graph=True promised that it would not.",
+        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        seen="\n".join(f"{what}, {_rows(ranks_of, names)}" for what, ranks_of in rows if ranks_of),
+        likely="a branch in forward that some steps take and others don't",
+        hint="pass find_unused_parameters=True instead of static_graph=True",
+        changed=tuple(names[index] for index in sorted({*lost, *gained})),
+    )
+
+
+def skipped_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
+    """Ranks differ in their forwards since the last synchronised backward, and in those it has not reached.
+
+    Args:
+        statuses: The statuses of the ranks.
+    """
+    world_size = len(statuses)
+    interrupted = [rank for rank, status in enumerate(statuses) if status.interrupted]
+    if interrupted:
+        return _interrupted_error(interrupted, world_size)
+    active = [(rank, status) for rank, status in enumerate(statuses) if not status.finished]
+    # Whoever differs from most in what it has left skipped a backward: others may have made longer episodes.
+    # But a backward without any forward is one that only some ranks make.
+    has_extra = len({status.forwards > 0 for _, status in active}) > 1
+    said = {
+        rank: min(status.forwards, 1) if has_extra else status.forwards - status.reached
+        for rank, status in active
+    }
+    ranks_of = _invert((rank, [number]) for rank, number in said.items())
+    usual = max(ranks_of, key=lambda number: (len(ranks_of[number]), number if has_extra else -number))
+    odd = [rank for rank, number in said.items() if number != usual]
+    hint = "make the decision to skip the same on every rank, or run backward on a loss times 0"
+    if has_extra:
+        hint = "run a backward of one rank alone in no_sync(); call train() and eval() on every rank alike"
+        likely = "a backward that some ranks alone make, or a model in evaluation mode on some ranks only"
+    elif not any(status.reached for _, status in active):
+        hint = "return tensors, tuples, lists or dicts of them, or make as many forwards on every rank"
+        likely = "other numbers of forwards, whose outputs are in objects in which no tensor is found"
+    elif usual < max(ranks_of):
+        likely = "a `continue` between forward and backward, on some ranks only"
+    else:
+        likely = "a forward in a branch that only some ranks took"
+    counts: dict[tuple[int, int], list[int]] = {}
+    for rank, status in active:
+        counts.setdefault((status.forwards, status.reached), []).append(rank)
+    return SkippedPassError(
+        f"{_of_world(odd, world_size).capitalize()} skipped a forward or a backward that others made.",
+        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        seen="\n".join(
+            f"{format_ranks(ranks)}: {_counted(forwards, 'forward')} since the last backward"
+            + (f", {forwards - reached} of which this backward has not reached" if reached < forwards else "")
+            for (forwards, reached), ranks in sorted(counts.items())
+        ),
+        likely=likely,
+        hint=hint,
+        ranks=tuple(odd),
+    )
+
+
+def uneven_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
+    """Some ranks have no more data, and join(throw_on_early_termination=True) was asked for.
+
+    Args:
+        statuses: The statuses of the ranks.
+    """
+    without = [rank for rank, status in enumerate(statuses) if status.finished]
+    return SkippedPassError(
+        f"{_of_world(without, len(statuses)).capitalize()} exhausted the inputs before the others.",
+        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        expected="as many batches on every rank, because of throw_on_early_termination=True",
+        hint="leave it out: then join() lets the others go on",
+        ranks=tuple(without),
+    )
+
+
+def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassError:
+    return SkippedPassError(
+        f"The backward of {_of_world(ranks, world_size)} ended in an exception.",
+        where="this backward; its gradients are of no use, on any rank",
+        seen=f"{format_ranks(ranks)} began another forward or backward after that",
+        likely="an error raised inside backward (out of memory, a failing hook) that the script caught",
+        hint="look at the output there for the exception; after one, make every rank repeat the step",
+        ranks=tuple(ranks),
+    )
+
+
+def _told(index_by_rank: Sequence[int | None]) -> tuple[dict[int, list[int]], str]:
+    """Ranks of each parameter that some rank tells; and all these ranks in words."""
+    pairs = [(rank, [index]) for rank, index in enumerate(index_by_rank) if index is not None]
+    return _invert(pairs), _of_world([rank for rank, _ in pairs], len(index_by_rank))
+
+
+def _of_world(ranks: Sequence[int], world_size: int) -> str:
+    if len(ranks) == world_size > 1:
+        return f"all {world_size} ranks"
+    return f"{format_ranks(ranks)} of {world_size}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _invert(indices_by_rank: Iterable[tuple[int, Iterable[int]]]) -> dict[int, list[int]]:
+    """Ranks of each index, in rank order."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, indices in indices_by_rank:
+        for index in indices:
+            ranks_of.setdefault(index, []).append(rank)
+    return ranks_of
+
+
+def _rows(ranks_of: Mapping[int, Sequence[int]], names: Sequence[str]) -> str:
+    """One line per group of ranks: its parameters, the first few by name."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for index, ranks in sorted(ranks_of.items()):
+        groups.setdefault(tuple(ranks), []).append(names[index])
+    lines = [
+        f"{format_ranks(ranks)}: {shorten(group)}" for ranks, group in list(groups.items())[:_SHOWN_GROUPS]
+    ]
+    if len(groups) > _SHOWN_GROUPS:
+        lines.append(f"... and {len(groups) - _SHOWN_GROUPS} more combinations of ranks")
+    return "\n".join(lines)
+
+
+def names_by_rank(pairs: Iterable[tuple[int, int]], names: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """Names of parameters for each rank that (rank, parameter index) pairs name.
+
+    Example:
+        >>> names_by_rank([(1, 0), (1, 0), (0, 1)], ["weight", "bias"])
+        {0: ('bias',), 1: ('weight',)}
+    """
+    indices: dict[int, list[int]] = {}
+    for rank, index in sorted(set(pairs)):
+        indices.setdefault(rank, []).append(index)
+    return {rank: tuple(names[index] for index in found) for rank, found in indices.items()}
+
+
+def shorten(names: Sequence[str]) -> str:
+    """The first few names and how many more there are.
+
+    Example:
+        >>> shorten(["a", "b"])
+        'a, b'
+    """
+    if len(names) <= _SHOWN_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[: _SHOWN_NAMES - 1])} and {len(names) - _SHOWN_NAMES + 1} more"
+
+
+class StaticGraph:
+    """What this rank used in its first good backward, and whether it still does.
+
+    Args:
+        names: The names of the parameters, by index in the plan.
+        all_gather: Payloads of all ranks, by rank. Collective; called only where a promise is broken.
+    """
+
+    def __init__(self, names: Sequence[str], all_gather: Callable[[bytes], list[bytes]]) -> None:
+        self._names = names
+        self._all_gather = all_gather
+        self._first: frozenset[int] | None = None
+        self._now: frozenset[int] | None = None
+
+    def has_changed(self, used: Collection[int]) -> bool:
+        """Whether this backward of this rank used other parameters than the first one.
+
+        Args:
+            used: Parameters that got a gradient in it, or in no_sync() since the backward before.
+        """
+        self._now = frozenset(used)
+        return self._first is not None and self._now != self._first
+
+    def end_good(self) -> None:
+        """The backward was good on all ranks: if it was the first, it is what is promised."""
+        if self._first is None:
+            self._first = self._now
+
+    def check(self, statuses: Sequence[BackwardStatus]) -> None:
+        """Raise if the graph of some rank has changed. The same on all ranks, and collective if so.
+
+        Raises:
+            GraphChangedError: Names the parameters that came or went, by rank.
+
+        Example:
+            With two ranks, rank 1 used `left` in the first backward and uses `right` now: both ranks raise,
+                with
+            `err.changed == ("left", "right")`.
+        """
+        told = [rank for rank, status in enumerate(statuses) if status.graph_changed]
+        if not told:
+            return
+        lost: Sequence[int] = ()
+        gained: Sequence[int] = ()
+        if self._first is not None and self._now is not None:  # else this rank has had no data yet
+            lost, gained = sorted(self._first - self._now), sorted(self._now - self._first)
+        payloads = self._all_gather(array("q", [len(lost), *lost, *gained]).tobytes())
+        rows = {rank: array("q", payloads[rank]).tolist() for rank in told}
+        lost_by_rank = {rank: row[1 : 1 + row[0]] for rank, row in rows.items()}
+        gained_by_rank = {rank: row[1 + row[0] :] for rank, row in rows.items()}
+        raise graph_changed_error(lost_by_rank, gained_by_rank, self._names)
+
+
+class GraphVariety:
+    """Whether a promise of a static graph would have held so far, on this rank.
+
+    It is told only of backward passes in which something was unused; it is the number of the others that says
+    whether all backward passes were alike.
+
+    Args:
+        num_parameters: How many parameters the model has.
+    """
+
+    def __init__(self, num_parameters: int) -> None:
+        self._num_parameters = num_parameters
+        self._used: frozenset[int] | None = None
+        self._num_backwards = 0
+        self._has_varied = False
+
+    def note(self, used: Callable[[], Collection[int]]) -> None:
+        """A backward of this rank that did not reach every parameter; see StaticGraph for `used`."""
+        if self._has_varied:
+            return
+        now = frozenset(used())
+        if len(now) == self._num_parameters:  # with the micro-batches before it
+            return
+        self._num_backwards += 1
+        self._has_varied = self._used is not None and now != self._used
+        self._used = now
+
+    def is_static(self, num_backwards: int) -> bool:
+        """Whether the graph was the same in all good backward passes, of which there were so many."""
+        return not self._has_varied and self._num_backwards in (0, num_backwards)
+
+
+def check_promises(statuses: Sequence[BackwardStatus]) -> None:
+    """Raise if some ranks have promised a static graph after wrapping, and others have not.
+
+    Raises:
+        ModelMismatchError: Names both.
+    """
+    counting = [rank for rank, status in enumerate(statuses) if status.is_count]
+    promised = [rank for rank in counting if statuses[rank].static_graph]
+    others = [rank for rank in counting if rank not in promised]
+    if promised and others:
+        raise ModelMismatchError(
+            "The ranks train with different arguments: static_graph differs.",
+            where="the end of backward; the gradients of this backward are of no use, on any rank",
+            seen=f"{format_ranks(promised)}: static_graph=True\n{format_ranks(others)}: static_graph=False",
+            likely="_set_static_graph() was called on some ranks only",
+            hint="call it on every rank, before the first backward; or pass static_graph=True when wrapping",
+            parameter="static_graph",
+        )
+
+
+def exit_warning(who: str, waiting: list[int], among: str = "") -> str:
+    """What a rank says that leaves too early.
+
+    Args:
+        who: The rank, in words.
+        waiting: The ranks that wait for it.
+        among: Who those numbers count, in words; empty: all ranks.
+    """
+    among = f" (counted from 0 on {among})" if among else ""
+    return (
+        f"{who.capitalize()} leaves while {format_ranks(waiting)}{among} "
+        f"{'waits' if len(waiting) == 1 else 'wait'} for it at the end of another backward.\n"
+        "  likely   this rank skipped an iteration, or had fewer batches; or it leaves too early\n"
+        "  hint     the steps of the ranks belong to different iterations since then: make every decision to "
+        "skip on all ranks alike, or use ddp.iterate(loader) or ddp.finish()"
+    )

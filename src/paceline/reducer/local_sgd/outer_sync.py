@@ -1,0 +1,595 @@
+"""OuterSync of replicas that train on their own in between (local SGD), for every framework.
+
+The one idea: what has been taken from the parameters since the last sync is averaged as a gradient is, by
+a reducer over all ranks. So a sync has all that a backward has: deadlines, the names of ranks that are lost,
+bytes, compression and bits between hosts, and one verdict on all ranks. Only when it is good does anything
+change: every rank makes the same step of the outer optimizer, and has the same parameters.
+
+Words: a *member* is what trains on its own: the ranks of a host, which stay equal, or one rank. What a member
+weighs in the mean is what its gradients have weighed since the last sync.
+
+When they meet: in the first forward to train after `every` good backward passes, when the optimizer has
+    stepped.
+BackwardSync are counted and not steps, because a GradScaler may skip a step on one member alone; a forward is
+the place, because it is known neither which optimizer steps last nor whether it steps at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar, final
+
+from paceline.errors import (
+    ConfigError,
+    MismatchError,
+    ModelMismatchError,
+    NonFiniteGradientError,
+    PacelineError,
+    format_ranks,
+)
+from paceline.reducer.backward.backward_sync import BackwardSync
+from paceline.reducer.backward.sharing import registry
+from paceline.reducer.backward.uneven import take_over_model
+from paceline.reducer.backward_errors import names_by_rank, shorten
+from paceline.reducer.buffers import BufferSync
+from paceline.reducer.communicator import Communicator, ReductionOptions
+from paceline.reducer.local_sgd.options import LocalSGD, outer_step
+from paceline.reducer.plan import BucketCaps, CappedBuckets, ParameterSpec, plan_gradients
+from paceline.reducer.protocol import BackwardStatus, Outcome
+from paceline.reducer.replica_check import Entry, check_replicas
+
+_Tensor = TypeVar("_Tensor", bound=Any)
+
+# What a rank tells with a sync, as its note; never 0, which is nothing.
+_MEETS, _HAS_TRAINED, _IS_FINISHED, _HAS_STEPPED, _IN_FORWARD, _ON_DEMAND = 1, 2, 4, 8, 16, 32
+_STATE = ("steps", "since_meeting", "parameters", "momentum")
+
+
+class ForwardModes:
+    """Which forwards all ranks make: some rank may run others in evaluation mode, alone.
+
+    So those in evaluation mode count only where all forwards of the last backward were such.
+    """
+
+    def __init__(self) -> None:
+        self._has_trained = self._trains_in_eval = False
+
+    def is_of_all_ranks(self, *, is_training: bool) -> bool:
+        """Whether all ranks make the forward that begins; `is_training`: it is in training mode."""
+        self._has_trained = self._has_trained or is_training
+        return is_training or self._trains_in_eval
+
+    def end_backward(self) -> None:
+        """A backward was good."""
+        self._trains_in_eval, self._has_trained = not self._has_trained, False
+
+
+class Warmup:
+    """The backward passes over all ranks that come before members train on their own.
+
+    Args:
+        left: How many.
+        backward_sync: They are counted from here on.
+
+    Attributes:
+        left: How many are to come.
+    """
+
+    def __init__(self, left: int, backward_sync: BackwardSync[Any]) -> None:
+        self.left = left
+        self._backward_sync, self._modes = backward_sync, ForwardModes()
+        backward_sync.after_good = self._note_backward
+
+    def is_over(self, *, is_training: bool) -> bool:
+        """Whether the forward that begins is the first behind them; see `OuterSync.begin_forward`."""
+        is_of_all = self._modes.is_of_all_ranks(is_training=is_training)
+        return is_of_all and self.left <= 0 and not self._backward_sync.autograd.is_in_backward()
+
+    def _note_backward(self, weight: float) -> None:
+        self.left -= 1
+        self._modes.end_backward()
+
+
+class OuterTensors(Protocol[_Tensor]):
+    """The parameters of one model, as an outer optimizer sees them: 16 bits as float32, complex as pairs.
+
+    Attributes:
+        names: Names of the parameters that are trained.
+    """
+
+    names: Sequence[str]
+
+    def specs(self) -> list[ParameterSpec]:
+        """The parameters as a plan knows them."""
+        ...
+
+    def is_trained(self, index: int) -> bool:
+        """Whether the parameter is not frozen now."""
+        ...
+
+    def copy(self, index: int) -> _Tensor:
+        """Its values, in memory of their own."""
+        ...
+
+    def has_changed(self, index: int, before: _Tensor) -> bool:
+        """Whether the parameter has other values than when it was made `before`."""
+        ...
+
+    def put_change(self, index: int, before: _Tensor, place: _Tensor) -> None:
+        """Fill `place` with what has been taken from the parameter since it was made `before`."""
+        ...
+
+    def write(self, index: int, values: _Tensor) -> None:
+        """Make these the parameter's values."""
+        ...
+
+    def like(self, index: int, values: Any) -> _Tensor | None:
+        """A copy of values that were loaded, as `copy` would make it; None: they are no tensor."""
+        ...
+
+    def hashes(self, values: Mapping[str, _Tensor]) -> Sequence[Entry]:
+        """Their hashes."""
+        ...
+
+
+@final
+class OuterSync(Generic[_Tensor]):
+    """The syncs of one model's replicas.
+
+    Args:
+        options: When they meet, and the outer optimizer.
+        tensors: The model's parameters.
+        communicator: Between all ranks.
+        members: The ranks of each member.
+        backward_sync: What averages the gradients within this rank's member.
+        buffers: Keeps buffers in step, between all ranks.
+        caps: Sizes of buckets.
+
+    Attributes:
+        communicator: Between all ranks.
+        member: The ranks of this rank's member.
+        buffers: Keeps buffers in step, between all ranks.
+        number: How many syncs there were.
+        since: Good backward passes of this rank's member since the last one.
+    """
+
+    def __init__(
+        self,
+        options: LocalSGD,
+        tensors: OuterTensors[_Tensor],
+        communicator: Communicator[_Tensor],
+        members: Sequence[Sequence[int]],
+        backward_sync: BackwardSync[Any],
+        buffers: BufferSync,
+        caps: BucketCaps,
+    ) -> None:
+        self.communicator, self.buffers = communicator, buffers
+        self.member = next(tuple(ranks) for ranks in members if communicator.rank in ranks)
+        self.number = self.since = 0
+        self._options, self._tensors, self._backward_sync, self._members = (
+            options,
+            tensors,
+            backward_sync,
+            members,
+        )
+        self._who = f"rank {communicator.rank} of {communicator.world_size}"
+        self._weight = 0.0
+        self._modes = ForwardModes()
+        self._are_equal = False  # the members, at the last sync; known since the first one
+        self._values: list[_Tensor] = []  # at the last sync
+        self._momentum: list[_Tensor | None] = [None] * len(tensors.names)
+        most = communicator.most_bucket_bytes
+        plan = plan_gradients(
+            tensors.specs(), caps if most is None else CappedBuckets(caps, most), None, whole=False
+        )
+        places = [tensors.copy(index) for index in range(len(tensors.names))]
+        self._shapes = [tuple(place.shape) for place in places]
+        finds_all = ReductionOptions(gradients_in_buffer=True, checks_finite=True, skip_unused=False)
+        self._reduction = communicator.make_reduction(plan, places, finds_all)
+        backward_sync.after_good = self._note_backward
+        who = f"{format_ranks(self.member)} of {communicator.world_size}"
+        number = members.index(self.member)
+        backward_sync.among = f"host {number}, which has {who}" if options.between == "hosts" else who
+        registry.begin_member(backward_sync, backward_sync.among)
+
+    @property
+    def bits(self) -> str:
+        """Which runs give the same bits; see `WrappedModel.bits`. Who trains together is the layout."""
+        is_by_host = self._options.between == "hosts"
+        return "layout" if is_by_host and self.communicator.bits == "world" else self.communicator.bits
+
+    # --- when ---
+
+    def _note_backward(self, weight: float) -> None:
+        self.since += 1
+        self._weight += weight
+        self._modes.end_backward()
+
+    def begin_round(self) -> None:
+        """A backward may be the first one: note with which parameters members begin to train on their own."""
+        if self.number == self.since == 0 and not self._are_equal:
+            self._take_values()  # again: weights may have been loaded after a first forward
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        """A forward begins whose gradients will be needed; meet, if it is time. Collective then.
+
+        Args:
+            is_training: Whether the model is in training mode.
+        """
+        if self._backward_sync.autograd.is_in_backward():
+            return
+        self.begin_round()
+        if self._modes.is_of_all_ranks(is_training=is_training) and self.since >= self._options.every:
+            self._meet(_IN_FORWARD)
+
+    def sync_if_due(self) -> None:
+        """Meet, if it is time, where no forward follows: this rank has no data left. Collective then."""
+        if self.since >= self._options.every:
+            self._meet(0)
+
+    def meet(self) -> None:
+        """Meet now, because this rank's program asks for it. Collective; see `_meet`."""
+        self._meet(_ON_DEMAND)
+
+    def finish(self) -> None:
+        """Meet until all ranks have no data left; then all have the same model. Collective."""
+        while not self._meet(_IS_FINISHED):
+            pass
+
+    # --- a sync ---
+
+    def _meet(self, why: int) -> bool:
+        """Average what the members have changed, and make a step of the outer optimizer. Collective.
+
+        If it raises, no parameter has changed on this rank.
+
+        Args:
+            why: A flag of the note that says why this rank meets now; 0: it has no more data.
+
+        Returns:
+            Whether all ranks have said that they are finished.
+
+        Raises:
+            NonFiniteGradientError: The change of a parameter is infinite or NaN somewhere; on all ranks.
+            MismatchError: Ranks have met a different number of times, or some meet in their next forward and
+                some because their program asks for it; on all ranks.
+            ReplicasDifferError: At the first sync: the members did not begin with the same parameters.
+        """
+        backward_sync = self._backward_sync
+        backward_sync.state.check_process()
+        if backward_sync.is_shared:
+            raise ConfigError(
+                "local_sgd: another wrapped model has some of the same parameters.",
+                where=self._who,
+                likely="two wrappers around models that share a layer, or around one model",
+                hint="wrap one module that holds both; each parameter can meet its replicas in one way only",
+            )
+        try:
+            return self._meet_all(why)
+        except PacelineError:
+            raise
+        except BaseException as error:
+            # Of a signal handler, say. The others may have made the step, or wait: all raise.
+            backward_sync.give_up(error)
+            self._reduction.reducer.give_up(error)
+            raise
+
+    def _meet_all(self, why: int) -> bool:
+        backward_sync, tensors = self._backward_sync, self._tensors
+        if (tell := self.communicator.tell) is not None:
+            tell(f"in sync {self.number + 1} of local SGD")
+        take_over_model(backward_sync, backward_sync.active)
+        if not self._values:
+            self._take_values()
+        if not self._are_equal:
+            self._check_values()
+        # Frozen ones, too, if they were trained since the last sync: members have left them apart.
+        trained = [
+            index
+            for index, before in enumerate(self._values)
+            if tensors.is_trained(index) or tensors.has_changed(index, before)
+        ]
+        outcome, notes = self._average(trained, self._weight, why)
+        active = [rank for rank, note in enumerate(notes) if note & _HAS_TRAINED]
+        if not active and any(note & _HAS_STEPPED for note in notes):
+            # All backward passes have weighed nothing, but optimizers have stepped: by momentum, or weight
+            # decay.
+            outcome, notes = self._average(trained, self.since, why)
+            active = [rank for rank, note in enumerate(notes) if note & _HAS_STEPPED]
+        if active:
+            reducer = self._reduction.reducer
+            if outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):
+                raise self._nonfinite(reducer.nonfinite(), reducer.overflowed())
+            self._step(set(range(len(tensors.names))).difference(reducer.globally_unused()))
+            self.buffers.end_backward(active)
+        self.number += 1
+        self.since, self._weight = 0, 0.0
+        if tell is not None:
+            tell(f"after sync {self.number} of local SGD")
+        return all(note & _IS_FINISHED for note in notes)
+
+    def _average(self, trained: Sequence[int], weight: float, why: int) -> tuple[Outcome, Sequence[int]]:
+        """Average the changes of these parameters; what came of it, and the notes of all ranks."""
+        reducer, places = self._reduction.reducer, self._reduction.places
+        for index in trained:
+            self._tensors.put_change(index, self._values[index], places[index])
+        # Of usual backward passes and an undisturbed rhythm this makes 1, which needs no multiplication.
+        reducer.set_weight(weight / self._options.every)
+        flags = {_HAS_TRAINED: self._weight, _HAS_STEPPED: self.since}
+        reducer.set_note(_MEETS | why | sum(flag for flag, holds in flags.items() if holds))
+        for index in trained:
+            reducer.mark_ready(index, 0)
+        outcome = Outcome(reducer.finish(BackwardStatus(self.number + 1), True, True))
+        notes = reducer.notes_by_rank()
+        is_uneven = all(any(note & flag for note in notes) for flag in (_IN_FORWARD, _ON_DEMAND))
+        fails = is_uneven or outcome & (Outcome.SKIPPED | Outcome.NONFINITE | Outcome.OVERFLOWED)
+        if (adopt_errors := self._reduction.adopt_errors) is not None:
+            # After a failure the next sync sends the whole change again, so nothing of it is kept besides.
+            adopt_errors(None if fails else reducer.globally_unused())
+        if Outcome.SKIPPED in outcome:
+            raise self._mismatch([status.forwards for status in reducer.statuses()])
+        if is_uneven:
+            raise self._uneven(notes)
+        return outcome, notes
+
+    def _step(self, indices: set[int]) -> None:
+        for index in sorted(indices):
+            values, self._momentum[index] = outer_step(
+                self._values[index], self._momentum[index], self._reduction.places[index], self._options
+            )
+            self._values[index] = values
+            self._tensors.write(index, values)
+
+    def _take_values(self) -> None:
+        self._values = [self._tensors.copy(index) for index in range(len(self._tensors.names))]
+
+    def _check_values(self) -> None:
+        check_replicas(
+            self._tensors.hashes(dict(zip(self._tensors.names, self._values, strict=True))),
+            self.communicator.all_gather,
+            where="the first sync of local SGD: the parameters with which the ranks began to train",
+        )
+        self._are_equal = True
+
+    # --- the state ---
+
+    def state(self, steps: int) -> dict[str, Any]:
+        """What a checkpoint needs; see `WrappedModel.local_sgd_state_dict`."""
+        if self.since and self._weight != self.since:  # each member has its own, and all load one state
+            warnings.warn(
+                f"local_sgd_state_dict: in the middle of a round (since_meeting={self.since}), without its "
+                "weights. Whoever loads it goes on as if all had been 1. Call sync_parameters() first.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        if not self._values:
+            self._take_values()
+        names = self._tensors.names
+        momentum = {name: value * 1 for name, value in zip(names, self._momentum) if value is not None}
+        values = {name: value * 1 for name, value in zip(names, self._values)}
+        return dict(zip(_STATE, (steps, self.since, values, momentum), strict=True))
+
+    def carried(self) -> dict[str, Any] | None:
+        """What a copy of the wrapper goes on with; see `go_on`. None: nothing has been trained yet."""
+        if not self._are_equal and self.since == 0:
+            return None
+        names = self._tensors.names
+        momentum = {name: value for name, value in zip(names, self._momentum) if value is not None}
+        values = dict(zip(names, self._values))
+        return {**dict(zip(_STATE[1:], (self.since, values, momentum), strict=True)), "weight": self._weight}
+
+    def go_on(self, carried: Mapping[str, Any]) -> None:
+        """Go on as a copy, from what the wrapper that was copied has `carried`. Collective.
+
+        Every rank keeps its own parameters: members have trained apart since the last sync.
+
+        Raises:
+            ModelMismatchError: The ranks are copies of different syncs, or ranks that train as one have
+                different parameters; on all ranks.
+        """
+        names = self._tensors.names
+        values = self._loaded(carried["parameters"], "parameters")
+        momentum = self._loaded(carried["momentum"], "momentum")
+        own = {name: self._tensors.copy(index) for index, name in enumerate(names)}
+        outer = [*self._tensors.hashes(values), *self._tensors.hashes(momentum)]
+        digests = [
+            hashlib.sha256(repr(each).encode()).digest() for each in (outer, self._tensors.hashes(own))
+        ]
+        told = self.communicator.all_gather(b"".join(digests))
+        size = len(digests[0])
+        odd = [rank for rank, each in enumerate(told) if each[:size] != told[0][:size]]
+        if odd:
+            raise _other_copies(odd, len(told), "parameters or the momentum of the last sync", "rank 0")
+        for member in self._members:
+            odd = [rank for rank in member if told[rank] != told[member[0]]]
+            if odd:
+                first = f"rank {member[0]}, with which they train as one"
+                raise _other_copies(odd, len(told), "parameters", first)
+        self._values, self._momentum = list(values.values()), [momentum.get(name) for name in names]
+        self.since, self._weight, self._are_equal = carried["since_meeting"], carried["weight"], True
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `check_state` has found good. Collective.
+
+        Raises:
+            ConfigError: A value in it does not fit its parameter.
+            ModelMismatchError: The ranks load different states; on all ranks.
+        """
+        names = self._tensors.names
+        values = self._loaded(state["parameters"], "parameters")
+        momentum = self._loaded(state["momentum"], "momentum")
+        entries = [*self._tensors.hashes(values), *self._tensors.hashes(momentum)]
+        check_same_state(self.communicator, state["since_meeting"], *entries)
+        self._values = [values[name] for name in names] if values else []
+        self._momentum = [momentum.get(name) for name in names]
+        self._are_equal = bool(values)
+        self.since = state["since_meeting"]
+        self._weight = float(self.since)
+
+    def _loaded(self, given: Mapping[str, Any], what: str) -> dict[str, _Tensor]:
+        names = self._tensors.names
+        unknown_peers = sorted(set(given) - set(names))
+        missing = [name for name in names if name not in given] if what == "parameters" and given else []
+        if unknown_peers or missing:
+            raise ConfigError(
+                "load_local_sgd_state_dict: this is the state of another model.",
+                where=f"its {what!r}",
+                seen="\n".join(
+                    f"{word}: {shorten(found)}"
+                    for word, found in (("not in the model", unknown_peers), ("missing", missing))
+                    if found
+                ),
+                hint="load it into the model whose local_sgd_state_dict() it is",
+            )
+        loaded = {}
+        for index, name in enumerate(names):
+            if name not in given:
+                continue
+            values, shape = self._tensors.like(index, given[name]), self._shapes[index]
+            if values is None or tuple(values.shape) != shape:
+                raise ConfigError(
+                    f"load_local_sgd_state_dict: the {what} of '{name}' do not fit.",
+                    expected=f"a tensor of the shape {shape}",
+                    got=type(given[name]).__name__ if values is None else f"shape {tuple(values.shape)}",
+                    hint="load it into the model whose local_sgd_state_dict() it is",
+                )
+            loaded[name] = values
+        return loaded
+
+    # --- errors ---
+
+    def _member_of(self, rank: int) -> str:
+        """A rank in words, with its host where hosts are members."""
+        if self._options.between == "ranks":
+            return f"rank {rank}"
+        return next(f"rank {rank} (host {host})" for host, ranks in enumerate(self._members) if rank in ranks)
+
+    def _mismatch(self, numbers: Sequence[int]) -> MismatchError:
+        rows = [f"{self._member_of(rank)}: sync {number}" for rank, number in enumerate(numbers)]
+        return MismatchError(
+            "Ranks are in different syncs of local SGD; no parameter has changed.",
+            where=self._who,
+            seen="\n".join(rows),
+            likely="sync_parameters() was called on some ranks only, or a checkpoint was loaded on some only",
+            hint="make the same calls on all ranks",
+        )
+
+    def _uneven(self, notes: Sequence[int]) -> MismatchError:
+        """Some have made more backward passes: from here on, each sync would be another one for them."""
+        words = {
+            _IN_FORWARD: f"in a forward, after {self._options.every} steps",
+            _ON_DEMAND: "in sync_parameters()",
+        }
+        rows = [
+            f"{self._member_of(rank)}: {word}"
+            for rank, note in enumerate(notes)
+            for flag, word in words.items()
+            if note & flag
+        ]
+        return MismatchError(
+            "Ranks meet in local SGD at different places of their programs; no parameter has changed.",
+            where=f"{self._who}, sync {self.number + 1}",
+            seen="\n".join(rows),
+            likely="some ranks have made fewer steps: one has caught an error and left out a step, or has "
+            "fewer batches; or sync_parameters() was called on some ranks only",
+            hint="call sync_parameters() after the same number of steps on all ranks; for uneven data use "
+            "finish() or iterate()",
+        )
+
+    def _nonfinite(
+        self, pairs: Sequence[tuple[int, int]], overflowed: Sequence[int]
+    ) -> NonFiniteGradientError:
+        names = self._tensors.names
+        found = names_by_rank(pairs, names)
+        sums = tuple(names[index] for index in overflowed)
+        rows = [f"{self._member_of(rank)}: {shorten(held)}" for rank, held in found.items()]
+        if sums:
+            rows.append(f"finite on every rank, but not their sum: {shorten(sums)}")
+        return NonFiniteGradientError(
+            f"After {self.since} steps of local SGD parameters hold an infinity or a NaN on "
+            f"{format_ranks(found)} of {self.communicator.world_size}."
+            if found
+            else "The mean of what the replicas have changed in local SGD overflowed.",
+            where=f"sync {self.number + 1}; no parameter has changed, on any rank",
+            seen="\n".join(rows),
+            likely="training has diverged there since the last sync: its learning rate is too large, or a "
+            "batch gave a NaN that the optimizer stepped with",
+            hint='nonfinite="raise" stops in the step that does it; local_sgd_state_dict() has what the '
+            "parameters were at the last sync",
+            nonfinite=found,
+            overflowed=sums,
+        )
+
+
+def _other_copies(odd: Sequence[int], world_size: int, what: str, whose: str) -> ModelMismatchError:
+    return ModelMismatchError(
+        f"{format_ranks(odd).capitalize()} of {world_size} cannot go on as a copy in local SGD.",
+        where="the first training forward of a copy of a wrapped model, which connects it",
+        seen=f"other {what} than on {whose}",
+        likely="a copy that was made in another step, or a file of another rank",
+        hint="copy, or load, on all ranks what all ranks have made in the same step",
+    )
+
+
+def check_same_state(communicator: Communicator[Any], *what: Any) -> None:
+    """Raise unless all ranks load the same state. Collective.
+
+    Args:
+        communicator: Between all ranks.
+        what: Some of the state; compared by its `repr`.
+
+    Raises:
+        ModelMismatchError: They do not; on all ranks.
+    """
+    told = communicator.all_gather(hashlib.sha256(repr(what).encode()).digest())
+    if len(set(told)) > 1:
+        odd = [rank for rank, each in enumerate(told) if each != told[0]]
+        raise ModelMismatchError(
+            f"load_local_sgd_state_dict: {format_ranks(odd)} of {len(told)} "
+            f"{'loads' if len(odd) == 1 else 'load'} another state than rank 0.",
+            expected="the same state on all ranks",
+            likely="checkpoints of different steps, or a file that not every host has",
+            hint="load the checkpoint of one rank on all ranks",
+        )
+
+
+def state_before(steps: int) -> dict[str, Any]:
+    """The state of a model whose replicas have not begun to train on their own."""
+    return dict(zip(_STATE, (steps, 0, {}, {}), strict=True))
+
+
+def carried_by(state: Mapping[str, Any]) -> dict[str, Any] | None:
+    """As `OuterSync.carried`, of a state that `check_state` has found good."""
+    rest = {name: state[name] for name in _STATE[1:]}
+    return {**rest, "weight": float(state["since_meeting"])} if state["parameters"] else None
+
+
+def state_of_copy(steps: int, carried: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a copy that is not connected yet, with tensors that are copied."""
+    copied = {what: {name: value * 1 for name, value in carried[what].items()} for what in _STATE[2:]}
+    return {"steps": steps, "since_meeting": carried["since_meeting"], **copied}
+
+
+def check_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was passed to load_local_sgd_state_dict, if it has the form of a state.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    is_state = (
+        isinstance(state, Mapping)
+        and set(state) == set(_STATE)
+        and all(type(state[name]) is int and state[name] >= 0 for name in _STATE[:2])
+        and all(isinstance(state[name], Mapping) for name in _STATE[2:])
+    )
+    if not is_state:
+        got = f"keys {sorted(map(str, state))}" if isinstance(state, Mapping) else type(state).__name__
+        raise ConfigError(
+            "load_local_sgd_state_dict: this is no state of local SGD.",
+            expected=f"what local_sgd_state_dict() returned: a dictionary of {', '.join(_STATE)}",
+            got=got,
+            hint="the model's own weights are loaded into the model",
+        )
+    return state

@@ -1,0 +1,206 @@
+"""Words and counters that all ranks of a job share over TCP, before a framework has a store that could.
+
+The process of rank 0 serves them to whoever connects: a request is one line of JSON, and so is the answer.
+What is written there is not secret and not trusted: whoever writes signs (`signatures`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+from paceline.rendezvous.deadline import Deadline
+from paceline.rendezvous.limits import start_thread
+
+_LONGEST_LINE = 1 << 16
+_MOST_BYTES = 1 << 26
+"""Keys and words, so that an unknown peer cannot fill the memory; a rank takes some 10 kB."""
+_MOST_STRANGERS = 64
+"""Connections beyond one of each rank, so that an unknown peer cannot take all descriptors."""
+_BACKLOG = 1024
+_LARGEST_AMOUNT = 1 << 31
+_RETRY_S = 0.05
+
+
+class MembershipServer:
+    """Serves a membership store until the process ends, by a thread of its own.
+
+    Args:
+        port: Where; on all addresses of this host.
+        world_size: Number of ranks, each of which has a connection.
+
+    Raises:
+        OSError: Somebody else listens there.
+    """
+
+    def __init__(self, port: int, world_size: int) -> None:
+        self._listener = socket.create_server(("", port), backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self.port: int = self._listener.getsockname()[1]
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._most_connections = world_size + _MOST_STRANGERS
+        self._unread: dict[socket.socket, bytes] = {}
+        self._silent: dict[
+            socket.socket, None
+        ] = {}  # those that have asked for nothing yet, the oldest first
+        self._words: dict[str, str] = {}
+        self._counters: Counter[str] = Counter()
+        self._bytes = 0  # of both
+        self._wake, self._woken = socket.socketpair()
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._pid = os.getpid()
+        # A child that outlives this process would hold the port, and answer nobody.
+        os.register_at_fork(after_in_child=self._listener.close)
+        self._thread = threading.Thread(target=self._serve, name="paceline-membership store", daemon=True)
+        start_thread(self._thread)
+
+    def close(self) -> None:
+        """End, and with it all connections. A forked child's copy does nothing."""
+        if os.getpid() == self._pid and self._thread.is_alive():
+            self._wake.send(b"\0")
+            self._thread.join()
+
+    def _serve(self) -> None:
+        with self._selector, self._wake, self._woken:
+            while True:
+                for key, _ in self._selector.select():
+                    if key.fileobj is self._woken:
+                        for each in (self._listener, *self._unread):
+                            each.close()
+                        return
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    else:
+                        assert isinstance(key.fileobj, socket.socket)
+                        self._hear(key.fileobj)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it has gone; or there are no descriptors left, and then it is still there
+            time.sleep(_RETRY_S)
+            return
+        if len(self._unread) >= self._most_connections:
+            if not self._silent:
+                connection.close()
+                return
+            self._drop(next(iter(self._silent)))
+        connection.settimeout(0.0)
+        with contextlib.suppress(OSError):  # it has gone, as its first words will tell
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._unread[connection] = b""
+        self._silent[connection] = None
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._unread[connection]
+        self._silent.pop(connection, None)
+        connection.close()
+
+    def _hear(self, connection: socket.socket) -> None:
+        try:
+            found = connection.recv(_LONGEST_LINE)
+            if not found:
+                raise ConnectionError
+            *lines, rest = (self._unread[connection] + found).split(b"\n")
+            if len(rest) > _LONGEST_LINE:
+                raise ValueError
+            self._unread[connection] = rest
+            for line in lines:
+                # Small, to somebody who waits for it: it fits into the socket, or whoever is there is none
+                # of ours.
+                connection.sendall(json.dumps(self._answer(json.loads(line))).encode() + b"\n")
+                self._silent.pop(connection, None)
+        except (OSError, ValueError, TypeError, RecursionError):
+            self._drop(connection)
+
+    def _answer(self, request: Any) -> Any:
+        """Raises ValueError or TypeError: it is no request."""
+        match request:
+            case ["add", str(key), int(amount)] if abs(amount) <= _LARGEST_AMOUNT:
+                if key not in self._counters:
+                    self._take(key)
+                self._counters[key] += amount
+                return self._counters[key]
+            case ["write", str(key), str(value)]:
+                self._take(value, *(() if key in self._words else (key,)), instead=self._words.get(key, ""))
+                self._words[key] = value
+                return None
+            case ["read", str(key)]:
+                return self._words.get(key)
+        raise ValueError("no request")
+
+    def _take(self, *texts: str, instead: str = "") -> None:
+        """Count the memory of texts that are kept from now on. Raises ValueError: there is no room."""
+        taken = self._bytes + sum(map(sys.getsizeof, texts)) - (sys.getsizeof(instead) if instead else 0)
+        if taken > _MOST_BYTES:
+            raise ValueError("no room")
+        self._bytes = taken
+
+
+class MembershipClient:
+    """One rank's connection to the server; a `paceline.rendezvous.membership.Ledger`.
+
+    Args:
+        address: Where the server is.
+        port: And at which port.
+        timeout_s: For each call, and to connect.
+
+    Raises:
+        OSError: Nobody listens there.
+
+    Example:
+        Rank 1 calls write("a", "b"); then read("a") is "b" on rank 0. Both call add("n", 1): one of them
+        gets 1 and the other one 2.
+    """
+
+    def __init__(self, address: str, port: int, timeout_s: float) -> None:
+        self._socket = socket.create_connection((address, port), timeout_s)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """End the connection."""
+        self._socket.close()
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, amount))
+
+    def write(self, key: str, value: str) -> None:
+        self._ask("write", key, value)
+
+    def read(self, key: str) -> str | None:
+        found = self._ask("read", key)
+        return None if found is None else str(found)
+
+    def _ask(self, *request: str | int) -> Any:
+        """Raises RuntimeError: the server has gone, or does not answer; the connection is over then."""
+        deadline, answer = Deadline(self._timeout_s), b""
+        try:
+            with self._lock:
+                self._socket.settimeout(self._timeout_s)
+                self._socket.sendall(json.dumps(request).encode() + b"\n")
+                while not answer.endswith(b"\n"):
+                    self._socket.settimeout(max(deadline.left_s(), 1e-3))
+                    found = self._socket.recv(_LONGEST_LINE)
+                    if not found or len(answer) > 2 * _LONGEST_LINE:
+                        raise ConnectionError("the process that serves it has closed the connection")
+                    answer += found
+            return json.loads(answer)
+        except OSError as error:
+            self.close()  # an answer that is late would be taken for that of the next request
+            raise RuntimeError(error.strerror or str(error) or "no answer in time") from error
+        except ValueError as error:
+            self.close()
+            raise RuntimeError(f"no membership store of Paceline's answers: {error}") from error

@@ -1,0 +1,86 @@
+"""Why a rank can't share memory, told to the others, so that all of them raise.
+
+The one idea: a rank that meets a limit of its own does not raise alone; it says so in the next exchange, and
+all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paceline.errors import PacelineError, RegionError, format_ranks
+from paceline.rendezvous.limits import explain
+
+_SANDBOX = (
+    "that rank has died, or a sandbox, a seccomp filter or another user namespace keeps processes of this "
+    "machine from passing descriptors to each other over Unix sockets"
+)
+_ALLOW = 'let them do so (SCM_RIGHTS); or reduce_through="group", which needs no shared memory'
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a rank can't go on; no problem: it can.
+
+    What ends the forming is told to all ranks, and all raise: a limit of this rank, or that ranks which are
+    known to be on one host cannot share memory (`is_limit`).
+
+    Attributes:
+        owner: The rank whose memory this one did not get; -1: it is no matter of another rank.
+    """
+
+    problem: str = ""
+    likely: str = ""
+    remedy: str = ""
+    is_limit: bool = False
+    owner: int = -1
+
+    @classmethod
+    def of(cls, error: PacelineError) -> Reason:
+        return cls(f"{error.summary} {error.seen}", error.likely, error.hint, is_limit=True)
+
+    @classmethod
+    def of_system(cls, error: OSError, doing: str) -> Reason:
+        likely, remedy = explain(error.errno or 0)
+        return cls(f"could not {doing}: {error}", likely, remedy, is_limit=bool(likely))
+
+    @classmethod
+    def of_transfer(cls, error: PacelineError | OSError, rank: int, *, is_certain: bool = True) -> Reason:
+        """Why this rank did not get the memory of another rank of its host.
+
+        Args:
+            rank: That rank.
+            is_certain: Whether both are known to be on one host. Then it ends the forming, whatever it is.
+        """
+        if isinstance(error, PacelineError):
+            found = cls(f"{error.summary} {error.seen}", error.likely, error.hint, is_limit=is_certain)
+        else:
+            found = cls.of_system(error, f"take it from rank {rank}")
+        if not found.likely:
+            found = replace(found, likely=_SANDBOX, remedy=_ALLOW, is_limit=is_certain)
+        return replace(found, owner=rank)
+
+    def facts(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+def raise_limits(everybodys: Sequence[Mapping[str, Any]], what: str) -> None:
+    """The error of all ranks, if one of them has met a limit.
+
+    Args:
+        everybodys: The `facts()` of all ranks.
+        what: What was to be shared.
+    """
+    met = [rank for rank, each in enumerate(everybodys) if each["is_limit"]]
+    # Where a rank could not make its memory, that others did not get it is no news.
+    failed = [rank for rank in met if everybodys[rank]["owner"] not in met]
+    if failed:
+        raise RegionError(
+            f"{format_ranks(failed).capitalize()} could not take {what}.",
+            seen="\n".join(f"rank {rank}: {everybodys[rank]['problem']}" for rank in failed),
+            likely=everybodys[failed[0]]["likely"],
+            hint=f"on {format_ranks(failed)}: {everybodys[failed[0]]['remedy']}",
+            ranks=tuple(failed),
+        )

@@ -1,0 +1,250 @@
+"""What the ranks compare before a step, so that none of them writes half of one.
+
+The one idea: each rank brings four numbers (what it calls, how often it has met, a hash of all
+hyperparameters, a hash of which gradients are there), and only where these differ the facts behind them
+travel, to say in the same words on every rank what differs and where.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from enum import IntEnum
+from typing import Any
+
+from paceline import _core
+from paceline.errors import (
+    ConfigError,
+    MismatchError,
+    PacelineError,
+    UnusedParameterError,
+    format_ranks,
+)
+from paceline.reducer.backward.sharing import registry
+from paceline.reducer.backward_errors import shorten
+
+_NUMBERS = struct.Struct("<4Q")  # arrays of numpy take longer to fill than the ranks to meet
+NUMBERS_BYTES = _NUMBERS.size
+
+
+class Call(IntEnum):
+    """What a rank has come for."""
+
+    STEP = 1
+    JOINED_STEP = 2  # in torch's Join, after the end of this rank's data
+    CONSOLIDATE = 3
+    REFUSED = 4  # it could not make its step
+
+    @property
+    def words(self) -> str:
+        return {
+            Call.STEP: "step()",
+            Call.JOINED_STEP: "step() after the end of its data",
+            Call.CONSOLIDATE: "consolidate_state_dict()",
+            Call.REFUSED: "step(), which it refuses",
+        }[self]
+
+
+@dataclass
+class Facts:
+    """What stands behind one rank's numbers.
+
+    Attributes:
+        call: What it has come for.
+        options: Each hyperparameter by name ("lr of group 0"), as text.
+        without: Names of parameters that have no gradient.
+        member: Whose replicas of the parameters are the same as this rank's, where others differ on purpose
+            (local SGD); empty: they do not.
+        failure: Why it refuses the step; empty: it does not.
+    """
+
+    call: int
+    options: dict[str, str] = field(default_factory=dict)
+    without: list[str] = field(default_factory=list)
+    member: str = ""
+    failure: str = ""
+
+
+class StepBarriers:
+    """The barriers of one optimizer, counted.
+
+    Args:
+        gather: Everybody's numbers, one rank's behind the other's, on every rank. Collective.
+        gather_bytes: Everybody's bytes, of any lengths. Collective.
+        owner: The class, for errors.
+        parameters: Asked for the parameters that it updates.
+
+    Attributes:
+        number: How often the ranks have met.
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[bytes], bytes],
+        gather_bytes: Callable[[bytes], list[bytes]],
+        owner: str,
+        parameters: Callable[[], Sequence[object]],
+    ) -> None:
+        self.number = 0
+        self._gather = gather
+        self._gather_bytes = gather_bytes
+        self._owner = owner
+        self._parameters = parameters
+        self._member = ""
+        self._member_of = (-1, 0)  # the version of the registry, and the number of parameters
+
+    def meet(self, call: Call, options: int, gradients: int, facts: Callable[[], Facts]) -> tuple[int, ...]:
+        """Return when all ranks have come for the same. Collective.
+
+        Args:
+            call: What this rank has come for.
+            options: The hash of its hyperparameters.
+            gradients: The hash of which gradients it has.
+            facts: What stands behind all that; asked only if the ranks differ.
+
+        Returns:
+            The ranks that have no data any more, and so no gradients.
+
+        Raises:
+            MismatchError: The ranks call different methods, or have different hyperparameters.
+            UnusedParameterError: A parameter has a gradient on some ranks only.
+            ConfigError: Another rank has refused its step; quotes it. Or replicas differ on purpose.
+        """
+        self.number += 1
+        own = _NUMBERS.pack(call, self.number, options ^ self._hash_member(), gradients)
+        all_ranks = self._gather(own)
+        if all_ranks == own * (len(all_ranks) // NUMBERS_BYTES):
+            return ()
+        rows = list(_NUMBERS.iter_unpack(all_ranks))
+        joined = tuple(rank for rank, row in enumerate(rows) if row[0] == Call.JOINED_STEP)
+        active = [row for row in rows if row[0] != Call.JOINED_STEP]
+        if joined and all(row[0] == Call.STEP for row in active):
+            same_options = len({row[2] for row in rows}) == 1
+            if same_options and len({row[1:] for row in active}) <= 1:
+                return joined
+        payload = json.dumps(asdict(replace(facts(), member=self._member))).encode()
+        told = [Facts(**json.loads(each)) for each in self._gather_bytes(payload)]
+        raise difference(told, [row[1] for row in rows], self._owner)
+
+    def _hash_member(self) -> int:
+        """Another number for each of the members that train on their own; 0 where none do."""
+        parameters = self._parameters()
+        now = registry.version, len(parameters)
+        if self._member_of != now:  # a model was wrapped, or is gone
+            self._member_of, self._member = now, registry.member_of(parameters)
+        return _core.hash_bytes(self._member.encode()) if self._member else 0
+
+
+def difference(told: Sequence[Facts], numbers: Sequence[int], owner: str) -> PacelineError:
+    """The error that says what differs between the ranks that have met, first of all. Pure."""
+    where = f"barrier {' or '.join(map(str, sorted(set(numbers))))} of the optimizer's ranks"
+    unchanged = "nothing was written on any rank"
+    refused = {rank: each.failure for rank, each in enumerate(told) if each.failure}
+    if refused:
+        return ConfigError(
+            f"{owner}.step: {format_ranks(refused)} of {len(told)} cannot make the step.",
+            where=f"{where}; {unchanged}",
+            seen=_by_rank([each.failure or "waited for the others" for each in told]),
+            hint=f"mend what {format_ranks(refused)} says",
+            ranks=tuple(refused),
+        )
+    calls = [Call(each.call).words for each in told]
+    if len(set(calls) - {Call.JOINED_STEP.words}) > 1 or len(set(numbers)) > 1:
+        met = [f"{call}, its barrier number {number}" for call, number in zip(calls, numbers)]
+        return MismatchError(
+            f"{owner}: the ranks call different methods of the optimizer.",
+            where=f"{where}; {unchanged}",
+            seen=_by_rank(met),
+            likely="a rank has skipped a step, or has made one more",
+            hint="every rank calls step() and consolidate_state_dict() as often, in the same order",
+        )
+    members = [each.member for each in told]
+    if len(set(members)) > 1:
+        return ConfigError(
+            f"{owner}: the ranks that share the optimizer do not train the same model.",
+            where=f"{where}; {unchanged}",
+            seen=_by_rank([each or "a model without local_sgd" for each in members]),
+            likely="the model was wrapped with local_sgd, and the optimizer made for all ranks: each gets "
+            "parts of the others' parameters in each step",
+            hint="a whole optimizer on each rank; or process_group=, a group of the ranks of one host; or no "
+            "local_sgd",
+            argument="local_sgd",
+        )
+    keys = {key: None for each in told for key in each.options}
+    differing = [key for key in keys if len({each.options.get(key) for each in told}) > 1]
+    if differing:
+        name = differing[0]
+        return MismatchError(
+            f"{owner}.step: the ranks have different hyperparameters: {shorten(differing)}.",
+            where=f"{where}; {unchanged}",
+            seen=_by_rank([f"{name}: {each.options.get(name, 'absent')}" for each in told]),
+            likely="a learning rate scheduler that sees a rank's own loss, or an argument that depends on "
+            "the rank",
+            hint="set the same value on every rank; average what decides about it first",
+            names=tuple(differing),
+        )
+    return _gradients_error(told, owner, f"{where}; {unchanged}")
+
+
+def _gradients_error(told: Sequence[Facts], owner: str, where: str) -> UnusedParameterError:
+    active = [rank for rank, each in enumerate(told) if each.call == Call.STEP]
+    ranks_of: dict[str, list[int]] = {}
+    for rank in active:
+        for name in told[rank].without:
+            ranks_of.setdefault(name, []).append(rank)
+    unused = {name: tuple(ranks) for name, ranks in ranks_of.items() if len(ranks) < len(active)}
+    rows: dict[tuple[int, ...], list[str]] = {}
+    for name, ranks in unused.items():
+        rows.setdefault(ranks, []).append(name)
+    return UnusedParameterError(
+        f"{owner}.step: {len(unused)} parameter{'s' * (len(unused) != 1)} "
+        f"{'has' if len(unused) == 1 else 'have'} a gradient on some ranks only.",
+        where=where,
+        seen="\n".join(f"{format_ranks(who)} without: {shorten(names)}" for who, names in rows.items()),
+        likely="the model is not wrapped, or a rank has cleared or set gradients after backward()",
+        hint="wrap the model for data-parallel training: then backward() gives all ranks the same gradients; "
+        "do the same on every rank after it",
+        unused=unused,
+    )
+
+
+def hash_options(options: Mapping[str, str]) -> int:
+    """The same number on all ranks that have the same hyperparameters."""
+    return _core.hash_bytes(json.dumps(list(options.items())).encode())
+
+
+def spell_options(groups: Iterable[Mapping[str, Any]], first: int = 0) -> dict[str, str]:
+    """Hyperparameters of an optimizer's groups, by name, as text that is the same on all ranks.
+
+    What is no number, text, truth value or None, nor a sequence of these, is left out: its text may tell an
+    address.
+
+    Args:
+        groups: The groups.
+        first: The number of the first of them.
+
+    Example:
+        >>> spell_options([{"params": [], "lr": 0.1, "betas": (0.9, 0.99)}])
+        {'lr of group 0': '0.1', 'betas of group 0': '(0.9, 0.99)'}
+    """
+    return {
+        f"{key} of group {number}": repr(value)
+        for number, group in enumerate(groups, start=first)
+        for key, value in group.items()
+        if key not in ("params", "param_names") and _is_plain(value)
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (tuple, list)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str))
+
+
+def _by_rank(texts: Sequence[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "\n".join(f"{format_ranks(who)}: {text}" for text, who in ranks.items())

@@ -1,0 +1,40 @@
+"""Gradients that no_sync() has left behind, before the next backward adds to them.
+
+Autograd may give two parameters one memory as their gradients (behind `stack`, `cat` or an addition). Nobody
+notices after one backward; the next one adds to that memory once for each of them, so that both become wrong.
+The same goes for a parameter and an input of the model, or whatever else gets a gradient. A synchronised
+backward gives such gradients memory of their own at its end; here those are parted that it has not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from paceline.reducer.overlaps import overlapping
+from paceline.torch.communicator.gradient_buffer import extent
+
+
+def part_accumulated(
+    parameters: Sequence[torch.Tensor], indices: Iterable[int], shared: Iterable[int]
+) -> None:
+    """Give gradients that share memory, with each other or with another tensor, a copy each.
+
+    Those that are sparse or part of a graph (create_graph=True) stay as they are.
+
+    Args:
+        parameters: The parameters of the model.
+        indices: Those that have accumulated gradients.
+        shared: Those of them whose memory another tensor holds: the gradient of an input, say.
+    """
+    gradients = {index: parameters[index].grad for index in indices}
+    dense = {
+        index: gradient
+        for index, gradient in gradients.items()
+        if gradient is not None and gradient.layout is torch.strided and not gradient.requires_grad
+    }
+    places = ((each.data_ptr(), extent(each), index) for index, each in dense.items())
+    found = overlapping(place for place in places if place[0])  # 0: it consists of other tensors
+    for index in found.union(shared).intersection(dense):
+        parameters[index].grad = dense[index].clone()

@@ -1,0 +1,380 @@
+"""The backward passes of a torch module: when one begins and ends in autograd, and its other parts.
+
+A backward begins at the first hook that fires: a parameter's, or that of an output of forward, so that a rank
+    on
+which no parameter gets a gradient ends its backward too. Whichever comes first queues the end of the backward
+in autograd's engine, which calls it when the backward is over. What happens there is in `reducer.backward`.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch.autograd import Variable, profiler
+
+from paceline import _core
+from paceline.errors import PacelineError
+from paceline.reducer.backward.backward_sync import BackwardSync
+from paceline.reducer.backward.front_end import FrontEnd
+from paceline.reducer.backward.graphs import EndOfBackward, Graph
+from paceline.reducer.backward.local_backward import LocalBackward
+from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.buffers import BufferSync
+from paceline.reducer.communicator import Communicator
+from paceline.sharding.scattered_gradients import refuse_sparse
+from paceline.torch.backward.accumulated import part_accumulated
+from paceline.torch.backward.backward_times import BackwardTimes, profiled
+from paceline.torch.backward.direct_gradients import DirectGradients
+from paceline.torch.backward.gradient_hooks import SharedGradients
+from paceline.torch.backward.gradients import Gradients
+from paceline.torch.backward.graphs import (
+    RunningCall,
+    has_no_backward,
+    inputs_of_grad,
+    running_call,
+    tensors_in,
+)
+from paceline.torch.backward.last_hooks import LastHooks
+from paceline.torch.backward.late import LateGradients
+from paceline.torch.backward.micro_batches import TorchWeights
+from paceline.torch.backward.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
+from paceline.torch.backward.recorded_steps import note_steps
+from paceline.torch.backward.replica_state import hash_model, make_notes
+from paceline.torch.backward.sparse import SparseMeans
+from paceline.torch.backward.storage_uses import uses_of_storages
+from paceline.torch.communicator.communicators import average_buffers
+from paceline.torch.model.compiling import untraced
+from paceline.torch.model.config import DDPConfig
+from paceline.torch.model.parameters import ManagedTensors
+from paceline.torch.sharding.scattered_gradients import Scattered, ScatteredGradient, TorchHands
+from paceline.trace.recording import recording
+
+_DROPPED_WITHIN_S = 5.0  # by autograd's thread, which needs the interpreter's lock for it
+_LOOK_S = 0.0005
+
+
+class ErrorNote:
+    """The last error of ours that a wrapper or its backward passes raised.
+
+    Attributes:
+        text: Its type and its words; empty: there was none.
+    """
+
+    text = ""
+
+    def add(self, error: PacelineError) -> None:
+        self.text = f"{type(error).__name__}: {error}"
+
+
+class TorchAutograd:
+    """See `paceline.reducer.backward.front_end.Autograd`.
+
+    Args:
+        tensors: The model's.
+        state: The state of its backward passes.
+        gradients: Handed over by its hooks.
+        weights: The weights of this rank's micro-batches.
+        buffers: Kept in step, by a user's hook maybe.
+        notes: Count writes to parameters.
+        is_static: Whether a static graph is promised.
+        is_alone: Whether there is no other rank.
+
+    Attributes:
+        times: The times of backward passes.
+        errors: Where it notes what a backward raised.
+    """
+
+    def __init__(
+        self,
+        tensors: ManagedTensors,
+        state: BackwardState,
+        gradients: Gradients,
+        weights: TorchWeights,
+        buffers: BufferSync,
+        notes: _core.IterationNotes,
+        *,
+        is_static: bool,
+        is_alone: bool,
+    ) -> None:
+        self.times = BackwardTimes(is_timing=tensors.device_kinds == {"cpu"})
+        self.errors = ErrorNote()
+        self._tensors = tensors
+        self._state = state
+        self._gradients = gradients
+        self._weights = weights
+        self._buffers = buffers
+        self._direct = DirectGradients(lambda: notes.writes, state.where, is_alone=is_alone)
+        self._has_backwards = False
+        self._shared: set[int] = set()
+        self._shared_gradients = SharedGradients(state)
+        self._has_begun = False
+        self._in_backward: Steppers = []
+        # Graphs that a backward of some tensors alone has come to; perhaps no parameter is among them.
+        self._met: list[tuple[int, weakref.ref[Graph]]] = []
+        self._last_hooks: LastHooks | None = None
+        self._late: LateGradients | None
+        self.complete: Callable[[], None] | None
+        self._make_late(is_static)
+
+    def scattered_in_place(self) -> Scattered | None:
+        """The gradients of which each rank has a part, if `.grad` stands for any of them now."""
+        is_there = any(type(parameter.grad) is ScatteredGradient for parameter in self._tensors.trainable)
+        return self._gradients.scattered if is_there else None
+
+    def use_static_graph(self, is_static: bool) -> None:
+        self._make_late(is_static)
+        self.install()
+
+    def _make_late(self, is_static: bool) -> None:
+        """Gradients are late where a static graph is to be learned, or the caller delays some."""
+        hand_over, delayed = self._gradients.hand_over_rest, self._tensors.delayed
+        if is_static or delayed:
+            self._late = LateGradients(self._state, hand_over, delayed, is_learning=is_static)
+            self.complete = self._late.end_backward
+        else:
+            self._late = self.complete = None
+
+    def install(self) -> None:
+        self._remove_hooks()
+        late, trainable = self._late, self._tensors.trainable
+        registered = [
+            late.hook(index) if late is not None and late.is_late(index) else hook
+            for index, hook in enumerate(self._gradients.hooks)
+        ]
+        for index in self._shared:
+            registered[index] = self._shared_gradients.hook(index, registered[index])
+        if late is not None and self._tensors.trigger is not None:
+            registered[self._tensors.trigger] = late.with_trigger(registered[self._tensors.trigger])
+        self._last_hooks = LastHooks(trainable, registered)
+        self._not_last = self._last_hooks.not_last
+        # Another wrapped model brings its own means to what both have, in the same backward.
+        watched = [None if index in self._shared else p for index, p in enumerate(trainable)]
+        own = self._gradients.in_own_memory()
+        self._state.handed.watch(watched, "grad", "_version", uses_of_storages(), own)
+
+    def share(self, indices: set[int]) -> None:
+        self._shared = indices
+        if self._last_hooks is not None:
+            self.install()
+
+    def close(self) -> None:
+        self._weights.close()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        if self._last_hooks is not None:
+            self._last_hooks.remove()
+
+    def _put_last(self, moved: Sequence[int]) -> None:
+        """Hooks have been registered after ours, which must hand over what those leave."""
+        assert self._last_hooks is not None
+        self._last_hooks.put_last(moved)
+
+    def begin_forward(self, *, is_syncing: bool, good_backwards: int) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._in_backward = take_over_optimizers(self._tensors.trainable)
+        self.check_direct_step()
+        if not is_syncing:
+            return
+        self._has_backwards = good_backwards > 0
+        if good_backwards >= self.times.next_backward:
+            self.times.begin_forward(good_backwards)
+        if not self._state.is_armed and (moved := self._not_last()):
+            self._put_last(moved)
+        if self._buffers.hook is not None:
+            self._buffers.hook.before_forward(dict(self._tensors.current_buffers()))
+
+    def check_direct_step(self) -> None:
+        """Warn of a step with gradients that torch.autograd.grad() returned. Before collectives of ours."""
+        if self._direct.returned is not None:
+            if self._state.accumulated:  # by a backward in no_sync()
+                self._direct.forget()
+            else:
+                self._direct.check()
+
+    def watch(self, output: object) -> None:
+        if self._buffers.hook is not None and self._state.is_forward_averaged:
+            self._buffers.hook.after_forward(dict(self._tensors.current_buffers()))
+        state = self._state
+        graph = state.graphs.add(
+            self._on_output_gradient,
+            is_averaged=state.is_forward_averaged,
+            is_counted=state.is_forward_counted,
+            frozen=self._tensors.frozen_now,
+        )
+        is_watched = False
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(graph.hook)  # type: ignore[no-untyped-call]
+                is_watched = True
+        if not is_watched and state.is_forward_counted and has_no_backward(output):  # a sampled action, say
+            state.take_back_forward()
+            self._weights.take_back_forward()
+
+    def watch_local(self, output: object, backward: LocalBackward) -> None:
+        @untraced
+        def begin(_: object) -> None:
+            if running_call() is RunningCall.BACKWARD and (end := backward.begin()) is not None:
+                Variable._execution_engine.queue_callback(functools.partial(_call, end))
+
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
+
+    @untraced
+    def _on_output_gradient(self, graph: Graph) -> None:
+        state = self._state
+        if state.is_other(graph) and running_call() is not RunningCall.GRAD:
+            state.follow(graph)
+            if not state.is_syncing:  # a backward ends by itself
+                end = EndOfBackward(state.unfollow, state.unfollow)
+                Variable._execution_engine.queue_callback(functools.partial(_call, end))
+        if not state.is_syncing:
+            self._part_accumulated()
+            if self._weights.is_used:
+                self._weights.watch_local()
+            return
+        call = RunningCall.BACKWARD if state.is_armed else running_call()
+        if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):
+            state.graphs.check_open()
+            if call is RunningCall.BACKWARD and not state.is_armed:
+                state.arm()  # first: whatever raises from now on interrupts the backward
+            state.graphs.begin(graph)
+        elif call is RunningCall.GRAD:
+            if graph.is_averaged and any(self._tensors.is_trained_here(t) for t in inputs_of_grad()):
+                self._direct.note_call(has_backwards=self._has_backwards)
+        elif call is RunningCall.BACKWARD_OF_SOME:
+            self._met.append((self.backward(), weakref.ref(graph)))
+
+    def _part_accumulated(self) -> None:
+        """A backward begins: from now on, autograd adds to the gradients that local ones have left."""
+        state = self._state
+        if accumulated := state.accumulated:
+            shared = state.handed.shared_among(list(accumulated))
+            part_accumulated(self._tensors.trainable, accumulated, shared)
+        state.handed.begin()
+
+    def is_in_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    def backward(self) -> int:
+        return torch._C._current_graph_task_id()
+
+    def await_drop(self, is_dropped: Callable[[], bool]) -> None:
+        if self._gradients.is_on_host:
+            return
+        until_s = time.monotonic() + _DROPPED_WITHIN_S
+        while not is_dropped() and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+
+    @untraced
+    def prepare(self) -> None:
+        self._direct.returned = None
+        self._part_accumulated()
+        if (scattered := self._gradients.scattered) is not None:
+            scattered.forget()
+        if self._met:
+            met, self._met = self._met, []
+            for backward, find in met:
+                if backward == self.backward() and (graph := find()) is not None:
+                    self._state.graphs.begin(graph)
+
+    def at_end(self, end: Callable[[], None]) -> None:
+        if self.times.is_begun and not self._state.ends_by_hand:  # when that one ends, the caller chooses
+            end = self.times.timed(end, self._gradients.reduction.reducer)
+        if profiler._is_profiler_enabled:
+            end = profiled(end)
+        Variable._execution_engine.queue_callback(functools.partial(_call, end))
+        if moved := self._not_last():  # hooks were registered since forward
+            self._put_last(moved)
+        if self._shared:
+            self._shared_gradients.begin_backward()
+
+    def frozen_among(self, indices: Iterable[int]) -> set[int]:
+        frozen, trainable = self._state.graphs.frozen(), self._tensors.trainable
+        if frozen is None:
+            frozen = self._tensors.frozen_now  # of the last forward
+        # What was frozen after its forward gets no gradient from torch, either.
+        return {index for index in indices if index in frozen or not trainable[index].requires_grad}
+
+    def find_swapped(self) -> list[int]:
+        return [] if self._last_hooks is None else self._last_hooks.find_swapped()
+
+    def raise_kept(self) -> None:
+        """Hooks of torch raise where they are called."""
+
+    def note_error(self, error: PacelineError) -> None:
+        self.errors.add(error)
+        if (scattered := self._gradients.scattered) is not None:
+            scattered.give_up()
+
+    def after_means(self) -> None:
+        if self._in_backward:
+            step_in_backward(self._in_backward)
+
+    def learn(self) -> None:
+        if self._late is not None and self._late.learn():
+            self.install()
+
+    def forget(self) -> None:
+        if self._late is not None:
+            self._late.forget()
+        self._met.clear()
+
+
+TorchBackwardSync: TypeAlias = BackwardSync[TorchAutograd]
+
+
+def make_sync(
+    tensors: ManagedTensors, communicator: Communicator[torch.Tensor], config: DDPConfig
+) -> TorchBackwardSync:
+    """Averages the gradients of `tensors` over the ranks of `communicator` in each backward. Collective."""
+    state = BackwardState(communicator.rank, communicator.world_size)
+    gradients = Gradients(tensors, state, config, communicator.rank)
+    if config.scatters:
+        refuse_sparse(TorchHands.words, [tensors.names[index] for index in sorted(tensors.sparse)])
+    weights = TorchWeights(tensors.trainable, state)
+    sparse = [(index, tensors.trainable[index]) for index in sorted(tensors.sparse)]
+    buffers, notes = make_buffer_sync(tensors, communicator, config), make_notes(tensors.trainable)
+    autograd = TorchAutograd(
+        tensors,
+        state,
+        gradients,
+        weights,
+        buffers,
+        notes,
+        is_static=config.static_graph,
+        is_alone=communicator.world_size == 1,
+    )
+    front_end = FrontEnd(
+        tensors,
+        gradients,
+        SparseMeans(sparse, communicator),
+        autograd,
+        weights,
+        buffers,
+        notes,
+        hash_model,
+    )
+    backward_sync = BackwardSync(front_end, state, communicator, config)
+    if recording.keeps_all:
+        note_steps()
+    return backward_sync
+
+
+def make_buffer_sync(
+    tensors: ManagedTensors, communicator: Communicator[torch.Tensor], config: DDPConfig
+) -> BufferSync:
+    """What keeps the buffers of `tensors` in step over the ranks of `communicator`."""
+    return BufferSync(tensors, communicator, config, average_buffers, hash_model)
+
+
+@untraced
+def _call(end: Callable[[], None]) -> None:
+    end()

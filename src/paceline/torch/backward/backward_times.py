@@ -1,0 +1,124 @@
+"""How long a backward takes: some are timed for `_get_ddp_logging_data`, and a mark for torch's profiler.
+
+The one idea: the call that autograd makes at the end of a backward is wrapped, in those backward passes only
+    that are
+timed or profiled; no other pays for it.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch.autograd.profiler import record_function
+
+if TYPE_CHECKING:
+    from paceline.reducer.protocol import Reducer
+
+_FIRST_BACKWARDS = 10  # as torch: these, and then one in so many
+_SAMPLE_RATE = 100
+
+PHASES = ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
+"""What is timed, as torch calls it: from forward until backward begins; from there until it has made all
+gradients; from the first complete bucket until all means, and buffers, are in place; and how long the last
+two overlap."""
+
+
+def profiled(end: Callable[[], None]) -> Callable[[], None]:
+    """The end of a backward, as torch's profilers show it: waiting for the others and averaging."""
+
+    def call() -> None:
+        with record_function("paceline::average"):
+            end()
+
+    return call
+
+
+class BackwardTimes:
+    """The times of the backward passes of one wrapped model.
+
+    Args:
+        is_timing: False where nothing is to be timed: on an accelerator the host knows too little.
+
+    Attributes:
+        next_backward: How many good backward passes there are before the next one to be timed.
+        is_begun: Whether a forward of such a backward has begun, and its backward has not.
+        backward_number: How many good backward passes there were before the last one that was timed; 0: none
+            was. The
+            first one never is: memory and buckets settle in it.
+    """
+
+    def __init__(self, *, is_timing: bool) -> None:
+        self.next_backward: float = 1 if is_timing else math.inf
+        self.is_begun = False
+        self.backward_number = 0
+        self._rate = _SAMPLE_RATE
+        self._count = 0
+        self._last = dict.fromkeys(PHASES, 0)
+        self._average = dict.fromkeys(PHASES, 0.0)
+        self._clock: dict[str, int] = {}
+
+    def use_rate(self, rate: int, good_backwards: int) -> None:
+        """Time one backward in so many, after the first ten."""
+        self._rate = rate
+        if self.next_backward != math.inf:
+            self.next_backward = self._after(good_backwards - 1)
+
+    def begin_forward(self, good_backwards: int) -> None:
+        """The forward of a backward that is to be timed begins; of several the last one counts."""
+        self.is_begun = True
+        self._number = good_backwards
+        self._forward_ns = time.monotonic_ns()
+
+    def timed(self, end: Callable[[], None], reducer: Reducer) -> Callable[[], None]:
+        """The end of the backward that begins now, which notes how long it all took, if it is good."""
+        self.is_begun = False
+        reducer.note_first_bucket()
+        begun_ns = time.monotonic_ns()
+
+        def call() -> None:
+            computed_ns = time.monotonic_ns()
+            end()
+            self._add(begun_ns, computed_ns, reducer.first_bucket_ns or computed_ns, time.monotonic_ns())
+
+        return call
+
+    def facts(self) -> dict[str, int]:
+        """In nanoseconds, under torch's names; those that end in _start or _end since 1970."""
+        if not self._count:
+            return {}
+        facts = {f"{phase}_time": value for phase, value in self._last.items()}
+        facts |= {f"avg_{phase}_time": round(value) for phase, value in self._average.items()}
+        return facts | self._clock
+
+    def _add(self, begun_ns: int, computed_ns: int, launched_ns: int, ended_ns: int) -> None:
+        launched_ns = min(max(launched_ns, begun_ns), computed_ns)
+        took = (
+            begun_ns - self._forward_ns,
+            computed_ns - begun_ns,
+            ended_ns - launched_ns,
+            computed_ns - launched_ns,
+        )
+        self._last = dict(zip(PHASES, took))
+        self._count += 1
+        for phase, value in self._last.items():
+            self._average[phase] += (value - self._average[phase]) / self._count
+        since_1970_ns = time.time_ns() - time.monotonic_ns()
+        marks = {
+            "forward_compute_time_start": self._forward_ns,
+            "backward_compute_time_start": begun_ns,
+            "backward_compute_time_end": computed_ns,
+            "backward_comm_time_start": launched_ns,
+            "backward_comm_time_end": ended_ns,
+        }
+        self._clock = {name: mark + since_1970_ns for name, mark in marks.items()}
+        self.backward_number = self._number
+        self.next_backward = self._after(self._number)
+
+    def _after(self, number: int) -> int:
+        """The next backward to be timed after the one with so many good ones before it."""
+        if number + 1 < _FIRST_BACKWARDS:
+            return max(1, number + 1)
+        return (number // self._rate + 1) * self._rate

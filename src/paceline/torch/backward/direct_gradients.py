@@ -1,0 +1,79 @@
+"""Steps with gradients that torch.autograd.grad() has returned, which nobody averages."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+
+class DirectGradients:
+    """Detects optimizer steps with gradients that autograd.grad() returned, instead of a backward.
+
+    Such a call averages nothing and ends no backward, so that each rank must find out by itself: between two
+    forwards gradients of the parameters were returned and parameters were written, but no backward ran. It
+    says nothing if the program has called collectives of its own in between, which may have averaged them.
+
+    Args:
+        writes: How often parameters were written since the last backward.
+        where: This rank, in words.
+        is_alone: Whether it is the only one.
+
+    Attributes:
+        returned: The writes and collectives at such a call since the last backward; None: there was none.
+    """
+
+    def __init__(self, writes: Callable[[], int], where: str, *, is_alone: bool) -> None:
+        self._writes, self._where = writes, where
+        self.returned: tuple[int, int] | None = None
+        self._is_over = is_alone  # or has warned
+
+    def note_call(self, *, has_backwards: bool) -> None:
+        """Gradients of parameters are being returned.
+
+        Args:
+            has_backwards: Whether there was a backward before. If parameters are what they were at its end,
+                the next step is one with its gradients.
+        """
+        if self._is_over or self.returned is not None:
+            return
+        writes = self._writes()
+        if writes or not has_backwards:
+            self.returned = writes, _collectives()
+
+    def forget(self) -> None:
+        """A backward has run."""
+        self.returned = None
+
+    def check(self) -> None:
+        """A forward begins: warn if parameters were written since the call."""
+        assert self.returned is not None
+        writes, collectives = self.returned
+        if self._writes() == writes:
+            return
+        self.returned = None
+        if _collectives() != collectives:
+            return
+        self._is_over = True
+        warnings.warn(
+            "Gradients of the wrapped model were returned by torch.autograd.grad(), which averages nothing, "
+            "and then its parameters were written: the ranks are likely to have different ones now.\n"
+            f"  where    {self._where}, the forward after that step\n"
+            "  likely   a step with gradients of this rank alone\n"
+            "  hint     call backward() on the loss, which averages them; or average what is returned before "
+            "the step. check_replicas() compares the ranks\n  (reported once)",
+            RuntimeWarning,
+            stacklevel=6,
+        )
+
+
+def _collectives() -> int:
+    """How many collectives this process has called over groups of torch, as far as these count them."""
+    if not dist.is_initialized():
+        return 0
+    try:
+        groups = list(dist.distributed_c10d._world.pg_map)
+        return sum(group._get_sequence_number_for_group() for group in groups)  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError):  # another torch, or a backend that does not count
+        return 0

@@ -1,0 +1,471 @@
+"""The hook of each parameter: it hands the finished gradient over, in as few Python steps as possible.
+
+Four kinds. In *pointer* mode the reducer copies the gradient into the gradient buffer and, at the end, the
+mean back. In *copy* mode torch does both, over a process group all of a bucket at once. In *view* mode the
+gradient
+itself moves into the gradient buffer and stays there. In *taking* mode it goes there, and nothing comes back:
+    the backward
+scatters.
+
+A hook runs some hundred times in every backward: it is a closure over what it needs, and whatever is rare is
+a call of something else. Where the core itself averages, the usual case is not even Python: see `in_core`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline import _core
+from paceline.errors import ConfigError
+from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.protocol import Reducer
+from paceline.reducer.reporting_reducer import ReportingReducer
+from paceline.sharding.scattered_gradients import left_over
+from paceline.torch.communicator.gradient_buffer import extent
+from paceline.torch.model.compiling import untraced
+from paceline.torch.model.parameters import other_gradients
+from paceline.torch.sharding.scattered_gradients import ScatteredGradient, TorchHands
+
+Hook = Callable[[torch.Tensor], None]
+HookMaker = Callable[[BackwardState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
+"""What a hook knows of its parameter: index, name, place, who averages, and the dtype of its gradients."""
+
+HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and newer
+
+
+def pointer_hook(
+    state: BackwardState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+) -> Hook:
+    """For a reducer that takes pointers; only for gradients that lie in memory as their place does."""
+    mark_ready, handed = reducer.mark_ready, state.handed
+    shape, strides = view.shape, view.stride()
+    stage = copy_hook(state, index, name, view, reducer, dtype)
+    is_row_major = view.is_contiguous()
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            state.arm()
+        gradient = parameter.grad
+        if (
+            gradient is None
+            or gradient.dtype is not dtype
+            or parameter.dtype is not dtype
+            or gradient.is_sparse
+            or gradient.shape != shape
+            or type(gradient) is not torch.Tensor
+            or gradient.is_neg()
+            or not (gradient.is_contiguous() if is_row_major else gradient.stride() == strides)
+        ):
+            stage(parameter)
+            return
+        if index in handed:
+            state.status.twice = index
+            return
+        pointer = gradient.data_ptr()
+        if not pointer and gradient.numel():  # torch's zero tensors
+            stage(parameter)
+            return
+        handed[index] = gradient
+        mark_ready(index, pointer)
+
+    return in_core(hand_over, state, index, view, reducer, dtype, gradient_in_buffer=False)
+
+
+def copy_hook(
+    state: BackwardState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    waiting: dict[int, torch.Tensor] | None = None,
+    is_shared: bool = False,
+) -> Hook:
+    """For any reducer, any layout of the gradient, and a place of another dtype.
+
+    Args:
+        is_shared: Whether other wrapped models have the parameter, too.
+        waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
+            the hook copies them.
+    """
+    mark_copied, handed, staged, shape = reducer.mark_copied, state.handed, state.staged, view.shape
+    copy = view.copy_
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            state.arm()
+        gradient = parameter.grad
+        if (
+            gradient is None
+            or gradient.dtype is not dtype
+            or parameter.dtype is not dtype
+            or gradient.is_sparse
+            or gradient.shape != shape
+        ):
+            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            return
+        if index in handed:
+            state.status.twice = index
+            return
+        if waiting is not None:
+            waiting[index] = gradient
+        else:
+            # Only backward(create_graph=True) needs detach(), which takes as long as the rest of the hook.
+            copy(gradient.detach() if gradient.requires_grad else gradient)
+        handed[index] = gradient
+        staged.append(index)
+        pointer = gradient.data_ptr()  # 0: it consists of other tensors
+        mark_copied(index, pointer, extent(gradient) if pointer else 0, is_shared)
+
+    if waiting is None:
+        return hand_over
+    return in_core(hand_over, state, index, view, reducer, dtype, gradient_in_buffer=False, waiting=waiting)
+
+
+def taking_hook(
+    state: BackwardState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    *,
+    stand_in: ScatteredGradient,
+) -> Hook:
+    """For gradients of which each rank gets a part: they are copied to their place, and let go at once.
+
+    Their memory is still in the processor's caches, and autograd uses it for the next ones. All of them kept
+    until the means are there would be as much memory again, which the allocator gives back to the system
+    after each backward and gets anew, page by page, in the next one.
+
+    Args:
+        stand_in: What stands in `.grad` from then on.
+    """
+    mark_ready, handed, copy, shape = reducer.mark_ready, state.handed, view.copy_, view.shape
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            state.arm()
+        gradient = parameter.grad
+        if index in handed:
+            state.status.twice = index
+            return
+        if type(gradient) is ScatteredGradient:  # autograd has brought nothing, and cannot add to it
+            state.refuse(index, left_over(name, state.where, TorchHands.words))
+            return
+        if (
+            gradient is None
+            or gradient.dtype is not dtype
+            or parameter.dtype is not dtype
+            or gradient.is_sparse
+            or gradient.shape != shape
+        ):
+            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            return
+        copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
+        parameter.grad = handed[index] = stand_in
+        mark_ready(index, 0)
+
+    return in_core(hand_over, state, index, view, reducer, dtype, gradient_in_buffer=True, stand_in=stand_in)
+
+
+def view_hook(
+    state: BackwardState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    waiting: dict[int, torch.Tensor] | None = None,
+) -> Hook:
+    """For gradients that live in the gradient buffer: autograd's own tensor moves in when it made a new one.
+
+    Args:
+        waiting: As for `copy_hook`; used where they are on a device, for what the core hands over.
+    """
+    mark_ready, handed, copy, shape = reducer.mark_ready, state.handed, view.copy_, view.shape
+    # A communication hook may move the memory, by making it longer for a while: the view moves along.
+    pointer, buffer_pointer = view.data_ptr, view.untyped_storage().data_ptr
+    offset = pointer() - buffer_pointer()
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if state.is_syncing and not state.is_armed:
+            state.arm()
+        gradient = parameter.grad
+        if pointer() != buffer_pointer() + offset:
+            state.refuse(index, moved_gradient(name, state.where, view))
+            return
+        if parameter.dtype is not dtype:
+            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            return
+        if gradient is not view:
+            if (
+                gradient is None
+                or gradient.dtype is not dtype
+                or gradient.is_sparse
+                or gradient.shape != shape
+            ):
+                refuse_unsupported(state, index, name, parameter, dtype, shape)
+                return
+            copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
+            parameter.grad = view
+        if waiting:
+            waiting.pop(index, None)  # of a backward that an exception has ended
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if index in handed:
+            state.status.twice = index
+            return
+        handed[index] = view
+        mark_ready(index, 0)
+
+    if view.is_cpu:
+        waiting = None  # while it is in the processor's caches, the core copies it faster
+    return in_core(hand_over, state, index, view, reducer, dtype, gradient_in_buffer=True, waiting=waiting)
+
+
+def sparse_hook(
+    state: BackwardState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    *,
+    shape: torch.Size,
+) -> Hook:
+    """For gradients that lie elsewhere, of a parameter of this shape: it only says that there is one."""
+    mark_ready, handed = reducer.mark_ready, state.handed
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            state.arm()
+        if index in handed:
+            state.status.twice = index
+            return
+        gradient = parameter.grad
+        if gradient is None or parameter.dtype is not dtype:
+            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            return
+        if gradient.shape != shape:
+            state.refuse(index, reshaped_parameter(name, state.where, gradient.shape, shape))
+            return
+        handed[index] = gradient
+        mark_ready(index, 0)
+
+    return hand_over
+
+
+def in_core(
+    hook: Hook,
+    state: BackwardState,
+    index: int,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    *,
+    gradient_in_buffer: bool,
+    stand_in: ScatteredGradient | None = None,
+    waiting: dict[int, torch.Tensor] | None = None,
+) -> Hook:
+    """The same hook, with the core doing what is usual.
+
+    What is not usual goes to the Python hook: the first gradient of a backward, a local one, any that does
+    not lie in memory as its place does.
+    """
+    taker = reducer.marks if isinstance(reducer, ReportingReducer) else reducer
+    if not isinstance(taker, (_core.Reducer, _core.BackwardMarks)):
+        return hook
+    if view.is_complex() or not HAS_EXCHANGE_API:
+        return hook
+    if waiting is None and not view.is_cpu:
+        return hook
+    try:
+        return _core.GradientHook(
+            hook,
+            state,
+            index,
+            taker,
+            view,
+            dtype,
+            gradient_in_buffer,
+            transformed="is_neg" if waiting is None else "",  # torch copies, and knows how to read any
+            stand_in=stand_in,
+            waiting=waiting,
+            note_stream=reducer.note_stream if isinstance(reducer, ReportingReducer) else None,
+        )
+    except (BufferError, RuntimeError):  # a device that DLPack has no number for
+        return hook
+
+
+class SharedGradients:
+    """Gradients of parameters that other wrapped models have, too: only backwards of own outputs count.
+
+    One backward may run through both models, and bring such a gradient through the other one before it
+    reaches this one's outputs. So what came too early is handed over when the backward begins, if that is in
+    the same backward; on other ranks it may have come later, and all must take the same part.
+
+    Args:
+        state: The state of this model's backward passes.
+    """
+
+    def __init__(self, state: BackwardState) -> None:
+        self._state = state
+        self._early: dict[int, tuple[int, Hook, torch.Tensor]] = {}  # by index; first which backward it was
+
+    def hook(self, index: int, hook: Hook) -> Hook:
+        """What calls `hook` in this model's backward passes."""
+        state, graphs = self._state, self._state.graphs
+
+        @untraced
+        def hand_over(parameter: torch.Tensor) -> None:
+            if graphs.is_running or state.is_armed or not state.is_syncing:
+                hook(parameter)
+            else:
+                self._early[index] = (torch._C._current_graph_task_id(), hook, parameter)
+
+        return hand_over
+
+    def begin_backward(self) -> None:
+        """Hand over what this backward has brought already."""
+        if not self._early:
+            return
+        early, self._early = self._early, {}
+        here = torch._C._current_graph_task_id()
+        for backward, hook, parameter in early.values():
+            if backward == here:
+                hook(parameter)
+
+
+def moved_gradient(name: str, where: str, view: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}'.",
+        where=where,
+        expected="a gradient that stays in its bucket, as gradient_as_bucket_view=True says",
+        got=f"one of {view.dtype} that does not lie in the memory where gradients are averaged any more",
+        likely="the model was converted, by .half(), .to() or .share_memory(), after it had been wrapped",
+        hint="make conversions first, then wrap; or wrap `.module` again, on every rank",
+    )
+
+
+def refuse_unsupported(
+    state: BackwardState,
+    index: int,
+    name: str,
+    parameter: torch.Tensor,
+    dtype: torch.dtype,
+    shape: torch.Size,
+) -> None:
+    """A gradient is not there, or not one that can be averaged.
+
+    Backward calls hooks even where it has nothing to add: a Function whose backward returns None. Such a
+    parameter is unused. Where users have hooks, too, one of them may have dropped the gradient: an optimizer
+    that steps within backward, with the gradients of this rank alone.
+    """
+    gradient = parameter.grad
+    is_as_wrapped = gradient is not None and gradient.dtype is dtype and gradient.shape == shape
+    if is_as_wrapped and parameter.dtype is not dtype:
+        # Autograd adds to a gradient that was kept in that one's dtype, and the optimizer rounds to this.
+        state.refuse(index, converted_parameter(name, state.where, parameter.dtype, dtype))
+    elif gradient is not None or _has_hooks_of_users(parameter):
+        state.refuse(index, unsupported_gradient(name, state.where, parameter, dtype, shape))
+
+
+def _has_hooks_of_users(parameter: Any) -> bool:
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("paceline.") for hook in hooks)
+
+
+def unsupported_gradient(
+    name: str, where: str, parameter: torch.Tensor, dtype: torch.dtype, shape: torch.Size
+) -> ConfigError:
+    gradient = parameter.grad
+    if gradient is None:
+        got = "no gradient"
+        likely = "another hook of this parameter set its gradient to None; or backward made none for it"
+    elif gradient.is_sparse:
+        got = "a sparse gradient"
+        likely = "torch.nn.functional.embedding(sparse=True); use nn.Embedding(sparse=True) instead"
+    elif gradient.shape != shape:
+        return reshaped_parameter(name, where, gradient.shape, shape)
+    elif gradient.dtype is not parameter.dtype and getattr(parameter, "grad_dtype", None) is gradient.dtype:
+        return other_gradients(name, dtype, gradient.dtype)
+    else:
+        got = f"a gradient of {gradient.dtype}"
+        likely = "the model was converted, by .half() or .to(), after it had been wrapped"
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}'.",
+        where=where,
+        expected=f"a dense gradient of {dtype}",
+        got=got,
+        likely=likely,
+    )
+
+
+def reshaped_parameter(name: str, where: str, got: torch.Size, expected: torch.Size) -> ConfigError:
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}': it has another shape.",
+        where=where,
+        expected=f"a gradient of shape {tuple(expected)}, as the parameter had when it was wrapped",
+        got=f"shape {tuple(got)}",
+        likely="the parameter's .data was replaced after that: pruned, or a vocabulary that grew",
+        hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
+    )
+
+
+def converted_parameter(name: str, where: str, got: torch.dtype, expected: torch.dtype) -> ConfigError:
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}': the parameter has another dtype.",
+        where=where,
+        expected=f"a parameter of {expected}, as it was when it was wrapped",
+        got=str(got),
+        likely="the model was converted, by .half() or .to(), or the parameter's .data was replaced, after "
+        "it had been wrapped",
+        hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
+    )
+
+
+def changed_gradient(
+    name: str, where: str, handed: torch.Tensor | None, now: torch.Tensor | None
+) -> ConfigError:
+    if now is None:
+        got = "no gradient any more"
+    elif now is handed:
+        got = "a gradient that was changed in place in the middle of backward"
+    else:
+        got = "another tensor in .grad"
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}'.",
+        where=where,
+        expected="the gradient that was there when its hooks had been called, until backward is over",
+        got=got,
+        likely="a hook of another tensor, or of autograd's own node, or another thread changes it",
+        hint="change gradients after backward(); or in a hook that parameter."
+        "register_post_accumulate_grad_hook() registers: such hooks run before gradients are averaged",
+    )

@@ -1,0 +1,303 @@
+"""The gradients of one model, and where they lie: torch's own memory, or the gradient buffer.
+
+A gradient is handed over in one of five ways, chosen for each parameter when a plan is adopted: by *pointer*,
+by *copy*, as the *view* of the gradient buffer that it is, *taken*, where each rank gets a part of the mean,
+or *sparse*, which lies elsewhere. See `gradient_hooks`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.communicator import Reduction
+from paceline.reducer.plan import ParameterSpec
+from paceline.sharding.scattered_gradients import scatter
+from paceline.torch.backward.gradient_hooks import (
+    Hook,
+    HookMaker,
+    changed_gradient,
+    converted_parameter,
+    copy_hook,
+    pointer_hook,
+    reshaped_parameter,
+    sparse_hook,
+    taking_hook,
+    view_hook,
+)
+from paceline.torch.communicator.gradient_buffer import extent
+from paceline.torch.model.config import DDPConfig
+from paceline.torch.model.inner_tensors import is_plain
+from paceline.torch.model.parameters import ManagedTensors
+from paceline.torch.sharding.scattered_gradients import Scattered, ScatteredGradient, TorchHands
+
+
+class Gradients:
+    """See `paceline.reducer.backward.front_end.Gradients`.
+
+    Args:
+        tensors: The model's.
+        state: The state of its backward passes.
+        config: The configuration of the wrapped model.
+        rank: This rank.
+
+    Attributes:
+        reduction: Averages them.
+        scattered: What each rank has a part of; None: every rank gets all means.
+        hooks: For each parameter what hands its gradient over.
+    """
+
+    def __init__(self, tensors: ManagedTensors, state: BackwardState, config: DDPConfig, rank: int) -> None:
+        self.hooks: list[Hook] = []
+        self.reduction: Reduction[torch.Tensor]
+        self.scattered: Scattered | None = None
+        self._tensors = tensors
+        self._names, self._parameters = tensors.names, tensors.trainable
+        self._state = state
+        self._config = config
+        self._rank = rank
+        self._shared: set[int] = set()
+        self._kinds: list[set[int]] = []  # parameters whose places are of one device and dtype
+        self._shapes = [parameter.shape for parameter in tensors.trainable]
+        self._dtypes = [parameter.dtype for parameter in tensors.trainable]
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the thread that calls backward() runs all hooks of parameters: none is on a device."""
+        return all(parameter.is_cpu for parameter in self._parameters)
+
+    @property
+    def any_in_buffer(self) -> bool:
+        return self._config.gradients_in_buffer
+
+    def specs(self, *, whole: bool) -> list[ParameterSpec]:
+        return self._tensors.specs(self._config.reduce_dtype, complex_as_real=not whole)
+
+    def adopt(self, reduction: Reduction[torch.Tensor]) -> None:
+        moved = self._in_buffer()
+        self.reduction = reduction
+        for index in moved:
+            self._move_to_buffer(index, self._parameters[index].grad)
+        kinds: dict[object, set[int]] = {}
+        for index, place in enumerate(reduction.places):
+            kinds.setdefault((place.device, place.dtype), set()).add(index)
+        self._kinds = list(kinds.values())
+        self._scatter(reduction)
+        self._make_hooks()
+
+    def _scatter(self, reduction: Reduction[torch.Tensor]) -> None:
+        names, parameters, places = self._names, self._parameters, reduction.places
+        hands, sizes = TorchHands(parameters, places), [place.itemsize for place in places]
+
+        def stand_in(index: int) -> ScatteredGradient:
+            return ScatteredGradient(names[index], index, parameters[index])
+
+        self.scattered = scatter(names, hands, stand_in, sizes, reduction, self._rank, self.scattered)
+
+    def share(self, indices: set[int]) -> None:
+        self._shared = indices
+        self._make_hooks()
+
+    def _make_hooks(self) -> None:
+        places = zip(self._names, self._dtypes, self.reduction.places)
+        self.hooks = [
+            self._choose_copy_or_view(index, dtype, view)(
+                self._state, index, name, view, self.reduction.reducer, dtype
+            )
+            for index, (name, dtype, view) in enumerate(places)
+        ]
+
+    def _choose_copy_or_view(self, index: int, dtype: torch.dtype, view: torch.Tensor) -> HookMaker:
+        """The hook that copies a gradient, hands over its pointer, or keeps it as a view."""
+        copied = functools.partial(copy_hook, waiting=self.reduction.waiting)
+        if index in self._tensors.sparse:
+            return functools.partial(sparse_hook, shape=self._shapes[index])
+        if index in self._shared:  # another model may bring its mean to the same memory before
+            return functools.partial(copy_hook, is_shared=True)
+        if view.dtype is not dtype:
+            return copied
+        if self._config.gradients_in_buffer:
+            return functools.partial(view_hook, waiting=self.reduction.waiting)
+        if self.scattered is not None:
+            return functools.partial(taking_hook, stand_in=self.scattered.stand_in(index))
+        if view.nbytes <= self.reduction.most_pointer_bytes:
+            # What lies in memory may be the conjugate of a complex gradient.
+            return copied if dtype.is_complex else pointer_hook
+        return copied
+
+    def in_own_memory(self) -> list[int]:
+        """Parameters whose gradients stay where autograd has made them, so that means are written there."""
+        if self.scattered is not None:
+            return []
+        in_buffer, shared, dtypes = self._config.gradients_in_buffer, self._shared, self._dtypes
+        return [
+            index
+            for index, place in enumerate(self.reduction.places)
+            if index not in self._tensors.sparse
+            and (not in_buffer or index in shared or place.dtype is not dtypes[index])
+        ]
+
+    def exists(self, index: int) -> bool:
+        return self._parameters[index].grad is not None
+
+    def hand_over_rest(self, index: int) -> None:
+        self.hooks[index](self._parameters[index])
+
+    def clear(self, index: int) -> None:
+        self.reduction.places[index].zero_()
+
+    def leave_out(self, indices: Collection[int]) -> None:
+        """Their shapes are looked at by `check`, when more is known."""
+
+    def check(self) -> None:
+        """Refuse gradients that are not what the reducer was given, and parameters of another kind."""
+        state, names, trainable = self._state, self._names, self._parameters
+        if state.refusal is not None or state.status.twice is not None:
+            return
+        changed_ones, shared = state.handed.look()
+        for changed in changed_ones:
+            handed, now = state.handed[changed], trainable[changed].grad
+            if handed is not now or not self._shares_version(changed):
+                state.refuse(changed, changed_gradient(names[changed], state.where, handed, now))
+                break
+        for index in shared:  # its mean gets memory of its own
+            gradient = state.handed[index]
+            if not gradient.requires_grad:
+                self.reduction.reducer.add_foreign(gradient.data_ptr(), extent(gradient))
+        if len(state.handed) == len(names):
+            return
+        for index, shape in enumerate(self._shapes):  # those without a gradient get the others' mean
+            parameter, dtype = trainable[index], self._dtypes[index]
+            if index in state.handed:
+                continue
+            if parameter.shape != shape:
+                state.refuse(index, reshaped_parameter(names[index], state.where, parameter.shape, shape))
+            elif parameter.dtype is not dtype:
+                error = converted_parameter(names[index], state.where, parameter.dtype, dtype)
+                state.refuse(index, error)
+
+    def _shares_version(self, index: int) -> bool:
+        """Whether other gradients lie in the same memory: autograd has cut them from one tensor.
+
+        They count their changes together, so what was added to another one says nothing of this one. In the
+        gradient buffer each counts its own.
+        """
+        handed, gradient = self._state.handed, self._state.handed[index]
+        if gradient is self.reduction.places[index]:
+            return False
+        storage = _storage_of(gradient)
+        others = [handed[other] for other in handed if other != index]
+        return storage != 0 and any(
+            other is not None and not other.is_sparse and _storage_of(other) == storage for other in others
+        )
+
+    def write_back(self, missing: Sequence[int]) -> None:
+        if self.scattered is not None:
+            self.scattered.put([*self._state.handed, *missing])
+            return
+        places = self.reduction.places
+        with torch.no_grad():
+            self._write_back(self._state.staged)
+            for index in missing:
+                if index not in self._tensors.sparse:
+                    parameter, place = self._parameters[index], places[index]
+                    is_own = self._config.gradients_in_buffer and index not in self._shared
+                    is_in_buffer = is_own and place.dtype is parameter.dtype
+                    parameter.grad = place if is_in_buffer else place.to(parameter.dtype, copy=True)
+
+    def _write_back(self, indices: Sequence[int]) -> None:
+        """Copy means back to gradients that were copied to their places."""
+        handed, places, unlike = self._state.handed, self.reduction.places, []
+        plain = [index for index in indices if type(handed[index]) is torch.Tensor]
+        try:
+            # One kernel copies what is of one device and dtype.
+            for kind in self._kinds:
+                of_kind = plain if len(self._kinds) == 1 else [index for index in plain if index in kind]
+                gradients = [handed[index] for index in of_kind]
+                if gradients:
+                    torch._foreach_copy_(gradients, [places[index] for index in of_kind])
+            if len(plain) < len(indices):
+                unlike = [index for index in indices if type(handed[index]) is not torch.Tensor]
+        except RuntimeError:  # torch's zero tensors take no values
+            unlike = list(indices)
+        for index in unlike:
+            self._write_back_one(index, handed[index], places[index])
+
+    def _write_back_one(self, index: int, gradient: torch.Tensor, place: torch.Tensor) -> None:
+        if gradient.data_ptr() or not gradient.numel():
+            gradient.copy_(place)
+            return
+        try:  # its class knows, perhaps, how a plain tensor is written to the tensors of which it consists
+            gradient.copy_(place)
+        except (NotImplementedError, RuntimeError, TypeError):
+            self._parameters[index].grad = place.to(gradient.dtype, copy=True)
+
+    def keep(self) -> dict[int, Any]:
+        in_buffer, kept = set(self._in_buffer()), {}
+        for index, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is not None:  # a stand-in, too: a backward that adds to it must raise
+                is_in_buffer = index in in_buffer
+                kept[index] = (gradient.clone() if is_in_buffer else gradient, is_in_buffer)
+        return kept
+
+    def restore(self, kept: dict[int, Any]) -> None:
+        for index, parameter in enumerate(self._parameters):
+            gradient, is_in_buffer = kept.get(index, (None, False))
+            if is_in_buffer:  # in the place of the plan that is in use now
+                self._move_to_buffer(index, gradient)
+            else:
+                parameter.grad = gradient
+
+    def leave_buffer(self, indices: Collection[int] | None = None) -> None:
+        for index in self._in_buffer():
+            if indices is None or index in indices:
+                self._parameters[index].grad = self.reduction.places[index].clone()
+
+    def interrupt(self) -> None:
+        if self.is_on_host:  # else in autograd's own thread, while the user's clears gradients, perhaps
+            self.leave_buffer()
+
+    def settle(self) -> None:
+        """On a device, drop the gradients in the gradient buffer.
+
+        Buckets that were under way have overwritten some, before or after the user wrote to them.
+        """
+        if not self.is_on_host:
+            for index in self._in_buffer():
+                self._parameters[index].grad = None
+
+    def _in_buffer(self) -> list[int]:
+        if not hasattr(self, "reduction"):
+            return []
+        pairs = zip(self._parameters, self.reduction.places)
+        return [index for index, (parameter, place) in enumerate(pairs) if parameter.grad is place]
+
+    def _move_to_buffer(self, index: int, gradient: Any) -> None:
+        self._parameters[index].grad = self.reduction.places[index].copy_(gradient)
+
+    def fingerprint(self) -> list[tuple[int, int]]:
+        gradients = [p.grad for p in self._parameters]
+        return [(id(g), g._version) for g in gradients if g is not None]
+
+    def memory(self) -> tuple[list[int], list[int]] | None:
+        if self._tensors.sparse or self.scattered is not None:
+            return None
+        pointers, sizes = [], []
+        for gradient in [p.grad for p in self._parameters]:
+            if gradient is None:
+                continue
+            if not gradient.is_cpu or not is_plain(gradient):
+                return None
+            pointers.append(gradient.data_ptr())
+            sizes.append(extent(gradient))
+        return pointers, sizes
+
+
+def _storage_of(gradient: torch.Tensor) -> int:
+    """The address of the memory in which it lies, maybe with others; 0: it has none of its own."""
+    return gradient.untyped_storage().data_ptr() if gradient.data_ptr() else 0

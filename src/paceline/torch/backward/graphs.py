@@ -1,0 +1,127 @@
+"""Autograd's graph, as far as asked: the tensors that a forward returned, and whose call runs a hook.
+
+`reducer.backward.graphs` keeps what belongs to the graph of a forward.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributions import Distribution
+from torch.utils import _pytree as pytree
+
+from paceline.torch.model.compiling import refuse_compiled_autograd
+
+
+def tensors_in(output: object) -> Iterator[torch.Tensor]:
+    """All in tuples, lists, dicts, dataclasses, distributions and what is registered with torch's pytree."""
+    return iter([output]) if isinstance(output, torch.Tensor) else _tensors_within(output, set())
+
+
+def _tensors_within(output: object, entered: set[int]) -> Iterator[torch.Tensor]:
+    """The same, without objects that have been entered: they may refer to themselves."""
+    for leaf in pytree.tree_leaves(output):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif (values := _values_of(leaf)) and id(leaf) not in entered:
+            entered.add(id(leaf))
+            yield from _tensors_within(values, entered)
+
+
+def _values_of(leaf: object) -> list[object]:
+    """What an object holds, if it is of a kind that may be an output."""
+    if isinstance(leaf, Distribution):
+        return list(vars(leaf).values())
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        return [getattr(leaf, field.name, None) for field in fields(leaf)]
+    return []
+
+
+_PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), Distribution)
+
+
+def has_no_backward(output: object) -> bool:
+    """Whether there are tensors in it, none that needs a gradient, and no object that may hide one."""
+    found = list(tensors_in(output))
+    is_plain = all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(output))
+    return is_plain and bool(found) and not any(tensor.requires_grad for tensor in found)
+
+
+class RunningCall(Enum):
+    """Which call of autograd runs the hook that asks. Autograd itself does not tell.
+
+    UNKNOWN: on a device, whose hooks run in a thread of their own, while several threads are in such calls,
+    and not in the same.
+    """
+
+    BACKWARD = "backward()"
+    BACKWARD_OF_SOME = "backward(inputs=...)"
+    GRAD = "autograd.grad()"
+    UNKNOWN = "?"
+
+
+def running_call() -> RunningCall:
+    """The innermost call of autograd on this thread's stack; or the one that waits for this thread.
+
+    Raises:
+        ConfigError: What runs is no graph of autograd's, but a program that torch has compiled of it.
+    """
+    refuse_compiled_autograd()
+    found = _innermost_call(sys._getframe(1))
+    if found is not None:
+        return _kind_of(found)
+    waiting = {_kind_of(frame) for frame in _waiting_calls()}
+    return waiting.pop() if len(waiting) == 1 else RunningCall.UNKNOWN
+
+
+def roots_of_backward() -> list[Any]:
+    """The nodes of autograd's graph at which the backward begins that runs, or waits, as for `running_call`.
+
+    Empty: it is not known which call it is.
+    """
+    found = _innermost_call(sys._getframe(1))
+    calls = [found] if found is not None else _waiting_calls()
+    if len(calls) != 1:
+        return []
+    tensors = calls[0].f_locals.get("tensors", ())
+    each = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+    nodes = [getattr(tensor, "grad_fn", None) or getattr(tensor, "node", None) for tensor in each]
+    return [node for node in nodes if node is not None]
+
+
+def _waiting_calls() -> list[FrameType]:
+    threads = sys._current_frames()
+    threads.pop(threading.get_ident(), None)
+    return [call for frame in threads.values() if (call := _innermost_call(frame)) is not None]
+
+
+def _kind_of(call: FrameType) -> RunningCall:
+    if call.f_code is torch.autograd.grad.__code__:
+        return RunningCall.GRAD
+    inputs = call.f_locals.get("inputs")  # torch 2.6 makes an empty tuple of None
+    of_all = inputs is None or (isinstance(inputs, tuple) and not inputs)
+    return RunningCall.BACKWARD if of_all else RunningCall.BACKWARD_OF_SOME
+
+
+def inputs_of_grad() -> Sequence[object]:
+    """The tensors whose gradients the autograd.grad() returns that runs, or waits; empty: not known."""
+    found = _innermost_call(sys._getframe(1))
+    calls = [found] if found is not None else _waiting_calls()
+    if len(calls) != 1 or calls[0].f_code is not torch.autograd.grad.__code__:
+        return ()
+    inputs = calls[0].f_locals.get("inputs", ())
+    return inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+
+
+def _innermost_call(frame: FrameType | None) -> FrameType | None:
+    grad, backward = torch.autograd.grad.__code__, torch.autograd.backward.__code__
+    while frame is not None and frame.f_code is not grad and frame.f_code is not backward:
+        frame = frame.f_back
+    return frame

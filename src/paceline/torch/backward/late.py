@@ -1,0 +1,104 @@
+"""Gradients that are handed over later than when their hook first fires, because they are not complete then.
+
+There are two reasons. The caller has said so: delay_all_reduce_named_params wait for the gradient of
+param_to_hook_all_reduce. Or static_graph was promised: then the first backward, in which everything waits for
+    its
+end, shows which gradients come several times (of a layer in two reentrant checkpoints), and in all further
+backward passes these are complete when they have come as often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+
+from paceline.reducer.backward.state import BackwardState
+from paceline.torch.model.compiling import untraced
+
+
+class LateGradients:
+    """The late gradients of one wrapped model.
+
+    Args:
+        state: The state of its backward passes.
+        hand_over: Gives the gradient of a parameter, by index, to the reducer.
+        delayed: Indices of delay_all_reduce_named_params.
+        is_learning: Whether the first backward is to show what comes several times.
+    """
+
+    def __init__(
+        self,
+        state: BackwardState,
+        hand_over: Callable[[int], None],
+        delayed: Collection[int],
+        *,
+        is_learning: bool,
+    ) -> None:
+        self.is_learning = is_learning
+        self._state = state
+        self._hand_over = hand_over
+        self._delayed = frozenset(delayed)
+        self._came: dict[int, int] = {}  # in this backward, how often; in the order of their last gradients
+        self._learned: dict[int, int] | None = None
+        self._expected: dict[int, int] = {}
+
+    def is_late(self, index: int) -> bool:
+        """Whether this parameter needs `hook` instead of its own."""
+        return self.is_learning or index in self._delayed or index in self._expected
+
+    def hook(self, index: int) -> Callable[[torch.Tensor], None]:
+        """Notes that a gradient has come."""
+        state, came, expected = self._state, self._came, self._expected.get(index)
+
+        @untraced
+        def note(_: torch.Tensor) -> None:
+            if not state.is_syncing:
+                state.accumulated.add(index)
+                return
+            if not state.is_armed:
+                state.arm()
+            if index in state.handed:
+                state.status.twice = index
+                return
+            count = came.pop(index, 0) + 1
+            if count == expected:
+                self._hand_over(index)
+            else:
+                came[index] = count
+
+        return note
+
+    def with_trigger(self, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """The hook of param_to_hook_all_reduce: what it would be, and then the delayed ones are complete."""
+
+        @untraced
+        def hand_over(parameter: torch.Tensor) -> None:
+            hook(parameter)
+            for index in [index for index in self._came if index in self._delayed]:
+                del self._came[index]
+                self._hand_over(index)
+
+        return hand_over
+
+    def end_backward(self) -> None:
+        """Hand over all that waits."""
+        if not self._came:
+            return
+        came = dict(self._came)
+        self.forget()
+        if self.is_learning:
+            self._learned = {index: count for index, count in came.items() if count > 1}
+        for index in came:
+            self._hand_over(index)
+
+    def forget(self) -> None:
+        """The backward was given up."""
+        self._came.clear()
+
+    def learn(self) -> bool:
+        """A backward was good. Returns whether it was the first that showed something, so hooks change."""
+        if not self.is_learning or self._learned is None:
+            return False
+        self._expected, self.is_learning = self._learned, False
+        return True

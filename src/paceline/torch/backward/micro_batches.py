@@ -1,0 +1,93 @@
+"""The weights of micro-batches, for torch: hooks that scale gradients before autograd accumulates them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from paceline import _core
+from paceline.reducer.backward.exchanges import nodes_from
+from paceline.reducer.backward.micro_batches import MicroBatchWeights
+from paceline.reducer.backward.state import BackwardState
+from paceline.torch.backward.exchanges import find_exchanges
+from paceline.torch.backward.graphs import RunningCall, roots_of_backward, running_call
+from paceline.torch.backward.last_hooks import taking_hooks
+
+
+class TorchWeights(MicroBatchWeights):
+    """See `MicroBatchWeights`.
+
+    Args:
+        parameters: The trainable ones.
+        state: The state of the model's backward passes.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], state: BackwardState) -> None:
+        super().__init__(state)
+        self._parameters = parameters
+        self._handles: list[RemovableHandle] = []
+        self._hook = self._scale  # one object, by which it is found again
+        self._not_last: Callable[[], list[int]]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def watch_local(self) -> None:
+        """An output of a forward in no_sync() has got its gradient: its backward begins."""
+        if not self.is_open and running_call() is RunningCall.BACKWARD:
+            self.begin()
+
+    def is_in_backward(self) -> bool:
+        return running_call() is not RunningCall.GRAD
+
+    def reaches(self, node: object) -> bool:
+        own = {id(parameter) for parameter in self._parameters}
+        return any(id(getattr(each, "variable", None)) in own for each in nodes_from([node]))
+
+    def _backward(self) -> int:
+        return torch._C._current_graph_task_id()
+
+    def _find_exchanges(self) -> list[str]:
+        return find_exchanges(roots_of_backward())
+
+    def _install(self) -> None:
+        self._handles = [self._register(parameter) for parameter in self._parameters]
+        hooks = [self._hook] * len(self._handles)
+        self._not_last = _core.HookOrder(list(self._parameters), hooks, "_backward_hooks").not_last
+
+    def _register(self, parameter: torch.Tensor) -> RemovableHandle:
+        with taking_hooks(parameter):
+            return parameter.register_hook(self._hook)  # type: ignore[no-untyped-call, no-any-return]
+
+    def _put_last(self) -> None:
+        for index in self._not_last():
+            self._handles[index].remove()
+            self._handles[index] = self._register(self._parameters[index])
+
+    def _shrink(self, factor: float) -> None:
+        accumulated = (self._parameters[index].grad for index in sorted(self._state.accumulated))
+        gradients = [gradient for gradient in accumulated if gradient is not None]
+        with torch.no_grad():
+            torch._foreach_mul_(gradients, factor)
+
+    def _call_at_end(self, end: Callable[[], None]) -> None:
+        Variable._execution_engine.queue_callback(end)
+
+    def _scale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Runs before autograd adds a gradient to .grad.
+
+        None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
+        """
+        if not (self.is_open or self._state.is_armed) and running_call() is RunningCall.GRAD:
+            return None
+        share = self._share_of_incoming()
+        if share == 1.0 or gradient is None:
+            return None
+        # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
+        return gradient * share if share else torch.zeros_like(gradient)

@@ -1,0 +1,142 @@
+"""Sparse gradients: each rank's rows, gathered, and their mean over the ranks.
+
+The one idea: every rank gets everybody's rows in rank order and adds them up alike, so the means have the
+same bits on all ranks. A rank whose gradient is dense (the embedding's weight is used elsewhere too) makes
+the mean dense on all ranks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from paceline import _core
+from paceline.reducer.communicator import Communicator
+
+_HEADER = struct.Struct("<d??qq")
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One rank's gradient of one parameter: `values` of the rows `indices`; or none at all."""
+
+    weight: float
+    is_given: bool
+    is_dense: bool
+    indices: torch.Tensor
+    values: torch.Tensor
+
+
+class SparseMeans:
+    """Averages the sparse gradients of one model.
+
+    Args:
+        parameters: Those that have them, and their indices in the plan.
+        communicator: Between the ranks.
+
+    Attributes:
+        squared_norm: The squared norm of the last backward's means.
+        nonfinite: (rank, parameter) of each gradient of the last backward that was not finite.
+    """
+
+    def __init__(
+        self, parameters: Sequence[tuple[int, torch.Tensor]], communicator: Communicator[torch.Tensor]
+    ) -> None:
+        self._parameters = parameters
+        self._communicator = communicator
+        self.squared_norm = 0.0
+        self.nonfinite: list[tuple[int, int]] = []
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    @torch.no_grad()
+    def average(self, weight: float, *, has_data: bool) -> None:
+        """Replace each .grad by the weighted mean over ranks; one that no rank has stays None. Collective.
+
+        Args:
+            weight: The weight of this rank.
+            has_data: False: .grad is left from an earlier backward, so zeros count instead.
+
+        Example:
+            Rank 0 has row 1 with [2], rank 1 row 4 with [6]; both get rows 1 and 4 with [1] and [3].
+        """
+        self.squared_norm, self.nonfinite = 0.0, []
+        for index, parameter in self._parameters:
+            payloads = self._communicator.all_gather(_pack(parameter.grad if has_data else None, weight))
+            rows = [_unpack(payload, parameter) for payload in payloads]
+            self.nonfinite += [
+                (rank, index)
+                for rank, part in enumerate(rows)
+                if part.weight and not torch.isfinite(part.values).all()
+            ]
+            if any(part.is_given for part in rows):  # without rows, too: optimizers tell it from None
+                # Every rank computes the mean for itself, and all must get the same bits.
+                with _core.DefaultFloats():
+                    parameter.grad = _mean(rows, parameter)
+                    values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+                    self.squared_norm += float(values.double().square().sum())
+
+
+def _pack(gradient: torch.Tensor | None, weight: float) -> bytes:
+    if gradient is None:
+        return _HEADER.pack(weight, False, False, 0, 0)
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        indices, values = gradient.indices()[0], gradient.values()
+    else:
+        indices, values = torch.arange(len(gradient)), gradient
+    head = _HEADER.pack(weight, True, not gradient.is_sparse, indices.numel(), values.numel())
+    return b"".join((head, _bytes_of(indices), _bytes_of(values)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    # A copy: strides of dimensions of size 1 may be anything, which view() to bytes refuses.
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    return bytes(flat.numpy().tobytes())
+
+
+def _unpack(payload: bytes, parameter: torch.Tensor) -> _Rows:
+    weight, is_given, is_dense, count, numel = _HEADER.unpack_from(payload)
+    if not count:
+        empty = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device="cpu")
+        return _Rows(weight, is_given, is_dense, torch.empty(0, dtype=torch.int64, device="cpu"), empty)
+    memory = bytearray(payload[_HEADER.size :])
+    indices = torch.frombuffer(memory, dtype=torch.int64, count=count)
+    values = torch.frombuffer(memory, dtype=parameter.dtype, count=numel, offset=8 * count)
+    return _Rows(weight, is_given, is_dense, indices, values.view(count, *parameter.shape[1:]))
+
+
+def _mean(rows: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
+    is_dense = any(part.is_dense for part in rows)
+    mean = _sparse_mean([part for part in rows if part.weight], parameter)  # 0 * NaN would be NaN
+    return (mean.to_dense() if is_dense else mean).to(parameter.device)
+
+
+def _sparse_mean(counting: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
+    """The weighted mean; without rows where no rank counts."""
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    none = torch.empty(0, *parameter.shape[1:], dtype=wide, device="cpu")  # whatever the default device is
+    no_rows = torch.empty(0, dtype=torch.int64, device="cpu")
+    indices = torch.cat([no_rows, *(part.indices for part in counting)])
+    # By numpy: torch's own threads, which share the work on large tensors, round as each of them is told.
+    values = torch.from_numpy(
+        np.concatenate([none.numpy(), *(part.values.to(wide).numpy() * part.weight for part in counting)])
+    )
+    added = torch.sparse_coo_tensor(
+        indices[None], values, parameter.shape, device="cpu", check_invariants=False
+    ).coalesce()
+    means = added.values().numpy() / (sum(part.weight for part in counting) or 1)
+    return torch.sparse_coo_tensor(
+        added.indices(),
+        # A copy, in memory of torch's: a backward that adds to this mean makes it longer where it is empty.
+        torch.from_numpy(means).to(parameter.dtype, copy=True),
+        parameter.shape,
+        device="cpu",
+        check_invariants=False,
+        is_coalesced=True,
+    )

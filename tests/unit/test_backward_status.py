@@ -1,0 +1,141 @@
+"""What a rank tells of its backward, in one word: made and read by the core, told by both reducers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.reducer.protocol import BackwardStatus
+
+LARGEST = (1 << 20) - 1  # a number of forwards
+LARGEST_INDEX = (1 << 32) - 1
+TOLD: list[dict[str, Any]] = [
+    {"forwards": 0},
+    {"forwards": 3},
+    {"forwards": 3, "reached": 1},
+    {"forwards": 3, "reached": 3},
+    {"forwards": LARGEST},
+    {"forwards": LARGEST, "reached": LARGEST},
+    {"forwards": 2, "static_graph": True},
+    {"forwards": 2, "frozen": 0},
+    {"forwards": 2, "reached": 1, "frozen": 7},
+    {"forwards": LARGEST, "frozen": LARGEST},
+    {"forwards": 2, "wrote_buffers": True},
+    {"forwards": 2, "reached": 1, "frozen": 7, "wrote_buffers": True},
+    {"forwards": 2, "static_graph": True, "wrote_buffers": True},
+    {"refused": 0},
+    {"refused": LARGEST_INDEX},
+    {"twice": 0},
+    {"twice": LARGEST_INDEX},
+    {"graph_changed": True},
+    {"finished": True},
+    {"interrupted": True},
+]
+
+
+@pytest.mark.parametrize("told", TOLD, ids=str)
+def test_a_word_tells_what_was_said(told):
+    status = BackwardStatus(**told)
+    again = BackwardStatus.unpack(status.pack())
+    assert again == status
+    assert {name: getattr(again, name) for name in told} == told
+    assert status.pack() < 1 << 64
+
+
+def test_no_two_say_the_same():
+    assert len({BackwardStatus(**told).pack() for told in TOLD}) == len(TOLD)
+
+
+@pytest.mark.parametrize(
+    ("told", "agree"),
+    [
+        ([(1, 1), (1, 1)], True),
+        ([(5, 5), (3, 3), (1, 1)], True),  # episodes of different lengths
+        ([(5, 4), (3, 2)], True),  # the same, and of each the last output is not used
+        ([(2, 2), (2, 1), (2, 0)], True),  # outputs that some ranks do not use
+        ([(2, 1), (1, 1)], False),  # a skipped backward
+        ([(1, 1), (1, 1), (3, 1)], False),
+        ([(2, 1), (2, 2), (1, 1)], False),
+        ([(2, 2), (2, 1), (1, 1)], False),
+        ([(1, 1), (2, 1), (2, 2)], False),
+        ([(2, 0), (1, 0)], False),  # outputs in which no tensor is found
+        ([(0, 0), (0, 0)], True),
+        ([(1, 1), (0, 0)], False),  # a backward that only some ranks make
+        ([(0, 0), (3, 3), (1, 1)], False),
+        ([(3, 3), (0, 0), (1, 1)], False),
+        ([(LARGEST, LARGEST), (LARGEST, 0)], True),
+    ],
+)
+def test_ranks_agree_in_forwards_or_in_what_they_left(told, agree):
+    for frozen in (None, 7):
+        words = [
+            BackwardStatus(forwards, reached=reached, frozen=frozen).pack() for forwards, reached in told
+        ]
+        assert BackwardStatus.agree(words) is agree
+
+
+def test_ranks_agree_in_all_else_only_if_they_say_the_same():
+    words = [BackwardStatus(**told).pack() for told in TOLD]
+    counts = ("forwards", "reached", "wrote_buffers")  # and ranks may write differently
+    for one, told in zip(words, TOLD, strict=True):
+        for other, of_other in zip(words, TOLD, strict=True):
+            if set(told) <= set(counts) and set(of_other) <= set(counts):
+                continue
+            if "frozen" in told and told.get("frozen") == of_other.get("frozen"):
+                continue
+            if told.get("static_graph") and of_other.get("static_graph"):
+                continue
+            assert BackwardStatus.agree([one, other]) is (one == other)
+    assert BackwardStatus.agree([])
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ({"refused": 1, "twice": 2, "graph_changed": True}, {"refused": 1}),
+        ({"twice": 2, "graph_changed": True, "static_graph": True}, {"twice": 2}),
+        ({"graph_changed": True, "static_graph": True, "frozen": 5}, {"graph_changed": True}),
+        ({"forwards": 1, "static_graph": True, "frozen": 5}, {"forwards": 1, "static_graph": True}),
+        ({"forwards": 1, "static_graph": True, "finished": True}, {"finished": True}),
+        ({"refused": 1, "interrupted": True}, {"interrupted": True}),
+    ],
+)
+def test_of_several_things_the_worst_is_told(said, told):
+    assert BackwardStatus.unpack(BackwardStatus(**said).pack()) == BackwardStatus(**told)
+
+
+def test_what_is_counts_of_forwards():
+    plain, promised, frozen = (
+        BackwardStatus(1),
+        BackwardStatus(1, static_graph=True),
+        BackwardStatus(1, frozen=3),
+    )
+    assert plain.is_plain and plain.is_count
+    assert promised.is_count and frozen.is_count and not promised.is_plain and not frozen.is_plain
+    for told in (
+        {"refused": 0},
+        {"twice": 0},
+        {"graph_changed": True},
+        {"finished": True},
+        {"interrupted": True},
+    ):
+        assert not BackwardStatus(**told).is_count and not BackwardStatus(**told).is_plain
+
+
+def test_a_promise_outlives_a_backward_and_nothing_else_does():
+    status = BackwardStatus(
+        2, reached=1, refused=1, twice=1, frozen=1, graph_changed=True, static_graph=True, finished=True
+    )
+    status.begin_next()
+    assert status == BackwardStatus(static_graph=True)
+    status.static_graph = False
+    assert status == BackwardStatus()
+
+
+def test_a_field_can_be_taken_back():
+    status = BackwardStatus(refused=4)
+    status.refused = None
+    status.twice = 7
+    assert (status.refused, status.twice) == (None, 7)
+    assert repr(status) == "BackwardStatus(0, twice=7)"
