@@ -1,8 +1,8 @@
 """Two hosts that were told different things: every rank is refused at once, with names of ranks and hosts.
 
-Before a framework forms its group both front ends do the same, through a step table of each framework's own.
-So each sees what is told through the step table, and what it calls the address of rank 0; further cases of
-the same kind are torch's alone.
+Before a framework forms its group both front ends do the same, through a membership store of each framework's
+own. So each sees what is told through it, and what it calls the address of rank 0; further cases of the same
+kind are torch's alone.
 """
 
 from __future__ import annotations

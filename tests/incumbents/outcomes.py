@@ -1,7 +1,7 @@
 """What is expected of each of torch's tests (`outcomes.json`), what is not as expected, and a table of it.
 
 The one idea: every test has a line. One that stops although none is listed is an error, and so is a listed
-one that backward passes now, that stops elsewhere, or that the installed torch has not.
+one that passes now, that stops elsewhere, or that the installed torch has not.
 """
 
 from __future__ import annotations

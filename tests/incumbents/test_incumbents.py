@@ -56,7 +56,7 @@ def test_what_is_as_listed() -> None:
             Outcome("stops", "Traceback\nValueError: 1 is not 2", 1.0),
             "no reason is listed: ValueErr",
         ),
-        ("test_a", Outcome("skips", "needs a GPU", 1.0), "skips, and is listed as one that backward passes"),
+        ("test_a", Outcome("skips", "needs a GPU", 1.0), "skips, and is listed as one that passes"),
         ("test_b", Outcome("passes", "", 1.0), "passes, and is listed as one that skips"),
         ("test_c", Outcome("passes", "", 1.0), "passes, and is listed as one that stops"),
         (

@@ -162,7 +162,7 @@ def _single_device(
 def _check_later(arguments: Mapping[str, Any]) -> None:
     """Take arguments of the installed torch that this class does not know, if they have torch's default.
 
-    Code that backward passes torch's defaults explicitly must run with any torch; another value must not be
+    Code that passes torch's defaults explicitly must run with any torch; another value must not be
     ignored silently.
 
     Raises:
