@@ -14,11 +14,12 @@ namespace nb = nanobind;
 namespace paceline {
 namespace {
 
-/// What a rank records of the backward passes of one model, and what it sums up of them.
+/// What a rank records of the backward passes of one model, and what it sums up
+/// of them.
 ///
 /// Wrappers call it in each step, between two large computations that leave
-/// little of Python in the processor's caches; so all that one moment of a backward
-/// takes is one call.
+/// little of Python in the processor's caches; so all that one moment of a
+/// backward takes is one call.
 class BackwardRecords {
  public:
   /// `samples_in(inputs, kwargs)` is asked where the first input is no tensor.

@@ -237,8 +237,8 @@ class GradientHook {
   TensorAttribute grad_{"grad"};
   nb::object place_;
   nb::object type_;
-  /// What stands in the parameter's gradient once it lies in the gradient buffer: the
-  /// place, or what tells that this rank gets a part of the mean.
+  /// What stands in the parameter's gradient once it lies in the gradient
+  /// buffer: the place, or what tells that this rank gets a part of the mean.
   nb::object left_;
   nb::object staged_;
   /// By parameter, the gradients that the framework is to copy to their places;

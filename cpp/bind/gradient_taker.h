@@ -14,7 +14,8 @@ class GradientTaker {
   /// Whether gradients are taken; else whoever hands one over in Python is told
   /// why they are not.
   virtual bool is_open() const = 0;
-  /// The gradient of a parameter is final there; null: in the gradient buffer already.
+  /// The gradient of a parameter is final there; null: in the gradient buffer
+  /// already.
   virtual void mark_ready(size_t parameter, Pointer gradient) = 0;
   /// The same of one that the caller copies to its place from these bytes.
   /// `is_shared`: see OpenBackward::add_copied().

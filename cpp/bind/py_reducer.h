@@ -78,7 +78,8 @@ class PyReducer final : public GradientTaker {
 
  private:
   /// A signal handler may run inside of finish(). What it does on the group has
-  /// its place beside a backward that ends; another backward of this reducer has not.
+  /// its place beside a backward that ends; another backward of this reducer
+  /// has not.
   void check_not_nested() {
     if (finishing_ == 0 || finishing_ != Turn::this_thread()) return;
     raise_failure({.reason = Reason::kNested,

@@ -1,5 +1,5 @@
-// What this process records of its backward passes: a ring of records in a file that it
-// maps, which is there after the process was killed.
+// What this process records of its backward passes: a ring of records in a file
+// that it maps, which is there after the process was killed.
 //
 // A record is written where something happens, without a lock or a system call.
 // Whoever reads the file (paceline/trace/ring_file.py), at any time, takes a

@@ -22,9 +22,9 @@ inline constexpr int kMaxRanks = kSmaller > 1 ? 8 : 128;
 /// Two cache lines: adjacent-line prefetchers pull lines in pairs.
 inline constexpr size_t kLinePairBytes = 128;
 
-/// A cache line. Each gradient of a gradient buffer begins at one: two never share it,
-/// and every vector load of a gradient's start is aligned. Python reads it as
-/// _core.ALIGNMENT_BYTES.
+/// A cache line. Each gradient of a gradient buffer begins at one: two never
+/// share it, and every vector load of a gradient's start is aligned. Python
+/// reads it as _core.ALIGNMENT_BYTES.
 inline constexpr size_t kAlignmentBytes = kLinePairBytes / 2;
 
 }  // namespace paceline

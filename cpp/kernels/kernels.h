@@ -38,7 +38,7 @@ enum class ReduceOp : uint8_t {
   kProduct = 4,  ///< bool: logical and
 };
 
-/// What one reduction saw on its way, free of a further backward.
+/// What one reduction saw on its way, without a further pass.
 struct ReduceStats {
   /// of the result of reduce(); summed in fixed 16 lanes, independent of Isa
   double squared_norm = 0;

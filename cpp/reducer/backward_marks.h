@@ -1,10 +1,11 @@
-// What one rank has marked of a backward whose buckets are moved by others than the
-// core: which gradients have come, which buckets that makes complete, and which
-// gradients lie outside of the gradient buffer.
+// What one rank has marked of a backward whose buckets are moved by others than
+// the core: which gradients have come, which buckets that makes complete, and
+// which gradients lie outside of the gradient buffer.
 //
-// The memory of a gradient outside of the gradient buffer belongs to the framework, which
-// may use it for others too (overlaps.h). It is read when the gradient is
-// marked, and written only when the means of all are in the gradient buffer.
+// The memory of a gradient outside of the gradient buffer belongs to the
+// framework, which may use it for others too (overlaps.h). It is read when the
+// gradient is marked, and written only when the means of all are in the
+// gradient buffer.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +19,8 @@ namespace paceline {
 class BackwardMarks final : OpenBackward {
  public:
   using OpenBackward::add_foreign;
-  /// A parameter's place in the gradient buffer, and the buckets that hold any of it.
+  /// A parameter's place in the gradient buffer, and the buckets that hold any
+  /// of it.
   struct Place {
     size_t offset;
     size_t bytes;
@@ -34,8 +36,8 @@ class BackwardMarks final : OpenBackward {
   /// so the caller may let others in meanwhile.
   void copy_in(size_t index, const void* gradient) const;
   /// The gradient is in its place; its mean is to be copied to `gradient`
-  /// (null: it stays in the gradient buffer). Returns whether a bucket has become
-  /// complete.
+  /// (null: it stays in the gradient buffer). Returns whether a bucket has
+  /// become complete.
   bool mark(size_t index, void* gradient);
   /// The same, where the caller has copied `bytes` from `gradient` and will
   /// copy the mean back. `is_shared`: see OpenBackward::add_copied().
@@ -50,12 +52,12 @@ class BackwardMarks final : OpenBackward {
   /// which they did.
   std::vector<size_t> take_complete();
 
-  /// Ends the backward, and forgets what was marked. `keeps_means`: nothing will be
-  /// copied back. Returns the parameters whose gradients share memory with
-  /// others: their means stay in the gradient buffer.
+  /// Ends the backward, and forgets what was marked. `keeps_means`: nothing
+  /// will be copied back. Returns the parameters whose gradients share memory
+  /// with others: their means stay in the gradient buffer.
   std::vector<size_t> end_backward(bool keeps_means);
-  /// Copies the means of the backward that has just ended to where its gradients
-  /// were.
+  /// Copies the means of the backward that has just ended to where its
+  /// gradients were.
   void copy_back();
 
  private:

@@ -32,7 +32,7 @@ struct RankReport {
   uint32_t padding = 0;
 };
 
-/// In which order the ranks came to the ends of their backwards, in sums.
+/// In which order the ranks came to the ends of their backward passes, in sums.
 struct ReportedArrivals {
   uint64_t backwards = 0;
   std::vector<int64_t> worked_ns;  ///< by rank, as all below
@@ -70,8 +70,8 @@ class BackwardReports {
   /// Whether some rank left parameters without a gradient, and did not allow
   /// it. Not by what this rank allows: one without data has nothing to allow.
   bool refuses_unused() const;
-  /// kBackward...: what the statuses, the notes and the counts of unused parameters
-  /// come to.
+  /// kBackward...: what the statuses, the notes and the counts of unused
+  /// parameters come to.
   uint32_t outcome() const;
   double largest_weight() const;
   /// Whether the ranks weigh other than when this was asked last; 1 each before
@@ -80,7 +80,7 @@ class BackwardReports {
 
   const std::vector<int64_t>& waited_for_ns() const { return waited_for_ns_; }
   const ReportedArrivals& arrivals() const { return arrivals_; }
-  /// The last times of each rank between two backwards, in no order.
+  /// The last times of each rank between two backward passes, in no order.
   std::vector<std::vector<int64_t>> worked_ns() const;
 
  private:

@@ -55,8 +55,8 @@ struct BackwardStatus {
   std::optional<uint32_t> frozen = {};
   /// Other parameters were used than in the first backward, against a promise.
   bool graph_changed = false;
-  /// That promise was made after wrapping, and no good backward has shown yet that
-  /// all ranks have made it.
+  /// That promise was made after wrapping, and no good backward has shown yet
+  /// that all ranks have made it.
   bool static_graph = false;
   /// The user's program has written to buffers since they were synchronised.
   /// Ranks may differ in it.

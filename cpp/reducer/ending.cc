@@ -94,7 +94,8 @@ uint32_t Reducer::complete_backward(const BackwardStatus& status,
 
 // Whoever caught the exception that broke the backward off may have cleared the
 // gradients since, in place, and the next backward adds to them. They are not
-// written any more: by a void backward neither, whose complete buckets are reduced.
+// written any more: by a void backward neither, whose complete buckets are
+// reduced.
 void Reducer::forget_outside() {
   overlapping_.clear();
   for (Parameter& parameter : parameters_) parameter.copy_back = nullptr;

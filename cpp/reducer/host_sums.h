@@ -2,10 +2,11 @@
 // that they share, before and after the sums travel.
 //
 // Words
-//   gradient buffer    one contiguous piece of each rank's slab, at the same offset, with
+//   gradient buffer
+//            one contiguous piece of each rank's slab, at the same offset, with
 //            a place for every gradient
-//   bucket   a byte range of the gradient buffer, of one type; a rank posts it once every
-//            gradient in it is final there
+//   bucket   a byte range of the gradient buffer, of one type; a rank posts it
+//            once every gradient in it is final there
 //   share    the part of a bucket that one rank of the host sums, exchanges
 //            with its partners on the other hosts, and publishes. Who has which
 //            part the caller decides; together they are the bucket.
@@ -29,11 +30,13 @@
 // nothing is summed before, and average() takes the place of step 4.
 //
 // Nothing is reset: counters only grow. `published` is a settled count
-// (settled_count.h), so a backward is good for all ranks of the host or for none.
+// (settled_count.h), so a backward is good for all ranks of the host or for
+// none.
 //
-// Slots, weights and flags of a backward are kept twice, for odd and even backward passes: a
-// fast rank may be one backward ahead of one that still reads. It is never two
-// ahead, because a backward ends only when every rank has posted all of it.
+// Slots, weights and flags of a backward are kept twice, for odd and even
+// backward passes: a fast rank may be one backward ahead of one that still
+// reads. It is never two ahead, because a backward ends only when every rank
+// has posted all of it.
 //
 // Steps 4 and 5 may be made by another thread than the others.
 //
@@ -70,8 +73,8 @@ struct Neighbours {
 
 class HostSums {
  public:
-  /// Collective: allocates the gradient buffer, filled with zeros, and the counters.
-  /// `num_slots` slots of `slot_bytes` each.
+  /// Collective: allocates the gradient buffer, filled with zeros, and the
+  /// counters. `num_slots` slots of `slot_bytes` each.
   HostSums(Heap& heap, size_t buffer_bytes, std::vector<SummedBucket> buckets,
            size_t num_slots, size_t slot_bytes);
   ~HostSums();
@@ -128,9 +131,9 @@ class HostSums {
   bool is_nonfinite(size_t bucket, size_t first, size_t count) const;
   /// Counts this rank's share of a bucket as published.
   void count_share();
-  /// Blocks until all shares of this backward are. Negative: as long as the group
-  /// waits. Throws on all ranks of the host, but those in which a signal handler
-  /// has raised or that are closed, or on none.
+  /// Blocks until all shares of this backward are. Negative: as long as the
+  /// group waits. Throws on all ranks of the host, but those in which a signal
+  /// handler has raised or that are closed, or on none.
   void wait_published(double timeout_s);
 
   /// Tells the host that a mean of this backward is not finite; before
@@ -147,11 +150,12 @@ class HostSums {
   int64_t waited_ns() const { return waited_ns_; }
   /// Whether this rank has begun a backward that it has not ended.
   bool in_backward() const { return in_backward_; }
-  /// Ranks of the host that wait at the end of a backward this rank has not ended.
+  /// Ranks of the host that wait at the end of a backward this rank has not
+  /// ended.
   std::vector<int> waiting_ranks() const;
-  /// After the end of the group: takes this rank's part of the gradient buffer out of the
-  /// shared memory, with the values that it has. A rank that was stopped and
-  /// goes on may still write its share into the others' copies.
+  /// After the end of the group: takes this rank's part of the gradient buffer
+  /// out of the shared memory, with the values that it has. A rank that was
+  /// stopped and goes on may still write its share into the others' copies.
   void keep_buffer();
   void close();
 
@@ -169,8 +173,8 @@ class HostSums {
     double weight[2];
     /// The last backward in which it noted an overflow.
     Atomic<uint64_t> overflow_backward;
-    /// How many shares this rank has published in all backward passes: evidence for
-    /// whoever waits.
+    /// How many shares this rank has published in all backward passes: evidence
+    /// for whoever waits.
     Atomic<uint64_t> published;
     /// The last backward that it has posted all of, and waits for.
     Atomic<uint64_t> ended_backward;

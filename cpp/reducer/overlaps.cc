@@ -10,16 +10,16 @@
 namespace paceline {
 namespace {
 
-/// The backward passes of this process. A thread looks into its own alone, so the lock
-/// is held for the list.
+/// The backward passes of this process. A thread looks into its own alone, so
+/// the lock is held for the list.
 struct OpenBackwards {
   std::mutex mutex;
   std::vector<OpenBackward*> backwards;
   uint32_t fork_generation;
 };
 
-// A forked child has none of its parent's backward passes; and the lock may have been
-// held by a thread that it does not have.
+// A forked child has none of its parent's backward passes; and the lock may
+// have been held by a thread that it does not have.
 OpenBackwards& open_backwards() {
   static Atomic<OpenBackwards*> current{nullptr};
   // Acquire: what another thread has made; partner: the exchange below.

@@ -3,11 +3,12 @@
 // Two parameters behind views of one sum may get one memory for both gradients,
 // on one rank and not on the others. If the means were written there, only one
 // of the two would remain; and one that is written before the other was read is
-// read as that other's gradient. So such means stay in the gradient buffer, and the front
-// end gives each of these gradients memory of its own. This holds between all
-// backward passes that one thread runs at a time: several models may get their gradients
-// in one backward. The gradient of an input, or what a hook has kept, may share
-// the memory as well: the front end says where such tensors are (add_foreign).
+// read as that other's gradient. So such means stay in the gradient buffer, and
+// the front end gives each of these gradients memory of its own. This holds
+// between all backward passes that one thread runs at a time: several models
+// may get their gradients in one backward. The gradient of an input, or what a
+// hook has kept, may share the memory as well: the front end says where such
+// tensors are (add_foreign).
 #pragma once
 
 #include <cstddef>
@@ -39,8 +40,8 @@ class OpenBackward {
   OpenBackward(const OpenBackward&) = delete;
   OpenBackward& operator=(const OpenBackward&) = delete;
 
-  /// A tensor that is no gradient of any backward holds this memory, too. For the
-  /// pass that this thread has entered.
+  /// A tensor that is no gradient of any backward holds this memory, too. For
+  /// the backward that this thread has entered.
   void add_foreign(const void* begin, size_t bytes) {
     add_copied(kForeign, begin, bytes, false);
   }

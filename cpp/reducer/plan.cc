@@ -165,8 +165,8 @@ void Reducer::allocate(bool assigns_chunks) {
   }
 }
 
-// Small buckets are better reduced by the first who can. If means are scattered, the
-// segments have owners already.
+// Small buckets are better reduced by the first who can. If means are
+// scattered, the segments have owners already.
 void Reducer::assign_chunks() {
   if (!scatters_ && control().assigns_chunks == 0) return;
   const auto world = static_cast<uint32_t>(session_.world());

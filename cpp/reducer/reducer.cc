@@ -51,8 +51,8 @@ void Reducer::close() {
   heap_.free(control_at_, true);
 }
 
-// A backward that the group did not survive stays as it is: going on with it would
-// write where gradients were that the caller has given up since.
+// A backward that the group did not survive stays as it is: going on with it
+// would write where gradients were that the caller has given up since.
 void Reducer::check_usable() {
   if (closed_) throw Failure{.reason = Reason::kClosed};
   try {
@@ -243,8 +243,8 @@ std::byte* Reducer::own_place_of(const Segment& segment) const {
   return parameter.copy_back + (segment.offset - parameter.span.offset);
 }
 
-// What other ranks reduced lies in the gradient buffer only. If means are scattered, all means
-// stay there.
+// What other ranks reduced lies in the gradient buffer only. If means are
+// scattered, all means stay there.
 void Reducer::copy_back() {
   if (scatters_) return;
   for (size_t s = 0; s < segments_.size(); ++s) {
@@ -272,10 +272,10 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
   for (uint32_t s = chunk.first_segment; s < chunk.end_segment; ++s) {
     const Segment& segment = segments_[s];
     for (int r = 0; r < world; ++r) arrays[r] = buffer_of(r) + segment.offset;
-    // Where the gradient is not in the gradient buffer, it is read and replaced where it
-    // is: one copy less to bring back. Only after the end of this rank's
-    // backward (see progress()), and only memory of this gradient alone (see
-    // part_overlapping()). It is not replaced if means are scattered.
+    // Where the gradient is not in the gradient buffer, it is read and replaced
+    // where it is: one copy less to bring back. Only after the end of this
+    // rank's backward (see progress()), and only memory of this gradient alone
+    // (see part_overlapping()). It is not replaced if means are scattered.
     if (std::byte* own = own_place_of(segment); own != nullptr) {
       arrays[session_.rank()] = own;
       reduced_in_backward_[s] = backward_;

@@ -3,15 +3,16 @@
 // holds the mean.
 //
 // Words
-//   gradient buffer    one contiguous piece of each rank's slab, at the same offset, with
+//   gradient buffer
+//            one contiguous piece of each rank's slab, at the same offset, with
 //            a place for every gradient
-//   bucket   a byte range of the gradient buffer; a rank posts it once every gradient in
-//            it is final there
+//   bucket   a byte range of the gradient buffer; a rank posts it once every
+//            gradient in it is final there
 //   segment  at most kSegmentElements of one parameter: the unit of the
 //            statistics, the same for every bucket size
 //   chunk    a run of segments of one bucket: the unit of work
-//   keeper   a rank that needs the mean of a segment: all ranks, or, of a backward
-//            that scatters, those that own a part of it
+//   keeper   a rank that needs the mean of a segment: all ranks, or, of a
+//            backward that scatters, those that own a part of it
 //
 // Steps of backward p, for N ranks (counters only grow; nothing is reset)
 //   1. a rank posts bucket b:   arrived[b] += 1
@@ -25,8 +26,8 @@
 //   5. a rank's backward ends:  ended += 1, with what it left unused; the last
 //                               to end writes the verdict, whether to go on,
 //                               and sets ended_backward = p
-//   6. chunks_done == p * all:  the backward is complete, and its mean is in place
-//                               (acquire)
+//   6. chunks_done == p * all:  the backward is complete, and its mean is in
+//                               place (acquire)
 //
 // Parameters that a rank leaves unused, where all or those that nobody uses are
 // allowed: it gives zeros for them before step 5. If only nobody's are and the
@@ -35,27 +36,28 @@
 //
 // A backward is good for all ranks or for none
 //
-// What ranks wait for is that a count reaches a number: ended_backward the number
-// of the backward, chunks_done that of step 6, restarted that of the barrier after
-// a void backward. They are settled counts (settled_count.h): of every wait all
-// ranks see the same end, however the death and the last chunk fall; and a rank
-// that never waits in a backward has not added to `ended`, without which nobody
-// passes step 5. Poison is there before or soon after the group's abort word,
-// which wakes those who wait.
+// What ranks wait for is that a count reaches a number: ended_backward the
+// number of the backward, chunks_done that of step 6, restarted that of the
+// barrier after a void backward. They are settled counts (settled_count.h): of
+// every wait all ranks see the same end, however the death and the last chunk
+// fall; and a rank that never waits in a backward has not added to `ended`,
+// without which nobody passes step 5. Poison is there before or soon after the
+// group's abort word, which wakes those who wait.
 //
 // After the end of the group
 //
 // A rank that was stopped with a chunk in its hands and goes on later still
-// writes that chunk, into every rank's gradient buffer; it looks at the abort word before
-// each further one. So a reducer whose backward fails, and whose gradients may live
-// in the gradient buffer, takes its own part of the gradient buffer out of the shared memory: same
-// addresses, same values, seen by this process alone.
+// writes that chunk, into every rank's gradient buffer; it looks at the abort
+// word before each further one. So a reducer whose backward fails, and whose
+// gradients may live in the gradient buffer, takes its own part of the gradient
+// buffer out of the shared memory: same addresses, same values, seen by this
+// process alone.
 //
 // Chunks are claimed: a rank that is behind in its backward has the least time
 // for them, and those who wait for it have the most. In a large bucket they are
-// assigned, to the ranks in turn, if gradients lie outside of the gradient buffer and
-// every rank has a core of its own: what a rank reduces itself need not be
-// copied into the gradient buffer (with two ranks, half of all).
+// assigned, to the ranks in turn, if gradients lie outside of the gradient
+// buffer and every rank has a core of its own: what a rank reduces itself need
+// not be copied into the gradient buffer (with two ranks, half of all).
 //
 // Gradients outside of the gradient buffer
 //
@@ -64,21 +66,22 @@
 // so it is read and never written: a rank takes no chunk of a bucket with such
 // gradients before its own backward has ended. From then on it reads a gradient
 // where it is and writes the mean there. Gradients that overlap with each other
-// are moved into the gradient buffer at the end of backward, before anything is written;
-// their means stay there, and overlapping() tells which they are.
+// are moved into the gradient buffer at the end of backward, before anything is
+// written; their means stay there, and overlapping() tells which they are.
 //
 // A backward that scatters
 //
-// If every element has an owner, its mean is written to the owner's gradient buffer and
-// nowhere else: N reads and 1 write for each element on N ranks, where each
-// other backward makes N reads and N writes. All chunks are assigned: a segment is
-// reduced by the owner of its first element, in one piece, so that its share of
-// the norm has the bits of any other backward. If others own a part of the segment,
-// they are its keepers too, and what they do not own of it they do not read.
-// The memory of gradients outside of the gradient buffer is read and never written, so
-// gradients may overlap. Nothing is reduced before a rank's own backward ends:
-// an owner has all of some buckets, and if it reduced them at once, its backward
-// would come later to the buckets that the others wait for.
+// If every element has an owner, its mean is written to the owner's gradient
+// buffer and nowhere else: N reads and 1 write for each element on N ranks,
+// where each other backward makes N reads and N writes. All chunks are
+// assigned: a segment is reduced by the owner of its first element, in one
+// piece, so that its share of the norm has the bits of any other backward. If
+// others own a part of the segment, they are its keepers too, and what they do
+// not own of it they do not read. The memory of gradients outside of the
+// gradient buffer is read and never written, so gradients may overlap. Nothing
+// is reduced before a rank's own backward ends: an owner has all of some
+// buckets, and if it reduced them at once, its backward would come later to the
+// buckets that the others wait for.
 #pragma once
 
 #include <cstddef>
@@ -100,8 +103,8 @@
 namespace paceline {
 
 struct ParameterSpan {
-  size_t
-      offset;  ///< bytes into the gradient buffer, a multiple of kAlignmentBytes
+  /// Bytes into the gradient buffer, a multiple of kAlignmentBytes.
+  size_t offset;
   size_t count;  ///< elements
   DType dtype;
 };
@@ -128,8 +131,8 @@ inline constexpr uint32_t kBackwardOverflow = 16;
 /// The notes of the ranks differ. This is no error by itself: the means are in
 /// place.
 inline constexpr uint32_t kBackwardNotesDiffer = 32;
-/// Replaces kBackwardUnused when no rank has used any of the parameters, which is
-/// allowed.
+/// Replaces kBackwardUnused when no rank has used any of the parameters, which
+/// is allowed.
 inline constexpr uint32_t kBackwardGloballyUnused = 64;
 /// A rank left parameters unused, and did not allow it. Ranks tell each other;
 /// callers are told kBackwardUnused.
@@ -137,17 +140,17 @@ inline constexpr uint32_t kBackwardUnusedRefused = 128;
 /// Some rank tells more than its counts of forwards; see BackwardStatus.
 inline constexpr uint32_t kBackwardTold = 256;
 /// Ranks left different numbers of forwards without a backward. Ranks tell each
-/// other, as kBackwardForwardsDiffer does that they made different numbers of them;
-/// callers are told that one if it was both.
+/// other, as kBackwardForwardsDiffer does that they made different numbers of
+/// them; callers are told that one if it was both.
 inline constexpr uint32_t kBackwardLeftDiffer = 512;
 
 class Reducer final : OpenBackward {
  public:
   using OpenBackward::add_foreign;
   /// Collective: allocates the gradient buffer and the counters.
-  /// `assigns_chunks`: gradients will lie outside of the gradient buffer; see the words.
-  /// `owned`: means are scattered; all bytes of all parameters, the same on all
-  /// ranks. Empty: all ranks get all means.
+  /// `assigns_chunks`: gradients will lie outside of the gradient buffer; see
+  /// the words. `owned`: means are scattered; all bytes of all parameters, the
+  /// same on all ranks. Empty: all ranks get all means.
   Reducer(Heap& heap, size_t buffer_bytes,
           const std::vector<ParameterSpan>& parameters,
           const std::vector<BucketSpan>& buckets, bool assigns_chunks,
@@ -159,27 +162,29 @@ class Reducer final : OpenBackward {
   std::byte* gradient_buffer() const { return buffer_of(session_.rank()); }
   /// Sets the weight of this rank in the mean of the next backward.
   void set_weight(double weight) { weight_ = weight; }
-  /// What this rank tells the others of itself with the end of this backward; 0:
-  /// nothing, which agrees with everything. `recorded_backward`: the backward's number
-  /// in a recording, which is told when this rank has all its gradients;
-  /// negative: nobody is told.
+  /// What this rank tells the others of itself with the end of this backward;
+  /// 0: nothing, which agrees with everything. `recorded_backward`: the
+  /// backward's number in a recording, which is told when this rank has all its
+  /// gradients; negative: nobody is told.
   void set_note(uint32_t note, int64_t recorded_backward = -1) {
     note_ = note;
     recorded_backward_ = recorded_backward;
   }
-  /// The gradient of a parameter is final, and was copied into the gradient buffer from
-  /// `bytes` of memory at `gradient`, where its mean will be copied back.
-  /// `is_shared`: see OpenBackward::add_copied().
+  /// The gradient of a parameter is final, and was copied into the gradient
+  /// buffer from `bytes` of memory at `gradient`, where its mean will be copied
+  /// back. `is_shared`: see OpenBackward::add_copied().
   void mark_copied(size_t index, void* gradient, size_t bytes, bool is_shared);
-  /// The gradient of a parameter is final at `gradient` (null: in the gradient buffer
-  /// already). Its memory is read until finish() returns, and written only
-  /// within finish(); if means are scattered, it is never written.
+  /// The gradient of a parameter is final at `gradient` (null: in the gradient
+  /// buffer already). Its memory is read until finish() returns, and written
+  /// only within finish(); if means are scattered, it is never written.
   void mark_ready(size_t index, void* gradient);
-  /// Ends this rank's backward; blocks until the backward is complete everywhere.
-  /// Returns kBackward... flags. Globally unused: unused on all ranks that have data.
+  /// Ends this rank's backward; blocks until the backward is complete
+  /// everywhere. Returns kBackward... flags. Globally unused: unused on all
+  /// ranks that have data.
   uint32_t finish(const BackwardStatus& status, bool allow_unused,
                   bool allow_globally_unused = false);
-  /// Whether this rank has marked gradients of a backward that it has not finished.
+  /// Whether this rank has marked gradients of a backward that it has not
+  /// finished.
   bool in_backward() const { return in_backward_; }
 
   std::vector<size_t> unused(int rank) const;
@@ -193,8 +198,8 @@ class Reducer final : OpenBackward {
   /// Ranks that wait at the end of a backward that this rank has not ended.
   std::vector<int> waiting_ranks() const;
   std::vector<std::pair<int, size_t>> nonfinite() const;
-  /// Parameters whose mean in the last backward is not finite though every rank's
-  /// gradient is: their sum overflowed.
+  /// Parameters whose mean in the last backward is not finite though every
+  /// rank's gradient is: their sum overflowed.
   std::vector<size_t> overflowed() const;
   /// NaN if the last backward was not averaged.
   double squared_norm() const;
@@ -214,8 +219,8 @@ class Reducer final : OpenBackward {
   };
   const Arrivals& arrivals() const { return arrivals_; }
   /// How long each rank worked between the end of a backward and the end of its
-  /// next backward, in the last backward passes (kWorkedBackwards at most, in no order): by
-  /// rank. Without what it slept in waits of any group.
+  /// next backward, in the last backward passes (kWorkedBackwards at most, in
+  /// no order): by rank. Without what it slept in waits of any group.
   std::vector<std::vector<int64_t>> worked_ns() const;
   /// Notes when this rank's first bucket is complete, once, from now on.
   void note_first_bucket() {
@@ -278,7 +283,8 @@ class Reducer final : OpenBackward {
     bool posted = false;
     /// Whether no chunk is left to claim.
     bool exhausted = false;
-    /// Whether it holds gradients of this rank that lie outside of the gradient buffer.
+    /// Whether it holds gradients of this rank that lie outside of the gradient
+    /// buffer.
     bool has_outside = false;
     /// Chunks that this rank has reduced in this backward.
     uint32_t done = 0;
@@ -291,7 +297,8 @@ class Reducer final : OpenBackward {
   // What follows lies in rank 0's copy of the control array.
   struct alignas(kLinePairBytes) BackwardControl {
     Atomic<uint64_t> ended;
-    /// kBackward..., but for kBackwardNonFinite, of the backward that is ending.
+    /// kBackward..., but for kBackwardNonFinite, of the backward that is
+    /// ending.
     Atomic<uint32_t> flags;
     /// The word of the first to end that has data, plus 1; 0: nobody has.
     Atomic<uint64_t> status;
@@ -300,8 +307,8 @@ class Reducer final : OpenBackward {
     /// Arrivals at the barrier that resets a backward without reduction.
     Atomic<uint64_t> restarted;
     alignas(kLinePairBytes) Atomic<uint64_t> chunks_done;
-    /// The last backward with a gradient that is not finite, and the last in which
-    /// a sum overflowed.
+    /// The last backward with a gradient that is not finite, and the last in
+    /// which a sum overflowed.
     Atomic<uint64_t> nonfinite_backward;
     Atomic<uint64_t> overflow_backward;
     /// The last backward whose end was decided, and the flags of that backward.
@@ -360,8 +367,9 @@ class Reducer final : OpenBackward {
   void forget_outside();
   /// How much of the complete buckets a rank reduces: in the middle of its
   /// backward no more than 1/N of each (a rank that is behind should not do the
-  /// others' work as well) and only of those that lie in the gradient buffer, at its end
-  /// all that is left. If means are scattered, nothing before the end.
+  /// others' work as well) and only of those that lie in the gradient buffer,
+  /// at its end all that is left. If means are scattered, nothing before the
+  /// end.
   enum class ChunkLimit { kOwnShare, kAll };
   void progress(ChunkLimit limit);
   bool claim_chunk(size_t bucket, uint32_t* chunk);
@@ -380,8 +388,8 @@ class Reducer final : OpenBackward {
   int note_arrivals(int64_t waited_ns);
   uint32_t end_backward(const BackwardStatus& status, uint32_t flags);
   void restart_without_reduction();
-  /// Stages of a backward that others wait for; kVoid and kReset only if nothing is
-  /// reduced.
+  /// Stages of a backward that others wait for; kVoid and kReset only if
+  /// nothing is reduced.
   enum Stage : uint64_t { kEnded = 1, kVoid = 2, kReset = 3 };
   uint64_t stage(Stage of_this_backward) const {
     return backward_ * 4 + of_this_backward;
@@ -402,8 +410,8 @@ class Reducer final : OpenBackward {
   void keep_buffer();
 
   void collect_written(std::vector<Extent>& found) const override;
-  /// Moves gradients into the gradient buffer that share memory with any other gradient
-  /// handed over in this thread's backward passes.
+  /// Moves gradients into the gradient buffer that share memory with any other
+  /// gradient handed over in this thread's backward passes.
   void part_overlapping();
   void move_into_buffer(Parameter& parameter);
 
@@ -466,7 +474,8 @@ class Reducer final : OpenBackward {
   uint64_t finished_backwards_ = 0;
   uint64_t completed_backwards_ = 0;
   uint32_t outcome_ = 0;
-  /// Whether the last backward was begun only to be ended, and was not averaged.
+  /// Whether the last backward was begun only to be ended, and was not
+  /// averaged.
   bool has_no_means_ = false;
   bool in_backward_ = false;
   double weight_ = 1;
@@ -480,7 +489,7 @@ class Reducer final : OpenBackward {
   bool weights_all_one_ = true;
   std::vector<double> weights_;
   size_t first_open_bucket_ = 0;
-  /// BackwardSync that ended without reduction; the same on all ranks.
+  /// Backward passes that ended without reduction; the same on all ranks.
   uint64_t restarts_ = 0;
   int64_t waited_ns_ = 0;
   /// When the last wait began; 0: there was none since record_wait().

@@ -122,7 +122,7 @@ class Group:
         Example:
             Rank 0 holds [1, 2] and rank 1 holds [3, 4]; after the call both hold [4, 6].
 
-        Source: one backward in place over everybody's copy; see docs/design/core.md.
+        Source: one pass in place over everybody's copy; see docs/design/core.md.
         """
         if type(op) is not ReduceOp:
             op = parse_op(op, "all_reduce")

@@ -32,7 +32,7 @@ class EpochIterator(chain[Item]):
 
     @classmethod
     def over(cls, sampler: EpochSampler[Item]) -> EpochIterator[Item]:
-        """A backward that has not begun."""
+        """An iteration that has not begun."""
 
         def lists() -> Iterator[Iterator[Item]]:
             run = one._run = sampler._begin()
@@ -60,7 +60,7 @@ class EpochIterator(chain[Item]):
 
 
 class _Epoch(Generic[Item]):
-    """What a backward that has begun goes through."""
+    """What an iteration that has begun goes through."""
 
     def __init__(self, epoch: int, deal: Deal[Item], order: Order) -> None:
         self.epoch = epoch
@@ -72,7 +72,7 @@ class _Epoch(Generic[Item]):
 
     @property
     def drawn(self) -> int:
-        """Items that were taken out of the backward."""
+        """Items that were taken out of the iteration."""
         return self.given - length_hint(self.current)
 
 
@@ -96,8 +96,8 @@ class EpochSampler(Generic[Item]):
         self._length = length
         self._reshuffle = Arguments(self.name).flag("reshuffle", reshuffle)
         self._identity = {"length": length, **identity}
-        self._start = 0  # the place where the backward under way, or else the next one, starts
-        self._is_pending = True  # whether the next backward is over self.epoch, and not over the one after it
+        self._start = 0  # the place where the iteration under way, or else the next one, starts
+        self._is_pending = True  # whether the next iteration is over self.epoch, not over the one after it
         self._run: _Epoch[Item] | None = None
 
     @property

@@ -89,8 +89,7 @@ class EvaluationSampler:
                 are unusable: every rank raises, and the others quote it.
 
         Example:
-            With two ranks and 3 samples, rank 0 backward passes [[1], [2]] and rank 1 [[3]]; both get [[1],
-            [2], [3]].
+            With two ranks and 3 samples, rank 0 passes [[1], [2]] and rank 1 [[3]]; both get [[1], [2], [3]].
         """
         check = Arguments("gather")
         if group is not None and not hasattr(group, "all_gather"):

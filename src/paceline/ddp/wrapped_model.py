@@ -168,7 +168,7 @@ class WrappedModel:
             self._syncs_backward = before
 
     def weight(self, weight: Any) -> contextlib.AbstractContextManager[None]:
-        """Set the weight of this rank's gradients: for the backwards inside `with`, or else for the next one.
+        """Set the weight of this rank's gradients: for each backward inside `with`, or else for the next one.
 
         The gradient becomes sum(w * g) / sum(w) over all ranks, and over all micro-batches of no_sync(). If
         each loss is the mean over its own tokens and w is their number, this is the gradient of the mean over
@@ -665,10 +665,10 @@ class WrappedModel:
 
     @property
     def num_good_passes(self) -> int:
-        """How many synchronised backwards have replaced the gradients by their mean so far; 0 for one rank.
+        """How many synchronised backward passes replaced the gradients by their mean so far; 0 for one rank.
 
         A backward counts when everything that belongs to it is done and it is about to return. Backwards in
-        `no_sync()` and backwards that raised do not count. In `finish()` and `join()`, each backward of the
+        `no_sync()` and those that raised do not count. In `finish()` and `join()`, each backward of the
         others counts in which this rank took part without data. The number is the same on all ranks then.
 
         Example:

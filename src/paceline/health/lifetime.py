@@ -88,7 +88,7 @@ def before_leaving(exit_warning: Callable[[], object], *, is_last: bool = False)
 
 
 def _end() -> None:
-    # what one exit warning raises must not keep the others from being said
+    # what one exit warning raises must not keep the others from being given
     with contextlib.ExitStack() as rest:
         rest.callback(close_all)
         if getattr(sys, "last_value", None) is None:

@@ -209,7 +209,7 @@ class MemoryPeerMonitor:
         """As `lost`, or a rank that left, once a connection has broken. Blocks at most `within_s`.
 
         A rank that has left is none to blame before that: in the last backward it may be the first to be
-            done.
+        done.
         """
         until = time.monotonic() + within_s
         while True:

@@ -136,9 +136,8 @@ class Dashboard(ThreadingHTTPServer):
         self.socket = listener
         self.feed, self.token = feed, token
         self._admission = threading.Lock()
-        self._unknown_peers: dict[
-            Any, float
-        ] = {}  # connections that have shown no token, since when; oldest first
+        # Connections that have shown no token, since when; oldest first.
+        self._unknown_peers: dict[Any, float] = {}
         self._known: set[Any] = set()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -166,7 +165,7 @@ class Dashboard(ThreadingHTTPServer):
                 self._known.discard(request)
 
     def service_actions(self) -> None:
-        """Several times in a second: an unknown client's time is over, however many bytes he has sent."""
+        """Several times in a second: an unknown client's time is over, however many bytes it has sent."""
         with self._admission:
             for request, since_s in list(self._unknown_peers.items()):
                 if time.monotonic() - since_s > _SLOWEST_S:

@@ -1,7 +1,7 @@
 """What a job does now, from the newest records of its ranks: one pure function, and what it returns.
 
-A window of some seconds tells all rates. A step is a backward: a backward that is averaged. All
-views draw this, and compute nothing.
+A window of some seconds tells all rates. A step is a backward that is averaged. All views draw this, and
+compute nothing.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class RankSnapshot:
         doing: "data", "forward", "backward", "average" or "optimizer"; "": something between them.
         silent_s: How long ago it recorded anything.
         step: How many backward passes of the model it has ended; None: none that we know of.
-        steps_per_s: BackwardSync per second; 0.0: none, or only one is known.
+        steps_per_s: Backward passes per second; 0.0: none, or only one is known.
         samples_per_s: None: nobody has told the size of batches.
         worked_s: Its median time from the end of a backward to the end of its next backward, without waiting.
-        waiting: Which part of the window it has waited at the end of backwards, from 0 to 1.
+        waiting: Which part of the window it has waited at the end of backward, from 0 to 1.
         waits_for: The rank that it waits for now, or has waited for most; None: none.
         memory_bytes: None: unknown.
         is_memory_shared: Whether memory that ranks share counts for each of them in full.
@@ -186,7 +186,7 @@ def _ends(window: RankWindow) -> list[BackwardKey]:
 
 
 def _arrivals(window: RankWindow) -> dict[BackwardKey, int]:
-    """When its backward of each backward was over."""
+    """When autograd was through with each backward."""
     ended = (each for each in window.records if each.event == Event.BACKWARD_ENDED)
     return {backward_of(each.first): each.time_ns for each in ended}
 
@@ -412,7 +412,7 @@ class _FarReader:
         return max(0, self._now_ns - self._far.received_ns)
 
     def _rate(self, span: Span) -> float:
-        """BackwardSync in a second; falls when nothing was told for longer than usual."""
+        """Backward passes in a second; falls when nothing was told for longer than usual."""
         took_ns = span.grown[Total.TIME_NS]
         is_late = self._silent_ns > _LATE_NS
         return span.passes * 1e9 / (took_ns + self._silent_ns if is_late else took_ns)

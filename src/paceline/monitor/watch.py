@@ -274,9 +274,8 @@ class RingTail:
         first = max(self._next, count - capacity, count - MOST_RECORDS)
         copied = self._copy(first, count, capacity)
         self._next = count
-        safe = (
-            self._number_at(COUNT_AT) + _MARGIN - capacity
-        )  # what lies before it may have been written over
+        # What lies before it may have been written over.
+        safe = self._number_at(COUNT_AT) + _MARGIN - capacity
         lost = max(0, safe - first)
         self._take(unpack_run(copied[lost * RECORD_BYTES :], first + lost, count))
 

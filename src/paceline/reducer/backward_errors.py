@@ -503,8 +503,7 @@ class StaticGraph:
 
         Example:
             With two ranks, rank 1 used `left` in the first backward and uses `right` now: both ranks raise,
-                with
-            `err.changed == ("left", "right")`.
+            with `err.changed == ("left", "right")`.
         """
         told = [rank for rank, status in enumerate(statuses) if status.graph_changed]
         if not told:

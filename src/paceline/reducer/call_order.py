@@ -2,10 +2,8 @@
 
 The one idea: an engine pairs the calls of different ranks by their order, and what it pairs wrongly it adds
 up, or ends the process. So the backward passes of all models over one group take turns, in the order in which
-they
-began: a backward makes its first call when all before it have made their last. Which gradients a rank has,
-    and
-in which order they come, then decides when a bucket is launched, and not what comes before it.
+they began: a backward makes its first call when all before it have made their last. Which gradients a rank
+has, and in which order they come, then decides when a bucket is launched, and not what comes before it.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class Caller(Protocol):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception has ended the backward, so that nobody ends the backward."""
+        """Whether an exception has broken the backward off, so that nobody ends it."""
         ...
 
     def give_up_for_others(self) -> None:

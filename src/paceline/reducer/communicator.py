@@ -111,7 +111,7 @@ class Communicator(Protocol[_Tensor]):
         """Replace the values of `tensors` by those of the rank `root`.
 
         Example:
-            Rank 0 backward passes [[1.0, 2.0]] and rank 1 [[3.0, 4.0]]; afterwards both hold [[1.0, 2.0]].
+            Rank 0 passes [[1.0, 2.0]] and rank 1 [[3.0, 4.0]]; afterwards both hold [[1.0, 2.0]].
         """
         ...
 
@@ -167,7 +167,7 @@ def agree(communicator: Communicator[Any], numbers: Sequence[int]) -> list[int]:
         numbers: Below 2**31.
 
     Example:
-        Rank 0 backward passes [2, 0, 1] and rank 1 [0, 1, 2]; both get [2, 0, 1].
+        Rank 0 passes [2, 0, 1] and rank 1 [0, 1, 2]; both get [2, 0, 1].
     """
     own = np.array(numbers, np.int32).tobytes()
     return [int(number) for number in np.frombuffer(communicator.all_gather(own)[0], np.int32)]
@@ -260,7 +260,7 @@ def gather_bytes(gather: Gather, payload: bytes) -> list[bytes]:
     """Payloads of all ranks, by rank, of any lengths. Collective.
 
     Example:
-        Rank 0 backward passes b"a" and rank 1 b"bc"; both get [b"a", b"bc"].
+        Rank 0 passes b"a" and rank 1 b"bc"; both get [b"a", b"bc"].
     """
     lengths = gather(np.array([len(payload)], np.int64)).ravel()
     own = np.zeros(max(1, int(lengths.max())), np.uint8)

@@ -1,9 +1,8 @@
 """Have these ranks the same training behind them? Compared where ranks form a new group.
 
 The one idea: replicas that have made the same good backward passes hold the same weights. Where the numbers
-    differ (a
-rank comes anew, or an error told some ranks of a backward and not others) the weights themselves are
-compared.
+differ (a rank comes anew, or an error told some ranks of a backward and not others) the weights themselves
+are compared.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Where each gradient lives, and which bytes are reduced together: a pure function of the parameters.
 
 Words: the *gradient buffer* is one flat memory that holds every gradient of a model; a *section* is the part
-    of it
-with one device and one dtype; a *bucket* is a range of bytes of one section that is reduced at once; a
+of it with one device and one dtype; a *bucket* is a range of bytes of one section that is reduced at once; a
 *segment* is SEGMENT_ELEMENTS elements of one parameter, counted from its start.
 
 The one idea: parameters lie in the gradient buffer one after another, in the order in which backward makes
-    their
-gradients, and buckets are just ranges of it. So a large parameter spreads over several buckets and is
+their gradients, and buckets are just ranges of it. So a large parameter spreads over several buckets and is
 still one contiguous view. Buckets split a parameter only between segments: statistics that are summed segment
 by segment then do not depend on the bucket size.
 """

@@ -81,7 +81,7 @@ class Reducer(Protocol):
 
     @property
     def backwards(self) -> int:
-        """BackwardSync finished so far."""
+        """Backward passes finished so far."""
         ...
 
     @property
@@ -104,8 +104,8 @@ class Reducer(Protocol):
         Args:
             note: These bits.
             recorded_backward: The backward as a recording numbers it (`backward_id`): `finish` notes that
-                this rank has
-                all its gradients, and begins to wait. Negative: it is no backward that is recorded.
+                this rank has all its gradients, and begins to wait. Negative: it is no backward that is
+                recorded.
         """
         ...
 
@@ -192,7 +192,7 @@ class Reducer(Protocol):
         ...
 
     def give_up(self, error: BaseException) -> None:
-        """This rank has failed elsewhere, and makes no more backward: the others raise, if they can be told.
+        """This rank has failed elsewhere, and goes on no more: the others raise, if they can be told.
 
         Does not block.
         """

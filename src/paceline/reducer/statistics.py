@@ -25,10 +25,9 @@ class Statistics:
             hands of other ranks, or for the network.
         worked_s: Each rank's median time from the end of a backward to the end of its next backward, without
             waiting, over the last backward passes (64 at most): data, forward, backward and optimizer. Every
-            rank
-            knows all of them. Empty: no two backward passes have been made yet.
-        times_last: In how many backward passes each rank was the last to come to the end of its backward, but
-            for the first ones, in which it is not known how long all have worked. Every rank knows this, too.
+            rank knows all of them. Empty: no two backward passes have been made yet.
+        times_last: In how many backward passes each rank was the last to come to the end, but for the first
+            ones, in which it is not known how long all have worked. Every rank knows this, too.
         held_up_s: How much later than the others each rank came when it was the last, in all backward passes;
             in the mean over the others. What the others would have gained if it had been as fast as they.
         num_buckets: How many buckets a backward averages.

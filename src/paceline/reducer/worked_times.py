@@ -1,4 +1,4 @@
-"""In which order the ranks came to the ends of their backwards, as every reducer sums it up."""
+"""In which order the ranks came to the ends of their backward passes, as every reducer sums it up."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class Arrivals(NamedTuple):
     """In which order the ranks of a model came to the ends of their backward passes, summed.
 
     Attributes:
-        passes: How many backward passes.
+        backwards: How many backward passes.
         worked_ns: For each rank, how long it worked from the end of a backward to the end of its next
             backward.
         times_last: In how many backward passes it was the last to come.
         held_up_ns: How much later than the others it came then, in the mean over these.
 
     Example:
-        Of three ranks, rank 2 was last in the only backward, 4 ms after rank 0 and 6 ms after rank 1:
+        Of three ranks, rank 2 was last in the only backward pass, 4 ms after rank 0 and 6 ms after rank 1:
         `times_last` is (0, 0, 1) and `held_up_ns` (0, 0, 5_000_000).
     """
 

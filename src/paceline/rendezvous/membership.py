@@ -112,7 +112,7 @@ class Membership:
     """All ranks of a job that has come together, and where they did.
 
     Attributes:
-        membership store: Shared by all ranks.
+        membership_store: Shared by all ranks.
         prefix: Begins the keys.
         own: This process.
         arrivals: All ranks, as they came.
@@ -163,7 +163,7 @@ def attend(
     Rank 0 says every 10 s on standard error for whom it waits.
 
     Args:
-        membership store: Shared by all ranks.
+        membership_store: Shared by all ranks.
         prefix: Begins the keys: the same on all ranks, another one for each call.
         own: This process.
         timeout_s: How long.

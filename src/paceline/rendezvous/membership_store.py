@@ -49,9 +49,8 @@ class MembershipServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._most_connections = world_size + _MOST_STRANGERS
         self._unread: dict[socket.socket, bytes] = {}
-        self._silent: dict[
-            socket.socket, None
-        ] = {}  # those that have asked for nothing yet, the oldest first
+        # Those that have asked for nothing yet, the oldest first.
+        self._silent: dict[socket.socket, None] = {}
         self._words: dict[str, str] = {}
         self._counters: Counter[str] = Counter()
         self._bytes = 0  # of both
@@ -149,7 +148,7 @@ class MembershipServer:
 
 
 class MembershipClient:
-    """One rank's connection to the server; a `paceline.rendezvous.membership.Ledger`.
+    """One rank's connection to the server; a `paceline.rendezvous.membership.MembershipStore`.
 
     Args:
         address: Where the server is.

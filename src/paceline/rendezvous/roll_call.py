@@ -77,7 +77,7 @@ class Roll:
     """The ranks of one process group, and the key store where they answer. Writes down where this process is.
 
     Args:
-        key store: The group's; its keys are this group's alone. None: there is none, and nobody can be named.
+        key_store: The group's; its keys are this group's alone. None: there is none, and nobody can be named.
         rank: The rank of this process in the group.
         world_size: Number of ranks in the group.
         holder: The rank whose process serves the key store, so that it ends with that rank; None: another

@@ -82,7 +82,7 @@ class SignedKeyStore:
     """A `KeyStore` where words of unknown peers count as not written; the first of them is told in a warning.
 
     Args:
-        key store: Where words are written.
+        key_store: Where words are written.
         signatures: The codes of this job.
     """
 

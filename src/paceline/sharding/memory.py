@@ -24,7 +24,7 @@ class ModelSizes:
         parameters: All parameters.
         buffers: All buffers.
         gradients: The gradients of what is trained.
-        gradient buffer: The same, as they lie where they are averaged: each begins at a multiple of 64 bytes.
+        gradient_buffer: The same, as they lie where they are averaged: each begins at a multiple of 64 bytes.
         state: The optimizer's state of all parameters.
     """
 

@@ -135,7 +135,7 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         return self._stand_ins[index]
 
     def forget(self) -> None:
-        """A backward begins, which will overwrite the means."""
+        """A backward begins, and will overwrite the means."""
         self.of_backward = 0
 
     def put(self, indices: Iterable[int]) -> None:
@@ -149,7 +149,7 @@ class Scattered(Generic[Tensor, AnyStandIn]):
             self._hands.put(index, self._stand_ins[index])
 
     def give_up(self) -> None:
-        """A backward has raised: what gradients are now, is of no use to anybody."""
+        """A backward has raised: what gradients are now is of no use to anybody."""
         self.of_backward = 0
         for index in range(len(self._names)):
             if self._hands.found(index) is not None:

@@ -3,10 +3,10 @@
 The one idea: a parameter stays the object that users and optimizers hold, and a table says where it lives.
 `storage_of()` is what an optimizer asks that updates a part of the parameters on each rank:
 
-    home = storage_of(parameter)                  # None: it is this rank's own
-    place = home.writable(parameter)           # the same elements, where they may be written
-    ... meet the ranks of `storage.core`; write a part of `place`; meet again ...
-    home.note_writes()                         # autograd learns that the values are others
+    storage = storage_of(parameter)            # None: it is this rank's own
+    place = storage.writable(parameter)        # the same elements, where they may be written
+    ... wait for the ranks of `storage.core`; write a part of `place`; wait again ...
+    storage.note_writes()                      # autograd learns that the values are others
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class SharedStorage(Generic[Tensor]):
     Attributes:
         rank: This rank's number on the host.
         world_size: The number of ranks on the host.
-        step table: How far each rank of the host is with a step that all of them make together.
+        step_table: How far each rank of the host is with a step that all of them make together.
     """
 
     def __init__(

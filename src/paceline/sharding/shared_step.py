@@ -2,7 +2,7 @@
 
 A step: the ranks meet and compare (`meet`), each updates its part, and what it has written reaches the others
 (`make`), within `updating`, so that a step that was begun and not completed is remembered, and nobody takes
-its half for a whole (`step tables`, `reducer.torn`). A front end adds what its tensors and optimizers are.
+its half for a whole (`step_tables`, `partial_steps`). A front end adds what its tensors and optimizers are.
 """
 
 from __future__ import annotations

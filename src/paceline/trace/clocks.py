@@ -1,9 +1,8 @@
 """One clock for several hosts, out of what their ranks have recorded.
 
 The one idea: no rank leaves a backward before every rank has come to its end. So of each backward we know on
-    which
-side of the truth a guess is: what host B's last rank did before host A's first rank went on, and the reverse.
-Over many backward passes both bounds close in to the time of a message. Pure.
+which side of the truth a guess is: what host B's last rank did before host A's first rank went on, and the
+reverse. Over many backward passes both bounds close in to the time of a message. Pure.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def _cells(line: RankTimeline, key: BackwardKey, whom: int | None) -> list[str]:
     own = [each for each in own if each.lane == key[0]]
     begin_ns = min((each.begin_ns for each in own), default=0)
     before_ns = max((end for (lane, n), end in line.ends.items() if lane == key[0] and n < key[1]), default=0)
-    # What has no backward of its own belongs to the one that it comes before, or after: the optimizer.
+    # What is in no backward belongs to the one that it comes before, or after: the optimizer.
     end_ns = min(
         (
             s.begin_ns

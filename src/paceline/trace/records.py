@@ -50,7 +50,7 @@ class Event(IntEnum):
     BATCH = 17
     """A wrapped model was given a batch to train on (its first dimension, its number of elements)."""
     LOCAL_BACKWARD_BEGAN = 18
-    """A backward in no_sync() began (the backward of a model that its gradients belong to, 0)."""
+    """A backward in no_sync() began (the iteration of a model that its gradients belong to, 0)."""
     LOCAL_BACKWARD_ENDED = 19
     """(iteration of a model, whether it raised)"""
     LOGGED = 24

@@ -315,7 +315,7 @@ class CauseWatch:
     """Tells why a rank is slow now, whenever somebody looks.
 
     The one idea: what the ranks have done since a look some seconds ago; at first, since their first
-        backward.
+    backward.
     """
 
     _SPAN_NS = 10_000_000_000

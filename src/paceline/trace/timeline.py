@@ -77,9 +77,9 @@ class RankTimeline:
         recording: Where this comes from.
         slices: Properly nested within each lane, by their begin.
         posted: When which bucket of which lane was posted.
-        arrivals: When its backward of a backward was over.
+        arrivals: When autograd was through with a backward.
         ends: When a backward was over.
-        failed: BackwardSync that raised on this rank.
+        failed: Backward passes that raised on this rank.
         waits: Whom it waited for.
     """
 

@@ -115,7 +115,7 @@ class PaddleAutograd:
             if tensor.is_leaf:
                 begins_at_outputs = False
             else:
-                # Holds the BackwardSync, as long as the graph: the wrapper may be gone before backward().
+                # Holds the `BackwardSync`, as long as the graph: the wrapper may be gone before backward().
                 tensor.register_hook(graph.hook)
         self._begins_at_outputs = begins_at_outputs
         has_no_backward = hides_nothing and bool(found) and all(tensor.stop_gradient for tensor in found)
@@ -233,7 +233,7 @@ class PaddleAutograd:
         return calls.depth > 0
 
     def backward(self) -> int:
-        """BackwardSync of a recomputed block's backward end with those of the one around it, too."""
+        """A recomputed block's backward ends with the one around it."""
         return 0
 
     def await_drop(self, is_dropped: Callable[[], bool]) -> None:

@@ -2,10 +2,9 @@
 
 The one idea: a gradient is handed over in one of four ways. By *pointer* the reducer reads it where Paddle
 keeps it and writes the mean there. A *copy* goes to the gradient buffer, and the mean comes back from there:
-    where the
-reducer takes no pointers, for parameters that other wrapped models have, too, and where gradients are
-averaged in another dtype. The gradient *lives* in the gradient buffer. Or it is
-*taken* there, and each rank gets its part of the mean.
+where the reducer takes no pointers, for parameters that other wrapped models have, too, and where gradients
+are averaged in another dtype. The gradient *lives* in the gradient buffer. Or it is *taken* there, and each
+rank gets its part of the mean.
 
 A gradient is handed over some hundred times in every backward, by a closure over what it needs; whatever is
 rare is a call of something else.

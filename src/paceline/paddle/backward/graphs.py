@@ -1,12 +1,12 @@
-"""Paddle's autograd, as far as BackwardSync asks: whose gradients come, and when a backward begins and ends.
+"""Paddle's autograd, as `BackwardSync` asks for it: whose gradients come, when a backward begins and ends.
 
 Three things that Paddle tells nobody by itself: which tensors a forward returned, that a parameter's gradient
 is accumulated (and that somebody else has hooked that parameter later), and when the user's backward is over.
 
 For the last one: Paddle has one function through which every backward() goes. Around it we count how deep we
-are, so that the inner backwards of recompute and PyLayer are told from the user's, and what must happen at
-the end of the user's happens after it, where an exception reaches the user as it is. (Paddle's own hook at
-the end of a backward turns every exception into a SystemError, and fires early where backwards nest.)
+are, so that the inner backward passes of recompute and PyLayer are told from the user's, and what must happen
+at the end of the user's happens after it, where an exception reaches the user as it is. (Paddle's own hook at
+the end of a backward turns every exception into a SystemError, and fires early where they nest.)
 
 `reducer.backward.graphs` keeps what belongs to the graph of a forward.
 """
@@ -122,7 +122,7 @@ class _Calls(threading.local):
     """The calls of this thread.
 
     Attributes:
-        depth: How many backwards it is in: 0 outside, 2 in that of a recomputed block.
+        depth: How many backward passes it is in: 0 outside, 2 in that of a recomputed block.
         roots: The tensors at which the innermost one begins.
         number: Which one that is, of all that have begun in this thread.
         ends: What to do at the end of the outermost one.

@@ -103,7 +103,7 @@ class GradBucket(HookedBucket[paddle.Tensor]):
         """Begin to collect a contiguous tensor of every rank, by rank, in a new dimension. Collective.
 
         Example:
-            Rank 0 backward passes [1, 2] and rank 1 [3, 4]; both get the future of [[1, 2], [3, 4]].
+            Rank 0 passes [1, 2] and rank 1 [3, 4]; both get the future of [[1, 2], [3, 4]].
         """
         whole = internals.empty_on(tensor.place, [self.world_size * int(tensor.size)], tensor.dtype)
         flat = tensor.reshape([-1])
@@ -130,7 +130,7 @@ class BucketHook:
 
     Args:
         hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
-        gradient buffer: With whole parameters in its buckets.
+        gradient_buffer: With whole parameters in its buckets.
         parameters: Those that the plan lists.
         calls: Between the ranks.
         process_group: For the hook.

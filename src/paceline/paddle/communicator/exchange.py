@@ -28,7 +28,7 @@ class PaddleExchange:
         calls: On the group whose ranks take part.
 
     Example:
-        Rank 0 backward passes b"a" and rank 1 backward passes b"bc"; both get [b"a", b"bc"].
+        Rank 0 passes b"a" and rank 1 passes b"bc"; both get [b"a", b"bc"].
     """
 
     def __init__(self, calls: GroupCalls) -> None:

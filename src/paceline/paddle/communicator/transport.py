@@ -1,8 +1,7 @@
 """Buckets through a group of paddle.distributed, between hosts and on GPUs.
 
 A `Transport` of `reducer.process_group`: the gradient buffer is ordinary tensors on the parameters' own
-    device, and a
-bucket is one asynchronous `paddle.distributed.all_reduce` of a flat range of it.
+device, and a bucket is one asynchronous `paddle.distributed.all_reduce` of a flat range of it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class PaddleTransport:
     """One rank's gradient buffer, and the group that sums ranges of it.
 
     Args:
-        gradient buffer: The gradient buffer of this rank.
+        gradient_buffer: The gradient buffer of this rank.
         calls: On the group.
         checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
         hook: Averages buckets instead of the group.

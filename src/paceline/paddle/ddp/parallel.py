@@ -74,7 +74,7 @@ class DataParallel(WrappedModel, PaddleNames):
     that tensor; use the argument `weight` to weigh the mean. Parameters and buffers with `no_sync = True`,
     and buffers that are sparse tensors, are each rank's own.
 
-    Collective: every rank constructs it, and runs the same number of synchronised backwards.
+    Collective: every rank constructs it, and runs the same number of synchronised backward passes.
 
     Args:
         layers: The model. Its parameters must not be added, replaced or unfrozen afterwards.

@@ -421,7 +421,7 @@ class BackwardSync(Generic[AnyAutograd]):
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Within it, backwards do not synchronise, whatever their forward was to do.
+        """Within it, backward passes do not synchronise, whatever their forward was to do.
 
         Nor does a later backward of a forward that ran within it.
         """
@@ -500,7 +500,7 @@ class BackwardSync(Generic[AnyAutograd]):
     # --- a backward ends ---
 
     def _end_backward(self, armed: int) -> None:
-        if armed != self._armed:  # its backward was given up
+        if armed != self._armed:  # it was given up
             return
         if self.state.ends_by_hand:
             self.state.is_left_open = True
@@ -561,7 +561,7 @@ class BackwardSync(Generic[AnyAutograd]):
                 self._interrupt()
 
     def _interrupt_if_current(self, armed: int) -> None:
-        """The end of a backward was dropped; perhaps late, when its backward has been given up already."""
+        """The end of a backward was dropped; perhaps late, when it has been given up already."""
         if armed == self._armed and self.state.is_armed:
             self._interrupt()
 
@@ -764,7 +764,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self._backward_id = number + 1
 
     def _fail(self, error: PacelineError) -> None:
-        """A backward raises this."""
+        """The backward raises this."""
         if self.among and isinstance(error, ReplicaError):
             error.add_where(f"ranks count from 0 here: they are those of {self.among}")
         self.autograd.note_error(error)
@@ -782,7 +782,7 @@ class BackwardSync(Generic[AnyAutograd]):
             adopt_errors(self.reducer.globally_unused() if is_good else None)
 
     def complete(self, backward: int) -> None:
-        """Hand over what this backward has left, if a backward of this model is in it, once."""
+        """Hand over what this backward has left, if this model takes part in it, once."""
         is_in_it = self.state.is_armed and self._shared and self._backward == backward
         if is_in_it and not self._is_complete:
             self._is_complete = True
@@ -878,7 +878,7 @@ class BackwardSync(Generic[AnyAutograd]):
             raise error
 
     def _end_interrupted(self) -> Exception | None:
-        self._armed += 1  # what is dropped from now on is of no backward
+        self._armed += 1  # what is dropped from now on belongs to no backward
         self.gradients.settle()
         if (order := self.planning.reduction.order) is not None:
             order.give_up_before(self)

@@ -29,7 +29,7 @@ class DriftWatch:
         gather: Connects the ranks.
 
     Attributes:
-        passes: Good backward passes so far in which all ranks had data.
+        backwards: Good backward passes so far in which all ranks had data.
     """
 
     def __init__(

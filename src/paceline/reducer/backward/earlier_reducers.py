@@ -22,8 +22,8 @@ class EarlierReducers:
 
     Attributes:
         last_backward: The squared norm, and (rank, parameter) of each gradient that was not finite, of the
-            last backward; None: the reducer in use has made a backward, and knows. `BackwardSync` clears it
-            at each end.
+            last backward; None: the reducer in use has averaged a backward, and knows. `BackwardSync` clears
+            it at each end.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -48,7 +48,7 @@ class EarlierReducers:
         return [sum(pair) for pair in zip(self._waited_for_ns, now.waited_for_ns, strict=True)]
 
     def arrivals(self, now: Reducer) -> Arrivals:
-        """How the ranks have come to the ends of their backwards, in all backward passes."""
+        """How the ranks have come to the ends of their backward passes."""
         return self._arrivals.plus(now.arrivals)
 
     def squared_norm(self, now: Reducer) -> float:

@@ -1,9 +1,8 @@
 """What the backward passes of one model have come to so far, for whoever asks; nothing here changes anything.
 
 The one idea: norms, infinities and times of waiting are known when a backward is over, without a further look
-    at
-a gradient or a call to another rank. They lie with the reducer in use, with those of earlier plans and with
-the sparse gradients; here they are put together and get names.
+at a gradient or a call to another rank. They lie with the reducer in use, with those of earlier plans and
+with the sparse gradients; here they are put together and get names.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Figures:
         return self._planning.earlier.waited_s(self._planning.reduction.reducer)
 
     def arrivals(self) -> Arrivals:
-        """How the ranks have come to the ends of their backwards, in all backward passes."""
+        """How the ranks have come to the ends of their backward passes."""
         return self._planning.earlier.arrivals(self._planning.reduction.reducer)
 
     def squared_norm(self) -> float:

@@ -26,7 +26,7 @@ Memory = tuple[list[int], list[int]]
 
 
 class PlanOptions(BucketCaps, Protocol):
-    """How the gradients of a wrapped model are averaged; it stays so as long as its BackwardSync does."""
+    """How the gradients of a wrapped model are averaged; it stays so as long as its `BackwardSync` does."""
 
     @property
     def nonfinite(self) -> str: ...
@@ -193,7 +193,7 @@ class Sparse(Protocol):
 
 
 class Autograd(Protocol):
-    """When a framework's backwards begin and end."""
+    """When a framework's backward passes begin and end."""
 
     def frozen_among(self, indices: Iterable[int]) -> set[int]:
         """Of parameters that this backward has left without a gradient, those that may be, as frozen.
@@ -219,7 +219,7 @@ class Autograd(Protocol):
         ...
 
     def watch(self, output: object) -> None:
-        """Let the backward of these outputs begin a backward even if it reaches no parameter."""
+        """Let the backward of these outputs be averaged even if it reaches no parameter."""
         ...
 
     def watch_local(self, output: object, backward: LocalBackward) -> None:
@@ -238,7 +238,7 @@ class Autograd(Protocol):
         """Wait, for seconds at most, until another thread has dropped the end of a backward that raised.
 
         Args:
-            is_dropped: Whether it has. Not asked where backwards run in the thread of their caller.
+            is_dropped: Whether it has. Not asked where a backward runs in the thread of its caller.
         """
         ...
 
@@ -264,7 +264,7 @@ class Autograd(Protocol):
         ...
 
     def note_error(self, error: PacelineError) -> None:
-        """A backward raises this."""
+        """The backward raises this."""
         ...
 
     def after_means(self) -> None:
@@ -272,11 +272,11 @@ class Autograd(Protocol):
         ...
 
     def learn(self) -> None:
-        """A backward was good."""
+        """The backward was good."""
         ...
 
     def forget(self) -> None:
-        """A backward is over, or was given up."""
+        """The backward is over, or was given up."""
         ...
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ class FrontEnd(Generic[AnyAutograd]):
         tensors: The model's.
         gradients: Where they lie.
         sparse: Those that lie elsewhere.
-        autograd: When backwards begin and end.
+        autograd: When backward passes begin and end.
         micro_batches: The weights of this rank's micro-batches.
         buffers: Keeps them in step.
         notes: What this rank does between two backward passes.

@@ -3,8 +3,7 @@
 The one idea: a few bits travel with a status that is exchanged anyway: how often this rank's parameters were
 written to since the backward before (an optimizer's step writes), a hash of a few of their bytes, and how
 many batches it took from iterate() without a forward. Each may differ for a good reason, so none is an error
-by
-itself: the first two are reasons to compare the replicas there and then, the third one to say so.
+by itself: the first two are reasons to compare the replicas there and then, the third one to say so.
 
 The core counts and packs them (`_core.IterationNotes`), because each step does so; here is what they mean.
 """

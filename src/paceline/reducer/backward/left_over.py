@@ -1,9 +1,8 @@
 """What remains to do when a backward is over: hand over gradients that no hook has, leave out those without.
 
 The one idea: before a rank tells how its backward went, each parameter of the plan has been handed over or
-    left
-out. Hooks have done it for those that this backward reached. Here are the others: gradients that waited for
-the end, that came before in no_sync(), or that stayed from an earlier step; and parameters without any.
+left out. Hooks have done it for those that this backward reached. Here are the others: gradients that waited
+for the end, that came before in no_sync(), or that stayed from an earlier step; and parameters without any.
 """
 
 from __future__ import annotations
@@ -97,8 +96,7 @@ class LeftOver:
         """Hand over gradients that this backward did not touch but that count all the same.
 
         Those of backward passes in no_sync(); and, where unused parameters are allowed, any gradient that is
-        left
-        from before: the others add to theirs, so it must take part in the mean. Not that of a frozen
+        left from before: the others add to theirs, so it must take part in the mean. Not that of a frozen
         parameter, which stays as it is: a rank without data would take its share of the mean away.
         """
         accumulated = self._state.accumulated

@@ -1,9 +1,8 @@
 """What the backward passes of one model leave in the recording of this process, and in the totals of its job.
 
 The one idea: backward passes say what happens, with numbers that are unique among all models of the process,
-    and a
-reader of the recording is told once per plan what those numbers stand for. What happens in each backward is
-noted by the core (`records`), because nothing may cost a call in Python there; the rest is here.
+and a reader of the recording is told once per plan what those numbers stand for. What happens in each
+backward is noted by the core (`records`), because nothing may cost a call in Python there; the rest is here.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class BackwardLog:
     Args:
         rank, world_size: This rank, and the number of ranks that train the model.
         names: The names of the parameters, by index in the plan.
-        arrivals: A method that returns how the ranks have come to the ends of their backwards so far.
+        arrivals: A method that returns how the ranks have come to the ends of their backward passes so far.
 
     Attributes:
         records: Notes the moments of each backward. Ask `recording.note` first.

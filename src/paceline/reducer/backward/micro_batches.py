@@ -73,7 +73,7 @@ class MicroBatchWeights(ABC):
     Attributes:
         is_used: Whether any weight was ever given.
         is_open: Whether a backward has begun to weigh, and it was neither ended nor given up since.
-        unweighed: Why the gradients of the backwards since the last synchronised one are not weighed.
+        unweighed: Why the gradients of the backward passes since the last synchronised one are not weighed.
     """
 
     def __init__(self, state: Accumulating) -> None:

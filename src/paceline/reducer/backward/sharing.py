@@ -3,8 +3,7 @@
 The one idea: each of them averages the gradient, so none may change it, or read it where it lies, before the
 last has its copy. Such gradients are copied to and from the gradient buffer, whatever is done with all
 others. And where one backward runs through several such models, each hands over all that it has before the
-first of them
-writes its means: they would count as this rank's own where a model has got nothing.
+first of them writes its means: they would count as this rank's own where a model has got nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Holder(Protocol):
         ...
 
     def complete(self, backward: int) -> None:
-        """Hand over what this backward has left, if a backward of this model is in it, once."""
+        """Hand over what this backward has left, if this model takes part in it, once."""
         ...
 
 
@@ -68,7 +67,7 @@ class _Registry:
         self.version += 1
 
     def complete_all(self, backward: int) -> None:
-        """The first backward of this backward ends: its means may come to gradients that others must read."""
+        """The first model ends its part of this backward: its means may come to what others must read."""
         for holder in list(self._holders):
             holder.complete(backward)
 

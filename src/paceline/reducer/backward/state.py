@@ -2,8 +2,7 @@
 
 The one idea: hooks ask at each gradient whether it is to be averaged, in C++ too, so the answers are plain
 attributes that are read where they lie. `BackwardState` decides nothing: `BackwardSync` moves it from one
-    backward to the next, and
-hooks and the front end note in it what they have handed over, and what is wrong.
+backward to the next, and hooks and the front end note in it what they have handed over, and what is wrong.
 """
 
 from __future__ import annotations
@@ -24,25 +23,24 @@ class BackwardState:
         is_syncing: Whether the backward under way, or the next one, is averaged. Only this class writes it: a
             forward has it be as the wrapper asks (`require_backward_grad_sync`), and `BackwardSync.local`
             lets no backward within no_sync() be averaged. A backward that comes to the outputs of an earlier
-            forward
-            has it as that forward had, until it is over: see `follow`.
+            forward has it as that forward had, until it is over: see `follow`.
         is_local: Whether this is within no_sync().
         is_due: Whether a forward whose backward is to be averaged was made since the last backward. Then a
             backward that comes to no known output is taken for one to be averaged.
         is_forward_averaged: Whether the backward of the forward under way is to be.
         is_forward_counted: Whether `status.forwards` counts it, or the last one.
         is_forced: Whether the next backward is averaged or not whatever its forward was to do.
-        is_armed: Whether a backward is under way, so that the end of this backward ends it.
-        is_interrupted: Whether an exception has ended the backward of the last backward, of which the other
-            ranks do not know yet.
-        ends_by_hand: Whether the end of a backward leaves its backward open, for `BackwardSync.end_by_hand`.
-        is_left_open: Whether the backward under way is one whose backward is over, and waits for that.
+        is_armed: Whether a backward is under way, so that its end averages the gradients.
+        is_interrupted: Whether an exception has ended the last backward, of which the other ranks do not know
+            yet.
+        ends_by_hand: Whether the end of a backward leaves it open, for `BackwardSync.end_by_hand`.
+        is_left_open: Whether autograd is through with the backward under way, which waits for that.
         handed: Gradients handed over in this backward, by parameter, in that order. Keeps the memory alive
             that the reducer reads and writes by pointer.
         staged: The handed gradients whose mean the front end copies back.
         accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised backward.
         rank_weight: The weight of this rank in the backward under way, or the last one.
-        arm: Begins a backward; hooks call it at the first gradient of a backward.
+        arm: Begins a backward; hooks call it at the first gradient.
         graphs: The graphs of forwards whose backward is still to come.
         status: What the end of the backward tells all ranks: the forwards since the last one, and what is
             wrong. A hook that raised instead would leave the others waiting.

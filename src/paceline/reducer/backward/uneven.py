@@ -1,12 +1,11 @@
 """Ranks that run out of data before the others, and shadow the backward passes of those who have some.
 
 The one idea: such a rank takes part in the backward passes of the others with no gradients and a weight of 0,
-    until
-every rank has none left; each rank says so in the status that ends a backward, so nobody asks. Then it gets
-the model of the rank that went on longest, and its own gradients are again what they were.
+until every rank has none left; each rank says so in the status that ends a backward, so nobody asks. Then it
+gets the model of the rank that went on longest, and its own gradients are again what they were.
 
-A backward without data is one as any other, so `BackwardSync.shadow` makes it; of the backward passes of a
-model nothing more is needed here than `UnevenBackwards`.
+A backward without data is a backward as any other, so `BackwardSync.shadow` makes it; of the backward passes
+of a model nothing more is needed here than `UnevenBackwards`.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from paceline.reducer.backward.state import BackwardState
 
 
 class UnevenBackwards(Protocol):
-    """The backward passes of one model, some of which ranks make without data.
+    """The backward passes of one model, of which a rank makes some without data.
 
     Attributes:
         state: Where they are.

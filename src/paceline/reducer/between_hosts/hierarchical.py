@@ -1,10 +1,9 @@
 """One backward pass over several hosts: sums in the memory of each host, then between hosts, then back.
 
-The one idea: the rank with local rank l has the same *share* of each bucket on every host. It sums that
-over its host's ranks, exchanges the sum with its partners, and writes the mean into the gradient buffers of
-all ranks of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks
-that have
-a share: as many on each host as the smallest host has ranks.
+The one idea: the rank with local rank l has the same *share* of each bucket on every host. It sums that over
+its host's ranks, exchanges the sum with its partners, and writes the mean into the gradient buffers of all
+ranks of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks
+that have a share: as many on each host as the smallest host has ranks.
 
 Steps of a backward, for H hosts of L ranks
 1. A parameter is marked ready. Buckets that became complete on this rank are posted; those that all ranks of
@@ -12,10 +11,9 @@ Steps of a backward, for H hosts of L ranks
 2. At the end places of unmarked parameters are cleared and the remaining buckets posted and launched. Every
    rank launches the same buckets in every backward, whatever its backward did.
 3. What this rank tells of its backward travels beside its share of the last bucket, and comes to the partner,
-  who
-   lays it where all ranks of his host read it. So the verdict takes no further round. A rank without a share
-   writes it into the memory of its host before it posts the last bucket, and another one sends both. Only if
-   some rank tells of gradients that are not finite, a second exchange tells which.
+   who lays it where all ranks of its host read it. So the verdict takes no further round. A rank without a
+   share writes it into the memory of its host before it posts the last bucket, and another one sends both.
+   Only if some rank tells of gradients that are not finite, a second exchange tells which.
 Sums are undivided, and each message tells its host's weight: the mean is divided once, by the total.
 
 Bits: over hosts sums are added up in the order of the hosts' lowest ranks, over the ranks of a host in rank
@@ -118,8 +116,7 @@ class HierarchicalReducer(ReportingReducer):
 
     Example:
         Two hosts of one rank: rank 0 writes [2.0] to the place of a parameter in its gradient buffer and rank
-            1 [4.0];
-        both mark it and finish; then the place holds [3.0] on both.
+        1 [4.0]; both mark it and finish; then the place holds [3.0] on both.
     """
 
     def __init__(

@@ -1,10 +1,8 @@
 """Messages of a bucket between hosts: laid out once, written and begun anew in every backward.
 
 The one idea: a bucket has the same memory, partners and tags in every backward, so all that Python has to
-    work
-out is worked out when it first comes. A backward only writes headers and begins transfers: Python is slow
-    there,
-because it runs between megabytes that leave nothing of it in the caches.
+work out is worked out when it first comes. A backward only writes headers and begins transfers: Python is
+slow there, because it runs between megabytes that leave nothing of it in the caches.
 
 What all kinds of buckets share is here; `sum_messages` and `value_messages` have the kinds.
 """

@@ -4,9 +4,8 @@ The one idea: with one rank on each host nothing is to be summed before gradient
 own type on the way, and the mean is that of the core over these ranks: 16 bits stay 16 bits, and the bits are
 those of one host.
 
-A large bucket goes from the gradient buffer to the gradient buffer, and nothing is copied to be sent
-(`ValuesFlight`). Each host
-owns a part of it:
+A large bucket goes from gradient buffer to gradient buffer, and nothing is copied to be sent
+(`ValuesFlight`). Each host owns a part of it:
 
     first round   the gradients of each part go from the gradient buffer to its owner, and into a room there
     the owner     averages what has come with its own gradients, in place: its gradient buffer holds the mean
@@ -23,8 +22,8 @@ Gradients have no room for a header in front, and each message takes a rank tens
 its engine says to the partner's. So a backward has few headers, each a message of its own (`ValuesBackward`):
 beside the first such bucket that of the weight; beside the last one of the plan the reports; and when all
 means of a backward are made, whether they are finite. Messages with one tag come in the order in which they
-were sent, and
-every backward sends each of them once: where a backward begins with the right header, the rest of it pairs.
+were sent, and every backward sends each of them once: where a backward begins with the right header, the rest
+of it pairs.
 
 A small bucket costs less as one message, behind a header, that everybody sends to everybody
 (`FewValuesFlight`). Each host then makes the whole mean, and sees by itself what is not finite.

@@ -173,8 +173,7 @@ def tag_of(bucket: int, phase: int, piece: int, generation: int = 0) -> int:
     """The number that pairs a message with its receive, between two partners.
 
     It includes the plan: a receive that was begun under an earlier plan, for a backward that never came,
-        takes no
-    message of this one.
+    takes no message of this one.
     """
     plan = generation % PLANS % _PLANS_PER_TAG
     return (plan << _BITS_OF_BUCKET) + (bucket * 2 + phase) * _PIECES_PER_TAG + piece

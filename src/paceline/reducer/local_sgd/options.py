@@ -27,18 +27,18 @@ class LocalSGD:
     """How hosts train on their own, and how often they meet: the argument `local_sgd` of a wrapper.
 
     The ranks of a host average gradients in every step, as always, and stay equal. The hosts don't: each goes
-    its own way for `every` synchronised backwards. Then all hosts meet, and every rank goes on with the same
-    parameters: those of the last sync, from which an outer optimizer (SGD) has made one step with the
+    its own way for `every` synchronised backward passes. Then all hosts meet, and every rank goes on with the
+    same parameters: those of the last sync, from which an outer optimizer (SGD) has made one step with the
     mean of what the hosts have changed. The defaults are those of DiLoCo; `outer_lr=1, outer_momentum=0`
     averages parameters, as post-local SGD and torch's PeriodicModelAverager do.
 
     Args:
-        every: The number of synchronised backwards between two syncs; backwards in no_sync() don't count.
+        every: The number of synchronised backward passes between two syncs; those in no_sync() don't count.
         outer_lr: The learning rate of the outer optimizer; above 0.
         outer_momentum: Its momentum, from 0 to less than 1.
         nesterov: Whether the momentum is Nesterov's.
-        warmup_steps: So many synchronised backwards come first, in which gradients are averaged over all
-            ranks.
+        warmup_steps: So many synchronised backward passes come first, in which gradients are averaged over
+            all ranks.
         between: "hosts" meet, or "ranks": then each rank trains on its own, and one host can show what
             several will do.
 

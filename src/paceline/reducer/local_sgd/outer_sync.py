@@ -1,7 +1,7 @@
-"""OuterSync of replicas that train on their own in between (local SGD), for every framework.
+"""Syncs of replicas that train on their own in between (local SGD), for every framework.
 
-The one idea: what has been taken from the parameters since the last sync is averaged as a gradient is, by
-a reducer over all ranks. So a sync has all that a backward has: deadlines, the names of ranks that are lost,
+The one idea: what has been taken from the parameters since the last sync is averaged as a gradient is, by a
+reducer over all ranks. So a sync has all that a backward has: deadlines, the names of ranks that are lost,
 bytes, compression and bits between hosts, and one verdict on all ranks. Only when it is good does anything
 change: every rank makes the same step of the outer optimizer, and has the same parameters.
 
@@ -9,9 +9,8 @@ Words: a *member* is what trains on its own: the ranks of a host, which stay equ
 weighs in the mean is what its gradients have weighed since the last sync.
 
 When they meet: in the first forward to train after `every` good backward passes, when the optimizer has
-    stepped.
-BackwardSync are counted and not steps, because a GradScaler may skip a step on one member alone; a forward is
-the place, because it is known neither which optimizer steps last nor whether it steps at all.
+stepped. Backward passes are counted and not steps, because a GradScaler may skip a step on one member alone;
+a forward is the place, because it is known neither which optimizer steps last nor whether it steps at all.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class ForwardModes:
         return is_training or self._trains_in_eval
 
     def end_backward(self) -> None:
-        """A backward was good."""
+        """The backward was good."""
         self._trains_in_eval, self._has_trained = not self._has_trained, False
 
 

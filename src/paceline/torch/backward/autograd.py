@@ -1,9 +1,9 @@
 """The backward passes of a torch module: when one begins and ends in autograd, and its other parts.
 
 A backward begins at the first hook that fires: a parameter's, or that of an output of forward, so that a rank
-    on
-which no parameter gets a gradient ends its backward too. Whichever comes first queues the end of the backward
-in autograd's engine, which calls it when the backward is over. What happens there is in `reducer.backward`.
+on which no parameter gets a gradient ends its backward too. Whichever comes first queues the end of the
+backward in autograd's engine, which calls it when the backward is over. What happens there is in
+`reducer.backward`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """How long a backward takes: some are timed for `_get_ddp_logging_data`, and a mark for torch's profiler.
 
 The one idea: the call that autograd makes at the end of a backward is wrapped, in those backward passes only
-    that are
-timed or profiled; no other pays for it.
+that are timed or profiled; no other pays for it.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ class BackwardTimes:
         next_backward: How many good backward passes there are before the next one to be timed.
         is_begun: Whether a forward of such a backward has begun, and its backward has not.
         backward_number: How many good backward passes there were before the last one that was timed; 0: none
-            was. The
-            first one never is: memory and buckets settle in it.
+            was. The first one never is: memory and buckets settle in it.
     """
 
     def __init__(self, *, is_timing: bool) -> None:

@@ -2,10 +2,8 @@
 
 Four kinds. In *pointer* mode the reducer copies the gradient into the gradient buffer and, at the end, the
 mean back. In *copy* mode torch does both, over a process group all of a bucket at once. In *view* mode the
-gradient
-itself moves into the gradient buffer and stays there. In *taking* mode it goes there, and nothing comes back:
-    the backward
-scatters.
+gradient itself moves into the gradient buffer and stays there. In *taking* mode it goes there, and nothing
+comes back: the backward scatters.
 
 A hook runs some hundred times in every backward: it is a closure over what it needs, and whatever is rare is
 a call of something else. Where the core itself averages, the usual case is not even Python: see `in_core`.
@@ -325,7 +323,7 @@ def in_core(
 
 
 class SharedGradients:
-    """Gradients of parameters that other wrapped models have, too: only backwards of own outputs count.
+    """Gradients of parameters that other wrapped models have, too: only a backward of own outputs counts.
 
     One backward may run through both models, and bring such a gradient through the other one before it
     reaches this one's outputs. So what came too early is handed over when the backward begins, if that is in

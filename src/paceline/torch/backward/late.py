@@ -2,9 +2,8 @@
 
 There are two reasons. The caller has said so: delay_all_reduce_named_params wait for the gradient of
 param_to_hook_all_reduce. Or static_graph was promised: then the first backward, in which everything waits for
-    its
-end, shows which gradients come several times (of a layer in two reentrant checkpoints), and in all further
-backward passes these are complete when they have come as often.
+its end, shows which gradients come several times (of a layer in two reentrant checkpoints), and in all
+further backward passes these are complete when they have come as often.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ class LateGradients:
         self._came.clear()
 
     def learn(self) -> bool:
-        """A backward was good. Returns whether it was the first that showed something, so hooks change."""
+        """The backward was good. Returns whether it was the first that showed something, so hooks change."""
         if not self.is_learning or self._learned is None:
             return False
         self._expected, self.is_learning = self._learned, False

@@ -28,8 +28,7 @@ class PreparedBroadcast:
         piece_bytes: Most bytes of one broadcast.
 
     Example:
-        Rank 0 backward passes [1.0, 2.0] and rank 1 [3.0, 4.0]; after a call with the root 0 both hold [1.0,
-        2.0].
+        Rank 0 passes [1.0, 2.0] and rank 1 [3.0, 4.0]; after a call with the root 0 both hold [1.0, 2.0].
     """
 
     def __init__(

@@ -58,7 +58,7 @@ class HookTransport(ProcessGroupTransport):
     """A `Transport` that gives each bucket to a hook.
 
     Args:
-        gradient buffer: With whole parameters in its buckets.
+        gradient_buffer: With whole parameters in its buckets.
         peers: The process group that the hook, too, will use.
         parameters: Those that the plan lists.
         hook: Replaces the all_reduce. It gets gradients that are not divided by anything.

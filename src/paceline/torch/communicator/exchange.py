@@ -36,7 +36,7 @@ class ProcessGroupExchange:
         process_group: The group whose ranks take part; None: the default group.
 
     Example:
-        Rank 0 backward passes b"a" and rank 1 backward passes b"bc"; both get [b"a", b"bc"].
+        Rank 0 passes b"a" and rank 1 passes b"bc"; both get [b"a", b"bc"].
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
@@ -108,7 +108,7 @@ class StoreExchange:
         ConfigError: The secret of the job cannot be read.
 
     Example:
-        Rank 0 backward passes b"a" and rank 1 backward passes b"bc"; both get [b"a", b"bc"].
+        Rank 0 passes b"a" and rank 1 passes b"bc"; both get [b"a", b"bc"].
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, prefix: str, scope: str = "") -> None:
@@ -257,7 +257,7 @@ def _roll_of(group: dist.ProcessGroup, rank: int, world_size: int) -> Roll:
 
 
 class FrameworkKeyStore:
-    """A store of torch as a `KeyStore`, and as a `Ledger`."""
+    """A store of torch as a `KeyStore`, and as a `MembershipStore`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

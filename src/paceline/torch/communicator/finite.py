@@ -195,7 +195,7 @@ class FiniteChecks:
 
     @property
     def is_late(self) -> bool:
-        """Whether what is taken now is of earlier backwards."""
+        """Whether what is taken now is of earlier backward passes."""
         return not (self.waits or self._is_first)
 
     def look(self, bucket: int) -> None:

@@ -30,7 +30,7 @@ class ShareTransport(ProcessGroupTransport):
     """One rank's gradient buffer, the process group of its host, and its shares.
 
     Args:
-        gradient buffer: The gradient buffer of this rank, on one device.
+        gradient_buffer: The gradient buffer of this rank, on one device.
         peers: All ranks.
         calls: Over the process group of this host.
         shares: Exchanges shares with the partners.

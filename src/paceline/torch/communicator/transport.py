@@ -1,8 +1,7 @@
 """Buckets through the process group that the user has: Gloo, NCCL, MPI, or ours.
 
 A `Transport` of `reducer.process_group`: the gradient buffer is ordinary tensors on the parameters' own
-    devices, and a
-bucket is one asynchronous all-reduce of a flat range of it. The group is called itself, as
+devices, and a bucket is one asynchronous all-reduce of a flat range of it. The group is called itself, as
 `torch.distributed.all_reduce` does after its checks, with options that are made once.
 """
 
@@ -35,7 +34,7 @@ class ProcessGroupTransport:
     """One rank's gradient buffer, and the process group that sums ranges of it.
 
     Args:
-        gradient buffer: The gradient buffer of this rank.
+        gradient_buffer: The gradient buffer of this rank.
         peers: The process group.
         checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
         waits_for_finite: Tell of those on a device in the same backward, too, which waits for the device.

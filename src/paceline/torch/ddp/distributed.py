@@ -1,8 +1,7 @@
 """`DistributedDataParallel`: a module that averages its gradients over the ranks behind backward().
 
 What it does is elsewhere: `model` (arguments, and what is kept in step), `communicator` (the group),
-    `backward_sync`
-(each backward). This file is the module that users hold; what it has in common with torch's is in
+`backward` (each backward). This file is the module that users hold; what it has in common with torch's is in
 `torch_names`.
 """
 
@@ -72,7 +71,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     every rank has raised. Ranks of one host average in memory that they share; other groups, and parameters
     on a GPU, go through the process group's own all_reduce.
 
-    Collective: every rank constructs it, and runs the same number of synchronised backwards.
+    Collective: every rank constructs it, and runs the same number of synchronised backward passes.
 
     Args:
         module: The model. After wrapping, parameters may be frozen for a while, and everything that is not

@@ -1,8 +1,7 @@
 """Ranks that run out of data before the others, in torch's `Join`; see also `reducer.uneven`.
 
 The one idea: such a rank takes part in the others' backward passes without gradients, and asks before each of
-    them, as
-torch's `Join` does, whether there will be one.
+them, as torch's `Join` does, whether there will be one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What `_get_ddp_logging_data` tells of a wrapped model, under torch's names and in torch's units.
 
 The one idea: all of it is known or computed when it is asked for, but for the times of a sample of backward
-    passes.
+passes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A wrapped model that goes on with other ranks: what fault-tolerant users of torch call when one is lost.
 
 The one idea: everything that belongs to the ranks is in `Peers` and in the backward passes over them, so both
-    are made
-anew, and the model, its gradients and its options stay.
+are made anew, and the model, its gradients and its options stay.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class TorchNames(TorchDDP):
     _has_joined = False
     _comm_hook: CommHook | None = None
     _builtin_hook: str | None = None  # what torch calls the hook, if it is one of those in C++
-    _on_drop: weakref.finalize[Any, Any] | None = None  # tells the BackwardSync that the wrapper is gone
+    _on_drop: weakref.finalize[Any, Any] | None = None  # tells the `BackwardSync` that the wrapper is gone
     # before the backward passes of the present group; None: some were not counted
     _good_backwards: int | None = 0
     _are_hooks_removed = False
@@ -191,7 +191,7 @@ class TorchNames(TorchDDP):
         have raised.
 
         Raises:
-            ConfigError: BackwardSync end by themselves, or no backward is to be finalized.
+            ConfigError: Backward passes end by themselves, or no backward is to be finalized.
         """
         if not self._ends_by_hand:
             raise ConfigError(
@@ -597,14 +597,13 @@ class TorchNames(TorchDDP):
         """Train with the ranks of another process group from now on.
 
         Collective over the new group, between two steps: every rank of it makes this call, one that comes
-        anew too (wrap its model over a group of its own first). A rank that is not in it returns at once,
-        and takes no part in synchronised backwards until it is. A backward that an exception has broken off,
-        as when a rank died in it, is forgotten. Communication hooks stay, with the group that their state
-        holds.
+        anew too (wrap its model over a group of its own first). A rank that is not in it returns at once, and
+        takes no part in synchronised backward passes until it is. A backward that an exception has broken
+        off, as when a rank died in it, is forgotten. Communication hooks stay, with the group that their
+        state holds.
 
         Nothing is broadcast. The ranks compare how many good backward passes they have behind them; where
-        that
-        differs, their weights must be equal, bit by bit: give them to a rank that comes anew before this
+        that differs, their weights must be equal, bit by bit: give them to a rank that comes anew before this
         call. Gradients that are left from before are dropped then, as not every rank has them.
 
         Raises:

@@ -100,8 +100,7 @@ def unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse:
     """What a GradScaler does to gradients: divide them by the scale, and tell whether one is not finite.
 
     Each rank divides what it owns, and tells of all, as the backward passes have found it: so all ranks skip
-        the same
-    steps.
+    the same steps.
     """
     whole: list[torch.Tensor] = []
     by_model: dict[int, list[ScatteredGradient]] = {}
