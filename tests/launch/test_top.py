@@ -34,7 +34,7 @@ RECORDS = """
         recording.note(Event.FORWARD_BEGAN, key, 8 << 1 | 1)
         recording.note(Event.BACKWARD_BEGAN, key, 0)
         recording.note(Event.BACKWARD_ENDED, key, 0)
-        recording.note(Event.PASS_ENDED, key, 0)
+        recording.note(Event.AVERAGING_ENDED, key, 0)
         paceline.log("loss", 0.5)
         time.sleep(0.01)
 """

@@ -158,7 +158,7 @@ def test_an_end_that_is_dropped_late_concerns_no_later_backward(
         kept.append(EndOfBackward(*arguments))
         return kept[-1]
 
-    for module in ("autograd", "micro_batches"):
+    for module in ("backward_sync", "micro_batches"):
         monkeypatch.setattr(f"paceline.reducer.backward.{module}.EndOfBackward", keep)
     model = Model(hides=False)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
