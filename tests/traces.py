@@ -66,7 +66,7 @@ def waited_for(threads: dict[str, list[dict[str, Any]]]) -> set[tuple[str, int, 
 
 
 def until_ended(folder: Path, rank: int, number: int) -> None:
-    """Wait until a rank that records in this folder has ended its backward of a backward."""
+    """Wait until a rank that records in this folder has ended the backward with this number."""
     while True:
         found = read(path_of(folder, rank).read_bytes())
         told = [] if found is None else found.records

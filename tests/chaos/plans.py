@@ -332,8 +332,7 @@ def _job(chance: random.Random, framework: str, ways: tuple[str, ...], styles: t
 def _fault(chance: random.Random, job: Job, kind: Kind) -> Fault | None:
     """A fault of this kind in this job; None: there is none."""
     rank = chance.randrange(job.world_size)
-    # A backward must follow that all ranks have data for: else nobody has to notice, and for a step nobody
-    # can.
+    # A backward must follow that all ranks have data for: else nobody has to notice, or, for a step, can.
     step = chance.randrange(min(map(job.steps_of, range(job.world_size))) - 1)
     place = chance.choice(kind.places) if kind.places else ""
     amount = chance.random()

@@ -1,5 +1,5 @@
-// What a rank has marked of a backward: complete buckets, and gradients outside of
-// the gradient buffer that get their means, but for those that share memory.
+// What a rank has marked of a backward: complete buckets, and gradients outside
+// of the gradient buffer that get their means, but for those that share memory.
 
 #include "reducer/backward_marks.h"
 
@@ -92,8 +92,8 @@ TEST(a_mean_goes_where_its_gradient_was) {
   Floats outside{{1, 2}}, copied{{3, 4}};
   hand_over(marks, 0, outside.data());
   marks.mark_copied(1, copied.data(), kBytes, false);
-  hand_over(marks, 2,
-            gradient_buffer.data() + 2 * kBytes);  // it lies in its place
+  // This one lies in its place.
+  hand_over(marks, 2, gradient_buffer.data() + 2 * kBytes);
   CHECK_EQ(gradient_buffer.floats[1], 2.0F);
   average(gradient_buffer);
   CHECK(marks.end_backward(false).empty());

@@ -28,8 +28,8 @@ TEST(a_death_at_every_step_of_a_backward) {
                                Point::kAfterEnd};
   for (const Point point : kPoints) {
     // The kernel tells of the death, which ThreadSanitizer does not see:
-    // without this the victim's last chunk and the survivor's next backward look
-    // like a race.
+    // without this the victim's last chunk and the survivor's next backward
+    // look like a race.
     std::atomic<bool> is_dying{false};
     run_group(2, [&](HostGroup& group) {
       Model model(group, 50'000);
@@ -80,8 +80,8 @@ TEST(survivors_agree_on_the_last_good_backward) {
                   model.reducer().finish(1, false);
                   ++good[group.rank()];
                 };
-                // Rank 2 ends the group at some moment of the backward passes of the
-                // others.
+                // Rank 2 ends the group at some moment of the others'
+                // backward passes.
                 if (group.rank() == 2) {
                   for (int step = 0; step < 3; ++step) backward(step);
                   constexpr Point kPoints[] = {

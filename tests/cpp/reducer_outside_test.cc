@@ -1,4 +1,5 @@
-// Gradients that lie outside of the gradient buffer: read and replaced where they are.
+// Gradients that lie outside of the gradient buffer: read and replaced where
+// they are.
 
 #include <algorithm>
 #include <memory>

@@ -1,4 +1,4 @@
-// BackwardSync that scatter: each mean comes to the ranks that own it.
+// Backward passes that scatter: each mean comes to the ranks that own it.
 
 #include <math.h>
 

@@ -100,7 +100,8 @@ TEST(a_nonfinite_gradient_and_an_allowed_unused_parameter) {
   });
 }
 
-// Void backward passes, good ones, and those in which a rank without data marks all.
+// Void backward passes, good ones, and those in which a rank without data marks
+// all.
 void run_with_globally_unused(int ranks, size_t cap_bytes) {
   run_group(ranks, [&](HostGroup& group) {
     Model model(group, cap_bytes);

@@ -144,7 +144,7 @@ class Machine(Walker):
         p = parameter_of(self._net(op), op.get("param", 0))
         p.stop_gradient = not op.get("on", False)
         if self.has_finished and p.stop_gradient:
-            # BackwardSync without data left what each rank had, and nobody averages it any more.
+            # Backward passes without data left what each rank had, and nobody averages it any more.
             p.clear_gradient(set_to_zero=False)
 
     def _op_replace(self, op: Op, label: str) -> None:

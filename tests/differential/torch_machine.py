@@ -209,7 +209,7 @@ class Machine(Walker):
         p = parameter_of(self._net(op), op.get("param", 0))
         p.requires_grad_(bool(op.get("on", False)))
         if self.has_finished and not p.requires_grad:
-            # backward passes without data left what each rank had, and nobody averages it any more
+            # Backward passes without data left what each rank had, and nobody averages it any more
             p.grad = None
 
     def _op_replace(self, op: Op, label: str) -> None:

@@ -119,7 +119,7 @@ class ScatteringBackwards(Program):
 
 
 class VoidBackwards(Program):
-    """BackwardSync of which every second one is void: rank 0 leaves a parameter out."""
+    """Backward passes of which every second one is void: rank 0 leaves a parameter out."""
 
     points = BACKWARD
 
@@ -215,7 +215,7 @@ class HostBackwards(Program):
 
 
 class SmallCalls(Program):
-    """Arrays that are exchanged at the only master_address of a call."""
+    """Arrays that are exchanged at the only barrier of a call."""
 
     points = (*ARRIVAL, *REDUCTION)
     most_apart = 1

@@ -25,7 +25,7 @@ _SHAPES = ((37, 41), (300,), (700,))
 
 
 def come_by_a_point() -> None:
-    """In the middle of a part: an optimizer that calls this backward passes `block_written`."""
+    """In the middle of a part: an optimizer that calls this passes `block_written`."""
     scratch = np.zeros(_core.StepTable.nbytes(1) + 128, np.uint8)
     at = -(-scratch.ctypes.data // 128) * 128
     _core.StepTable(at, 1, 0).close_block(0, 0)

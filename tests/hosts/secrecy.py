@@ -3,9 +3,8 @@
     python -m tests.hosts.secrecy [--rounds 11] [--hold-s 2]    as root: hosts are network namespaces
 
 Ranks that import no framework hold a channel alone, 4 and 32 of them; then 4 make one backward with torch.
-All
-ranks stay for all rounds, and in each round each way has its turn: no secret, a secret without TLS (as where
-openssl is missing), and both. Where a way makes a certificate, it is made anew, as in each new job. A
+All ranks stay for all rounds, and in each round each way has its turn: no secret, a secret without TLS (as
+where openssl is missing), and both. Where a way makes a certificate, it is made anew, as in each new job. A
 gradient is checked in every turn, and that the channel is encrypted where it should be.
 """
 

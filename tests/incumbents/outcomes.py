@@ -44,7 +44,7 @@ class Part:
 
     Attributes:
         name: "ddp" or "collectives".
-        passes: Tests that backward.
+        passes: Tests that pass.
         skips: Tests that skip themselves, by the reason that they give.
         stops: Tests that stop.
     """

@@ -198,7 +198,7 @@ def test_forwards_that_differ(group):
         ]
         if not is_void:
             world.check(got, step)
-    # A rank that made no backward at all ends its backward at once.
+    # A rank that ran no backward at all comes to the end of this one at once.
     flags, _ = run_backward(world, 6, order=[] if group.rank == 1 else None, forwards=group.rank != 1)
     assert flags == UNUSED | FORWARDS_DIFFER
     assert world.reducer.unused(1) == list(range(len(MODEL)))

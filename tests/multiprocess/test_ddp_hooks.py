@@ -132,7 +132,7 @@ def test_a_gradient_changed_after_it_was_handed_over_raises_on_every_rank(
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
 def test_two_models_in_one_backward_bring_each_others_means(rank: int, path: str) -> None:
-    """What the first model's backward writes into a shared gradient is no change by an unknown peer."""
+    """What the first model's backward writes into a shared gradient is no change by somebody else."""
     shared = nn.Linear(4, 2)
     nn.init.ones_(shared.weight)
     first = DistributedDataParallel(nn.Sequential(shared), reduce_through=path)

@@ -76,7 +76,7 @@ def test_twenty_runs_give_the_same_bits(group: object) -> None:
 
 
 class NegatedLazily(torch.autograd.Function):
-    """BackwardSync its input on; its gradient is right, but the memory behind it holds the negative."""
+    """Passes its input on; its gradient is right, but the memory behind it holds the negative."""
 
     @staticmethod
     def forward(ctx, x):

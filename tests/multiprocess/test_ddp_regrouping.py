@@ -90,7 +90,7 @@ def test_ranks_with_other_backwards_behind_them_must_have_the_same_weights(rank:
     assert ddp.module[2].bias.grad is None  # nobody steps with what not all have
     step(ddp, rank)
     ddp._update_process_group(dist.group.WORLD)
-    assert ddp.module[2].bias.grad is not None  # the same backward passes again
+    assert ddp.module[2].bias.grad is not None  # the same `BackwardSync` again
     assert_close(mean_of_ones(ddp, 1.0 + rank), torch.full((2,), 2.0))
 
 

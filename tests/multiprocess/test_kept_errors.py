@@ -364,7 +364,7 @@ class Halves(nn.Module):
 def test_halves_of_local_sgd_that_take_turns(
     rank: int, world_size: int, layout: Layout, num_hosts: int, how: str, kind: str, num_steps: int
 ) -> None:
-    """What all hosts have trained arrives, but for what is kept of a few outer_sync."""
+    """What all hosts have trained arrives, but for what is kept of a few syncs."""
     place(rank, layout, num_hosts)
     net = Halves(1000)
     options = LocalSGD(1, outer_lr=1, outer_momentum=0)

@@ -435,7 +435,7 @@ def test_parameters_that_take_turns_are_averaged(rank):
 @pytest.mark.parametrize("given", ["scope", "before"])
 @kept_ranks(2, group="gloo")
 def test_a_weight_that_is_given_before_the_forward_that_ends_the_warm_up(rank, given):
-    """That forward begins other backward passes, and the weight is theirs."""
+    """That forward makes a new `BackwardSync`, and the weight goes to it."""
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(8, warmup_steps=1))
     reference = network(torch.float64)
     for step in range(3):

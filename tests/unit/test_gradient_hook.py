@@ -45,7 +45,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Gradient(torch.autograd.Function):
-    """BackwardSync its input on; the gradient becomes what a function makes of it."""
+    """Passes its input on; the gradient becomes what a function makes of it."""
 
     @staticmethod
     def forward(ctx, x, change):

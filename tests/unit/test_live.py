@@ -34,7 +34,7 @@ def record(ms: float, event: Event, first: int = 0, second: int = 0) -> Record:
 
 
 def one_backward(number: int, begin: float, arrives: float, ends: float, samples: int = 0) -> list[Record]:
-    """A forward of 1 ms, a backward, and a wait from its end to the end of the backward."""
+    """A forward of 1 ms, the rank's own backward, and the wait from its end to the end of averaging."""
     key = backward_id(0, number)
     return [
         record(begin, Event.FORWARD_BEGAN, key, samples << 1 | 1),
@@ -47,7 +47,7 @@ def one_backward(number: int, begin: float, arrives: float, ends: float, samples
 
 
 def backwards(count: int, works: float, step: float, samples: int = 0) -> list[Record]:
-    """BackwardSync that begin every `step` ms, of which the rank works so many."""
+    """Backward passes that begin every `step` ms, of which the rank works so many."""
     found = []
     for number in range(1, count + 1):
         begin = (number - 1) * step

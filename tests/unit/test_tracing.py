@@ -43,7 +43,7 @@ def rank_that(rank: int, records: list[Record], boot: str = "one") -> RankRecord
 def one_backward(
     number: int, begin_ms: int, arrives_ms: int, ends_ms: int, shift_ms: int = 0
 ) -> list[Record]:
-    """A forward of 1 ms, a backward, and a wait from its end to the end of the backward."""
+    """A forward of 1 ms, the rank's own backward, and the wait from its end to the end of averaging."""
     key = backward_id(0, number)
     told = [
         (begin_ms, Event.FORWARD_BEGAN, key, 1),
@@ -59,7 +59,7 @@ def one_backward(
 
 
 def two_ranks() -> list[RankRecording]:
-    """In pass 1 rank 1 comes last, in iteration 2 rank 0."""
+    """In iteration 1 rank 1 comes last, in iteration 2 rank 0."""
     first = rank_that(0, [*one_backward(1, 0, 10, 30), *one_backward(2, 40, 80, 81)])
     second = rank_that(1, [*one_backward(1, 0, 28, 29), *one_backward(2, 40, 50, 82)])
     return [first, second]
@@ -354,7 +354,7 @@ def test_the_trace_has_ranks_slices_and_arrows():
     arrows = {
         (each["id"], each["ph"]): (names[each["tid"]], each["ts"]) for each in events if each["ph"] in "sf"
     }
-    # In pass 1 rank 0 waits for rank 1, which comes at 28 ms; in iteration 2 the reverse.
+    # In iteration 1 rank 0 waits for rank 1, which comes at 28 ms; in iteration 2 the reverse.
     assert arrows == {
         (1, "s"): ("rank 1", 28000.0),
         (1, "f"): ("rank 0", 29000.0),

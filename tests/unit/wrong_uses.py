@@ -31,7 +31,7 @@ class Use:
         owner: The callable.
         argument: Which the error must name.
         value: The wrong one.
-        call: BackwardSync it.
+        call: Passes it.
         shown: What the error shows of it; None: the beginning of its repr.
     """
 

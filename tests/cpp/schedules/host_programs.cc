@@ -1,6 +1,6 @@
-// BackwardSync of one host among two: its ranks share memory, and each has a worker
-// that publishes what a partner sends. The partners are not there: what they
-// would send is computed.
+// Backward passes of one host among two: its ranks share memory, and each has a
+// worker that publishes what a partner sends. The partners are not there: what
+// they would send is computed.
 #include <cstring>
 #include <numeric>
 #include <string>

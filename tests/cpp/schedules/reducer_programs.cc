@@ -21,8 +21,8 @@ enum class Who { kNobody, kOddRank, kOthers, kAll };
 struct Kind {
   Who leave_one_out = Who::kNobody;  ///< of the parameters, always the same
   Who allow_it = Who::kNobody;       ///< allow_unused: each rank says its own
-  bool globally_unused =
-      false;  ///< allow_globally_unused, the same on all ranks
+  /// allow_globally_unused, the same on all ranks.
+  bool globally_unused = false;
   Who lack_data = Who::kNobody;  ///< use nothing, and allow that
   Who skip = Who::kNobody;       ///< the backward of a forward
   Who go_on = Who::kNobody;      ///< for two forwards, before a backward
@@ -267,8 +267,8 @@ struct Rank {
     model->fill_with_garbage();
   }
 
-  // The gradients are cleared before the others know: the next backward finds them
-  // as they are then.
+  // The gradients are cleared before the others know: the next backward finds
+  // them as they are then.
   void break_off(int number) {
     mark_some(number, own.below(kParameters + 1));
     if (setting.is_elsewhere) model->fill_with_garbage();

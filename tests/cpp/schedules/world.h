@@ -114,8 +114,8 @@ void add_host_programs(std::vector<Program>& programs);
 
 // --- judges ---
 std::string nobody_raises(const Run& run);
-/// Everybody has the same number of good backward passes, but for the dead, and nobody
-/// went on reducing a backward that was given up.
+/// Everybody has the same number of good backward passes, but for the dead, and
+/// nobody went on reducing a backward that was given up.
 std::string all_agree(const Run& run);
 
 }  // namespace paceline::schedules
