@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import select
@@ -119,6 +120,7 @@ class Job:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[_Channel] = []
         self._why_over = ""
+        self._end_themselves_at_s = math.inf  # workers that are in the last command still
 
     def __enter__(self) -> Job:
         return self
@@ -163,6 +165,7 @@ class Job:
         if self._why_over:
             raise CaseFailed(self._why_over)
         command = {"method": method, "arguments": arguments, "limit_s": limit_s}
+        self._end_themselves_at_s = time.monotonic() + limit_s  # not before it, however late this process is
         for channel in self._channels:
             with contextlib.suppress(OSError):  # a dead rank shows itself in collect()
                 channel.send(command)
@@ -174,8 +177,7 @@ class Job:
         more: they wait for that rank, and its error is the one that matters.
         """
         answers: dict[int, dict[str, Any]] = {}
-        limit = time.monotonic() + limit_s
-        deadline = limit + GRACE_S
+        deadline = time.monotonic() + limit_s + GRACE_S
         while len(answers) < self.world_size:
             waiting = {self._channels[r]: r for r in range(self.world_size) if r not in answers}
             ready = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))[0]
@@ -184,8 +186,8 @@ class Job:
             for channel in ready:
                 rank = waiting[channel]
                 answers[rank] = self._answer_of(rank, deadline)
-                if "gone" in answers[rank] and time.monotonic() >= limit:
-                    answers[rank] = _error(_too_long(limit_s))  # the worker ended itself
+                if "gone" in answers[rank] and time.monotonic() >= self._end_themselves_at_s:
+                    answers[rank] = _error(_too_long(limit_s))
                 if "error" in answers[rank]:
                     deadline = min(deadline, time.monotonic() + patience_s)
         return [answers[rank] for rank in range(self.world_size)]
