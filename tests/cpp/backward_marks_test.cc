@@ -165,7 +165,7 @@ TEST(memory_is_shared_with_other_backwards_of_the_thread_too) {
   CHECK(marks.end_backward(false).empty());
 }
 
-TEST(without_an_buffer_every_gradient_is_brought_by_the_caller) {
+TEST(without_a_buffer_every_gradient_is_brought_by_the_caller) {
   BackwardMarks marks(nullptr, places(1));
   Floats outside{{1, 2}};
   CHECK(

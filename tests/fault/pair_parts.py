@@ -12,7 +12,7 @@ from tests.fault.pairs import Pair, Program, every_pair, every_stop_with_a_death
 
 PROGRAMS: tuple[type[Program], ...] = (
     pair_programs.Training,
-    pair_programs.BackwardSync,
+    pair_programs.Backwards,
     pair_programs.AssignedBackwards,
     pair_programs.BackwardsInBuffer,
     pair_programs.ScatteringBackwards,

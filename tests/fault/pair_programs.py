@@ -41,7 +41,7 @@ def _reduce_and_check(group: Any, array: Array, number: int) -> None:
 # --- backward passes ---
 
 
-class BackwardSync(Program):
+class Backwards(Program):
     """Backward passes whose gradients are each rank's own memory."""
 
     points = BACKWARD
@@ -61,7 +61,7 @@ class BackwardSync(Program):
         return self._got.values()
 
 
-class AssignedBackwards(BackwardSync):
+class AssignedBackwards(Backwards):
     """The same, where each rank has chunks of its own in every bucket."""
 
     assigns_chunks = True

@@ -100,11 +100,9 @@ def test_a_rank_that_was_stopped_in_a_collective_goes_on():
 
 # --- the judgement itself ---
 
-_STOPPED = Pair(
-    pair_programs.BackwardSync, (Strike(Action.STOP, 1, Point.CHUNK_CLAIMED, 0, Point.BEFORE_END),)
-)
-_KILLED = Pair(pair_programs.BackwardSync, (Strike(Action.KILL, 1, Point.CHUNK_CLAIMED),))
-_HELD = Pair(pair_programs.BackwardSync, (Strike(Action.HOLD, 1, Point.CHUNK_CLAIMED, 0, Point.BEFORE_END),))
+_STOPPED = Pair(pair_programs.Backwards, (Strike(Action.STOP, 1, Point.CHUNK_CLAIMED, 0, Point.BEFORE_END),))
+_KILLED = Pair(pair_programs.Backwards, (Strike(Action.KILL, 1, Point.CHUNK_CLAIMED),))
+_HELD = Pair(pair_programs.Backwards, (Strike(Action.HOLD, 1, Point.CHUNK_CLAIMED, 0, Point.BEFORE_END),))
 _LOST = Told(1, "DeadlineError: ...", "a", True)
 
 
@@ -113,8 +111,8 @@ def _ended(*told: Told) -> list[Ended]:
 
 
 def test_a_strike_says_what_it_is():
-    assert str(_STOPPED) == "BackwardSync: stop rank 1 at chunk_claimed when rank 0 has passed before_end"
-    assert str(_KILLED) == "BackwardSync: kill rank 1 at chunk_claimed"
+    assert str(_STOPPED) == "Backwards: stop rank 1 at chunk_claimed when rank 0 has passed before_end"
+    assert str(_KILLED) == "Backwards: kill rank 1 at chunk_claimed"
 
 
 def test_survivors_that_disagree_are_found():

@@ -115,7 +115,7 @@ def test_with_one_bucket_no_order_is_worth_a_question(world):
     assert world.planning(Options(first_bucket_bytes=1 << 30, bucket_cap_bytes=1 << 30)).is_order_final
 
 
-def test_an_buffer_that_is_free_may_be_used_again(world):
+def test_a_buffer_that_is_free_may_be_used_again(world):
     planning = world.planning()
     before = planning.reduction
     planning.adopt_order([0, 1, 2])
@@ -123,7 +123,7 @@ def test_an_buffer_that_is_free_may_be_used_again(world):
     assert "reducer 1 ends" not in world.events  # whoever makes the next one decides
 
 
-def test_gradients_that_live_in_an_buffer_move_before_it_goes(world):
+def test_gradients_that_live_in_a_buffer_move_before_it_goes(world):
     world.any_in_buffer = True
     planning = world.planning()
     world.events.clear()

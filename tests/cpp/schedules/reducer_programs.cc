@@ -93,13 +93,13 @@ struct Backward {
 
 /// How the ranks of one schedule train.
 struct Setting {
-  enum BackwardSync { kAny, kGood, kPlain };
+  enum Backwards { kAny, kGood, kPlain };
 
   bool is_elsewhere;  ///< gradients lie outside of the gradient buffer
   size_t cap_bytes;   ///< of a bucket
   Backward backwards[kBackwards];
 
-  Setting(const Run& run, BackwardSync which) {
+  Setting(const Run& run, Backwards which) {
     Random random = run.shared_random();
     is_elsewhere = random.one_in(2);
     cap_bytes = size_t{256} << random.below(6);
@@ -217,7 +217,7 @@ struct Rank {
   HostGroup group;
   std::optional<Model> model;
 
-  Rank(Run& a_run, int a_rank, Setting::BackwardSync backwards)
+  Rank(Run& a_run, int a_rank, Setting::Backwards backwards)
       : run(a_run),
         rank(a_rank),
         setting(run, backwards),
