@@ -262,7 +262,7 @@ def place_of(setting: Setting, rank: Rank) -> int:
     return 0 if setting.mistake == "one place for what is left out" else rank.number & 1
 
 
-@step("zeros", "Reducer::add_unused", "memset(gradient buffer() + offset")
+@step("zeros", "Reducer::add_unused", "memset(gradient_buffer() + offset")
 def zeros(setting: Setting, state: State, r: int) -> Steps:
     """Buckets that the rank left out and that may be complete all the same."""
     rank = state.ranks[r]
