@@ -3,7 +3,7 @@
 python -m tests.incumbents                                  # all; some two minutes
 python -m tests.incumbents --part ddp --tests 'test_ddp_*'  # those of these names; shows why they stop
 python -m tests.incumbents --subject torch                  # torch's own class, and Gloo; nothing is expected
-python -m tests.incumbents --tables                         # those of docs/design/testing.md
+python -m tests.incumbents --tables                         # those of outcomes.md
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tests.incumbents.outcomes import Part, Stop
 from tests.incumbents.run import Outcome
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "design" / "testing.md"
+PAGE = Path(__file__).with_name("outcomes.md")
 
 STOP = Stop(("test_c",), "_mp_param", "reads `_mp_param`", "test_x", False)
 PART = Part("ddp", ("test_a",), {"needs a GPU": ("test_b",)}, (STOP,))
