@@ -23,8 +23,9 @@ from paceline.errors import (
     TornStepError,
     UnusedParameterError,
 )
+from paceline.sharding.step_exchange import MemoryTravel
 from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer
-from paceline.torch.sharding.travel import travel_in
+from paceline.torch.sharding.ops import OPS
 from tests.harness import ranks
 from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.multiprocess.test_local_sgd import network, place, rows
@@ -129,7 +130,7 @@ def test_a_step_on_one_rank_only_names_the_other_at_the_deadline(rank: int, path
         until_told("given up", [0])
         return
     if path == "memory":  # from here on a short time, for this one wait
-        hasty = travel_in(optimizer._communicator.core.with_patience(0.5, 100.0))
+        hasty = MemoryTravel(optimizer._communicator.core.with_patience(0.5, 100.0), OPS)
         optimizer._steps._barriers._gather = hasty.gather
     else:
         optimizer._communicator._calls.waits._timeout_s = 0.5

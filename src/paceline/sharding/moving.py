@@ -7,11 +7,12 @@ tied layer, a hook) goes on with it. What can't move is refused on all ranks, be
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from paceline import _core
 from paceline.collectives.whole_exchange import WholeExchange
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.peers import Ranks
 from paceline.reducer.replica_check import Entry, check_replicas
 from paceline.rendezvous.exchange import Exchange
@@ -19,7 +20,11 @@ from paceline.rendezvous.messages import gather_objects
 from paceline.rendezvous.model_memory import share_model_memory
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.sharding.announced_writes import OneCopy, lay_out
-from paceline.sharding.shared_parameters import Placing, SharedStorage, Tensor
+from paceline.sharding.framework_ops import FrameworkOps, Tensor, nbytes, numel
+from paceline.sharding.shared_parameters import SharedStorage, refuse_step, storage_of, storages_of
+
+_watched: list[object] = []
+"""The frameworks whose optimizers are looked at before each step."""
 
 
 def move(
@@ -27,7 +32,8 @@ def move(
     tensors: Mapping[str, Tensor],
     peers: Ranks,
     memory: HostMemory,
-    placing: Placing[Tensor],
+    ops: FrameworkOps[Tensor],
+    is_in_backward: Callable[[], bool],
     *,
     are_equal: bool,
     allows_writing: bool,
@@ -39,7 +45,8 @@ def move(
         tensors: By name; alike on all ranks. `refuse_strange` has looked at them.
         peers: The ranks.
         memory: Theirs, on this host.
-        placing: What the framework's tensors can do.
+        ops: The framework's operations.
+        is_in_backward: Whether this thread runs a backward.
         are_equal: Whether all ranks are known to have the same values. False: they are compared.
         allows_writing: Whether the model is to be trained.
 
@@ -47,24 +54,28 @@ def move(
         RegionError: There is not enough memory; on every rank.
         ReplicasDifferError: The ranks have different values.
     """
+    if ops not in _watched:
+        _watched.append(ops)
+        ops.watch_steps(refuse_step)  # there is no way back
     is_one_host = len(memory.hosts) == 1
     exchange: Exchange = WholeExchange(memory.host_group) if is_one_host else peers.exchange
     timeout_s = peers.timeout_s
     if not are_equal:
-        hashes = placing.hashes(list(tensors.values()))
+        whole = [tensor.detach().contiguous() for tensor in tensors.values()]
+        hashes = _core.hash_all([each.data_ptr() for each in whole], [nbytes(each) for each in whole])
         check_replicas(
             [Entry("parameter", name, value) for name, value in zip(tensors, hashes)],
             lambda payload: exchange.all_gather(payload, timeout_s),
             where=f"{owner}, of parameters that are to be one copy",
         )
-    places, nbytes = lay_out({name: placing.extent(tensor) for name, tensor in tensors.items()})
+    places, size = lay_out({name: ops.extent(tensor) for name, tensor in tensors.items()})
     own = next(ranks for ranks in memory.hosts if exchange.rank in ranks)
     # On pages of its own: writing() copies and compares those of the parameters.
-    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     step_table = _core.StepTable.nbytes(len(own))
-    shared = share_model_memory(exchange, own, nbytes + step_table, timeout_s=timeout_s)
-    copy = OneCopy(shared, places, nbytes, exchange, memory.hosts, timeout_s)
-    storage = SharedStorage(copy, memory.host_group, placing, allows_writing=allows_writing)
+    shared = share_model_memory(exchange, own, size + step_table, timeout_s=timeout_s)
+    copy = OneCopy(shared, places, size, exchange, memory.hosts, timeout_s)
+    storage = SharedStorage(copy, memory.host_group, ops, is_in_backward, allows_writing=allows_writing)
     if exchange.rank == own[0]:
         for tensor, place in zip(tensors.values(), places):
             storage.fill(tensor, place)
@@ -74,18 +85,66 @@ def move(
     return storage
 
 
-def refuse_strange(owner: str, problems: Iterable[str], peers: Ranks) -> None:
+def move_out(model: Any) -> None:
+    """Give this process a copy of its own of each parameter and buffer of a model that lies elsewhere."""
+    for storage in storages_of([*model.parameters(), *model.buffers()]):
+        storage.move_out()
+
+
+def share_to_read(
+    owner: str,
+    model: Any,
+    tensors: Mapping[str, Tensor],
+    peers: Ranks,
+    memory: HostMemory,
+    ops: FrameworkOps[Tensor],
+) -> None:
+    """Let all ranks of a host compute with one copy of a model, rank 0's. Collective.
+
+    Args:
+        owner: Who asks for it, for errors.
+        model: Has `parameters()` and `buffers()`.
+        tensors: What is shared of it, by name; alike on all ranks. `refuse_strange` has looked at them.
+        peers: The ranks.
+        memory: Theirs, on this host.
+        ops: The framework's operations.
+
+    Raises:
+        ConfigError: The ranks are on several hosts.
+        RegionError: There is not enough memory; on every rank.
+    """
+    if len(memory.hosts) > 1:
+        raise ConfigError(
+            f"{owner}: the ranks are on several hosts, and share no memory.",
+            seen="; ".join(format_ranks(ranks) for ranks in memory.hosts),
+            hint="pass a group of the ranks of one host, on each host",
+        )
+    move_out(model)
+    move(owner, tensors, peers, memory, ops, lambda: False, are_equal=True, allows_writing=False)
+
+
+def refuse_strange(
+    owner: str,
+    tensors: Mapping[str, Tensor],
+    why_not: Callable[[str, Tensor], str | None],
+    rescaled: Iterable[tuple[str, Tensor]],
+    peers: Ranks,
+    ops: FrameworkOps[Tensor],
+) -> None:
     """Refuse tensors that can't be shared. Collective.
 
     Args:
         owner: Who is to share them, for errors.
-        problems: Why this rank's can't be, each with what to do in a second line.
+        tensors: By name.
+        why_not: Why the framework can't share one of this name, and what to do in a second line.
+        rescaled: Embeddings that change their weight in a forward: name and max_norm as text, and the weight.
         peers: The ranks.
+        ops: The framework's operations.
 
     Raises:
         ConfigError: A rank has one; on every rank.
     """
-    problem = next(iter(problems), "")
+    problem = next(_problems(tensors, why_not, rescaled, ops), "")
     told = [each["problem"] for each in gather_objects(peers.exchange, {"problem": problem}, peers.timeout_s)]
     found = next((text for text in told if text), "")
     if found:
@@ -95,6 +154,28 @@ def refuse_strange(owner: str, problems: Iterable[str], peers: Ranks) -> None:
             seen=f"rank {told.index(found)}: {what}",
             hint=hint,
         )
+
+
+def _problems(
+    tensors: Mapping[str, Tensor],
+    why_not: Callable[[str, Tensor], str | None],
+    rescaled: Iterable[tuple[str, Tensor]],
+    ops: FrameworkOps[Tensor],
+) -> Iterator[str]:
+    """Why these tensors can't be shared, each with what to do in a second line."""
+    for name, tensor in tensors.items():
+        if problem := why_not(name, tensor):
+            yield problem
+        elif (storage := storage_of(tensor)) is not None and storage.is_writing:
+            yield f"'{name}' is being written to\nleave `writing()` first"
+    yield from overlapping((t.data_ptr(), name, ops.extent(t)) for name, t in tensors.items() if numel(t))
+    shared = {id(tensor) for tensor in tensors.values()}
+    for embedding, weight in rescaled:
+        if id(weight) in shared:
+            yield (
+                f"the embedding {embedding}: forward changes its weight\n"
+                "leave max_norm out, and scale the weight within writing()"
+            )
 
 
 def overlapping(ranges: Iterable[tuple[int, str, int]]) -> Iterable[str]:
@@ -108,10 +189,10 @@ def overlapping(ranges: Iterable[tuple[int, str, int]]) -> Iterable[str]:
         ["'a' and 'b' are different parameters in the same memory"]
     """
     previous, end = "", 0
-    for begin, name, nbytes in sorted(ranges):
+    for begin, name, size in sorted(ranges):
         if begin < end:
             yield (
                 f"'{previous}' and '{name}' are different parameters in the same memory\n"
                 "use one parameter object in both places (tied weights), or clone() one of them"
             )
-        previous, end = name, begin + nbytes
+        previous, end = name, begin + size

@@ -10,18 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.communicator import Reduction
 from paceline.reducer.owners import Ranges
+from paceline.sharding.framework_ops import FrameworkOps, Names, Tensor, numel
 
 NO_BACKWARD = -1
 """The backward of a stand-in that none has put in place yet."""
-
-Tensor = TypeVar("Tensor")
 
 
 class StandIn(Protocol):
@@ -39,55 +37,15 @@ class StandIn(Protocol):
 AnyStandIn = TypeVar("AnyStandIn", bound=StandIn)
 
 
-@dataclass(frozen=True)
-class Words:
-    """What a framework's users call things.
-
-    Attributes:
-        wrapper: The class that wraps a model.
-        variable: A wrapped model.
-        clear: The call that clears gradients.
-    """
-
-    wrapper: str
-    variable: str
-    clear: str
-
-
-class Hands(Protocol[Tensor]):
-    """What a framework does with the gradients of the parameters that a plan lists."""
-
-    words: Words
-
-    def put(self, index: int, stand_in: Any) -> None:
-        """Let the parameter's stand-in be in the place of its gradient."""
-        ...
-
-    def found(self, index: int) -> object | None:
-        """What is in the place of a gradient: a stand-in, of whatever plan, or a tensor."""
-        ...
-
-    def cut(self, index: int, begin: int, end: int) -> Tensor:
-        """The mean of these elements where it lies; all of them in the parameter's shape."""
-        ...
-
-    def copy(self, source: Tensor, to: Tensor) -> None:
-        """Copy one part to another."""
-        ...
-
-    def multiply(self, parts: Sequence[Tensor], factor: float) -> None:
-        """Multiply these parts, in place."""
-        ...
-
-
 class Scattered(Generic[Tensor, AnyStandIn]):
     """The means of one model, as a backward that scatters leaves them on this rank.
 
     Args:
         names: The parameters' names.
-        hands: What the framework does.
+        ops: The framework's operations.
+        parameters: Those that the plan lists.
+        places: Where the mean of each lies, where this rank owns it.
         stand_ins: What stands for each gradient.
-        itemsizes: Bytes of an element of each mean.
         ranges: Who owns what of each.
         rank: This rank.
         find_nonfinite: Parameters of the last backward that had a gradient, or a mean, that was not finite.
@@ -100,9 +58,10 @@ class Scattered(Generic[Tensor, AnyStandIn]):
     def __init__(
         self,
         names: Sequence[str],
-        hands: Hands[Tensor],
+        ops: FrameworkOps[Tensor],
+        parameters: Sequence[Tensor],
+        places: Sequence[Tensor],
         stand_ins: Sequence[AnyStandIn],
-        itemsizes: Sequence[int],
         ranges: Sequence[Ranges],
         rank: int,
         find_nonfinite: Callable[[], set[int]],
@@ -111,20 +70,32 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         self.rank = rank
         self.find_nonfinite = find_nonfinite
         self._factors: dict[int, float] = {}  # with which means have been multiplied since the backward
-        self._names, self._hands, self._stand_ins = names, hands, stand_ins
+        self._names, self._ops, self._stand_ins = names, ops, stand_ins
+        self._parameters, self._places = parameters, places
         for stand_in in stand_ins:
             stand_in.of = self
         self._backwards = 0
         self._own = [
             [(each.begin // itemsize, each.end // itemsize) for each in its if each.rank == rank]
-            for its, itemsize in zip(ranges, itemsizes, strict=True)
+            for its, itemsize in zip(ranges, [int(place.element_size()) for place in places], strict=True)
         ]
         self._parts = {
-            (index, begin, end): hands.cut(index, begin, end)
+            (index, begin, end): self._cut(index, begin, end)
             for index, its in enumerate(self._own)
             for begin, end in its
         }
         self._here: list[int] = []
+
+    def _cut(self, index: int, begin: int, end: int) -> Tensor:
+        """The mean of these elements where it lies; all of them in the parameter's shape."""
+        place = self._places[index]
+        part: Tensor = place if end - begin == numel(place) else self._ops.flat(place)[begin:end]
+        return part
+
+    def _found(self, index: int) -> object | None:
+        """What is in the place of a gradient: a stand-in, of whatever plan, or a tensor."""
+        found: object | None = self._ops.gradient(self._parameters[index])
+        return found
 
     def name(self, index: int) -> str:
         """The parameter's."""
@@ -146,14 +117,14 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         self._here = list(indices)
         for index in self._here:
             self._stand_ins[index].of_backward = self.of_backward
-            self._hands.put(index, self._stand_ins[index])
+            self._ops.put_stand_in(self._parameters[index], self._stand_ins[index])
 
     def give_up(self) -> None:
         """A backward has raised: what gradients are now is of no use to anybody."""
         self.of_backward = 0
         for index in range(len(self._names)):
-            if self._hands.found(index) is not None:
-                self._hands.put(index, self._stand_ins[index])
+            if self._found(index) is not None:
+                self._ops.put_stand_in(self._parameters[index], self._stand_ins[index])
 
     def move_from(self, before: Scattered[Tensor, AnyStandIn]) -> None:
         """Take over the means of another plan for the same parts, and what stands for them."""
@@ -161,8 +132,8 @@ class Scattered(Generic[Tensor, AnyStandIn]):
             before.of_backward = 0
             return
         for key, part in self._parts.items():
-            self._hands.copy(before._parts[key], part)
-        here = [i for i in before._here if self._hands.found(i) is before._stand_ins[i]]
+            self._ops.copy(before._parts[key], part)
+        here = [i for i in before._here if self._found(i) is before._stand_ins[i]]
         self.put(here)
         self._factors.update(before._factors)
         before.of_backward = 0
@@ -178,8 +149,8 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         raise ConfigError(
             f"The gradient of '{self._names[index]}' is not there any more.",
             seen='reduce="scatter": it is that of an earlier backward, or of one that has raised',
-            hint=f"{self._hands.words.clear} before each backward, and a step only after a backward that has "
-            "not raised",
+            hint=f"{self._ops.names.clearing} before each backward, and a step only after a backward "
+            "that has not raised",
         )
 
     def part(self, index: int, begin: int, end: int) -> Tensor:
@@ -195,7 +166,7 @@ class Scattered(Generic[Tensor, AnyStandIn]):
             is_own = any(first <= begin and end <= last for first, last in self._own[index])
             if not is_own and begin < end:
                 raise self._not_owned(index)
-            part = self._parts[index, begin, end] = self._hands.cut(index, begin, end)
+            part = self._parts[index, begin, end] = self._cut(index, begin, end)
         return part
 
     def _not_owned(self, index: int) -> ConfigError:
@@ -218,7 +189,7 @@ class Scattered(Generic[Tensor, AnyStandIn]):
             ConfigError: One was left, or replaced.
         """
         for index in range(len(self._names)):
-            found = self._hands.found(index)
+            found = self._found(index)
             if found is None and index not in self._here:
                 continue
             if found is not self._stand_ins[index]:
@@ -266,7 +237,7 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         if not factor >= 1.0:
             parts = [part for index in self._here for part in self.own_parts(index)]
             if parts:
-                self._hands.multiply(parts, factor)
+                self._ops.scale(parts, factor)
             self.note_factor(self._here, factor)
         return norm
 
@@ -284,9 +255,9 @@ def _only_two_norm(norm_type: float) -> ConfigError:
 
 def scatter(
     names: Sequence[str],
-    hands: Hands[Tensor],
+    ops: FrameworkOps[Tensor],
+    parameters: Sequence[Tensor],
     make_stand_in: Callable[[int], AnyStandIn],
-    itemsizes: Sequence[int],
     reduction: Reduction[Tensor],
     rank: int,
     before: Scattered[Tensor, AnyStandIn] | None,
@@ -295,9 +266,9 @@ def scatter(
 
     Args:
         names: The parameters' names.
-        hands: What the framework does.
+        ops: The framework's operations.
+        parameters: The parameters.
         make_stand_in: Makes what stands for the gradient of a parameter.
-        itemsizes: Bytes of an element of each mean.
         reduction: A new one.
         rank: This rank.
         before: The means of the reduction that it replaces, which move.
@@ -307,9 +278,10 @@ def scatter(
     reducer = reduction.reducer
     means = Scattered(
         names,
-        hands,
+        ops,
+        parameters,
+        reduction.places,
         [make_stand_in(index) for index in range(len(names))],
-        itemsizes,
         reduction.owned,
         rank,
         lambda: {*(index for _, index in reducer.nonfinite()), *reducer.overflowed()},
@@ -319,17 +291,17 @@ def scatter(
     return means
 
 
-def left_over(name: str, where: str, words: Words) -> ConfigError:
+def left_over(name: str, where: str, words: Names) -> ConfigError:
     """The error of a gradient that is to be averaged although its stand-in is still there."""
     return ConfigError(
         f"{words.wrapper} cannot average the gradient of '{name}' once more.",
         where=where,
         seen='reduce="scatter": .grad stands for the mean of an earlier backward, of which a rank has a part',
-        hint=f"{words.clear} before each backward; accumulate within {words.variable}.no_sync()",
+        hint=f"{words.clearing} before each backward; accumulate within {words.variable}.no_sync()",
     )
 
 
-def refuse_sparse(words: Words, names: Sequence[str]) -> None:
+def refuse_sparse(words: Names, names: Sequence[str]) -> None:
     """Raise if parameters have sparse gradients, which no rank gets a part of.
 
     Args:

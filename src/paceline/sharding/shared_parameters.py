@@ -12,80 +12,17 @@ The one idea: a parameter stays the object that users and optimizers hold, and a
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, cast
 
 from paceline import _core
 from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.backward_errors import shorten
 from paceline.sharding.announced_writes import OneCopy, Place
+from paceline.sharding.framework_ops import FrameworkOps, Tensor
 from paceline.sharding.partial_steps import torn, torn_error
-
-Tensor = TypeVar("Tensor", bound=Any)  # of any framework, with data_ptr()
-
-
-@dataclass(frozen=True)
-class WrapperNames:
-    """How users call what shares parameters, for errors.
-
-    Attributes:
-        wrapper: The class.
-        variable: An object of it.
-        loading: Its method that loads values.
-        moving: What gives a parameter other memory.
-    """
-
-    wrapper: str
-    variable: str
-    loading: str
-    moving: str
-
-
-class Placing(Protocol[Tensor]):
-    """What sharing asks of a framework's tensors, which are on the CPU."""
-
-    names: WrapperNames
-
-    def extent(self, tensor: Tensor) -> int:
-        """Bytes from its first element to its last."""
-        ...
-
-    def view(self, like: Tensor, pointer: int, nbytes: int, owner: object) -> Tensor:
-        """A tensor over these bytes, of the shape, dtype and strides of another, which keeps `owner` alive.
-
-        In a storage of its own: one saved parameter is not the whole model.
-        """
-        ...
-
-    def own_copy(self, tensor: Tensor) -> Tensor:
-        """The same values, shape and strides in memory of this process alone."""
-        ...
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Write the values of one to the other, where it lies."""
-        ...
-
-    def lay(self, parameter: Tensor, values: Tensor) -> None:
-        """Let a parameter, which stays the same object, lie where these values do."""
-        ...
-
-    def note_writes(self, parameters: Sequence[Tensor]) -> None:
-        """Let autograd know of a write to each."""
-        ...
-
-    def is_in_backward(self) -> bool:
-        """Whether this thread runs a backward."""
-        ...
-
-    def hashes(self, tensors: Sequence[Tensor]) -> Sequence[int]:
-        """A hash of the values of each."""
-        ...
-
-    def version(self, tensor: Tensor) -> int:
-        """Counts the writes to it."""
-        ...
 
 
 class SharedStorage(Generic[Tensor]):
@@ -94,7 +31,8 @@ class SharedStorage(Generic[Tensor]):
     Args:
         copy: The memory, and writes to it that count for all.
         core: The ranks of this host, in a group of its own kind: they number from 0 there.
-        placing: What the framework's tensors can do.
+        ops: The framework's operations.
+        is_in_backward: Whether this thread runs a backward.
         allows_writing: Whether the model is trained; False: it is only read (`share()`).
 
     Attributes:
@@ -104,9 +42,16 @@ class SharedStorage(Generic[Tensor]):
     """
 
     def __init__(
-        self, copy: OneCopy, core: _core.HostGroup, placing: Placing[Tensor], *, allows_writing: bool
+        self,
+        copy: OneCopy,
+        core: _core.HostGroup,
+        ops: FrameworkOps[Tensor],
+        is_in_backward: Callable[[], bool],
+        *,
+        allows_writing: bool,
     ) -> None:
-        self.copy, self.core, self.placing, self.allows_writing = copy, core, placing, allows_writing
+        self.copy, self.core, self.ops, self.allows_writing = copy, core, ops, allows_writing
+        self.is_in_backward = is_in_backward
         self.rank, self.world_size = core.rank, core.world_size
         # Beside the values, in the same memory, which outlives the ranks.
         memory = copy.memory
@@ -126,13 +71,13 @@ class SharedStorage(Generic[Tensor]):
         """Write a parameter's values to its place, on one rank of the host."""
         if place.nbytes:
             target = self._view(parameter, self.copy.memory.writable + place.begin, place.nbytes)
-            self.placing.copy(parameter, target)
+            self.ops.copy(parameter, target)
 
     def move_in(self, parameter: Tensor, place: Place) -> None:
         """Let a parameter have its elements here, where rank 0's values are already."""
         if place.nbytes:
             values = self._view(parameter, self.copy.memory.values + place.begin, place.nbytes)
-            self.placing.lay(parameter, values)
+            self.ops.lay(parameter, values)
         self._parameters.append((weakref.ref(parameter), parameter.data_ptr()))
         _register(parameter, self)
 
@@ -140,9 +85,9 @@ class SharedStorage(Generic[Tensor]):
         """Give this rank a copy of its own of each parameter that is still here."""
         held = list(self._held())
         if not self._step_table_to_read.is_whole:
-            torn.mark(held, self.placing.version, self._tell_missing())
+            torn.mark(held, self.ops.version, self._tell_missing())
         for parameter in held:
-            self.placing.lay(parameter, self.placing.own_copy(parameter))
+            self.ops.lay(parameter, self.ops.own_copy(parameter))
             _storages.pop(id(parameter), None)
 
     def writable(self, parameter: Tensor) -> Tensor:
@@ -150,7 +95,7 @@ class SharedStorage(Generic[Tensor]):
 
         Not within `writing()`, whose changes are seen by nobody before its end.
         """
-        nbytes = self.placing.extent(parameter)
+        nbytes = self.ops.extent(parameter)
         if not nbytes:
             return cast(Tensor, parameter.detach())
         memory = self.copy.memory
@@ -158,7 +103,7 @@ class SharedStorage(Generic[Tensor]):
 
     def note_writes(self) -> None:
         """The elements have been written to: a backward that needs the old values raises, as always."""
-        self.placing.note_writes(list(self._held()))
+        self.ops.count_writes(list(self._held()))
 
     def missing_parts(self) -> list[int]:
         """The ranks of this host that have not written their parts of the last step."""
@@ -190,7 +135,7 @@ class SharedStorage(Generic[Tensor]):
             TornStepError: A rank was lost in the middle of a step.
         """
         self.raise_stray_write()
-        self.check_whole(self.placing.names.wrapper)
+        self.check_whole(self.ops.names.wrapper)
         for (reference, address), place in zip(self._parameters, self.copy.places):
             parameter = reference()
             if parameter is not None and parameter.data_ptr() != address:
@@ -201,7 +146,7 @@ class SharedStorage(Generic[Tensor]):
         offset = self.copy.memory.take_stray_write()
         if offset < 0:
             return
-        names = self.placing.names
+        names = self.ops.names
         hint = (
             f"make the change in `with {names.variable}.writing():`, on every rank; {names.loading} does so "
             "itself"
@@ -226,7 +171,7 @@ class SharedStorage(Generic[Tensor]):
         raise ConfigError(
             "Parameters that all ranks of a host share were moved out of the shared memory on this rank.",
             seen=f"{shorten(moved)} ({len(moved)} of {len(self._parameters)})",
-            likely=f"{self.placing.names.moving} after wrapping: this rank would go on with its own copy",
+            likely=f"{self.ops.names.moving} after wrapping: this rank would go on with its own copy",
             hint="convert the model first, then wrap it with share_parameters=True, on every rank",
             parameter=first.name,
         )
@@ -238,7 +183,9 @@ class SharedStorage(Generic[Tensor]):
                 yield parameter
 
     def _view(self, parameter: Tensor, pointer: int, nbytes: int) -> Tensor:
-        return self.placing.view(parameter, pointer, nbytes, self.copy.memory)
+        memory = (ctypes.c_char * nbytes).from_address(pointer)
+        memory.owner = self.copy.memory  # type: ignore[attr-defined]
+        return self.ops.over(memory, 0, nbytes, parameter.dtype, parameter.shape, parameter)
 
 
 # By identity: tensors compare element by element. An entry goes when its parameter does.
@@ -315,7 +262,7 @@ def written(storage: SharedStorage[Tensor] | None) -> Iterator[None]:
         return
     storage.raise_stray_write()
     storage.check_whole("writing()")
-    if storage.placing.is_in_backward():
+    if storage.is_in_backward():
         raise ConfigError(
             "writing(): a backward is running, which may need the old values.",
             likely="a hook, or an optimizer that steps within backward",
@@ -355,7 +302,7 @@ def refuse_step(optimizer: object, parameters: Iterable[Tensor]) -> None:
 
 
 def _refused(name: str, storage: SharedStorage[Any]) -> ConfigError:
-    names = storage.placing.names
+    names = storage.ops.names
     if not storage.allows_writing:
         return ConfigError(
             f"{name}.step: its parameters are those of a model that several processes share to read.",
@@ -384,7 +331,7 @@ def check_step_allowed(storage: SharedStorage[Any], owner: str, world_size: int)
     Raises:
         ConfigError: Says why.
     """
-    names = storage.placing.names
+    names = storage.ops.names
     if not storage.allows_writing:
         raise ConfigError(
             f"{owner}: its parameters are those of a model that several processes share to read.",

@@ -20,8 +20,8 @@ from paceline.sharding.lost_ranks import COMPLETE, HALF, NOTHING_WRITTEN, is_los
 from paceline.sharding.partial_steps import torn, torn_error
 from paceline.sharding.shared_parameters import storage_of
 from paceline.sharding.step_barriers import Call, Facts, StepBarriers, hash_options
+from paceline.sharding.step_exchange import IDLE, Travel
 from paceline.sharding.step_tables import Complete, StepTables
-from paceline.sharding.travel import IDLE, Travel
 
 OWNER = "ShardedOptimizer"
 # How a rank has fared with its part of a step.

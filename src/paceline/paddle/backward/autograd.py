@@ -29,7 +29,8 @@ from paceline.paddle.backward.sparse import SparseMeans
 from paceline.paddle.communicator.communicators import Communicator, average_buffers
 from paceline.paddle.model.config import DataParallelConfig
 from paceline.paddle.model.parameters import ManagedTensors
-from paceline.paddle.sharding.scattered_gradients import PaddleHands, Scattered
+from paceline.paddle.sharding.ops import OPS
+from paceline.paddle.sharding.scattered_gradients import Scattered
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.front_end import FrontEnd
 from paceline.reducer.backward.graphs import EndOfBackward, Graph
@@ -302,7 +303,7 @@ def make_sync(
         reduce_dtype=config.precision.reduce_dtype,
     )
     if config.scatters:
-        refuse_sparse(PaddleHands.words, list(tensors.sparse))
+        refuse_sparse(OPS.names, list(tensors.sparse))
     autograd = PaddleAutograd(tensors, state, gradients)
     autograd.weights = PaddleWeights(tensors.all_trainable, state, autograd.keep_error, autograd.is_foreign)
     front_end = FrontEnd(

@@ -20,7 +20,8 @@ import paddle
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.model.parameters import ManagedTensors, dtype_name, nbytes
-from paceline.paddle.sharding.scattered_gradients import PaddleHands, Scattered, ScatteredGradient, held
+from paceline.paddle.sharding.ops import OPS
+from paceline.paddle.sharding.scattered_gradients import Scattered, ScatteredGradient, held
 from paceline.reducer.backward.state import BackwardState
 from paceline.reducer.communicator import Reduction
 from paceline.reducer.plan import ParameterSpec
@@ -82,9 +83,9 @@ class Gradients:
         names = self._names
         self.scattered = scatter(
             names,
-            PaddleHands(self._parameters, self._places),
+            OPS,
+            self._parameters,
             lambda index: ScatteredGradient(names[index], index),
-            [int(place.element_size()) for place in self._places],
             reduction,
             self._rank,
             self.scattered,
@@ -154,7 +155,7 @@ class Gradients:
             ConfigError: The gradient of an earlier backward was not cleared.
         """
         if self.scattered is not None and internals.stand_in_of(self._parameters[index]) is not None:
-            raise left_over(self._names[index], self._state.where, PaddleHands.words)
+            raise left_over(self._names[index], self._state.where, OPS.names)
 
     def count(self, index: int) -> None:
         """Let the gradient count even if it was cleared: Paddle would replace it in the next backward."""
@@ -271,7 +272,7 @@ class Gradients:
 
         def hand_over() -> None:
             if internals.stand_in_of(parameter) is not None and index not in state.handed:
-                state.refuse(index, left_over(self._names[index], state.where, PaddleHands.words))
+                state.refuse(index, left_over(self._names[index], state.where, OPS.names))
                 return
             gradient = take(index)
             if gradient is not None:

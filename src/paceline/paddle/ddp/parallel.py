@@ -38,8 +38,8 @@ from paceline.paddle.model.arguments import check_views, checked_group, checked_
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
-from paceline.paddle.sharding.guards import StateDictGuard
-from paceline.paddle.sharding.shared_storage import move, move_out, refuse_strange
+from paceline.paddle.sharding.ops import OPS
+from paceline.paddle.sharding.shared_storage import StateDictGuard, refuse_strange
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.backward.micro_batches import as_weight
 from paceline.reducer.backward.uneven import joining
@@ -50,6 +50,7 @@ from paceline.reducer.local_sgd.members import Members, join_member
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.start import refuse_latecomers
+from paceline.sharding.moving import move, move_out
 from paceline.sharding.partial_steps import torn
 from paceline.sharding.shared_parameters import written
 from paceline.trace.recording import recording
@@ -278,6 +279,7 @@ class DataParallel(WrappedModel, PaddleNames):
                 self._tensors.all_parameters,
                 peers,
                 peers.share_hosts(),
+                OPS,
                 lambda: bool(calls.depth),
                 are_equal=self._config.init_sync and is_first,
                 allows_writing=True,

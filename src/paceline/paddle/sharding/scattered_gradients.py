@@ -7,7 +7,6 @@ stands for: `paceline.sharding.scattered_gradients`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NoReturn, TypeAlias
 
 import paddle
@@ -15,7 +14,7 @@ import paddle
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.sharding import scattered_gradients
-from paceline.sharding.scattered_gradients import NO_BACKWARD, Words
+from paceline.sharding.scattered_gradients import NO_BACKWARD
 
 
 class ScatteredGradient:
@@ -55,40 +54,6 @@ class ScatteredGradient:
 
 
 Scattered: TypeAlias = scattered_gradients.Scattered[paddle.Tensor, ScatteredGradient]
-
-
-class PaddleHands:
-    """See `paceline.sharding.scattered_gradients.Hands`.
-
-    Args:
-        parameters: Those that the plan lists.
-        places: Where the mean of each lies, where this rank owns it.
-    """
-
-    words = Words("DataParallel", "model", "optimizer.clear_grad()")
-
-    def __init__(self, parameters: Sequence[paddle.Tensor], places: Sequence[paddle.Tensor]) -> None:
-        self._parameters, self._places = parameters, places
-
-    def put(self, index: int, stand_in: ScatteredGradient) -> None:
-        internals.put_stand_in(self._parameters[index], stand_in)
-
-    def found(self, index: int) -> object | None:
-        return held(self._parameters[index])
-
-    def cut(self, index: int, begin: int, end: int) -> paddle.Tensor:
-        place = self._places[index]
-        if end - begin == int(place.size):
-            return place
-        return paddle.view(place, [int(place.size)])[begin:end]
-
-    def copy(self, source: paddle.Tensor, to: paddle.Tensor) -> None:
-        to.copy_(source, True)
-
-    def multiply(self, parts: Sequence[paddle.Tensor], factor: float) -> None:
-        with paddle.no_grad():
-            for part in parts:
-                part.scale_(factor)
 
 
 def held(parameter: paddle.Tensor) -> paddle.Tensor | ScatteredGradient | None:

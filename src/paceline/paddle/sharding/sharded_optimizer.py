@@ -38,11 +38,11 @@ from paceline.paddle.sharding.groups import (
     maker_of_trials,
     spelled_options,
 )
+from paceline.paddle.sharding.ops import OPS
 from paceline.paddle.sharding.optimizer_journal import PaddlePart, slots_of
 from paceline.paddle.sharding.scattered_gradients import ScatteredGradient
 from paceline.paddle.sharding.shards import Gradient, Shards, extent_of
 from paceline.paddle.sharding.shared_storage import SharedStorage
-from paceline.paddle.sharding.travel import travel_over
 from paceline.paddle.sharding.whole_state import LoadedState, gather_state, make_state, put_together
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.backward.sharing import registry
@@ -55,6 +55,7 @@ from paceline.sharding.kinds import Kind
 from paceline.sharding.partial_steps import torn
 from paceline.sharding.shared_step import OWNER, SharedStep, coupled, no_step, refuse_copies
 from paceline.sharding.step_barriers import Call
+from paceline.sharding.step_exchange import exchange_over
 
 _Found = TypeVar("_Found")
 _OF_ALL_PARAMETERS = ("_parameter_list", "_param_groups", "_grad_clip", "_default_dict")
@@ -178,7 +179,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             self._communicator,
             None
             if self._communicator is None
-            else travel_over(self._communicator, on_host=_are_on_host(everything)),
+            else exchange_over(self._communicator, OPS, on_host=_are_on_host(everything)),
             lambda: spelled_options(whole),
             lambda: {name: repr(value) for name, value in spelled_options(whole).items()},
         )

@@ -8,13 +8,14 @@ from typing import Any, TypeVar
 import paddle
 
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError, format_ranks
 from paceline.paddle import internals
 from paceline.paddle.communicator.peers import find_peers, known_exchange
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.parameters import describe_tensor
-from paceline.paddle.sharding.shared_storage import move, move_out, refuse_strange
+from paceline.paddle.sharding.ops import OPS
+from paceline.paddle.sharding.shared_storage import refuse_strange
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.sharding.moving import share_to_read
 
 _Layer = TypeVar("_Layer", bound=Any)  # Paddle's class is Any to mypy
 
@@ -61,17 +62,9 @@ def share(layers: _Layer, group: Any = None, *, timeout_s: float | timedelta | N
     buffers = {name: b for name, b in named if internals.has_memory(b)}
     description = ModelDescription(_described(parameters), _described(buffers), {}, doing="share the model")
     check_agreement(description, peers.exchange, peers.timeout_s)
-    memory = peers.share_hosts()
-    if len(memory.hosts) > 1:
-        raise ConfigError(
-            "share: the ranks are on several hosts, and share no memory.",
-            seen="; ".join(format_ranks(ranks) for ranks in memory.hosts),
-            hint="pass a group of the ranks of one host, on each host",
-        )
     tensors = parameters | buffers
     refuse_strange("share", layers, tensors, peers)
-    move_out(layers)
-    move("share", tensors, peers, memory, lambda: False, are_equal=True, allows_writing=False)
+    share_to_read("share", layers, tensors, peers, peers.share_hosts(), OPS)
     return layers
 
 

@@ -1,153 +1,66 @@
-"""Where Paddle's parameters live: what `sharding.shared_parameters` asks of its tensors.
-
-The one idea: a parameter's memory is exchanged beneath it, so it stays the object, and keeps the name, by
-which layers and optimizers know it.
-"""
+"""Paddle's parameters in memory that the ranks of a host share."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import paddle
 from paddle import nn
 
-from paceline import _core
 from paceline.paddle import internals
-from paceline.paddle.communicator.peers import Peers
-from paceline.paddle.model.parameters import nbytes
-from paceline.rendezvous.shared_memory import HostMemory
+from paceline.paddle.sharding.ops import OPS
+from paceline.reducer.peers import Ranks
 from paceline.sharding import moving, shared_parameters
-from paceline.sharding.moving import overlapping
-from paceline.sharding.shared_parameters import WrapperNames, refuse_step, storage_of, storages_of
+from paceline.sharding.shared_parameters import check_whole
 
 SharedStorage = shared_parameters.SharedStorage[paddle.Tensor]
-_LEAVE = "set parameter.no_sync = True; or train without sharing parameters"
-_is_watching = False
 
 
-class PaddlePlacing:
-    """See `Placing`.
-
-    Args:
-        is_in_backward: Whether this thread runs a backward.
-    """
-
-    names = WrapperNames(
-        wrapper="DataParallel",
-        variable="model",
-        loading="model.set_state_dict()",
-        moving="layer.to(), or another conversion",
-    )
-
-    def __init__(self, is_in_backward: Callable[[], bool]) -> None:
-        self.is_in_backward = is_in_backward
-
-    def extent(self, tensor: paddle.Tensor) -> int:
-        return nbytes(tensor)
-
-    def view(self, like: paddle.Tensor, pointer: int, nbytes: int, owner: object) -> paddle.Tensor:
-        memory = (ctypes.c_char * nbytes).from_address(pointer)
-        memory.owner = owner  # type: ignore[attr-defined]
-        array: np.ndarray[Any, Any] = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]
-        return internals.over(array, like.dtype).reshape(like.shape)
-
-    def own_copy(self, tensor: paddle.Tensor) -> paddle.Tensor:
-        return tensor.detach().clone()
-
-    def copy(self, source: paddle.Tensor, target: paddle.Tensor) -> None:
-        with paddle.no_grad():
-            paddle.assign(source, target)
-
-    def lay(self, parameter: paddle.Tensor, values: paddle.Tensor) -> None:
-        internals.lay_into(parameter, values)
-
-    def note_writes(self, parameters: Sequence[paddle.Tensor]) -> None:
-        internals.count_writes(parameters)
-
-    def version(self, tensor: paddle.Tensor) -> int:
-        return int(tensor.inplace_version)
-
-    def hashes(self, tensors: Sequence[paddle.Tensor]) -> Sequence[int]:
-        whole = [tensor.detach().contiguous() for tensor in tensors]
-        return _core.hash_all([each.data_ptr() for each in whole], [nbytes(each) for each in whole])
+def refuse_strange(owner: str, layer: nn.Layer, tensors: Mapping[str, paddle.Tensor], peers: Ranks) -> None:
+    """Refuse tensors of a layer that can't be shared: see `paceline.sharding.moving`. Collective."""
+    rescaled = [
+        (f"'{name}' has a max_norm", child.weight)
+        for name, child in layer.named_sublayers(include_self=True)
+        if isinstance(child, nn.Embedding) and internals.has_max_norm(child)
+    ]
+    moving.refuse_strange(owner, tensors, _why_not_shared, rescaled, peers, OPS)
 
 
-def move(
-    owner: str,
-    tensors: Mapping[str, paddle.Tensor],
-    peers: Peers,
-    memory: HostMemory,
-    is_in_backward: Callable[[], bool],
-    *,
-    are_equal: bool,
-    allows_writing: bool,
-) -> SharedStorage:
-    """See `reducer.moving.move`.
+def _why_not_shared(name: str, tensor: paddle.Tensor) -> str | None:
+    leave = "set parameter.no_sync = True; or train without sharing parameters"
+    if not tensor.is_dense():
+        return f"'{name}' is no dense tensor\n{leave}"
+    if not tensor.place.is_cpu_place():
+        hint = 'paddle.set_device("cpu") before the model is built'
+        return f"'{name}' is on {tensor.place}, and not in the memory of the host\n{hint}"
+    if not tensor.is_contiguous():
+        return f"the elements of '{name}' do not lie one after the other\n{leave}"
+    return None
+
+
+class StateDictGuard:
+    """See `paddle.nn.Layer.register_state_dict_hook`.
 
     Args:
-        is_in_backward: Whether this thread runs a backward.
+        layer: Whose state is looked at; None: no layer's.
     """
-    _watch_optimizers()
-    placing = PaddlePlacing(is_in_backward)
-    return moving.move(
-        owner, tensors, peers, memory, placing, are_equal=are_equal, allows_writing=allows_writing
-    )
 
+    def __init__(self, layer: nn.Layer | None) -> None:
+        self._layer = layer
 
-def move_out(layer: nn.Layer) -> None:
-    """Give this process a copy of its own of each parameter of a layer that lies elsewhere."""
-    for storage in storages_of([*layer.parameters(), *layer.buffers()]):
-        storage.move_out()
+    def __call__(self, destination: dict[str, Any]) -> None:
+        """Let the state pass.
 
+        Raises:
+            TornStepError: The parameters hold half of an optimizer's step, in which a rank was lost.
+        """
+        if self._layer is not None:
+            check_whole(f"{type(self._layer).__name__}.state_dict", self._layer.parameters())
 
-def refuse_strange(owner: str, layer: nn.Layer, tensors: Mapping[str, paddle.Tensor], peers: Peers) -> None:
-    """Refuse tensors that can't be shared. Collective.
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictGuard:
+        """A copy of a layer has parameters of its own, of which nothing is known."""
+        return StateDictGuard(None)
 
-    Args:
-        owner: Who is to share them, for errors.
-        layer: Holds them.
-        tensors: By name.
-        peers: The ranks.
-
-    Raises:
-        ConfigError: A rank has one; on every rank.
-    """
-    moving.refuse_strange(owner, _problems(layer, tensors), peers)
-
-
-def _problems(layer: nn.Layer, tensors: Mapping[str, paddle.Tensor]) -> Iterator[str]:
-    """Why these parameters can't be shared, each with what to do in a second line."""
-    for name, tensor in tensors.items():
-        if not tensor.is_dense():
-            yield f"'{name}' is no dense tensor\n{_LEAVE}"
-        elif not tensor.place.is_cpu_place():
-            hint = 'paddle.set_device("cpu") before the model is built'
-            yield f"'{name}' is on {tensor.place}, and not in the memory of the host\n{hint}"
-        elif not tensor.is_contiguous():
-            yield f"the elements of '{name}' do not lie one after the other\n{_LEAVE}"
-        elif (storage := storage_of(tensor)) is not None and storage.is_writing:
-            yield f"'{name}' is being written to\nleave `writing()` first"
-    yield from overlapping((t.data_ptr(), name, nbytes(t)) for name, t in tensors.items() if t.size)
-    shared = {id(tensor) for tensor in tensors.values()}
-    for name, child in layer.named_sublayers(include_self=True):
-        if isinstance(child, nn.Embedding) and internals.has_max_norm(child) and id(child.weight) in shared:
-            yield (
-                f"the embedding '{name}' has a max_norm: forward changes its weight\n"
-                "leave max_norm out, and scale the weight within writing()"
-            )
-
-
-def _watch_optimizers() -> None:
-    """From now on, look at each optimizer of this process before its step. Once; there is no way back."""
-    global _is_watching
-    if not _is_watching:
-        _is_watching = True
-        internals.watch_steps(lambda optimizer: refuse_step(optimizer, _parameters_of(optimizer)))
-
-
-def _parameters_of(optimizer: Any) -> Iterator[paddle.Tensor]:
-    for group in internals.groups_of(optimizer):
-        yield from group["params"]
+    def __reduce__(self) -> tuple[type[StateDictGuard], tuple[None]]:
+        return StateDictGuard, (None,)

@@ -51,7 +51,8 @@ from paceline.torch.communicator.communicators import average_buffers
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.sharding.scattered_gradients import Scattered, ScatteredGradient, TorchHands
+from paceline.torch.sharding.ops import OPS
+from paceline.torch.sharding.scattered_gradients import Scattered, ScatteredGradient
 from paceline.trace.recording import recording
 
 _DROPPED_WITHIN_S = 5.0  # by autograd's thread, which needs the interpreter's lock for it
@@ -338,7 +339,7 @@ def make_sync(
     state = BackwardState(communicator.rank, communicator.world_size)
     gradients = Gradients(tensors, state, config, communicator.rank)
     if config.scatters:
-        refuse_sparse(TorchHands.words, [tensors.names[index] for index in sorted(tensors.sparse)])
+        refuse_sparse(OPS.names, [tensors.names[index] for index in sorted(tensors.sparse)])
     weights = TorchWeights(tensors.trainable, state)
     sparse = [(index, tensors.trainable[index]) for index in sorted(tensors.sparse)]
     buffers, notes = make_buffer_sync(tensors, communicator, config), make_notes(tensors.trainable)

@@ -25,7 +25,8 @@ from paceline.sharding.scattered_gradients import left_over
 from paceline.torch.communicator.gradient_buffer import extent
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.parameters import other_gradients
-from paceline.torch.sharding.scattered_gradients import ScatteredGradient, TorchHands
+from paceline.torch.sharding.ops import OPS
+from paceline.torch.sharding.scattered_gradients import ScatteredGradient
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[BackwardState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
@@ -169,7 +170,7 @@ def taking_hook(
             state.status.twice = index
             return
         if type(gradient) is ScatteredGradient:  # autograd has brought nothing, and cannot add to it
-            state.refuse(index, left_over(name, state.where, TorchHands.words))
+            state.refuse(index, left_over(name, state.where, OPS.names))
             return
         if (
             gradient is None

@@ -33,7 +33,8 @@ from paceline.torch.communicator.gradient_buffer import extent
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.inner_tensors import is_plain
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.sharding.scattered_gradients import Scattered, ScatteredGradient, TorchHands
+from paceline.torch.sharding.ops import OPS
+from paceline.torch.sharding.scattered_gradients import Scattered, ScatteredGradient
 
 
 class Gradients:
@@ -90,13 +91,12 @@ class Gradients:
         self._make_hooks()
 
     def _scatter(self, reduction: Reduction[torch.Tensor]) -> None:
-        names, parameters, places = self._names, self._parameters, reduction.places
-        hands, sizes = TorchHands(parameters, places), [place.itemsize for place in places]
+        names, parameters = self._names, self._parameters
 
         def stand_in(index: int) -> ScatteredGradient:
             return ScatteredGradient(names[index], index, parameters[index])
 
-        self.scattered = scatter(names, hands, stand_in, sizes, reduction, self._rank, self.scattered)
+        self.scattered = scatter(names, OPS, parameters, stand_in, reduction, self._rank, self.scattered)
 
     def share(self, indices: set[int]) -> None:
         self._shared = indices

@@ -32,6 +32,7 @@ from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.members import Members, join_member
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.rendezvous.start import refuse_latecomers
+from paceline.sharding.moving import move, move_out
 from paceline.sharding.partial_steps import torn
 from paceline.torch.backend.init_process_group import membership_of_default_group
 from paceline.torch.backward.autograd import TorchBackwardSync, make_buffer_sync, make_sync
@@ -50,8 +51,8 @@ from paceline.torch.model.compiling import refuse_compiled_autograd, untraced, u
 from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.model.precision import cast_buffers, run_in
-from paceline.torch.sharding.guards import check_before_state_dict
-from paceline.torch.sharding.moving import move, move_out, refuse_strange
+from paceline.torch.sharding.ops import OPS
+from paceline.torch.sharding.shared_storage import check_before_state_dict, is_in_backward, refuse_strange
 from paceline.trace.recording import recording
 
 if TYPE_CHECKING:
@@ -297,9 +298,15 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             values = [*self._tensors.all_parameters.values(), *buffers]
             communicator.broadcast(values)
         if is_sharing:
-            parameters, memory = self._tensors.all_parameters, peers.share_hosts()
             self._storage = move(
-                _SHARING, parameters, peers, memory, are_equal=are_equal, allows_writing=True
+                _SHARING,
+                self._tensors.all_parameters,
+                peers,
+                peers.share_hosts(),
+                OPS,
+                is_in_backward,
+                are_equal=are_equal,
+                allows_writing=True,
             )
         backward_sync: TorchBackwardSync = self._sync_over(communicator)
         backward_sync.shares_parameters = self._storage is not None

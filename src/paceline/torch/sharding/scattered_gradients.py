@@ -14,7 +14,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.sharding import scattered_gradients
-from paceline.sharding.scattered_gradients import NO_BACKWARD, Words
+from paceline.sharding.scattered_gradients import NO_BACKWARD
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default  # what a GradScaler calls
 
@@ -60,40 +60,6 @@ class ScatteredGradient(torch.Tensor):
 
 
 Scattered: TypeAlias = scattered_gradients.Scattered[torch.Tensor, ScatteredGradient]
-
-
-class TorchHands:
-    """See `paceline.sharding.scattered_gradients.Hands`.
-
-    Args:
-        parameters: Those that the plan lists.
-        places: Where the mean of each lies, where this rank owns it.
-    """
-
-    words = Words("DistributedDataParallel", "ddp", "optimizer.zero_grad()")
-
-    def __init__(self, parameters: Sequence[torch.Tensor], places: Sequence[torch.Tensor]) -> None:
-        self._parameters, self._places = parameters, places
-
-    def put(self, index: int, stand_in: ScatteredGradient) -> None:
-        parameter = self._parameters[index]
-        # torch lets no gradient of another dtype or shape be set; the backward has refused such a parameter.
-        is_as_wrapped = (parameter.dtype, parameter.shape) == (stand_in.dtype, stand_in.shape)
-        parameter.grad = stand_in if is_as_wrapped else None
-
-    def found(self, index: int) -> object | None:
-        return self._parameters[index].grad
-
-    def cut(self, index: int, begin: int, end: int) -> torch.Tensor:
-        place = self._places[index]
-        return place if end - begin == place.numel() else place.as_strided((place.numel(),), (1,))[begin:end]
-
-    def copy(self, source: torch.Tensor, to: torch.Tensor) -> None:
-        to.copy_(source)
-
-    def multiply(self, parts: Sequence[torch.Tensor], factor: float) -> None:
-        with torch.no_grad():
-            torch._foreach_mul_(list(parts), factor)
 
 
 def unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ from paceline.sharding.kinds import Kind
 from paceline.sharding.shared_parameters import check_step_allowed, storages_of
 from paceline.sharding.shared_step import OWNER, SharedStep, coupled, no_step, refuse_copies
 from paceline.sharding.step_barriers import Call, spell_options
+from paceline.sharding.step_exchange import exchange_over
 from paceline.torch.communicator.communicators import connect
 from paceline.torch.communicator.gradient_buffer import is_dense
 from paceline.torch.communicator.peers import find_peers, known_exchange
@@ -54,11 +55,11 @@ from paceline.torch.sharding.groups import (
     refuse_overlap,
     with_stand_ins,
 )
+from paceline.torch.sharding.ops import OPS
 from paceline.torch.sharding.optimizer_journal import TorchPart, slots_of
 from paceline.torch.sharding.scattered_gradients import ScatteredGradient
 from paceline.torch.sharding.shards import Shards, extent_of
 from paceline.torch.sharding.shared_storage import SharedStorage
-from paceline.torch.sharding.travel import travel_over
 from paceline.torch.sharding.whole_state import State, WholeState, cut, put_together
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             self._communicator,
             None
             if self._communicator is None
-            else travel_over(self._communicator, on_host=self._is_on_host()),
+            else exchange_over(self._communicator, OPS, on_host=self._is_on_host()),
             lambda: looked_at(self.param_groups),
             lambda: spell_options(plain_options(self.param_groups)),
         )

@@ -10,12 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.sharding.moving import share_to_read
 from paceline.torch.communicator.peers import find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.sharding.moving import move, move_out, refuse_strange
+from paceline.torch.sharding.ops import OPS
+from paceline.torch.sharding.shared_storage import refuse_strange
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group
@@ -64,16 +65,8 @@ def share(
     parameters, buffers = tensors.describe()
     if peers.world_size > 1:
         check_agreement(ModelDescription(parameters, buffers, {}), peers.exchange, peers.timeout_s)
-    memory = peers.share_hosts()
-    if len(memory.hosts) > 1:
-        raise ConfigError(
-            "share: the ranks are on several hosts, and share no memory.",
-            seen="; ".join(format_ranks(ranks) for ranks in memory.hosts),
-            hint="pass a process group of the ranks of one host, on each host",
-        )
     shared: dict[str, torch.Tensor] = dict(tensors.all_parameters)
     shared |= {name: buffer for name, buffer in module.named_buffers() if name in tensors.buffers}
     refuse_strange("share", module, shared, peers)
-    move_out(module)
-    move("share", shared, peers, memory, are_equal=True, allows_writing=False)
+    share_to_read("share", module, shared, peers, peers.share_hosts(), OPS)
     return module

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import numpy as np
 
 from paceline import _core
 from paceline.health.peer_monitor import MemoryPeerMonitor
 from paceline.reducer.communicator import Communicator
+from paceline.sharding.framework_ops import FrameworkOps, Tensor, nbytes
 from paceline.sharding.step_barriers import NUMBERS_BYTES
 
 IDLE = 1
@@ -22,7 +23,6 @@ IDLE = 1
 
 _PACKED_BYTES = 1 << 20  # to copy a larger tensor takes longer than a broadcast more
 
-Tensor = TypeVar("Tensor")
 Spread = TypeVar("Spread", contravariant=True)
 
 
@@ -75,37 +75,17 @@ class Travel(Protocol[Spread]):
         ...
 
 
-class Arrays(Protocol[Tensor]):
-    """What a travel asks of a framework's tensors on the CPU."""
-
-    def byte(self) -> Tensor:
-        """A tensor of one byte."""
-        ...
-
-    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
-        """Address and bytes of its memory; None: its elements fill no range."""
-        ...
-
-    def room_for(self, tensor: Tensor) -> Tensor:
-        """A tensor of its shape whose elements do."""
-        ...
-
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Write the values of one to the other, where it lies."""
-        ...
-
-
 class MemoryTravel(Generic[Tensor]):
     """A `Travel` through the memory of a host. Everything is on the CPU.
 
     Args:
         core: The memory.
-        arrays: What the framework's tensors can do.
+        ops: The framework's operations.
     """
 
-    def __init__(self, core: _core.HostGroup, arrays: Arrays[Tensor]) -> None:
+    def __init__(self, core: _core.HostGroup, ops: FrameworkOps[Tensor]) -> None:
         self._core = core
-        self._arrays = arrays
+        self._ops = ops
         self._own = np.zeros(NUMBERS_BYTES, np.uint8)
         self._all = np.zeros(core.world_size * NUMBERS_BYTES, np.uint8)
         # Addresses of numpy arrays take longer to find than the ranks to meet.
@@ -127,14 +107,12 @@ class MemoryTravel(Generic[Tensor]):
         pieces, sizes, copies = [], [], []
         for rank, tensors in enumerate(by_rank):
             for tensor in tensors:
-                place = self._arrays.place_of(tensor)
-                if place is None:
-                    room = self._arrays.room_for(tensor)
-                    copies.append((tensor, room))
-                    place = self._arrays.place_of(room)
-                    assert place is not None
-                pieces.append(place[0])
-                sizes.append(place[1])
+                place = tensor
+                if not self._ops.is_dense(tensor):
+                    place = self._ops.room_for(tensor)
+                    copies.append((tensor, place))
+                pieces.append(place.data_ptr())
+                sizes.append(nbytes(place))
             pieces.append(ctypes.addressof(self._outcomes) + rank)
             sizes.append(1)
         return pieces, sizes, [len(each) + 1 for each in by_rank], copies
@@ -144,11 +122,11 @@ class MemoryTravel(Generic[Tensor]):
             return None
         pieces, sizes, counts, copies = prepared
         for tensor, room in copies:
-            self._arrays.copy(tensor, room)
+            self._ops.copy(tensor, room)
         self._outcomes[self._core.rank] = outcome
         self._core.all_gather_pieces(pieces, sizes, counts)
         for tensor, room in copies:
-            self._arrays.copy(room, tensor)
+            self._ops.copy(room, tensor)
         return bytes(self._outcomes)
 
     compares_outcomes = True
@@ -165,13 +143,13 @@ class GroupTravel(Generic[Tensor]):
 
     Args:
         communicator: The communicator.
-        arrays: What the framework's tensors can do, where all that is spread lies on the CPU: how a rank
-            has fared then travels in the broadcast of what it has written. None: it lies on a device, and
-            the host would wait for the device.
+        ops: The framework's operations, where all that is spread lies on the CPU: how a rank has fared
+            then travels in the broadcast of what it has written. None: it lies on a device, and the host
+            would wait for the device.
     """
 
-    def __init__(self, communicator: Communicator[Tensor], arrays: Arrays[Tensor] | None) -> None:
-        self._communicator, self._arrays = communicator, arrays
+    def __init__(self, communicator: Communicator[Tensor], ops: FrameworkOps[Tensor] | None) -> None:
+        self._communicator, self._ops = communicator, ops
 
     def gather(self, numbers: bytes) -> bytes:
         return b"".join(self._communicator.all_gather(numbers))
@@ -180,22 +158,21 @@ class GroupTravel(Generic[Tensor]):
         self._communicator.all_gather(b"")
 
     def prepare(self, by_rank: Sequence[Sequence[Tensor]]) -> Any:
-        if self._arrays is None:
+        if self._ops is None:
             return [[tensors] if tensors else [] for tensors in by_rank], []
-        outcomes = [self._arrays.byte() for _ in by_rank]
+        outcomes = [self._ops.from_bytes(b"\0") for _ in by_rank]
         return [self._with(byte, tensors) for byte, tensors in zip(outcomes, by_rank)], outcomes
 
     def _with(self, byte: Tensor, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """What a rank broadcasts, one list after the other: a communicator packs the tensors of each."""
-        assert self._arrays is not None
-        place = self._arrays.place_of(tensors[0]) if len(tensors) == 1 else None
-        if place is not None and place[1] > _PACKED_BYTES:
+        assert self._ops is not None
+        if len(tensors) == 1 and self._ops.is_dense(tensors[0]) and nbytes(tensors[0]) > _PACKED_BYTES:
             return [[*tensors], [byte]]
         return [[*tensors, byte]] if tensors else []
 
     def spread(self, prepared: Any, outcome: int) -> bytes | None:
         by_rank, outcomes = prepared
-        values = [self._value_of(byte) for byte in outcomes]
+        values = [ctypes.c_ubyte.from_address(byte.data_ptr()) for byte in outcomes]
         for rank, value in enumerate(values):
             value.value = outcome if rank == self._communicator.rank and by_rank[rank] else IDLE
         for rank, broadcasts in enumerate(by_rank):
@@ -203,14 +180,9 @@ class GroupTravel(Generic[Tensor]):
                 self._communicator.broadcast(tensors, root=rank)
         return bytes(value.value for value in values) or None
 
-    def _value_of(self, byte: Tensor) -> ctypes.c_ubyte:
-        place = None if self._arrays is None else self._arrays.place_of(byte)
-        assert place is not None
-        return ctypes.c_ubyte.from_address(place[0])
-
     @property
     def compares_outcomes(self) -> bool:
-        return self._arrays is not None or isinstance(self._communicator.peer_monitor, MemoryPeerMonitor)
+        return self._ops is not None or isinstance(self._communicator.peer_monitor, MemoryPeerMonitor)
 
     def outcomes(self, own: int) -> bytes:
         if isinstance(self._communicator.peer_monitor, MemoryPeerMonitor):
@@ -226,3 +198,12 @@ def _outcomes(core: _core.HostGroup, own: int) -> bytes:
     mine, everybodys = ctypes.c_ubyte(own), (ctypes.c_ubyte * core.world_size)()
     core.all_gather(ctypes.addressof(mine), ctypes.addressof(everybodys), 1)
     return bytes(everybodys)
+
+
+def exchange_over(
+    communicator: Communicator[Tensor], ops: FrameworkOps[Tensor], *, on_host: bool
+) -> Travel[Tensor]:
+    """The best way over a communicator; `on_host`: all parameters lie on the CPU."""
+    if communicator.path == "memory":
+        return MemoryTravel(cast(Any, communicator).core, ops)
+    return GroupTravel(communicator, ops if on_host else None)

@@ -1,0 +1,174 @@
+"""What the sharded optimizer and shared parameters ask of a framework; each front end has one such object.
+
+What both frameworks call alike (`data_ptr()`, `element_size()`, `detach()`, `shape`, ...) is not here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+Tensor = TypeVar("Tensor", bound=Any)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a framework's users call things, for errors.
+
+    Attributes:
+        wrapper: The class that wraps a model.
+        variable: A wrapped model.
+        loading: Its method that loads values.
+        clearing: The call that clears gradients.
+        moving: What gives a parameter other memory.
+        converting: What gives a parameter another form.
+    """
+
+    wrapper: str
+    variable: str
+    loading: str
+    clearing: str
+    moving: str
+    converting: str
+
+
+class FrameworkOps(Protocol[Tensor]):
+    """Operations on tensors of one framework.
+
+    Attributes:
+        names: What its users call things.
+        stand_in: The class of what stands in the place of a gradient of which each rank has a part.
+    """
+
+    names: Names
+    stand_in: type[Any]
+
+    # --- memory ---
+
+    def is_dense(self, tensor: Tensor) -> bool:
+        """Whether its elements fill a range of memory."""
+        ...
+
+    def extent(self, tensor: Tensor) -> int:
+        """Bytes from its first element to its last."""
+        ...
+
+    def data(self, tensor: Tensor) -> Tensor:
+        """A tensor in the same memory, of which autograd knows nothing."""
+        ...
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """The elements of a dense tensor in the order of its memory, without autograd."""
+        ...
+
+    def split(self, flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+        """Consecutive ranges of a flat tensor, in its memory."""
+        ...
+
+    def as_laid_out(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """A tensor of a parameter's shape that is laid out in memory as it; itself, if it is."""
+        ...
+
+    def over(
+        self,
+        memory: Any,
+        at: int,
+        nbytes: int,
+        dtype: Any,
+        shape: Sequence[int],
+        like: Tensor | None = None,
+    ) -> Tensor:
+        """A tensor over a part of an array of bytes, which it keeps alive, in a storage of its own.
+
+        Args:
+            memory: The array.
+            at: Where the tensor begins there.
+            nbytes: What it may use.
+            dtype: Its dtype.
+            shape: Its shape.
+            like: Has its strides; None: they are those of a contiguous tensor.
+        """
+        ...
+
+    def lay(self, tensor: Tensor, values: Tensor) -> None:
+        """Let a tensor, which stays the same object, lie where these values do."""
+        ...
+
+    # --- values ---
+
+    def from_bytes(self, data: bytes) -> Tensor:
+        """A flat tensor of bytes on the CPU, in memory of its own."""
+        ...
+
+    def room_for(self, tensor: Tensor) -> Tensor:
+        """A contiguous tensor of its shape and dtype on the CPU, whatever it holds."""
+        ...
+
+    def own_copy(self, tensor: Tensor) -> Tensor:
+        """The same values, shape and strides in memory of this process alone."""
+        ...
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Write the values of one to the other, where it lies; without autograd."""
+        ...
+
+    def scale(self, tensors: Sequence[Tensor], factor: float) -> None:
+        """Multiply these tensors, in place; without autograd."""
+        ...
+
+    def version(self, tensor: Tensor) -> int:
+        """Counts the writes to it."""
+        ...
+
+    def count_writes(self, tensors: Sequence[Tensor]) -> None:
+        """Let autograd know of a write to each."""
+        ...
+
+    # --- parameters and their gradients ---
+
+    def watch_steps(self, check: Callable[[object, Iterable[Tensor]], None]) -> None:
+        """Call `check` with each optimizer and its parameters before its step, from now on. Once a process.
+
+        Not for optimizers whose class has a true `steps_shared_parameters`: they know what they do.
+        """
+        ...
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether it lies on the CPU."""
+        ...
+
+    def is_trained(self, parameter: Tensor) -> bool:
+        """Whether autograd computes its gradient."""
+        ...
+
+    def form(self, parameter: Tensor) -> str:
+        """Its shape, dtype and layout as text."""
+        ...
+
+    def gradient(self, parameter: Tensor) -> Any:
+        """What is in the place of its gradient: a tensor, a stand-in, or None."""
+        ...
+
+    def put_stand_in(self, parameter: Tensor, stand_in: Any) -> None:
+        """Let this be in the place of its gradient."""
+        ...
+
+    def lend_gradient(self, piece: Tensor, gradient: Tensor) -> None:
+        """Let a piece of a parameter have this gradient, without a copy."""
+        ...
+
+    def end_loan(self, piece: Tensor) -> None:
+        """Take it back."""
+        ...
+
+
+def numel(tensor: Any) -> int:
+    """How many elements a tensor has."""
+    return int(math.prod(tensor.shape))
+
+
+def nbytes(tensor: Any) -> int:
+    """How many bytes a tensor's elements have."""
+    return int(math.prod(tensor.shape) * tensor.element_size())

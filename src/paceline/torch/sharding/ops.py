@@ -1,0 +1,126 @@
+"""torch's tensors, as `paceline.sharding` uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from paceline.sharding.framework_ops import Names
+from paceline.torch.communicator.gradient_buffer import extent, is_dense
+from paceline.torch.model.parameters import dtype_name
+from paceline.torch.sharding.scattered_gradients import ScatteredGradient
+
+
+class TorchOps:
+    """See `FrameworkOps`."""
+
+    names = Names(
+        wrapper="DistributedDataParallel",
+        variable="ddp",
+        loading="ddp.load_state_dict()",
+        clearing="optimizer.zero_grad()",
+        moving="module.to(), half(), share_memory() or `parameter.data = ...`",
+        converting="module.to(), .half() or `parameter.data = ...`",
+    )
+    stand_in = ScatteredGradient
+
+    def is_dense(self, tensor: torch.Tensor) -> bool:
+        return is_dense(tensor)
+
+    def extent(self, tensor: torch.Tensor) -> int:
+        return extent(tensor)
+
+    def data(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data  # counts its writes by itself, and not with the parameter's
+
+    def flat(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.as_strided((tensor.numel(),), (1,))
+
+    def split(self, flat: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+        return flat.split_with_sizes(list(sizes))
+
+    def as_laid_out(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach().resolve_conj().resolve_neg()
+        if plain.stride() == parameter.stride():
+            return plain
+        room = torch.empty_strided(
+            parameter.shape, parameter.stride(), dtype=plain.dtype, device=plain.device
+        )
+        return room.copy_(plain)
+
+    def over(
+        self,
+        memory: Any,
+        at: int,
+        nbytes: int,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        like: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if not nbytes:
+            return torch.empty(tuple(shape), dtype=dtype)
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes, offset=at).view(dtype)
+        return flat.reshape(tuple(shape)) if like is None else flat.as_strided(tuple(shape), like.stride())
+
+    def lay(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
+        tensor.data = values
+
+    def from_bytes(self, data: bytes) -> torch.Tensor:
+        return torch.tensor(list(data), dtype=torch.uint8)
+
+    def room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    def own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone(memory_format=torch.preserve_format)
+
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        with torch.no_grad():
+            target.copy_(source)
+
+    def scale(self, tensors: Sequence[torch.Tensor], factor: float) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_(list(tensors), factor)
+
+    def version(self, tensor: torch.Tensor) -> int:
+        return tensor._version
+
+    def count_writes(self, tensors: Sequence[torch.Tensor]) -> None:
+        torch.autograd.graph.increment_version(tensors)
+
+    def watch_steps(self, check: Callable[[object, Iterable[torch.Tensor]], None]) -> None:
+        def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not getattr(optimizer, "steps_shared_parameters", False):
+                check(optimizer, (each for group in optimizer.param_groups for each in group["params"]))
+
+        register_optimizer_step_pre_hook(look)
+
+    def is_on_host(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_cpu
+
+    def is_trained(self, parameter: torch.Tensor) -> bool:
+        return parameter.requires_grad
+
+    def form(self, parameter: torch.Tensor) -> str:
+        return f"shape {tuple(parameter.shape)}, {dtype_name(parameter.dtype)}, strides {parameter.stride()}"
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return parameter.grad
+
+    def put_stand_in(self, parameter: torch.Tensor, stand_in: ScatteredGradient) -> None:
+        # torch lets no gradient of another dtype or shape be set; the backward has refused such a parameter.
+        is_as_wrapped = (parameter.dtype, parameter.shape) == (stand_in.dtype, stand_in.shape)
+        parameter.grad = stand_in if is_as_wrapped else None
+
+    def lend_gradient(self, piece: torch.Tensor, gradient: torch.Tensor) -> None:
+        piece.grad = gradient
+
+    def end_loan(self, piece: torch.Tensor) -> None:
+        piece.grad = None
+
+
+OPS = TorchOps()
