@@ -8,7 +8,7 @@ never end.
 
 Two, so that each connection carries one direction. Gloo's thread can't read from a connection while
 another thread writes to it: it asks the kernel in a loop until that thread has done. docs/design/hosts.md has
-what this cost.
+more.
 """
 
 from __future__ import annotations
