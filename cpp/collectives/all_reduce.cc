@@ -3,7 +3,7 @@
 // Words: N ranks, each with B bytes. A chunk is the share of an array that one
 // rank reduces.
 //
-// Small (B <= kSmallBytes), one synchronisation:
+// Small (B <= kSmallSumBytes), one synchronisation:
 //   1. copy own data to own small buffer;
 //   2. meet;
 //   3. every rank reduces all N small buffers by itself.
@@ -17,16 +17,13 @@
 //   Over all ranks, each byte of each array is read once and written once.
 //
 // Any other array, in pieces of kPieceBytes through two staging buffers, one
-// synchronisation a piece. What costs is not the copies but the cache lines
-// that change owner between cores:
-//   N <= kDirectRanks, for each piece k:
-//     copy piece k in;  meet;
-//     reduce all of everybody's piece k straight into the own array.
-//     N - 1 lines travel per line of result.
-//   Else, for each piece k:
+// synchronisation a piece. For each piece k:
 //     copy piece k in;  meet;
 //     reduce own chunk of piece k in place;  copy piece k - 1 out.
-//     About 2 lines travel per line of result, but more is copied.
+//   About 2 cache lines change owner per line of result. It would be one if
+//   each rank reduced everybody's piece straight into its own array. But where
+//   cores share no cache (EPYC), a line that another core has only read takes
+//   ten times as long to be written again as one that it has written.
 //   Two buffers are enough: piece k + 1 goes where piece k - 1 was, and nobody
 //   needs that any more once all have met for piece k.
 #include "collectives/all_reduce.h"
@@ -41,7 +38,6 @@ namespace paceline {
 namespace {
 
 constexpr size_t kTinyBytes = 2048 / kSmaller;
-constexpr int kDirectRanks = 2;  // more were not measured: 2 cores
 
 struct Range {
   size_t begin;
@@ -94,23 +90,6 @@ void reduce_chunk(Calls& calls, ArrayOf array_of, int root, size_t count,
   fault_point(Point::kAfterReduce);
 }
 
-void reduce_from_pieces(Calls& calls, int root, std::byte* data, size_t count,
-                        DType dtype, ReduceOp op) {
-  const size_t size = dtype_bytes(dtype);
-  const size_t most = kPieceBytes / size;
-  for (size_t begin = 0; begin < count; begin += most, calls.next_piece()) {
-    const size_t elements = std::min(most, count - begin);
-    std::byte* own = data + begin * size;
-    memcpy(calls.piece(calls.rank()), own, elements * size);
-    calls.meet();
-    if (root >= 0 && root != calls.rank()) continue;
-    // The own array rather than its copy: it is in the cache just as well.
-    reduce_all(
-        calls, [&](int r) { return r == calls.rank() ? own : calls.piece(r); },
-        own, elements, dtype, op);
-  }
-}
-
 void reduce_through_pieces(Calls& calls, int root, std::byte* data,
                            size_t count, DType dtype, ReduceOp op) {
   const size_t size = dtype_bytes(dtype);
@@ -144,7 +123,7 @@ void reduce_everywhere_or_at(Calls& calls, int root, void* data, size_t count,
   const size_t bytes = count * dtype_bytes(dtype);
   // Below kTinyBytes the second synchronisation costs more than a copy.
   const uint64_t place = bytes <= kTinyBytes ? 0 : calls.place_of(data, bytes);
-  if (bytes <= kSmallBytes && place == 0)
+  if (bytes <= kSmallSumBytes && place == 0)
     memcpy(calls.small(calls.rank()), data, bytes);
   const Places places = calls.meet(place);
   if (places == Places::kInRegion) {
@@ -152,13 +131,10 @@ void reduce_everywhere_or_at(Calls& calls, int root, void* data, size_t count,
         calls, [&](int r) { return calls.slab(r) + place; }, root, count, dtype,
         op);
     calls.meet();
-  } else if (places == Places::kOutside && bytes <= kSmallBytes) {
+  } else if (places == Places::kOutside && bytes <= kSmallSumBytes) {
     if (root < 0 || root == calls.rank())
       reduce_all(
           calls, [&](int r) { return calls.small(r); }, data, count, dtype, op);
-  } else if (calls.world() <= kDirectRanks) {
-    reduce_from_pieces(calls, root, static_cast<std::byte*>(data), count, dtype,
-                       op);
   } else {
     reduce_through_pieces(calls, root, static_cast<std::byte*>(data), count,
                           dtype, op);

@@ -4,9 +4,13 @@
 #include <cstddef>
 
 #include "collectives/calls.h"
+#include "core/sizes.h"
 #include "kernels/kernels.h"
 
 namespace paceline {
+
+/// Up to this every rank reduces all of an array by itself.
+inline constexpr size_t kSmallSumBytes = 4 * 1024 / kSmaller;
 
 /// Replaces the array on every rank by the reduction over all ranks. An array in
 /// the region is used where it is, another is copied through it.

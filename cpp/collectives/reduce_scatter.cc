@@ -16,7 +16,8 @@
 // Any other array, through two staging buffers, each divided into N slots, one
 // per block. One synchronisation for each part k of a block, as long as a slot:
 //   copy part k of each block to the block's slot;  meet;
-//   rank r reduces slot r of everybody's staging buffer to its part of `out`.
+//   rank r reduces slot r of everybody's staging buffer to its part of `out`,
+//   and writes it to these slots as well: see all_reduce.cc.
 //   Two buffers are enough: see all_reduce.cc.
 //
 // Bytes per rank: N * B are copied in (none in the region); N * B are read to
@@ -39,10 +40,11 @@ void reduce_scatter(Calls& calls, const void* in, void* out, size_t count,
   const auto ranks = static_cast<size_t>(calls.world());
   const auto* blocks = static_cast<const std::byte*>(in);
   const void* inputs[kMaxRanks];
-  const auto reduce_to = [&](void* to, size_t elements) {
+  const auto reduce_to = [&](void* const* outputs, int number,
+                             size_t elements) {
     fault_point(Point::kBeforeReduce);
-    paceline::reduce(dtype, op, inputs, calls.world(), &to, 1, elements,
-                     nullptr, nullptr);
+    paceline::reduce(dtype, op, inputs, calls.world(), outputs, number,
+                     elements, nullptr, nullptr);
     fault_point(Point::kAfterReduce);
   };
   if (block_bytes * ranks <= kSmallBytes) {
@@ -51,7 +53,7 @@ void reduce_scatter(Calls& calls, const void* in, void* out, size_t count,
     for (int r = 0; r < calls.world(); ++r)
       inputs[r] =
           calls.small(r) + block_bytes * static_cast<size_t>(calls.rank());
-    reduce_to(out, count);
+    reduce_to(&out, 1, count);
     return;
   }
   const uint64_t place = calls.place_of(in, block_bytes * ranks);
@@ -60,7 +62,7 @@ void reduce_scatter(Calls& calls, const void* in, void* out, size_t count,
       inputs[r] = calls.slab(r) + place +
                   block_bytes * static_cast<size_t>(calls.rank());
     // `out` may be a part of `in`; nobody else reads this rank's block there.
-    reduce_to(out, count);
+    reduce_to(&out, 1, count);
     calls.meet();
     return;
   }
@@ -75,10 +77,14 @@ void reduce_scatter(Calls& calls, const void* in, void* out, size_t count,
              blocks + r * block_bytes + begin * size, elements * size);
     }
     calls.meet();
-    for (int r = 0; r < calls.world(); ++r)
-      inputs[r] =
+    void* outputs[kMaxRanks + 1];
+    for (int r = 0; r < calls.world(); ++r) {
+      outputs[r] =
           calls.piece(r) + slot_bytes * static_cast<size_t>(calls.rank());
-    reduce_to(static_cast<std::byte*>(out) + begin * size, elements);
+      inputs[r] = outputs[r];
+    }
+    outputs[calls.world()] = static_cast<std::byte*>(out) + begin * size;
+    reduce_to(outputs, calls.world() + 1, elements);
   }
 }
 

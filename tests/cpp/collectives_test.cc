@@ -23,9 +23,10 @@ namespace {
 using testing::run_group;
 
 constexpr size_t kSmall = kSmallBytes / sizeof(int32_t);
+constexpr size_t kSmallSum = kSmallSumBytes / sizeof(int32_t);
 constexpr size_t kPiece = kPieceBytes / sizeof(int32_t);
-constexpr size_t kCounts[] = {0,          1,          kSmall,
-                              kSmall + 1, kPiece + 1, 2 * kPiece + 13};
+constexpr size_t kCounts[] = {0,      1,          kSmallSum,  kSmallSum + 1,
+                              kSmall, kSmall + 1, kPiece + 1, 2 * kPiece + 13};
 constexpr size_t kMost = 2 * kPiece + 16;
 
 /// Where a call's array is.
