@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "bind/bindings.h"
+#include "bind/gradient_taker.h"
 #include "compression/compression.h"
 #include "core/control.h"
 #include "core/failure.h"
@@ -53,6 +54,13 @@ void bind_enumerations(nb::module_& m) {
   outcomes["globally_unused"] = kBackwardGloballyUnused;
   outcomes["told"] = kBackwardTold;
   m.attr("OUTCOMES") = outcomes;
+  nb::dict phases;
+  phases["idle"] = static_cast<int>(BackwardPhase::kIdle);
+  phases["interrupted"] = static_cast<int>(BackwardPhase::kInterrupted);
+  phases["running"] = static_cast<int>(BackwardPhase::kRunning);
+  phases["open"] = static_cast<int>(BackwardPhase::kOpen);
+  phases["ending"] = static_cast<int>(BackwardPhase::kEnding);
+  m.attr("BACKWARD_PHASES") = phases;
 }
 
 }  // namespace paceline

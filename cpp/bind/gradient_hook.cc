@@ -28,14 +28,23 @@ class Slot {
     offset_ = reinterpret_cast<PyMemberDescrObject*>(descriptor.ptr())
                   ->d_member->offset;
   }
-  bool is_true(nb::handle object) const {
-    PyObject* value;
-    std::memcpy(&value, reinterpret_cast<char*>(object.ptr()) + offset_,
-                sizeof(value));
-    return value == Py_True;
+  bool is_true(nb::handle object) const { return value(object) == Py_True; }
+  /// Of an integer that is a phase.
+  BackwardPhase phase(nb::handle object) const {
+    PyObject* number = value(object);
+    return number == nullptr
+               ? BackwardPhase::kIdle
+               : static_cast<BackwardPhase>(PyLong_AsLong(number));
   }
 
  private:
+  PyObject* value(nb::handle object) const {
+    PyObject* value;
+    std::memcpy(&value, reinterpret_cast<char*>(object.ptr()) + offset_,
+                sizeof(value));
+    return value;
+  }
+
   Py_ssize_t offset_;
 };
 
@@ -52,7 +61,7 @@ class GradientHook {
                nb::object stand_in, nb::object waiting, nb::object note_stream)
       : state_(std::move(state)),
         is_syncing_(state_, "is_syncing"),
-        is_armed_(state_, "is_armed"),
+        phase_(state_, "phase"),
         parameter_(parameter),
         dtype_object_(std::move(dtype)),
         handed_object_(state_.attr("handed")),
@@ -98,7 +107,8 @@ class GradientHook {
   PyObject* call(PyObject* parameter) {
     if (!state_.is_valid()) Py_RETURN_NONE;  // the garbage collector was here
     const bool is_usual =
-        is_syncing_.is_true(state_) && is_armed_.is_true(state_) &&
+        is_syncing_.is_true(state_) &&
+        phase_.phase(state_) >= BackwardPhase::kRunning &&
         handed_->find(parameter_) == nullptr &&  // else it came twice
         taker_->is_open();
     if (!is_usual) return call_python(parameter);
@@ -226,7 +236,7 @@ class GradientHook {
   // First what each call reads.
   nb::object state_;
   Slot is_syncing_;
-  Slot is_armed_;
+  Slot phase_;
   size_t parameter_;
   nb::object dtype_object_;  ///< of the parameter, as it was wrapped
   TensorAttribute dtype_of_{"dtype"};

@@ -4,10 +4,21 @@
 #include <nanobind/nanobind.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "bind/pointer.h"
 
 namespace paceline {
+
+/// Where a model is in a backward; `Phase` in reducer/backward/state.py says
+/// more. From kRunning on a backward is under way.
+enum class BackwardPhase : uint8_t {
+  kIdle,
+  kInterrupted,
+  kRunning,
+  kOpen,
+  kEnding
+};
 
 class GradientTaker {
  public:

@@ -18,6 +18,7 @@ ENCODINGS: dict[str, int]
 ISAS: dict[str, int]
 FAULT_ACTIONS: dict[str, int]
 OUTCOMES: dict[str, int]
+BACKWARD_PHASES: dict[str, int]
 
 def set_failure_factory(factory: Callable[[Mapping[str, Any]], BaseException]) -> None: ...
 def calls_under_way() -> int: ...

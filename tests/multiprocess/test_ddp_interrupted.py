@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.errors import SkippedPassError
-from paceline.reducer.backward.graphs import EndOfBackward
+from paceline.reducer.backward.state import EndOfBackward
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import two_layers

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.reducer.backward import log as backward_log
 from paceline.reducer.backward.log import BackwardLog
-from paceline.reducer.worked_times import Arrivals
+from paceline.reducer.backward.statistics import Arrivals
 from paceline.trace.records import Event, backward_id, float_bits
 
 

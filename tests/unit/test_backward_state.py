@@ -7,7 +7,7 @@ import os
 import pytest
 
 from paceline.errors import ConfigError, ForkedError
-from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward.state import IDLE, RUNNING, BackwardState
 
 
 @pytest.fixture
@@ -30,24 +30,14 @@ def test_where_no_backward_will_end_it_is_raised_at_once(state):
 
 
 def test_the_next_backward_knows_nothing_of_the_one_before(state):
-    state.is_armed = True
+    state.phase = RUNNING
     state.staged.append(0)
     state.accumulated.add(1)
     state.status.forwards = 2
     state.refuse(3, ConfigError("first"))
     state.begin_next()
-    assert not state.is_armed and not state.staged and not state.accumulated and len(state.handed) == 0
+    assert state.phase is IDLE and not state.staged and not state.accumulated and len(state.handed) == 0
     assert (state.status.forwards, state.status.refused, state.refusal) == (0, None, None)
-
-
-def test_an_exception_leaves_what_was_handed_over_for_the_backward_that_tells_of_it(state):
-    state.is_armed = True
-    state.accumulated.add(1)
-    state.interrupt()
-    assert (state.is_armed, state.is_interrupted) == (False, True)
-    assert state.accumulated == {1}
-    state.begin_next()
-    assert not state.is_interrupted
 
 
 def test_a_forked_child_is_told_that_it_has_no_memory(state, monkeypatch):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.reducer.backward.fresh_gradients import FreshGradients
+from paceline.reducer.backward.statistics import FreshGradients
 
 
 class Held:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from paceline.reducer.frozen import differ_in_frozen_only, digest_of, is_all_unused_frozen
+from paceline.reducer.backward_reports import differ_in_frozen_only, digest_of, is_all_unused_frozen
 from paceline.reducer.protocol import BackwardStatus
 
 FINISHED = BackwardStatus(finished=True)

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from paceline import _core
 from paceline.errors import ReplicasDifferError
-from paceline.reducer.backward.drift import DriftWatch
-from paceline.reducer.backward.iteration_notes import (
+from paceline.reducer.backward.drift import (
     NOTHING,
+    DriftWatch,
     Note,
     describe_writes,
     dropped_warning,

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from paceline.reducer.backward.left_over import LeftOver
+from paceline.reducer.backward.backward_sync import LeftOver
 from paceline.reducer.backward.state import BackwardState
 from paceline.reducer.backward_errors import GraphVariety, StaticGraph
-from paceline.reducer.frozen import digest_of
+from paceline.reducer.backward_reports import digest_of
 
 NAMES = ["a", "b", "c", "d"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.reducer.overlaps import overlapping
+from paceline.torch.backward.accumulated import overlapping
 
 _PIECES = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 12)), max_size=8)
 

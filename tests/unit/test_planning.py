@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from paceline.reducer.backward.planning import Planning
+from paceline.reducer.backward.statistics import BackwardStatistics
 from paceline.reducer.communicator import Reduction
 from paceline.reducer.owners import OwnedRange
 from paceline.reducer.plan import ParameterSpec
@@ -40,6 +41,14 @@ class World:
     asked: list[Any] = field(default_factory=list)
     """Options and `instead_of` of each reduction."""
 
+    def __post_init__(self) -> None:
+        front_end: Any = SimpleNamespace(
+            gradients=SimpleNamespace(fingerprint=list, memory=lambda: None),
+            tensors=SimpleNamespace(names=NAMES, all_names=NAMES),
+            sparse=SimpleNamespace(squared_norm=0.0, nonfinite=[]),
+        )
+        self.statistics = BackwardStatistics(front_end, self.communicator(), asks_for_nonfinite=True)
+
     def planning(self, options: Options | None = None) -> Planning:
         front_end = SimpleNamespace(
             tensors=SimpleNamespace(names=NAMES, trainable=[object()] * COUNT),
@@ -54,6 +63,7 @@ class World:
             front_end,
             self.communicator(),
             options or Options(),
+            self.statistics,
             lambda communicator, plan: self.events.append("told"),
         )
 
@@ -135,9 +145,8 @@ def test_gradients_that_live_in_a_buffer_move_before_it_goes(world):
 def test_figures_outlive_their_reducer(world):
     planning = world.planning()
     planning.adopt_order([0, 1, 2])
-    now = planning.reduction.reducer
-    assert planning.earlier.waited_s(now) == 2.0
-    assert planning.earlier.squared_norm(now) == 1.0
+    assert world.statistics.waited_s == 2.0
+    assert world.statistics.squared_norm() == 1.0
 
 
 def test_a_hook_gets_the_buckets_in_the_order_that_is_known(world):

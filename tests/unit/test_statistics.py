@@ -1,15 +1,17 @@
-"""How long ranks work, and which of them is slow."""
+"""What is known of a model's steps: which rank is slow, norms, infinities, times of waiting."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from paceline import _core
+from paceline.reducer.backward.statistics import Arrivals, BackwardStatistics, Statistics
 from paceline.reducer.protocol import Outcome
-from paceline.reducer.statistics import Statistics
-from paceline.reducer.worked_times import Arrivals
 
 NOTHING = Statistics(0, 1, 0, "nothing", "world", 0.0, (0.0,), (), (), (), 0, 0, {}, 0)
 
@@ -133,3 +135,138 @@ def test_the_statuses_of_all_ranks_make_the_outcome(statuses, outcome):
 def test_what_is_no_report_is_refused():
     with pytest.raises(RuntimeError, match="no report"):
         _core.BackwardReports(1).read([b"short"])
+
+
+class Model:
+    """A model of two dense parameters and a sparse one, on rank 1 of 2."""
+
+    def __init__(self, path: str = "memory") -> None:
+        self.norm, self.unused, self.nonfinite = 9.0, [], [(1, 1)]
+        self.are_unchanged = True
+        self.reducer = SimpleNamespace(
+            waited_s=2.0,
+            waited_for_ns=[2_000_000_000, 0],
+            worked_ns=[[10**9, 3 * 10**9, 2 * 10**9], []],
+            arrivals=(3, (0, 0), (3, 0), (6_000_000_000, 0)),
+            squared_norm=lambda: self.norm,
+            nonfinite=lambda: self.nonfinite,
+            globally_unused=lambda: self.unused,
+            unused=lambda rank: [0] if rank == 1 else [],
+        )
+        self.sparse = SimpleNamespace(squared_norm=16.0, nonfinite=[(1, 2), (0, 2)])
+        buckets = [SimpleNamespace(nbytes=64), SimpleNamespace(nbytes=128)]
+        self.names = ["w", "b"]
+        self.plan = SimpleNamespace(buckets=buckets)
+        self.communicator: Any = SimpleNamespace(rank=1, world_size=2, path=path, bits="world")
+
+    def statistics(self, *, asks_for_nonfinite: bool = True) -> BackwardStatistics:
+        gradients = SimpleNamespace(fingerprint=list, memory=lambda: None)
+        tensors = SimpleNamespace(names=self.names, all_names=[*self.names, "embed"])
+        front_end: Any = SimpleNamespace(gradients=gradients, tensors=tensors, sparse=self.sparse)
+        statistics = BackwardStatistics(front_end, self.communicator, asks_for_nonfinite=asks_for_nonfinite)
+        statistics.fresh.are_unchanged = lambda: self.are_unchanged  # type: ignore[method-assign]
+        self.use(statistics, self.reducer)
+        return statistics
+
+    def use(self, statistics: BackwardStatistics, reducer: Any) -> None:
+        """A plan with this reducer comes into use."""
+        reduction: Any = SimpleNamespace(plan=self.plan, reducer=reducer)
+        statistics.use(self.communicator, reduction)
+
+
+def test_the_norm_is_that_of_all_gradients():
+    assert Model().statistics().squared_norm() == 25.0
+
+
+def test_infinities_have_the_names_of_all_parameters():
+    assert Model().statistics().nonfinite() == {0: ("embed",), 1: ("b", "embed")}
+
+
+def test_a_norm_is_known_as_long_as_the_gradients_are_its_own():
+    model = Model()
+    assert model.statistics().known_norm() == 5.0
+    model.are_unchanged = False
+    assert model.statistics().known_norm() is None
+
+
+def test_of_a_void_backward_no_norm_is_known():
+    model = Model()
+    model.norm = math.nan
+    assert model.statistics().known_norm() is None
+
+
+def test_parameters_that_nobody_used_may_have_gradients_that_count():
+    model = Model()
+    model.unused = [1]
+    assert model.statistics().known_norm() is None
+
+
+@pytest.mark.parametrize(
+    ("path", "asks", "looks"),
+    [("memory", False, True), ("hosts", False, True), ("group", False, False), ("group", True, True)],
+)
+def test_infinities_are_known_where_somebody_looks(path, asks, looks):
+    statistics = Model(path).statistics(asks_for_nonfinite=asks)
+    assert statistics.looks_for_nonfinite == looks
+    assert bool(statistics.now(3).nonfinite) == looks
+
+
+def test_the_statistics_are_of_all_reducers():
+    model = Model()
+    known = model.statistics()
+    known.take_over()
+    statistics = known.now(6)
+    assert (statistics.rank, statistics.world_size, statistics.passes) == (1, 2, 6)
+    assert (statistics.waited_s, statistics.waited_for_s) == (4.0, (4.0, 0.0))
+    assert (statistics.times_last, statistics.held_up_s) == ((6, 0), (12.0, 0.0))
+    assert statistics.worked_s == (2.0,)  # of the reducer in use: the last backward passes
+    assert (statistics.num_buckets, statistics.pass_bytes, statistics.num_unused) == (2, 192, 1)
+
+
+def test_before_the_first_good_backward_nothing_is_unused():
+    assert Model().statistics().now(0).num_unused == 0
+
+
+def reducer(scale: int) -> SimpleNamespace:
+    """One of two ranks whose figures are multiples of a number."""
+    return SimpleNamespace(
+        waited_s=1.0 * scale,
+        worked_ns=[],
+        unused=lambda rank: [],
+        waited_for_ns=[0, 10 * scale],
+        arrivals=(scale, (1 * scale, 2 * scale), (0, scale), (0, 5 * scale)),
+        squared_norm=lambda: 4.0 * scale,
+        nonfinite=lambda: [(1, scale)],
+    )
+
+
+def after(*scales: int) -> BackwardStatistics:
+    """What is known after plans with these reducers, of which the last one is in use."""
+    model = Model()
+    model.names = [f"p{index}" for index in range(101)]
+    model.sparse = SimpleNamespace(squared_norm=0.0, nonfinite=[])
+    statistics = model.statistics()
+    for number, scale in enumerate(scales):
+        if number:
+            statistics.take_over()
+        model.use(statistics, reducer(scale))
+    return statistics
+
+
+def test_without_a_change_of_the_plan_all_is_what_the_reducer_says():
+    statistics = after(3)
+    assert (statistics.waited_s, statistics.arrivals()) == (3.0, (3, [3, 6], [0, 3], [0, 15]))
+    assert (statistics.squared_norm(), statistics.nonfinite()) == (12.0, {1: ("p3",)})
+
+
+def test_what_adds_up_is_added_up():
+    statistics = after(1, 10, 100)
+    assert (statistics.waited_s, statistics.arrivals()) == (111.0, (111, [111, 222], [0, 111], [0, 555]))
+    assert statistics.now(0).waited_for_s == (0.0, 1110e-9)
+
+
+def test_the_last_backward_counts_until_the_next_one_ends():
+    statistics = after(1, 100)
+    assert (statistics.squared_norm(), statistics.nonfinite()) == (4.0, {1: ("p1",)})
+    statistics.last_backward = None
+    assert (statistics.squared_norm(), statistics.nonfinite()) == (400.0, {1: ("p100",)})

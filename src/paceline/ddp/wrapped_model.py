@@ -17,6 +17,7 @@ from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.micro_batches import as_weight
+from paceline.reducer.backward.statistics import Statistics
 from paceline.reducer.backward.uneven import take_over_model, take_part_until_all_finished
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.buffers import BufferSync
@@ -33,7 +34,6 @@ from paceline.reducer.local_sgd.outer_sync import (
     state_of_copy,
 )
 from paceline.reducer.plan import BucketLayout, bucket_layout
-from paceline.reducer.statistics import Statistics
 from paceline.sharding.partial_steps import torn
 from paceline.sharding.shared_parameters import SharedStorage, written
 
@@ -279,7 +279,7 @@ class WrappedModel:
         Costs nothing where gradients are averaged in shared memory. Call it before changing gradients.
         """
         if self._backward_sync is not None:
-            return math.sqrt(self._backward_sync.figures.squared_norm())
+            return math.sqrt(self._backward_sync.statistics.squared_norm())
         return math.sqrt(self._own_squared_norm())
 
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
@@ -300,13 +300,13 @@ class WrappedModel:
             return {0: names} if names else {}
         if self._outer_sync is not None:
             member = self._outer_sync.member
-            return {member[rank]: names for rank, names in backward_sync.figures.nonfinite().items()}
-        if not backward_sync.figures.looks_for_nonfinite:
+            return {member[rank]: names for rank, names in backward_sync.statistics.nonfinite().items()}
+        if not backward_sync.statistics.looks_for_nonfinite:
             raise ConfigError(
                 f'{type(self).__name__}: with nonfinite="ignore" a process group looks for none.',
                 hint='pass nonfinite="warn" or "raise"',
             )
-        return backward_sync.figures.nonfinite()
+        return backward_sync.statistics.nonfinite()
 
     def sync_buffers(self) -> None:
         """Synchronise buffers and running statistics now, by the policies in `buffers`. Collective.
@@ -689,14 +689,14 @@ class WrappedModel:
         """
         if self._backward_sync is not None:
             return replace(
-                self._backward_sync.figures.statistics(self._backward_sync.good_backwards), bits=self.bits
+                self._backward_sync.statistics.now(self._backward_sync.good_backwards), bits=self.bits
             )
         return Statistics(0, 1, 0, "nothing", self.bits, 0.0, (0.0,), (), (), (), 0, 0, {}, 0)
 
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent waiting for the others at the end of backward, so far."""
-        return 0.0 if self._backward_sync is None else self._backward_sync.figures.waited_s
+        return 0.0 if self._backward_sync is None else self._backward_sync.statistics.waited_s
 
     @property
     def gradient_path(self) -> str:

@@ -24,7 +24,7 @@ from paceline.errors import (
     UnusedParameterError,
     format_ranks,
 )
-from paceline.reducer.frozen import differ_in_frozen_only, is_all_unused_frozen
+from paceline.reducer.backward_reports import differ_in_frozen_only, is_all_unused_frozen
 from paceline.reducer.protocol import BackwardStatus, Outcome, Reducer
 
 _SHOWN_NAMES = 6
@@ -301,6 +301,18 @@ def check_weighed(
         where=f"{_of_world(ranks, len(statuses))}, at the end of backward; "
         "the gradients of this backward are of no use, on any rank",
         **found,
+    )
+
+
+def swapped_error(name: str, where: str) -> ConfigError:
+    """The error for a parameter that has lost the hooks which weigh its gradient."""
+    return ConfigError(
+        f"The gradient of '{name}' came unweighted: it is another tensor than when it was wrapped.",
+        where=f"{where}, the end of backward; the gradients of this backward are of no use, on any rank",
+        likely="torch.utils.swap_tensors(); or .to() or load_state_dict() with "
+        "torch.__future__.set_swap_module_params_on_conversion(True)",
+        hint="convert and load before wrapping; or wrap `ddp.module` again, on every rank",
+        parameter=name,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from paceline import _core
 from paceline.errors import ConfigError, format_ranks
@@ -48,28 +48,21 @@ class Owned:
     world_size: int
 
 
-class Follower(Protocol):
-    """What wants to know who owns its parameters."""
-
-    @property
-    def trainable(self) -> Sequence[Any]: ...
-
-    def follow_owners(self) -> None:
-        """The owners of some of its parameters may be others than before. Collective."""
-        ...
-
-
 class _Owners:
     """All that is known, by parameter; the last one to tell counts."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], Owned]] = {}
         # In the order in which they were made, which is the same on all ranks.
-        self._followers: weakref.WeakKeyDictionary[Follower, None] = weakref.WeakKeyDictionary()
+        self._followers: list[weakref.WeakMethod[Callable[[set[int]], object]]] = []
 
-    def follow(self, follower: Follower) -> None:
-        """Tell it of each change from now on."""
-        self._followers[follower] = None
+    def follow(self, changed: Callable[[set[int]], object]) -> None:
+        """Call this method with the identities of parameters whose owners change. Collective then.
+
+        As long as its object lives.
+        """
+        self._followers[:] = [each for each in self._followers if each() is not None]
+        self._followers.append(weakref.WeakMethod(changed))
 
     def tell(self, told: Iterable[tuple[Any, Owned]]) -> None:
         """These parameters are updated so from now on. Collective: followers may agree on it."""
@@ -78,8 +71,8 @@ class _Owners:
             self._known[id(parameter)] = weakref.ref(parameter, self._forgetting(id(parameter))), owned
             changed.add(id(parameter))
         for follower in list(self._followers):
-            if any(id(parameter) in changed for parameter in follower.trainable):
-                follower.follow_owners()
+            if (follow := follower()) is not None:
+                follow(changed)
 
     def of(self, parameter: Any) -> Owned | None:
         """Who owns a parameter; None: nobody has told."""

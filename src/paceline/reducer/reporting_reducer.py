@@ -19,7 +19,6 @@ from paceline.errors import GroupClosedError, MismatchError
 from paceline.reducer.backward_reports import judge, unused_by_all
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import BackwardStatus
-from paceline.reducer.worked_times import Arrivals
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
 
@@ -74,8 +73,8 @@ class ReportingReducer(ABC):
         return self._reports.worked_ns
 
     @property
-    def arrivals(self) -> Arrivals:
-        return Arrivals(*self._reports.arrivals)
+    def arrivals(self) -> tuple[int, Sequence[int], Sequence[int], Sequence[int]]:
+        return self._reports.arrivals
 
     def note_first_bucket(self) -> None:
         self._notes_first_bucket, self._first_bucket_ns = True, 0

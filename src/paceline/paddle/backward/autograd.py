@@ -33,9 +33,8 @@ from paceline.paddle.sharding.ops import OPS
 from paceline.paddle.sharding.scattered_gradients import Scattered
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.front_end import FrontEnd
-from paceline.reducer.backward.graphs import EndOfBackward, Graph
-from paceline.reducer.backward.local_backward import LocalBackward
-from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward.log import LocalBackward
+from paceline.reducer.backward.state import RUNNING, BackwardState, EndOfBackward, Graph
 from paceline.reducer.buffers import BufferSync
 from paceline.sharding.scattered_gradients import refuse_sparse
 from paceline.trace.recording import recording
@@ -152,7 +151,7 @@ class PaddleAutograd:
                 )
             elif calls.depth:
                 state.graphs.check_open()
-                if not state.is_armed:
+                if state.phase < RUNNING:
                     state.arm()
                 state.graphs.begin(graph)
         except BaseException as error:
@@ -184,7 +183,8 @@ class PaddleAutograd:
     def on_gradient(self, index: int) -> None:
         """A parameter's gradient is accumulated."""
         state = self._state
-        if self._is_steady and state.is_armed and state.is_syncing and index not in self._always_at_end:
+        is_running = state.phase >= RUNNING and state.is_syncing
+        if self._is_steady and is_running and index not in self._always_at_end:
             try:
                 if calls.depth == 1:
                     self._ways[index]()
@@ -204,7 +204,7 @@ class PaddleAutograd:
             state.accumulated.add(index)
             self._gradients.check_cleared(index)
             return
-        if not state.is_armed:
+        if state.phase < RUNNING:
             if self.is_foreign(index):
                 return
             state.arm()

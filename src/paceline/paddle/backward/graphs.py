@@ -8,7 +8,7 @@ are, so that the inner backward passes of recompute and PyLayer are told from th
 at the end of the user's happens after it, where an exception reaches the user as it is. (Paddle's own hook at
 the end of a backward turns every exception into a SystemError, and fires early where they nest.)
 
-`reducer.backward.graphs` keeps what belongs to the graph of a forward.
+`reducer.backward.state` keeps what belongs to the graph of a forward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import paddle
 from paddle.distribution import Distribution
 
 from paceline.paddle import internals
-from paceline.reducer.backward.graphs import EndOfBackward
+from paceline.reducer.backward.state import EndOfBackward
 
 # --- what a forward returned ---
 

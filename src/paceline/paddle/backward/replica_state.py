@@ -9,7 +9,7 @@ import paddle
 
 from paceline import _core
 from paceline.paddle.model.parameters import nbytes
-from paceline.reducer.backward.iteration_notes import places_to_sample
+from paceline.reducer.backward.drift import places_to_sample
 from paceline.reducer.replica_check import Entry, flattened, hash_of_plain
 
 

@@ -560,11 +560,12 @@ class DataParallel(WrappedModel, PaddleNames):
             backward_sync is not None
             and (scattered := backward_sync.autograd.scattered_in_place()) is not None
         ):
-            return paddle.to_tensor(scattered.clip(max_norm, norm_type, backward_sync.figures.squared_norm()))
-        is_known = self._backward_sync is not None and norm_type == 2.0
-        known = (
-            self._backward_sync.figures.known_norm() if is_known and self._backward_sync is not None else None
-        )
+            return paddle.to_tensor(
+                scattered.clip(max_norm, norm_type, backward_sync.statistics.squared_norm())
+            )
+        known = None
+        if self._backward_sync is not None and norm_type == 2.0:
+            known = self._backward_sync.statistics.known_norm()
         return _clip(self._tensors.trainable, max_norm, known, norm_type)
 
     def _own_squared_norm(self) -> float:

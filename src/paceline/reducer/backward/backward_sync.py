@@ -3,8 +3,8 @@
 `BackwardSync` begins and ends each backward, judges it, and copies the means back; it gives up those that an
 exception broke off. A framework gives it its parts (`FrontEnd`): the gradients and where they lie, its
 autograd, weights, buffers. It has objects for where gradients are averaged (`Planning`), for what hooks leave
-(`LeftOver`), for what is known afterwards (`Figures`) and recorded (`BackwardLog`), none of which knows of
-it. `BackwardSync._end` is the end of a backward from top to bottom.
+(`LeftOver`), for what is known afterwards (`BackwardStatistics`) and recorded (`BackwardLog`), none of which
+knows of it. `BackwardSync._end` is the end of a backward from top to bottom.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from typing import Any, ClassVar, Generic, final
 from paceline.errors import CollectiveError, ConfigError, MismatchError, PacelineError, ReplicaError
 from paceline.health import lifetime
 from paceline.reducer.backward.drift import DriftWatch
-from paceline.reducer.backward.figures import Figures
-from paceline.reducer.backward.fresh_gradients import FreshGradients
 from paceline.reducer.backward.front_end import AnyAutograd, BackwardOptions, FrontEnd
-from paceline.reducer.backward.graphs import EndOfBackward, Graphs
-from paceline.reducer.backward.left_over import LeftOver
-from paceline.reducer.backward.local_backward import LocalBackward
-from paceline.reducer.backward.log import BackwardLog
+from paceline.reducer.backward.log import BackwardLog, LocalBackward
 from paceline.reducer.backward.planning import Planning
 from paceline.reducer.backward.sharing import registry
-from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward.state import (
+    ENDING,
+    IDLE,
+    INTERRUPTED,
+    OPEN,
+    RUNNING,
+    BackwardState,
+    EndOfBackward,
+    Graphs,
+)
+from paceline.reducer.backward.statistics import BackwardStatistics
 from paceline.reducer.backward_errors import (
     GraphVariety,
     Judge,
@@ -37,14 +42,15 @@ from paceline.reducer.backward_errors import (
     exit_warning,
     give_up_interrupted,
     shorten,
+    swapped_error,
     uneven_error,
 )
+from paceline.reducer.backward_reports import digest_of
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.owners import agreed_owners, globally_unused, needs_memory, owners, several_models
 from paceline.reducer.protocol import Outcome, Reducer
 from paceline.reducer.replica_check import Entry
-from paceline.reducer.worked_times import Arrivals
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
 
@@ -105,6 +111,118 @@ class Ending:
 
 
 @final
+class LeftOver:
+    """What remains to do when a backward is over: hand over gradients that no hook has, leave out the rest.
+
+    Before a rank reports how its backward went, each parameter of the plan has been handed over or left out.
+    Hooks have done it for those that this backward reached. Here are the others: gradients that waited for
+    the end, that came before in no_sync(), or that stayed from an earlier step; and parameters without any.
+
+    Args:
+        front_end: What the framework gives.
+        state: Where the model is in its backward passes.
+        variety: Is told of backward passes in which something was unused.
+        static_graph: Where that is promised; it is told what each backward has used.
+        allow_unused: Whether a parameter may be without a gradient, and contribute 0.
+    """
+
+    def __init__(
+        self,
+        front_end: FrontEnd[Any],
+        state: BackwardState,
+        variety: GraphVariety,
+        static_graph: StaticGraph | None,
+        *,
+        allow_unused: bool,
+    ) -> None:
+        self._tensors, self._names = front_end.tensors, front_end.tensors.names
+        self._gradients, self._autograd = front_end.gradients, front_end.autograd
+        self._micro_batches = front_end.micro_batches
+        self._state = state
+        self._variety, self._static_graph = variety, static_graph
+        self._allow_unused = allow_unused
+
+    def hand_over(self, reducer: Reducer) -> None:
+        """Hand over what has waited, and what this backward did not touch; look at all of it again.
+
+        Args:
+            reducer: Whose backward it is.
+        """
+        state = self._state
+        if (complete := self._autograd.complete) is not None:
+            complete()
+        count = len(self._names)
+        if len(state.handed) < count:
+            self._take_swapped()
+        if self._static_graph is not None:
+            state.status.graph_changed = self._static_graph.has_changed(self._used())
+        elif len(state.handed) < count:
+            self._variety.note(self._used)
+        if len(state.handed) < count:
+            missing = [index for index in range(count) if index not in state.handed]
+            frozen = self._autograd.frozen_among(missing)
+            self._hand_over_accumulated(missing, frozen)
+            if len(state.handed) < count:
+                self._leave_out([index for index in missing if index not in state.handed], frozen, reducer)
+        self._gradients.check()
+
+    def hand_over_nothing(self, reducer: Reducer) -> None:
+        """In place of `hand_over`, on a rank without data: nothing is unused because of it."""
+        if not self._allow_unused:
+            for index in range(len(self._names)):
+                self._mark_zeros(index, reducer)
+
+    def _used(self) -> set[int]:
+        """Parameters that have got gradients since the last backward, and wait for no others'."""
+        used = self._state.accumulated.union(self._state.handed).difference(self._tensors.delayed)
+        return used.intersection(range(len(self._names)))
+
+    def _take_swapped(self) -> None:
+        """Hand over gradients that came without a hook, because the parameter is another tensor now."""
+        state = self._state
+        for index in self._autograd.find_swapped():
+            if index in state.handed:
+                continue
+            if self._micro_batches.is_used:  # their hooks have not scaled it
+                state.refuse(index, swapped_error(self._names[index], state.where))
+            elif self._gradients.exists(index):
+                self._gradients.hand_over_rest(index)
+
+    def _hand_over_accumulated(self, missing: Sequence[int], frozen: set[int]) -> None:
+        """Hand over gradients that this backward did not touch but that count all the same.
+
+        Those of backward passes in no_sync(); and, where unused parameters are allowed, any gradient that is
+        left from before: the others add to theirs, so it must take part in the mean. Not that of a frozen
+        parameter, which stays as it is: a rank without data would take its share of the mean away.
+        """
+        accumulated = self._state.accumulated
+        for index in missing:
+            counts = index in accumulated or (self._allow_unused and index not in frozen)
+            if counts and self._gradients.exists(index):
+                self._gradients.hand_over_rest(index)
+
+    def _leave_out(self, missing: Sequence[int], frozen: set[int], reducer: Reducer) -> None:
+        """These have no gradient; delayed ones have one of zeros, as in torch."""
+        delayed = [index for index in missing if index in self._tensors.delayed]
+        if delayed:
+            self._gradients.leave_out(delayed)
+        for index in delayed:
+            self._mark_zeros(index, reducer)
+        unused = [index for index in missing if index not in self._tensors.delayed]
+        self._gradients.leave_out(unused)
+        idle = frozen.intersection(unused)
+        if idle:
+            if not self._allow_unused:
+                self._state.status.frozen = digest_of(sorted(idle))
+            # What is left there stays as it is, while their places become zeros.
+            self._gradients.leave_buffer(idle)
+
+    def _mark_zeros(self, index: int, reducer: Reducer) -> None:
+        self._gradients.clear(index)
+        reducer.mark_ready(index, 0)
+
+
+@final
 class BackwardSync(Generic[AnyAutograd]):
     """Averages the gradients of one model in each backward.
 
@@ -116,16 +234,16 @@ class BackwardSync(Generic[AnyAutograd]):
 
     Attributes:
         planning: Where gradients are averaged, and by whom.
-        figures: What is known of the backward passes so far.
+        statistics: What is known of the backward passes so far.
         graphs: The graphs of forwards whose backward is still to come.
-        fresh: Whether gradients are still those of the last backward.
         shares_parameters: Whether the ranks of each host have one copy of the parameters.
         drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
         active: Ranks that had data in the last backward. Others shadow it; see `uneven`.
         good_backwards: How many backward passes have made the gradients means, and all else that a backward
             does. A backward for which no rank had data averages nothing, and is none of them.
         among: Who these ranks are, in words, where they have other numbers elsewhere; empty: they have not.
-        member: See `sharing.Holder`.
+        member: Whose replicas of the model are the same as this rank's, in words that only these ranks have;
+            empty: those of all ranks.
         after_good: Called with the weight of this rank after each of those for which some rank had data.
         refuses_uneven: Whether a backward for which some ranks have no data raises, on all of them.
     """
@@ -160,22 +278,25 @@ class BackwardSync(Generic[AnyAutograd]):
         self._hash_model = front_end.hash_model
         self._set_activity = communicator.tell
         self._begun_forwards = 0
-        self._log = BackwardLog(communicator.rank, communicator.world_size, tensors.names, self._arrivals)
+        self.statistics = BackwardStatistics(
+            front_end, communicator, asks_for_nonfinite=config.nonfinite != "ignore"
+        )
+        self._fresh = self.statistics.fresh
+        self._log = BackwardLog(
+            communicator.rank, communicator.world_size, tensors.names, self.statistics.arrivals
+        )
         self._backward_id = self._log.before_first + 1
         self.good_backwards = 0
         self.among = self.member = ""
         self.after_good: Callable[[float], None] | None = None
         self.refuses_uneven = False
         self.shares_parameters = False
-        self.fresh = FreshGradients(self.gradients.fingerprint, self.gradients.memory)
         self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, communicator.all_gather)
         self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
         self.graphs = state.graphs = Graphs(self.close)
         self._scatters = config.scatters and communicator.world_size > 1
         self._is_obstructed = self._scatters
-        self.planning = Planning(front_end, communicator, config, self._log.tell_plan)
-        asks_for_nonfinite = config.nonfinite != "ignore"
-        self.figures = Figures(front_end, self.planning, self.fresh, asks_for_nonfinite=asks_for_nonfinite)
+        self.planning = Planning(front_end, communicator, config, self.statistics, self._log.tell_plan)
         self._front_end = front_end
         self._set_config(config)
         self._shared: set[int] = set()
@@ -189,8 +310,8 @@ class BackwardSync(Generic[AnyAutograd]):
         self.refresh_sharing()
         self.autograd.install()
         if self._scatters:
-            owners.follow(self)
-            self.follow_owners()
+            owners.follow(self._follow_owners)
+            self._follow_owners()
 
     def use_config(self, config: BackwardOptions) -> None:
         """Judge backward passes by other options than before. Not within a backward; on every rank.
@@ -283,9 +404,6 @@ class BackwardSync(Generic[AnyAutograd]):
         """Whether this rank has used the same parameters in all backward passes so far."""
         return self._static_graph is not None or self._variety.is_static(self.good_backwards)
 
-    def _arrivals(self) -> Arrivals:
-        return self.figures.arrivals()
-
     def _take_leave(self) -> None:
         """A rank that leaves while others wait for it says so, too, and not only those who wait.
 
@@ -328,12 +446,17 @@ class BackwardSync(Generic[AnyAutograd]):
             self.autograd.share(self._shared)
             self._is_obstructed = self._scatters and (bool(self._shared) or not self.planning.owned)
 
-    def follow_owners(self) -> None:
+    def _follow_owners(self, changed: set[int] | None = None) -> None:
         """From now on, bring each mean to the ranks that own it, once all parameters are owned. Collective.
+
+        Args:
+            changed: The identities of parameters that have other owners now; None: all may have.
 
         Raises:
             ConfigError: The owners are other ranks than those that train the model, or ranks know of others.
         """
+        if changed is not None and changed.isdisjoint(map(id, self.trainable)):
+            return
         known = [owners.of(parameter) for parameter in self.trainable]
         told = [each for each in known if each is not None]
         if len(told) < len(known):
@@ -385,7 +508,7 @@ class BackwardSync(Generic[AnyAutograd]):
         if self._sharing_version != registry.version and not in_backward:
             self.refresh_sharing()
         has_weights = self.micro_batches.is_used
-        if (state.is_armed or state.is_interrupted or has_weights) and not in_backward:
+        if (state.phase is not IDLE or has_weights) and not in_backward:
             self._tell_if_interrupted()
             if has_weights:
                 if self.micro_batches.awaits_end:  # of a backward in no_sync()
@@ -444,7 +567,7 @@ class BackwardSync(Generic[AnyAutograd]):
         Outside of no_sync() and of a backward. A later forward decides for itself.
         """
         state = self.state
-        if not state.is_local and not state.is_armed:
+        if not state.is_local and state.phase < RUNNING:
             state.expect(is_syncing, is_forced=True)
 
     def sync_next_backward(self, is_syncing: bool = True) -> None:
@@ -463,7 +586,7 @@ class BackwardSync(Generic[AnyAutograd]):
         try:
             self.autograd.prepare()
             state.check_process()
-            if state.is_interrupted:
+            if state.phase is INTERRUPTED:
                 self._give_up_interrupted()
             if (order := self.planning.reduction.order) is not None:
                 order.begin(self)
@@ -471,7 +594,7 @@ class BackwardSync(Generic[AnyAutograd]):
                 self._weigh(self.micro_batches.begin())
             if self._shared:
                 self._backward = self.autograd.backward()
-            state.is_armed = True  # first: gradients on another device come from another thread
+            state.phase = RUNNING  # first: gradients on another device come from another thread
             self._armed += 1
             end = functools.partial(self._end_backward, self._armed)
             interrupted = functools.partial(self._interrupt_if_current, self._armed)
@@ -484,9 +607,9 @@ class BackwardSync(Generic[AnyAutograd]):
             if recording.note is not None:
                 self._log.records.begin_backward(self._backward_id)
         except BaseException as error:
-            if state.is_armed:  # nothing ends this backward any more
+            if state.phase is RUNNING:  # nothing ends this backward any more
                 self._interrupt()
-            elif not state.is_interrupted:
+            elif state.phase is not INTERRUPTED:
                 self.end_turn()
             state.unfollow()
             if isinstance(error, PacelineError):
@@ -503,7 +626,7 @@ class BackwardSync(Generic[AnyAutograd]):
         if armed != self._armed:  # it was given up
             return
         if self.state.ends_by_hand:
-            self.state.is_left_open = True
+            self.state.phase = OPEN
         else:
             self._end_now()
 
@@ -513,7 +636,7 @@ class BackwardSync(Generic[AnyAutograd]):
         Raises:
             ConfigError: A backward is under way.
         """
-        if self.state.is_armed and is_by_hand != self.state.ends_by_hand:
+        if self.state.phase >= RUNNING and is_by_hand != self.state.ends_by_hand:
             raise ConfigError(
                 "How a backward ends cannot be changed while one is under way.",
                 where=self.who,
@@ -527,8 +650,8 @@ class BackwardSync(Generic[AnyAutograd]):
         Raises:
             ConfigError: None was.
         """
-        if not self.state.is_left_open:
-            is_running = self.state.is_armed
+        if self.state.phase is not OPEN:
+            is_running = self.state.phase >= RUNNING
             raise ConfigError(
                 "finalize_backward(): there is no backward to finalize.",
                 where=self.who,
@@ -536,15 +659,15 @@ class BackwardSync(Generic[AnyAutograd]):
                 likely="it was called twice; or within a hook; or the backward ran in no_sync()",
                 hint="call it once after each synchronised backward has returned",
             )
-        self.state.is_left_open = False
         self._end_now()
 
     def _end_now(self) -> None:
-        number, has_raised = self._backward_id, True
+        state, number, has_raised = self.state, self._backward_id, True
         try:
+            state.phase = ENDING
             if self.micro_batches.is_used and recording.note is not None:
                 totals = self._log.totals
-                totals.weight = (totals.weight or 0.0) + self.state.rank_weight
+                totals.weight = (totals.weight or 0.0) + state.rank_weight
             self._end()
             has_raised = False
         except BaseException as error:
@@ -556,13 +679,13 @@ class BackwardSync(Generic[AnyAutograd]):
                 if now_ns >= recording.next_sample_ns:
                     # Elsewhere than in memory the norm would be computed for this.
                     is_known = not has_raised and self.path == "memory"
-                    self._log.sample(now_ns, number, self.figures.squared_norm if is_known else None)
-            if self.state.is_armed:  # it raised before the backward was ended
+                    self._log.sample(now_ns, number, self.statistics.squared_norm if is_known else None)
+            if state.phase is ENDING:  # it raised before the backward was ended
                 self._interrupt()
 
     def _interrupt_if_current(self, armed: int) -> None:
         """The end of a backward was dropped; perhaps late, when it has been given up already."""
-        if armed == self._armed and self.state.is_armed:
+        if armed == self._armed and self.state.phase >= RUNNING:
             self._interrupt()
 
     def _interrupt(self) -> None:
@@ -571,7 +694,7 @@ class BackwardSync(Generic[AnyAutograd]):
         Until all ranks have ended this backward they may still reduce what this one has handed over of it.
         """
         self._is_complete = False
-        self.state.interrupt()
+        self.state.phase = INTERRUPTED  # whatever begins next tells the other ranks
         if (note := recording.note) is not None:
             note(_BACKWARD_ENDED, self._backward_id, 1)
         self.gradients.interrupt()
@@ -584,18 +707,20 @@ class BackwardSync(Generic[AnyAutograd]):
         """
         state, planning, config = self.state, self.planning, self._config
         reducer, number = planning.reduction.reducer, self._backward_id
-        planning.earlier.last_backward = None
-        if self.fresh.is_used:
-            self.fresh.forget()
+        self.statistics.last_backward = None
+        if self._fresh.is_used:
+            self._fresh.forget()
         completed = reducer.completed
         self._ending = None
         try:
             self.autograd.raise_kept()
-            if self._shared and state.is_armed:
-                registry.complete_all(self._backward)
-            elif not state.status.finished:
-                self._left_over.hand_over(reducer)
             status = state.status
+            if status.finished:  # this rank has no data
+                self._left_over.hand_over_nothing(reducer)
+            elif self._shared:
+                registry.complete_all(self._backward)
+            else:
+                self._left_over.hand_over(reducer)
             status.reached = self.graphs.reached
             if self.micro_batches.is_used and self.micro_batches.unweighed is not None:
                 state.tell_unweighed(len(self._tensors.all_names))
@@ -668,8 +793,8 @@ class BackwardSync(Generic[AnyAutograd]):
                 self.autograd.after_means()
             ending.stage = Ending.CLOSE
         if ending.stage == Ending.CLOSE:
-            if self.fresh.is_used:
-                self.fresh.note()
+            if self._fresh.is_used:
+                self._fresh.note()
             ending.stage = Ending.IN_ADOPTION
             self._adopt_errors(is_good=bool(self.active) and not outcome & _NOT_FINITE)
             ending.stage = Ending.NEXT
@@ -783,7 +908,7 @@ class BackwardSync(Generic[AnyAutograd]):
 
     def complete(self, backward: int) -> None:
         """Hand over what this backward has left, if this model takes part in it, once."""
-        is_in_it = self.state.is_armed and self._shared and self._backward == backward
+        is_in_it = self.state.phase >= RUNNING and self._shared and self._backward == backward
         if is_in_it and not self._is_complete:
             self._is_complete = True
             self._left_over.hand_over(self.reducer)
@@ -824,7 +949,7 @@ class BackwardSync(Generic[AnyAutograd]):
                 state.staged.remove(index)
 
     def _tell_if_interrupted(self) -> None:
-        if self.state.is_left_open:
+        if self.state.phase is OPEN:
             raise ConfigError(
                 "The last backward has not been finalized: its gradients are not averaged yet.",
                 where=self.who,
@@ -832,16 +957,19 @@ class BackwardSync(Generic[AnyAutograd]):
                 hint="call finalize_backward() after each synchronised backward, before the next forward",
             )
         self.settle_interrupted()
-        if self.state.is_armed or self.state.is_interrupted:
+        if self.state.phase is not IDLE:
             self._give_up_interrupted()
 
     @property
     def is_interrupted(self) -> bool:
         """Whether an exception has ended a backward that nobody has given up yet."""
         state = self.state
-        if state.is_armed and not state.is_left_open and not self.autograd.is_in_backward():
-            self.autograd.await_drop(lambda: not state.is_armed)
-        return state.is_interrupted and self._untold is None
+        if state.phase in (RUNNING, ENDING) and not self.autograd.is_in_backward():
+            self._await_drop()
+        return state.phase is INTERRUPTED and self._untold is None
+
+    def _await_drop(self) -> None:
+        self.autograd.await_drop(lambda: self.state.phase < RUNNING)
 
     def settle_interrupted(self) -> None:
         """Where an exception has ended the last backward, let no gradient lie where ranks may still write.
@@ -849,11 +977,9 @@ class BackwardSync(Generic[AnyAutograd]):
         The backward is still to be given up.
         """
         state = self.state
-        if state.is_left_open:
-            return
-        if state.is_armed:
-            self.autograd.await_drop(lambda: not state.is_armed)
-        if state.is_armed or state.is_interrupted:
+        if state.phase in (RUNNING, ENDING):
+            self._await_drop()
+        if state.phase not in (IDLE, OPEN):
             self.gradients.settle()
 
     def give_up_for_others(self) -> None:
@@ -865,7 +991,8 @@ class BackwardSync(Generic[AnyAutograd]):
             self._untold = self._end_interrupted()
         except Exception as error:  # this model's; what of it concerns the others they meet themselves
             self._untold = error
-        self.state.is_interrupted = self._untold is not None
+        if self._untold is not None:
+            self.state.phase = INTERRUPTED
 
     def _give_up_interrupted(self) -> None:
         """End the backward that an exception broke off, so that all ranks learn of it and can go on."""
@@ -873,7 +1000,7 @@ class BackwardSync(Generic[AnyAutograd]):
         if error is None:
             error = self._end_interrupted()
         else:
-            self.state.is_interrupted = False
+            self.state.phase = IDLE
         if error is not None:
             raise error
 
@@ -884,8 +1011,8 @@ class BackwardSync(Generic[AnyAutograd]):
             order.give_up_before(self)
         self.autograd.forget()
         self.graphs.end_backward()
-        self.planning.earlier.last_backward = None
-        self.fresh.forget()
+        self.statistics.last_backward = None
+        self._fresh.forget()
         self.buffers.give_up_backward()
         reducer = self.reducer
         completed = reducer.completed
@@ -915,16 +1042,9 @@ class BackwardSync(Generic[AnyAutograd]):
         self.micro_batches.forget_given()
         self.buffers.sync_without_forward()
         self._weigh(weight)
-        reducer = self.reducer
-        completed = reducer.completed
+        self.state.status.finished = True
         try:
-            self._left_over.hand_over_nothing(reducer)
-            self.state.status.finished = True
             self._end_now()
-        except BaseException as error:
-            if not isinstance(error, CollectiveError) and reducer.completed == completed:
-                self._interrupt()
-            raise
         finally:  # what it raises may be caught, and training go on
             self._weigh(1.0)
         return bool(self.active)

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from paceline import _core
 from paceline.errors import PacelineError
-from paceline.reducer.backward.local_backward import LocalBackward
+from paceline.reducer.backward.log import LocalBackward
 from paceline.reducer.backward.micro_batches import MicroBatchWeights
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Reduction

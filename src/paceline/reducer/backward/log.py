@@ -7,21 +7,23 @@ backward is noted by the core (`records`), because nothing may cost a call in Py
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from paceline import _core
 from paceline.health import lifetime
+from paceline.reducer.backward.state import EndOfBackward
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.plan import Plan
-from paceline.reducer.worked_times import Arrivals
 from paceline.trace.batches import samples_in
 from paceline.trace.recording import recording
 from paceline.trace.records import Event, backward_id, float_bits
 from paceline.trace.totals import ModelTotals
 
 _NORM, _NONFINITE = int(Event.NORM), int(Event.NONFINITE)
+_BEGAN, _ENDED = int(Event.LOCAL_BACKWARD_BEGAN), int(Event.LOCAL_BACKWARD_ENDED)
 
 
 @final
@@ -31,7 +33,7 @@ class BackwardLog:
     Args:
         rank, world_size: This rank, and the number of ranks that train the model.
         names: The names of the parameters, by index in the plan.
-        arrivals: A method that returns how the ranks have come to the ends of their backward passes so far.
+        arrivals: A method that returns the fields of `Arrivals`, of all backward passes so far.
 
     Attributes:
         records: Notes the moments of each backward. Ask `recording.note` first.
@@ -40,7 +42,11 @@ class BackwardLog:
     """
 
     def __init__(
-        self, rank: int, world_size: int, names: Sequence[str], arrivals: Callable[[], Arrivals]
+        self,
+        rank: int,
+        world_size: int,
+        names: Sequence[str],
+        arrivals: Callable[[], tuple[int, Sequence[int], Sequence[int], Sequence[int]]],
     ) -> None:
         self._rank, self._world_size, self._names = rank, world_size, names
         self.records = _core.BackwardRecords(samples_in)
@@ -87,3 +93,34 @@ class BackwardLog:
     def close(self) -> None:
         """The model makes no backward passes any more."""
         recording.forget(self._model)
+
+
+class LocalBackward:
+    """Notes when the backward of one forward in no_sync() begins and ends; nothing else takes notice of it.
+
+    Args:
+        identity: The backward that its gradients will be averaged in.
+    """
+
+    __slots__ = ("_identity", "_is_open")
+
+    def __init__(self, identity: int) -> None:
+        self._identity = identity
+        self._is_open = False
+
+    def begin(self) -> EndOfBackward | None:
+        """An output has got its gradient; returns what the framework is to call when the backward is over.
+
+        None: it has begun before, or nothing is recorded any more.
+        """
+        note = recording.note
+        if self._is_open or note is None:
+            return None
+        self._is_open = True
+        note(_BEGAN, self._identity, 0)
+        return EndOfBackward(functools.partial(self._end, False), functools.partial(self._end, True))
+
+    def _end(self, has_raised: bool) -> None:
+        self._is_open = False
+        if (note := recording.note) is not None:
+            note(_ENDED, self._identity, has_raised)

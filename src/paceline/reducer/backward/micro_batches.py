@@ -16,31 +16,16 @@ import functools
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
-from paceline.reducer.backward.graphs import EndOfBackward
+from paceline.reducer.backward.state import RUNNING, BackwardState, EndOfBackward
 from paceline.reducer.backward_errors import Unweighed
 
 SCALE_THE_LOSS = (
     "give no weight on any rank, and multiply the loss by weight * world size / total weight of the step"
 )
 _LEAST, _MOST = 1e-20, 1e20  # weights multiply gradients in float32, and are added up
-
-
-class Accumulating(Protocol):
-    """What it must know of a model's backward passes.
-
-    Attributes:
-        is_syncing: Whether the backward under way is averaged.
-        is_armed: Whether a backward is under way.
-        accumulated: Parameters that got local gradients since the last synchronised backward.
-    """
-
-    is_syncing: bool
-    is_armed: bool
-    accumulated: set[int]
 
 
 class _Living:
@@ -76,7 +61,7 @@ class MicroBatchWeights(ABC):
         unweighed: Why the gradients of the backward passes since the last synchronised one are not weighed.
     """
 
-    def __init__(self, state: Accumulating) -> None:
+    def __init__(self, state: BackwardState) -> None:
         self.is_used = False
         self.unweighed: Unweighed | None = None
         living.add(self)
@@ -130,7 +115,7 @@ class MicroBatchWeights(ABC):
     @property
     def is_weighing(self) -> bool:
         """Whether a backward is under way that has begun to weigh, and no exception has ended it."""
-        return self.is_open and (self._state.is_armed or self._awaited is not None)
+        return self.is_open and (self._state.phase >= RUNNING or self._awaited is not None)
 
     @property
     def current(self) -> float:

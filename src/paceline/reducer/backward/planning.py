@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from paceline.reducer.backward.earlier_reducers import EarlierReducers
 from paceline.reducer.backward.front_end import FrontEnd, PlanOptions
+from paceline.reducer.backward.statistics import BackwardStatistics
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator, Reduction, ReductionOptions, agree
 from paceline.reducer.owners import Ranges
@@ -28,12 +28,12 @@ class Planning:
         front_end: What the framework gives: parameters, gradients, hooks.
         communicator: Between the ranks that train the model.
         options: How its gradients are averaged.
+        statistics: Takes over what the reducers of earlier plans have counted.
         tell_plan: Called with the communicator and each plan that comes into use.
 
     Attributes:
         communicator: Between the ranks that train the model; a communication hook replaces it.
         reduction: The reduction of the plan in use.
-        earlier: What the reducers of all plans before have counted.
         owned: Who gets which part of each mean, for each parameter; empty: all ranks get all.
         is_order_final: Whether the plan will not change for another order of the gradients any more.
     """
@@ -43,10 +43,10 @@ class Planning:
         front_end: FrontEnd[Any],
         communicator: Communicator[Any],
         options: PlanOptions,
+        statistics: BackwardStatistics,
         tell_plan: Callable[[Communicator[Any], Plan], None],
     ) -> None:
         self.communicator = communicator
-        self.earlier = EarlierReducers(communicator.world_size)
         self.owned: tuple[Ranges, ...] = ()
         self._tensors, self._gradients, self._autograd = (
             front_end.tensors,
@@ -54,11 +54,10 @@ class Planning:
             front_end.autograd,
         )
         self._options = options
-        self._tell_plan = tell_plan
+        self._statistics, self._tell_plan = statistics, tell_plan
         self.reduction = self._make_reduction(self._make_plan(None), None)
-        self._gradients.adopt(self.reduction)
+        self._use_reduction()
         self.is_order_final = has_one_order(self.reduction.plan)
-        tell_plan(communicator, self.reduction.plan)
 
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
         """Give every bucket to a hook from now on."""
@@ -82,15 +81,19 @@ class Planning:
 
     def _replace(self, plan: Plan) -> None:
         before = self.reduction
-        self.earlier.add(before.reducer)
+        self._statistics.take_over()
         must_move = self._gradients.any_in_buffer or bool(before.owned)
         # Where the gradient buffer is free there need never be two.
         self.reduction = self._make_reduction(plan, None if must_move else before)
-        self._gradients.adopt(self.reduction)
-        self._tell_plan(self.communicator, plan)
+        self._use_reduction()
         if must_move:
             before.reducer.close()
         self._autograd.install()
+
+    def _use_reduction(self) -> None:
+        self._gradients.adopt(self.reduction)
+        self._statistics.use(self.communicator, self.reduction)
+        self._tell_plan(self.communicator, self.reduction.plan)
 
     def _make_plan(self, order: Sequence[int] | None) -> Plan:
         whole, most = self.communicator.wants_whole_buckets, self.communicator.most_bucket_bytes

@@ -11,38 +11,16 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+if TYPE_CHECKING:
+    from paceline.reducer.backward.backward_sync import BackwardSync
 
-class Holder(Protocol):
-    """The backward passes of one wrapped model.
-
-    Attributes:
-        member: Whose replicas of the model are the same as this rank's, in words that only these ranks have;
-            empty: those of all ranks.
-    """
-
-    member: str
-
-    @property
-    def asked_timeout_s(self) -> float | None:
-        """What the user passed as `timeout_s` to its wrapper; None: nothing."""
-        ...
-
-    @property
-    def trainable(self) -> Sequence[object]: ...
-
-    def refresh_sharing(self) -> None:
-        """Look at `shared_by_others` again."""
-        ...
-
-    def complete(self, backward: int) -> None:
-        """Hand over what this backward has left, if this model takes part in it, once."""
-        ...
+    Holder: TypeAlias = BackwardSync[Any]
 
 
 class _Registry:
-    """All holders.
+    """The backward passes of all wrapped models of this process.
 
     Attributes:
         version: Another number after each change.
@@ -72,7 +50,12 @@ class _Registry:
             holder.complete(backward)
 
     def begin_member(self, holder: Holder, member: str) -> None:
-        """From now on the replicas of other ranks differ from the holder's on purpose; see `Holder`."""
+        """From now on the replicas of other ranks differ from the holder's on purpose.
+
+        Args:
+            holder: Of the model.
+            member: See `BackwardSync.member`.
+        """
         holder.member = member
         self.version += 1
 

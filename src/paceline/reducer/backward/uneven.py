@@ -4,56 +4,17 @@ The one idea: such a rank takes part in the backward passes of the others with n
 until every rank has none left; each rank says so in the status that ends a backward, so nobody asks. Then it
 gets the model of the rank that went on longest, and its own gradients are again what they were.
 
-A backward without data is a backward as any other, so `BackwardSync.shadow` makes it; of the backward passes
-of a model nothing more is needed here than `UnevenBackwards`.
+A backward without data is a backward as any other, so `BackwardSync.shadow` makes it.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.reducer.backward.front_end import Gradients
-from paceline.reducer.backward.state import BackwardState
-
-
-class UnevenBackwards(Protocol):
-    """The backward passes of one model, of which a rank makes some without data.
-
-    Attributes:
-        state: Where they are.
-        gradients: This rank's.
-        world_size: Number of ranks.
-        active: Ranks that had data in the last backward.
-        shares_parameters: Whether the ranks of each host have one copy of the parameters.
-        refuses_uneven: Whether a backward for which some ranks have no data raises, on all of them.
-    """
-
-    state: BackwardState
-    gradients: Gradients
-    world_size: int
-    active: Sequence[int]
-    shares_parameters: bool
-    refuses_uneven: bool
-
-    @property
-    def who(self) -> str:
-        """This rank in words."""
-        ...
-
-    def settle_interrupted(self) -> None:
-        """Where an exception has ended the last backward, let no gradient lie where ranks may still write."""
-        ...
-
-    def shadow(self, *, weight: float) -> bool:
-        """Take part in a backward of the others without gradients; whether any rank had data. Collective."""
-        ...
-
-    def broadcast_model(self, root: int) -> None:
-        """Give every rank the parameters and buffers of the rank `root`. Collective."""
-        ...
+from paceline.reducer.backward.backward_sync import BackwardSync
 
 
 class Shadow:
@@ -67,7 +28,7 @@ class Shadow:
         keep_accumulated: Give back what no_sync() has accumulated too; else it is dropped.
     """
 
-    def __init__(self, backward_sync: UnevenBackwards, *, keep_accumulated: bool) -> None:
+    def __init__(self, backward_sync: BackwardSync[Any], *, keep_accumulated: bool) -> None:
         self._backward_sync = backward_sync
         backward_sync.settle_interrupted()
         self._gradients = backward_sync.gradients.keep()
@@ -85,7 +46,7 @@ class Shadow:
 
 
 def take_part_until_all_finished(
-    backward_sync: UnevenBackwards,
+    backward_sync: BackwardSync[Any],
     after_pass: Callable[[], object] | None,
     are_over: Callable[[], bool] = lambda: False,
 ) -> bool:
@@ -104,7 +65,7 @@ def take_part_until_all_finished(
 
 
 @contextlib.contextmanager
-def joining(backward_sync: UnevenBackwards, *, divide_by_all: bool, throws: bool) -> Iterator[None]:
+def joining(backward_sync: BackwardSync[Any], *, divide_by_all: bool, throws: bool) -> Iterator[None]:
     """Within it, ranks may make different numbers of backward passes. Its end is collective.
 
     Args:
@@ -121,7 +82,7 @@ def joining(backward_sync: UnevenBackwards, *, divide_by_all: bool, throws: bool
 
 
 def _take_part(
-    backward_sync: UnevenBackwards,
+    backward_sync: BackwardSync[Any],
     after_pass: Callable[[], object] | None,
     *,
     weight: float,
@@ -147,7 +108,7 @@ def _take_part(
     return True
 
 
-def take_over_model(backward_sync: UnevenBackwards, active: Sequence[int]) -> None:
+def take_over_model(backward_sync: BackwardSync[Any], active: Sequence[int]) -> None:
     """Give the ranks without data, which may have made no step, the model of one that had some. Collective.
 
     Args:

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from paceline.reducer.overlaps import overlapping
 from paceline.torch.communicator.gradient_buffer import extent
 
 
@@ -38,3 +37,23 @@ def part_accumulated(
     found = overlapping(place for place in places if place[0])  # 0: it consists of other tensors
     for index in found.union(shared).intersection(dense):
         parameters[index].grad = dense[index].clone()
+
+
+def overlapping(extents: Iterable[tuple[int, int, int]]) -> set[int]:
+    """Which of these pieces of memory overlap with any other. In a backward the core finds them.
+
+    Args:
+        extents: Address, length in bytes, and index of each.
+
+    Example:
+        >>> overlapping([(100, 8, 0), (108, 8, 1), (112, 8, 2)])
+        {1, 2}
+    """
+    found: set[int] = set()
+    furthest, holder = 0, -1  # the end of the one that reaches furthest so far
+    for begin, length, index in sorted(extents):
+        if length and begin < furthest:
+            found |= {index, holder}
+        if begin + length > furthest:
+            furthest, holder = begin + length, index
+    return found

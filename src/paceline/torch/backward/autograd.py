@@ -21,9 +21,8 @@ from paceline import _core
 from paceline.errors import PacelineError
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.front_end import FrontEnd
-from paceline.reducer.backward.graphs import EndOfBackward, Graph
-from paceline.reducer.backward.local_backward import LocalBackward
-from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward.log import LocalBackward
+from paceline.reducer.backward.state import RUNNING, BackwardState, EndOfBackward, Graph
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Communicator
 from paceline.sharding.scattered_gradients import refuse_sparse
@@ -186,7 +185,7 @@ class TorchAutograd:
         self._has_backwards = good_backwards > 0
         if good_backwards >= self.times.next_backward:
             self.times.begin_forward(good_backwards)
-        if not self._state.is_armed and (moved := self._not_last()):
+        if self._state.phase < RUNNING and (moved := self._not_last()):
             self._put_last(moved)
         if self._buffers.hook is not None:
             self._buffers.hook.before_forward(dict(self._tensors.current_buffers()))
@@ -241,10 +240,10 @@ class TorchAutograd:
             if self._weights.is_used:
                 self._weights.watch_local()
             return
-        call = RunningCall.BACKWARD if state.is_armed else running_call()
+        call = RunningCall.BACKWARD if state.phase >= RUNNING else running_call()
         if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):
             state.graphs.check_open()
-            if call is RunningCall.BACKWARD and not state.is_armed:
+            if call is RunningCall.BACKWARD and state.phase < RUNNING:
                 state.arm()  # first: whatever raises from now on interrupts the backward
             state.graphs.begin(graph)
         elif call is RunningCall.GRAD:

@@ -18,7 +18,7 @@ import torch
 
 from paceline import _core
 from paceline.errors import ConfigError
-from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward.state import RUNNING, BackwardState
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.reporting_reducer import ReportingReducer
 from paceline.sharding.scattered_gradients import left_over
@@ -54,7 +54,7 @@ def pointer_hook(
         if not state.is_syncing:
             state.accumulated.add(index)
             return
-        if not state.is_armed:
+        if state.phase < RUNNING:
             state.arm()
         gradient = parameter.grad
         if (
@@ -107,7 +107,7 @@ def copy_hook(
         if not state.is_syncing:
             state.accumulated.add(index)
             return
-        if not state.is_armed:
+        if state.phase < RUNNING:
             state.arm()
         gradient = parameter.grad
         if (
@@ -163,7 +163,7 @@ def taking_hook(
         if not state.is_syncing:
             state.accumulated.add(index)
             return
-        if not state.is_armed:
+        if state.phase < RUNNING:
             state.arm()
         gradient = parameter.grad
         if index in handed:
@@ -209,7 +209,7 @@ def view_hook(
 
     @untraced
     def hand_over(parameter: torch.Tensor) -> None:
-        if state.is_syncing and not state.is_armed:
+        if state.is_syncing and state.phase < RUNNING:
             state.arm()
         gradient = parameter.grad
         if pointer() != buffer_pointer() + offset:
@@ -263,7 +263,7 @@ def sparse_hook(
         if not state.is_syncing:
             state.accumulated.add(index)
             return
-        if not state.is_armed:
+        if state.phase < RUNNING:
             state.arm()
         if index in handed:
             state.status.twice = index
@@ -344,7 +344,7 @@ class SharedGradients:
 
         @untraced
         def hand_over(parameter: torch.Tensor) -> None:
-            if graphs.is_running or state.is_armed or not state.is_syncing:
+            if graphs.is_running or state.phase >= RUNNING or not state.is_syncing:
                 hook(parameter)
             else:
                 self._early[index] = (torch._C._current_graph_task_id(), hook, parameter)

@@ -1,6 +1,6 @@
 """Autograd's graph, as far as asked: the tensors that a forward returned, and whose call runs a hook.
 
-`reducer.backward.graphs` keeps what belongs to the graph of a forward.
+`reducer.backward.state` keeps what belongs to the graph of a forward.
 """
 
 from __future__ import annotations

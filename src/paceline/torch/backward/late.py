@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward.state import RUNNING, BackwardState
 from paceline.torch.model.compiling import untraced
 
 
@@ -55,7 +55,7 @@ class LateGradients:
             if not state.is_syncing:
                 state.accumulated.add(index)
                 return
-            if not state.is_armed:
+            if state.phase < RUNNING:
                 state.arm()
             if index in state.handed:
                 state.status.twice = index

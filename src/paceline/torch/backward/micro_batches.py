@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline import _core
 from paceline.reducer.backward.exchanges import nodes_from
 from paceline.reducer.backward.micro_batches import MicroBatchWeights
-from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward.state import RUNNING, BackwardState
 from paceline.torch.backward.exchanges import find_exchanges
 from paceline.torch.backward.graphs import RunningCall, roots_of_backward, running_call
 from paceline.torch.backward.last_hooks import taking_hooks
@@ -84,7 +84,7 @@ class TorchWeights(MicroBatchWeights):
 
         None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
         """
-        if not (self.is_open or self._state.is_armed) and running_call() is RunningCall.GRAD:
+        if not (self.is_open or self._state.phase >= RUNNING) and running_call() is RunningCall.GRAD:
             return None
         share = self._share_of_incoming()
         if share == 1.0 or gradient is None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline import _core
-from paceline.reducer.backward.iteration_notes import places_to_sample
+from paceline.reducer.backward.drift import places_to_sample
 from paceline.reducer.replica_check import Entry, flattened, hash_of_plain
 from paceline.torch.backward.gradient_hooks import HAS_EXCHANGE_API
 from paceline.torch.model.inner_tensors import inner_tensors, is_plain

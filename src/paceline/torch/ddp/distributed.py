@@ -528,12 +528,11 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             backward_sync is not None
             and (scattered := backward_sync.autograd.scattered_in_place()) is not None
         ):
-            norm = scattered.clip(max_norm * scale, norm_type, backward_sync.figures.squared_norm())
+            norm = scattered.clip(max_norm * scale, norm_type, backward_sync.statistics.squared_norm())
             return torch.tensor(norm) / scale
-        is_known = self._backward_sync is not None and norm_type == 2.0
-        known = (
-            self._backward_sync.figures.known_norm() if is_known and self._backward_sync is not None else None
-        )
+        known = None
+        if self._backward_sync is not None and norm_type == 2.0:
+            known = self._backward_sync.statistics.known_norm()
         return _clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
 
     def _own_squared_norm(self) -> float:

@@ -30,6 +30,7 @@ from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import hide_inherited
 from paceline.ddp.wrapper_arguments import MIB
 from paceline.errors import ConfigError, ReplicaError
+from paceline.reducer.backward.state import IDLE, RUNNING
 from paceline.reducer.local_sgd.outer_sync import OuterSync, Warmup
 from paceline.sharding.partial_steps import torn
 from paceline.sharding.shared_parameters import written
@@ -372,7 +373,7 @@ class TorchNames(TorchDDP):
         backward_sync = self._backward_sync
         forwards = 0 if backward_sync is None else backward_sync.state.status.forwards
         if backward_sync is not None and (
-            backward_sync.good_backwards or forwards or backward_sync.state.is_armed
+            backward_sync.good_backwards or forwards or backward_sync.state.phase >= RUNNING
         ):
             raise ConfigError(
                 "_set_static_graph() should be called before training loop starts, and after wrapping.",
@@ -389,7 +390,7 @@ class TorchNames(TorchDDP):
     def _check_reducer_finalized(self) -> None:
         """Raise if a backward has begun to average gradients and not ended."""
         state = None if self._backward_sync is None else self._backward_sync.state
-        if state is not None and (state.is_armed or state.is_interrupted):
+        if state is not None and state.phase is not IDLE:
             raise ReplicaError(
                 "A backward has begun to average gradients and has not ended.",
                 likely="it ended in an exception that was caught",

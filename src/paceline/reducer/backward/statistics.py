@@ -1,0 +1,264 @@
+"""What is known of the backward passes of one model without any cost: `stats()`, norms, times of waiting.
+
+Nothing here looks at a gradient or calls another rank. A reducer goes with its plan: what it has counted is
+taken over before it is closed, so that the figures are those of all backward passes.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import add
+from typing import Any, NamedTuple, final
+
+from paceline import _core
+from paceline.reducer.backward.front_end import Fingerprint, FrontEnd, Memory
+from paceline.reducer.backward_errors import names_by_rank
+from paceline.reducer.communicator import Communicator, Reduction
+from paceline.reducer.protocol import Reducer
+
+_CLEARLY = 1.05
+"""A rank that works so many times as long as the others is called slow."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a rank knows of its backward passes, and of the ranks that it makes them with.
+
+    Attributes:
+        rank: This rank, among those that train the model.
+        world_size: Their number.
+        passes: As `num_good_passes`.
+        path: As `gradient_path`.
+        bits: As `bits`.
+        waited_s: Seconds that this rank has waited for others at the end of backward, so far.
+        waited_for_s: How much of that was for each rank, because it came last. The rest was for chunks in the
+            hands of other ranks, or for the network.
+        worked_s: Each rank's median time from the end of a backward to the end of its next backward, without
+            waiting, over the last backward passes (64 at most): data, forward, backward and optimizer. Every
+            rank knows all of them. Empty: no two backward passes have been made yet.
+        times_last: In how many backward passes each rank was the last to come to the end, but for the first
+            ones, in which it is not known how long all have worked. Every rank knows this, too.
+        held_up_s: How much later than the others each rank came when it was the last, in all backward passes;
+            in the mean over the others. What the others would have gained if it had been as fast as they.
+        num_buckets: How many buckets a backward averages.
+        pass_bytes: How many bytes of gradients a backward averages, on each rank, with what aligns them.
+        nonfinite: As `nonfinite()`; empty where nobody looks for them, too.
+        num_unused: How many parameters this rank left without a gradient in the last backward.
+
+    Example:
+        Rank 1 of two takes 30 ms for each step and rank 0 takes 20; on rank 0, after 100 steps:
+        `stats.waited_for_s` is about (0.0, 1.0), `stats.worked_s` about (0.02, 0.03), `stats.slow_rank` 1,
+        `stats.times_last` (0, 98) and `stats.held_up_s` (0.0, 0.98).
+    """
+
+    rank: int
+    world_size: int
+    passes: int
+    path: str
+    bits: str
+    waited_s: float
+    waited_for_s: tuple[float, ...]
+    worked_s: tuple[float, ...]
+    times_last: tuple[int, ...]
+    held_up_s: tuple[float, ...]
+    num_buckets: int
+    pass_bytes: int
+    nonfinite: Mapping[int, tuple[str, ...]]
+    num_unused: int
+
+    @property
+    def slow_rank(self) -> int | None:
+        """The rank that the others wait for: it works longer than their median, by 5 % at least."""
+        if len(self.worked_s) < 2:
+            return None
+        slowest = max(range(len(self.worked_s)), key=self.worked_s.__getitem__)
+        others = [seconds for rank, seconds in enumerate(self.worked_s) if rank != slowest]
+        return slowest if self.worked_s[slowest] > _CLEARLY * statistics.median(others) else None
+
+
+class Arrivals(NamedTuple):
+    """In which order the ranks of a model came to the ends of their backward passes, summed.
+
+    Attributes:
+        backwards: How many backward passes.
+        worked_ns: For each rank, how long it worked from the end of a backward to the end of its next
+            backward.
+        times_last: In how many backward passes it was the last to come.
+        held_up_ns: How much later than the others it came then, in the mean over these.
+
+    Example:
+        Of three ranks, rank 2 was last in the only backward pass, 4 ms after rank 0 and 6 ms after rank 1:
+        `times_last` is (0, 0, 1) and `held_up_ns` (0, 0, 5_000_000).
+    """
+
+    backwards: int
+    worked_ns: Sequence[int]
+    times_last: Sequence[int]
+    held_up_ns: Sequence[int]
+
+    @staticmethod
+    def none(world_size: int) -> Arrivals:
+        """What is known before the first backward."""
+        return Arrivals(0, *([0] * world_size for _ in range(3)))
+
+    def plus(self, other: Iterable[int | Sequence[int]]) -> Arrivals:
+        """These and others of the same ranks, such as those of a further reducer."""
+        backwards, *rows = Arrivals(*other)  # type: ignore[arg-type]
+        return Arrivals(self.backwards + backwards, *(list(map(add, *pair)) for pair in zip(self[1:], rows)))
+
+
+class FreshGradients:
+    """Whether gradients are still what the last backward made them, so that its norm is theirs.
+
+    A gradient that was replaced is another object, and one that was changed by its framework has another
+    version; writes past the framework (through `.data`, numpy or a kernel) are seen in a few lines of memory
+    of each gradient. Such a write that changes a few elements only may go unseen. The same lines on every
+    rank, so that ranks with the same gradients find the same.
+
+    Args:
+        fingerprint: A fingerprint of all gradients.
+        memory: Where all gradients are; None: not all where the processor can read them, and then nobody
+            knows.
+
+    Attributes:
+        is_used: Whether anybody has asked. Until then nothing is noted, and the answer is no.
+    """
+
+    def __init__(self, fingerprint: Callable[[], Fingerprint], memory: Callable[[], Memory | None]) -> None:
+        self.is_used = False
+        self._fingerprint = fingerprint
+        self._memory = memory
+        self._seen: Fingerprint | None = None
+        self._sample: int | None = None
+
+    def note(self) -> None:
+        """A backward has just made them the means."""
+        self._sample = self._take_sample()
+        self._seen = None if self._sample is None else self._fingerprint()
+
+    def forget(self) -> None:
+        """A backward was void, or raised: what the gradients are now, nobody knows."""
+        self._seen = None
+
+    def are_unchanged(self) -> bool:
+        """Whether nobody has changed a gradient since note(), as far as that is seen."""
+        self.is_used = True
+        return (
+            self._seen is not None
+            and self._seen == self._fingerprint()
+            and self._sample == self._take_sample()
+        )
+
+    def _take_sample(self) -> int | None:
+        memory = self._memory()
+        return None if memory is None else _core.sample_all(*memory)
+
+
+@final
+class BackwardStatistics:
+    """The figures of all backward passes of one model. None of its methods is collective.
+
+    Args:
+        front_end: What the framework gives: parameters, gradients, sparse gradients.
+        communicator: Between the ranks that train the model.
+        asks_for_nonfinite: Whether infinities are looked for wherever gradients are averaged.
+
+    Attributes:
+        fresh: Whether gradients are still those of the last backward.
+        last_backward: The squared norm, and (rank, parameter) of each gradient that was not finite, of the
+            last backward; None: the reducer in use has averaged it, and knows. `BackwardSync` clears it at
+            each end.
+    """
+
+    def __init__(
+        self, front_end: FrontEnd[Any], communicator: Communicator[Any], *, asks_for_nonfinite: bool
+    ) -> None:
+        self.fresh = FreshGradients(front_end.gradients.fingerprint, front_end.gradients.memory)
+        self.last_backward: tuple[float, list[tuple[int, int]]] | None = None
+        self._tensors, self._sparse = front_end.tensors, front_end.sparse
+        self._communicator, self._asks_for_nonfinite = communicator, asks_for_nonfinite
+        self._reduction: Reduction[Any]
+        # Of the reducers of earlier plans.
+        self._waited_s = 0.0
+        self._waited_for_ns = [0] * communicator.world_size
+        self._arrivals = Arrivals.none(communicator.world_size)
+
+    def use(self, communicator: Communicator[Any], reduction: Reduction[Any]) -> None:
+        """A plan comes into use."""
+        self._communicator, self._reduction = communicator, reduction
+
+    def take_over(self) -> None:
+        """Another reducer will take the place of the one in use, which is not closed yet."""
+        self.last_backward = self._reducer.squared_norm(), self._reducer.nonfinite()
+        self._waited_s, self._waited_for_ns, self._arrivals = (
+            self.waited_s,
+            self._all_waited_for_ns(),
+            self.arrivals(),
+        )
+
+    @property
+    def _reducer(self) -> Reducer:
+        return self._reduction.reducer
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent waiting for the others at the end of backward, so far."""
+        return self._waited_s + self._reducer.waited_s
+
+    def arrivals(self) -> Arrivals:
+        """How the ranks have come to the ends of their backward passes."""
+        return self._arrivals.plus(self._reducer.arrivals)
+
+    def squared_norm(self) -> float:
+        """The squared norm of the last backward's mean gradient; NaN if that backward was void, or raised."""
+        of_plan = self._reducer.squared_norm() if self.last_backward is None else self.last_backward[0]
+        return of_plan + self._sparse.squared_norm
+
+    def known_norm(self) -> float | None:
+        """The 2-norm of all gradients that the plan lists, if it is that of the last backward's means."""
+        if not self.fresh.are_unchanged() or self._reducer.globally_unused():
+            return None
+        norm = math.sqrt(self.squared_norm())
+        return None if math.isnan(norm) else norm  # of a void backward, too
+
+    @property
+    def looks_for_nonfinite(self) -> bool:
+        """Whether gradients are looked at: in memory that costs nothing."""
+        return self._communicator.path != "group" or self._asks_for_nonfinite
+
+    def nonfinite(self) -> dict[int, tuple[str, ...]]:
+        """Names of parameters whose gradient was not finite in the last backward, by rank."""
+        pairs = self._reducer.nonfinite() if self.last_backward is None else self.last_backward[1]
+        found = names_by_rank(pairs, self._tensors.names)
+        for rank, names in names_by_rank(self._sparse.nonfinite, self._tensors.all_names).items():
+            found[rank] = (*found.get(rank, ()), *names)
+        return found
+
+    def now(self, good_backwards: int) -> Statistics:
+        """All that is known of the backward passes so far, of which so many were good."""
+        communicator, plan, reducer = self._communicator, self._reduction.plan, self._reducer
+        arrivals = self.arrivals()
+        worked = [statistics.median(times) / 1e9 for times in reducer.worked_ns if times]
+        return Statistics(
+            rank=communicator.rank,
+            world_size=communicator.world_size,
+            passes=good_backwards,
+            path=communicator.path,
+            bits=communicator.bits,
+            waited_s=self.waited_s,
+            waited_for_s=tuple(ns / 1e9 for ns in self._all_waited_for_ns()),
+            worked_s=tuple(worked),
+            times_last=tuple(arrivals.times_last),
+            held_up_s=tuple(ns / 1e9 for ns in arrivals.held_up_ns),
+            num_buckets=len(plan.buckets),
+            pass_bytes=sum(bucket.nbytes for bucket in plan.buckets),
+            nonfinite=self.nonfinite() if self.looks_for_nonfinite else {},
+            num_unused=len(reducer.unused(communicator.rank)) if good_backwards else 0,
+        )
+
+    def _all_waited_for_ns(self) -> list[int]:
+        """How much of `waited_s` was for each rank."""
+        return list(map(add, self._waited_for_ns, self._reducer.waited_for_ns))
