@@ -39,10 +39,12 @@ class FrameworkOps(Protocol[Tensor]):
 
     Attributes:
         names: What its users call things.
+        tensor: The class of its tensors.
         stand_in: The class of what stands in the place of a gradient of which each rank has a part.
     """
 
     names: Names
+    tensor: type[Any]
     stand_in: type[Any]
 
     # --- memory ---
@@ -118,12 +120,34 @@ class FrameworkOps(Protocol[Tensor]):
         """Multiply these tensors, in place; without autograd."""
         ...
 
-    def version(self, tensor: Tensor) -> int:
-        """Counts the writes to it."""
+    def versions(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Counts the writes to each."""
         ...
 
     def count_writes(self, tensors: Sequence[Tensor]) -> None:
         """Let autograd know of a write to each."""
+        ...
+
+    # --- an optimizer's state ---
+
+    def dtype_name(self, dtype: Any) -> str:
+        """A dtype as `empty` takes it."""
+        ...
+
+    def empty(self, shape: Sequence[int], dtype: str, like: Tensor) -> Tensor:
+        """A tensor on the device of another one, whatever it holds."""
+        ...
+
+    def beside(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        """A contiguous tensor of the same values on a parameter's device; maybe itself."""
+        ...
+
+    def kept_copy(self, value: Any, parameter: Tensor) -> Any:
+        """A copy of what an optimizer remembers of a parameter, as `state_dict()` gives it."""
+        ...
+
+    def room_for_state(self, parameter: Tensor, dtype: Any) -> Tensor:
+        """A tensor of a parameter's shape for such a copy, whatever it holds."""
         ...
 
     # --- parameters and their gradients ---
@@ -155,12 +179,12 @@ class FrameworkOps(Protocol[Tensor]):
         """Let this be in the place of its gradient."""
         ...
 
-    def lend_gradient(self, piece: Tensor, gradient: Tensor) -> None:
-        """Let a piece of a parameter have this gradient, without a copy."""
+    def lend_gradients(self, pieces: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+        """Let pieces of parameters have these gradients, without a copy."""
         ...
 
-    def end_loan(self, piece: Tensor) -> None:
-        """Take it back."""
+    def end_loans(self, pieces: Sequence[Tensor]) -> None:
+        """Take them back."""
         ...
 
 

@@ -4,72 +4,38 @@ The one idea: a block is small, so a copy of its old values is cheap. Before a r
 the block's parameters and state are; so whoever finds it half written puts the copy back, and goes on from
 there. Parameters, state and copies lie in memory of all ranks, and what is done is noted in the step table.
 
-Framework-free: a front end says where its pieces are (`JournaledPieces`), and how its optimizer makes the
-step of a block (`Part`).
+A front end says how its optimizer makes the step of a block (`Part`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 from paceline.collectives.whole_exchange import WholeExchange
 from paceline.rendezvous.model_memory import share_model_memory
-from paceline.sharding.cuts import Piece
-from paceline.sharding.journal_layout import (
-    Layout,
-    Slot,
-    aligned,
-    lay_out_journal,
-    no_journal,
-    slot_bytes,
-)
+from paceline.sharding.framework_ops import Tensor, numel
+from paceline.sharding.journal_layout import Layout, Slot, aligned, lay_out_journal, slot_bytes
+from paceline.sharding.optimizer_arguments import no_journal
+from paceline.sharding.shards import Shards
 from paceline.sharding.shared_parameters import SharedStorage, storage_of
 
-Tensor = TypeVar("Tensor")
-_Made = TypeVar("_Made", covariant=True)
-_Given = TypeVar("_Given", contravariant=True)
-
 _HERE, _ELSEWHERE = 1, 2
-_STATE_IS = {None: 0, True: _HERE, False: _ELSEWHERE}
 _LOOK_S = 0.0005
 
 
-class JournaledPieces(Protocol[_Made]):
-    """What a journal asks of the pieces of all ranks, none of which is larger than a block."""
-
-    pieces: list[Piece]
-
-    def itemsizes(self) -> Sequence[int]:
-        """Bytes of an element of each parameter."""
-        ...
-
-    def place_of(self, number: int) -> tuple[int, int]:
-        """Where a piece may be written, and how many bytes it has."""
-        ...
-
-    def view(self, number: int, slot: Slot, memory: Any, at: int) -> _Made:
-        """A tensor for what is remembered of a piece.
-
-        Args:
-            number: The piece.
-            slot: What it is.
-            memory: An array of bytes, which the tensor keeps alive.
-            at: Where it begins there.
-        """
-        ...
-
-
-class Part(Protocol[_Given]):
+class Part(ABC, Generic[Tensor]):
     """A rank's part of a step: the pieces of that rank, with their gradients, and their optimizer."""
 
+    @abstractmethod
     def has_gradient(self, number: int) -> bool:
         """Whether the step changes a piece."""
-        ...
 
+    @abstractmethod
     def step(self, block: int, numbers: Sequence[int]) -> None:
         """Make the step of one block.
 
@@ -77,19 +43,27 @@ class Part(Protocol[_Given]):
             block: Its number within the part.
             numbers: Its pieces that have a gradient.
         """
-        ...
 
-    def lay(self, number: int, views: Mapping[Any, _Given]) -> bool | None:
-        """Let what the optimizer remembers of a piece lie in these tensors, with the values that it has.
+    @abstractmethod
+    def held(self, number: int) -> dict[Any, Any]:
+        """What the optimizer remembers of a piece; empty: nothing."""
 
-        Returns:
-            Whether it lies there; False: it remembers other things; None: it remembers nothing.
-        """
-        ...
+    @abstractmethod
+    def lay(self, number: int, key: Any, view: Tensor) -> None:
+        """Let what the optimizer remembers of a piece under this name lie in a tensor of equal values."""
 
-    def recall(self, number: int, views: Mapping[Any, _Given]) -> None:
+    @abstractmethod
+    def recall(self, number: int, views: Mapping[Any, Tensor]) -> None:
         """Let the optimizer, which remembers nothing of a piece yet, remember these."""
-        ...
+
+
+def slots_from(held: Mapping[Any, Tensor], shape: tuple[int, ...]) -> list[Slot]:
+    """The slots of what an optimizer remembers of a parameter of this shape."""
+    slots = []
+    for key, value in held.items():
+        own_shape = None if tuple(value.shape) == shape else tuple(value.shape)
+        slots.append(Slot(key, value.dtype, int(value.element_size()), own_shape))
+    return slots
 
 
 def storage_of_all(parameters: Sequence[Tensor], world_size: int) -> SharedStorage[Tensor]:
@@ -110,7 +84,7 @@ class Journal(Generic[Tensor]):
     """The journal of one optimizer, as one rank sees it. Collective to make.
 
     Args:
-        tensors: The pieces.
+        shards: The pieces, none of which is larger than a block.
         storage: Where all parameters lie.
         slots: What the optimizer remembers of each parameter.
         timeout_s: How long to wait for the other ranks.
@@ -121,15 +95,15 @@ class Journal(Generic[Tensor]):
 
     def __init__(
         self,
-        tensors: JournaledPieces[Tensor],
+        shards: Shards[Tensor],
         storage: SharedStorage[Tensor],
         slots: Sequence[Sequence[Slot]],
         timeout_s: float,
     ) -> None:
-        self._pieces, self._tensors = list(tensors.pieces), tensors
+        self._pieces, self._shards = list(shards.pieces), shards
         self.storage, self._step_table = storage, storage.step_table
         self._slots = [slots[piece.parameter] for piece in self._pieces]
-        itemsizes = tensors.itemsizes()
+        itemsizes = shards.itemsizes()
         self._layout: Layout = lay_out_journal(self._pieces, itemsizes, self._slots, storage.world_size)
         exchange, ranks = WholeExchange(storage.core), range(storage.world_size)
         memory = share_model_memory(exchange, ranks, self._layout.nbytes, timeout_s=timeout_s)
@@ -145,7 +119,7 @@ class Journal(Generic[Tensor]):
         """What is remembered of a piece, where all ranks see it."""
         if number not in self._views:
             self._views[number] = {
-                slot.key: self._tensors.view(number, slot, self._bytes, at)
+                slot.key: self._shards.view(number, slot, self._bytes, at)
                 for slot, at in zip(self._slots[number], self._layout.state[number])
             }
         return self._views[number]
@@ -167,7 +141,26 @@ class Journal(Generic[Tensor]):
         self._bytes[self._layout.is_ready[own]] = 1
 
     def _adopt(self, part: Part[Tensor], number: int) -> None:
-        self._bytes[self._layout.has_state[number]] = _STATE_IS[part.lay(number, self._views_of(number))]
+        self._bytes[self._layout.has_state[number]] = self._bring(part, number)
+
+    def _bring(self, part: Part[Tensor], number: int) -> int:
+        """Let what the optimizer remembers of a piece lie here, with the values that it has; says whether."""
+        held, views = part.held(number), self._views_of(number)
+        if not held:
+            return 0
+        if held.keys() != views.keys():
+            return _ELSEWHERE
+        for key, view in views.items():
+            value = held[key]
+            if value is view:
+                continue
+            form = getattr(value, "dtype", None), tuple(getattr(value, "shape", ()))
+            if form != (view.dtype, tuple(view.shape)):
+                return _ELSEWHERE
+            if numel(view) and value.data_ptr() != view.data_ptr():
+                self._shards.ops.copy(value, view)
+                part.lay(number, key, view)
+        return _HERE
 
     def knows_all(self) -> bool:
         """Whether the state of all ranks is here."""
@@ -220,7 +213,7 @@ class Journal(Generic[Tensor]):
             flag = self._layout.has_state[each]
             yield self._base + flag, at, 1
             at += aligned(1)
-            place, nbytes = self._tensors.place_of(each)
+            place, nbytes = self._shards.place_of(each)
             yield place, at, nbytes
             at += aligned(nbytes)
             for slot, offset in zip(self._slots[each], self._layout.state[each]):
@@ -234,7 +227,7 @@ class Journal(Generic[Tensor]):
         at = self._base + self._layout.kept[of]
         for each in self._layout.blocks[of][number]:  # first whether there was state: it says what was copied
             self._bytes[self._layout.has_state[each]] = ctypes.c_ubyte.from_address(at).value
-            sizes = [1, self._tensors.place_of(each)[1]]
+            sizes = [1, self._shards.place_of(each)[1]]
             sizes += [slot_bytes(slot, self._pieces[each]) for slot in self._slots[each]]
             at += sum(map(aligned, sizes))
         for place, kept, nbytes in self._copies(of, number):

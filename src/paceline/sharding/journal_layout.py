@@ -10,10 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paceline import _core
-from paceline.arguments import Arguments
-from paceline.errors import ConfigError
 from paceline.sharding.cuts import Piece, split_into_blocks
-from paceline.sharding.shared_step import OWNER
 
 BLOCK_BYTES = 1 << 20
 """Parameters of one block. With what an optimizer remembers of them, and the copies, they stay in the caches
@@ -34,21 +31,6 @@ class Slot(NamedTuple):
     dtype: Any
     itemsize: int
     shape: tuple[int, ...] | None
-
-
-def no_journal(got: str) -> ConfigError:
-    """The error where a journal cannot be kept.
-
-    Args:
-        got: Why.
-    """
-    return Arguments(OWNER).refuse(
-        "journal",
-        True,
-        "parameters that the ranks of one host share, and an optimizer that updates every element by itself",
-        "leave journal out: when a rank is lost, an error says whether the step is whole",
-        got=got,
-    )
 
 
 Blocks = tuple[tuple[tuple[int, ...], ...], ...]

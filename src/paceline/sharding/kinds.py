@@ -9,17 +9,20 @@ others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
+
+import numpy as np
 
 from paceline.sharding.cuts import CUT_ELEMENTS
+from paceline.sharding.framework_ops import Tensor, numel
 
 _STEPS = 6
 _SIZES = (2 * CUT_ELEMENTS + 37, 3 * CUT_ELEMENTS + 5)
 _MATRICES = ((8, 12), (16, 6))
 
-Tensor = TypeVar("Tensor")
 Optimizer = TypeVar("Optimizer")
 
 
@@ -34,7 +37,7 @@ class Kind(Enum):
     """The update of a parameter depends on other parameters."""
 
 
-class Workshop(Protocol[Tensor, Optimizer]):
+class Workshop(ABC, Generic[Tensor, Optimizer]):
     """Makes small tensors of one framework, dtype and device, and optimizers with given options of them.
 
     Attributes:
@@ -45,37 +48,38 @@ class Workshop(Protocol[Tensor, Optimizer]):
 
     def tensors(self, shapes: Sequence[tuple[int, ...]], seed: int, scale: float = 1.0) -> list[Tensor]:
         """Normally distributed values; of a `seed` other than 0 a tenth is 0. The same for the same seed."""
-        ...
+        drawn = np.random.default_rng(seed)
+        made = []
+        for shape in shapes:
+            values = scale * drawn.standard_normal(shape)
+            if seed:
+                values *= drawn.random(shape) > 0.1
+            made.append(self.tensor(values))
+        return made
 
-    def clone(self, tensor: Tensor) -> Tensor: ...
+    @abstractmethod
+    def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
+        """A tensor with these values."""
 
-    def part(self, tensor: Tensor, begin: int, end: int) -> Tensor:
-        """A view of elements of a flat tensor."""
-        ...
-
+    @abstractmethod
     def make(self, tensors: Sequence[Tensor]) -> Optimizer:
         """An optimizer that updates these tensors where they are."""
-        ...
 
+    @abstractmethod
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
         """Make a step with copies of these gradients, one for each of its tensors."""
-        ...
 
+    @abstractmethod
     def same(self, one: Tensor, other: Tensor) -> bool:
         """Whether two tensors are equal; a NaN equals a NaN."""
-        ...
 
-    def scalars(self, optimizer: Optimizer) -> tuple[Any, ...]:
-        """What it remembers of its first tensor as one number (the count of steps), with names."""
-        ...
+    @abstractmethod
+    def remembered(self, optimizer: Optimizer) -> list[Mapping[Any, Any]]:
+        """What it remembers of each tensor, by name: the count of steps, say, as a tensor or a number."""
 
-    def has_plain_state(self, optimizer: Optimizer, shape: tuple[int, ...]) -> bool:
-        """Whether all that it remembers of a tensor of this shape is shaped like it, or one value."""
-        ...
-
+    @abstractmethod
     def draw_from(self, seed: int) -> None:
         """Let random numbers begin anew."""
-        ...
 
 
 def kind_of(workshop: Workshop[Tensor, Optimizer]) -> Kind:
@@ -105,8 +109,7 @@ class _Trial(Generic[Tensor, Optimizer]):
     def halves(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """What each of two optimizers gets of two flat tensors."""
         first, second = tensors
-        part = self._workshop.part
-        return [[first, part(second, 0, CUT_ELEMENTS)], [part(second, CUT_ELEMENTS, _SIZES[1])]]
+        return [[first, second[:CUT_ELEMENTS]], [second[CUT_ELEMENTS:]]]
 
     def wholes(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """What each of several optimizers gets: one tensor."""
@@ -120,7 +123,7 @@ class _Trial(Generic[Tensor, Optimizer]):
         """Whether optimizers of parts do what one of all tensors does; None: it makes no step on these."""
         shop = self._workshop
         together = shop.tensors(shapes, 0)
-        divided = [shop.clone(tensor) for tensor in together]
+        divided = [tensor.clone() for tensor in together]
         try:
             one, several = shop.make(together), [shop.make(parts) for parts in parts_of(divided)]
             for number in range(1, _STEPS + 1):
@@ -132,7 +135,7 @@ class _Trial(Generic[Tensor, Optimizer]):
         except Exception:
             return None
         are_same = all(map(shop.same, together, divided))
-        return are_same and len({shop.scalars(optimizer) for optimizer in [one, *several]}) == 1
+        return are_same and len({_numbers(shop.remembered(optimizer)) for optimizer in [one, *several]}) == 1
 
     def check_step(self) -> None:
         """Raise what a step on a tensor of a parameter's own shape raises."""
@@ -148,7 +151,13 @@ class _Trial(Generic[Tensor, Optimizer]):
         shapes = [(_SIZES[0],)]
         optimizer = self._workshop.make(self._workshop.tensors(shapes, 0))
         self._workshop.step(optimizer, self._workshop.tensors(shapes, 1))
-        return self._workshop.has_plain_state(optimizer, shapes[0])
+        values = [value for held in self._workshop.remembered(optimizer) for value in held.values()]
+        return all(
+            tuple(value.shape) == shapes[0] or numel(value) == 1
+            if hasattr(value, "shape")
+            else value is None or isinstance(value, (bool, int, float, complex, str))
+            for value in values
+        )
 
     def draws_numbers(self) -> bool:
         """Whether two optimizers that do the same on the same tensors come to different results."""
@@ -160,3 +169,14 @@ class _Trial(Generic[Tensor, Optimizer]):
             shop.step(shop.make(tensors), shop.tensors(_MATRICES, 1))
             results.append(tensors)
         return not all(map(shop.same, *results))
+
+
+def _numbers(remembered: Sequence[Mapping[Any, Any]]) -> tuple[Any, ...]:
+    """What an optimizer remembers of its first tensor as one number (the count of steps), with names."""
+    numbers: list[tuple[Any, Any]] = []
+    for key, value in remembered[0].items() if remembered else ():
+        if isinstance(value, (int, float)):
+            numbers.append((key, value))
+        elif hasattr(value, "shape") and numel(value) == 1:
+            numbers.append((key, value.item()))
+    return tuple(numbers)

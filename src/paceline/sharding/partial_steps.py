@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from paceline.errors import TornStepError
@@ -20,7 +20,7 @@ from paceline.errors import TornStepError
 
 class _Mark(NamedTuple):
     parameter: weakref.ref[Any]
-    version: Callable[[Any], int]
+    versions: Callable[[Sequence[Any]], list[int]]
     was: int
     seen: str
 
@@ -37,18 +37,20 @@ class TornParameters:
         self.marks: dict[int, _Mark] = {}
         self.guards: list[weakref.WeakMethod[Callable[[], None]]] = []
 
-    def mark(self, parameters: Iterable[Any], version: Callable[[Any], int], seen: str) -> None:
+    def mark(
+        self, parameters: Iterable[Any], versions: Callable[[Sequence[Any]], list[int]], seen: str
+    ) -> None:
         """These parameters may hold half of a step.
 
         Args:
             parameters: Tensors of any framework.
-            version: Counts the writes to one: a parameter that was written to since then was loaded.
+            versions: Counts the writes to each: a parameter that was written to since then was loaded.
             seen: What has happened.
         """
         for parameter in parameters:
             key = id(parameter)
             reference = weakref.ref(parameter, functools.partial(self._drop, key))
-            self.marks[key] = _Mark(reference, version, version(parameter), seen)
+            self.marks[key] = _Mark(reference, versions, versions([parameter])[0], seen)
 
     def call_guard(self, guard: Callable[[], None]) -> None:
         """Call a method when a step has left half of itself, as long as its object lives."""
@@ -84,7 +86,7 @@ class TornParameters:
             mark = self.marks.get(id(parameter))
             if mark is None or mark.parameter() is not parameter:
                 continue
-            if mark.version(parameter) != mark.was:
+            if mark.versions([parameter])[0] != mark.was:
                 del self.marks[id(parameter)]
                 continue
             raise torn_error(owner, mark.seen)

@@ -85,7 +85,7 @@ class SharedStorage(Generic[Tensor]):
         """Give this rank a copy of its own of each parameter that is still here."""
         held = list(self._held())
         if not self._step_table_to_read.is_whole:
-            torn.mark(held, self.ops.version, self._tell_missing())
+            torn.mark(held, self.ops.versions, self._tell_missing())
         for parameter in held:
             self.ops.lay(parameter, self.ops.own_copy(parameter))
             _storages.pop(id(parameter), None)

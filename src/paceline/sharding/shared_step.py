@@ -1,4 +1,4 @@
-"""What the ranks of a sharded optimizer do together, in the order of a step, and what refuses to be sharded.
+"""What the ranks of a sharded optimizer do together, in the order of a step.
 
 A step: the ranks meet and compare (`meet`), each updates its part, and what it has written reaches the others
 (`make`), within `updating`, so that a step that was begun and not completed is remembered, and nobody takes
@@ -8,51 +8,37 @@ its half for a whole (`step_tables`, `partial_steps`). A front end adds what its
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from paceline import _core
 from paceline.arguments import Arguments
-from paceline.errors import CollectiveError, ConfigError, PacelineError
+from paceline.errors import (
+    CollectiveError,
+    ConfigError,
+    DeadlineError,
+    GroupClosedError,
+    PacelineError,
+    PeerLostError,
+    RendezvousError,
+)
 from paceline.reducer.communicator import Communicator
-from paceline.sharding.lost_ranks import COMPLETE, HALF, NOTHING_WRITTEN, is_loss, telling
+from paceline.sharding.optimizer_arguments import OWNER
 from paceline.sharding.partial_steps import torn, torn_error
+from paceline.sharding.shards import Shards
 from paceline.sharding.shared_parameters import storage_of
 from paceline.sharding.step_barriers import Call, Facts, StepBarriers, hash_options
 from paceline.sharding.step_exchange import IDLE, Travel
 from paceline.sharding.step_tables import Complete, StepTables
 
-OWNER = "ShardedOptimizer"
 # How a rank has fared with its part of a step.
 _WRITTEN, _IDLE, _REFUSED, _RAISED = 0, IDLE, 2, 3
 """It is written; there was none; it raised before anything was written; it raised later."""
+# What a rank that is lost at a step means, in words.
+NOTHING_WRITTEN = "nothing was written yet"
+COMPLETE = "the step is complete: every rank's part is written"
+HALF = "some parameters may be updated and others not"
 State = TypeVar("State")
-
-
-class Pieces(Protocol):
-    """What a `SharedStep` asks of the pieces of the parameters."""
-
-    parameters: Any
-    names: Any
-    generation: int
-    storages: Any
-
-    def version(self, parameter: Any) -> int:
-        """Counts the writes to a parameter."""
-        ...
-
-    def own_versions(self) -> list[int]:
-        """Counts the writes to each piece of this rank."""
-        ...
-
-    def has_part(self, has_gradient: Sequence[int]) -> bool:
-        """Whether this rank writes anything in a step with gradients of these parameters."""
-        ...
-
-    def written(self, has_gradient: Sequence[int]) -> Any:
-        """Tensors that a step with gradients of these parameters writes to, by the rank that does."""
-        ...
 
 
 class SharedStep(Generic[State]):
@@ -68,7 +54,7 @@ class SharedStep(Generic[State]):
 
     def __init__(
         self,
-        pieces: Pieces,
+        pieces: Shards[Any],
         communicator: Communicator[Any] | None,
         travel: Travel[Any] | None,
         look: Callable[[], object],
@@ -185,7 +171,7 @@ class SharedStep(Generic[State]):
             told = telling(OWNER, COMPLETE if is_complete else HALF, step_is_complete=is_complete).told(error)
         if not is_complete:
             self._failure = told
-            torn.mark(self._own_parameters(), self._pieces.version, str(told))
+            torn.mark(self._own_parameters(), self._pieces.ops.versions, str(told))
             torn.tell_guards()
         if told is not error:
             raise told from error
@@ -385,6 +371,39 @@ class SharedStep(Generic[State]):
         self._failure = self._state = None
 
 
+def is_loss(error: BaseException | None) -> bool:
+    """Whether an error says that ranks did not come to a barrier, and not that they came for other things."""
+    return isinstance(error, (PeerLostError, DeadlineError, GroupClosedError, RendezvousError))
+
+
+class telling:
+    """A context that adds to errors of a group in which step they came, and what that means.
+
+    Args:
+        owner: The class whose step() it is.
+        consequence: For the parameters.
+        fields: Facts for programs, which become attributes of the error.
+    """
+
+    # Not a generator: those take longer to enter than the ranks to meet.
+    def __init__(self, owner: str, consequence: str, **fields: object) -> None:
+        self._owner, self._consequence, self._fields = owner, consequence, fields
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, CollectiveError) and not error.summary.startswith(self._owner):
+            raise self.told(error) from error
+
+    def told(self, error: CollectiveError) -> CollectiveError:
+        """The same error, with these words."""
+        where = ", ".join(filter(None, [f"{self._owner}.step; {self._consequence}", error.where]))
+        rows = {row: getattr(error, row) for row in ("seen", "expected", "got", "likely", "hint")}
+        fields = {**error.fields, **self._fields}
+        return type(error)(error.summary, where=where, **rows, **fields)
+
+
 def _telling(*, has_begun: bool) -> telling:
     """Says what an error before this rank's part means, by whether another rank has begun to write."""
     return telling(OWNER, HALF if has_begun else NOTHING_WRITTEN, step_is_complete=not has_begun)
@@ -411,77 +430,3 @@ class _Updating:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             self._end(error)
-
-
-# --- what is refused ---
-
-
-def refuse_closure(optimizer_class: type[Any]) -> None:
-    """Refuse an optimizer that evaluates the loss within its step.
-
-    Raises:
-        ConfigError: Its step() needs a closure.
-    """
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise Arguments(OWNER).refuse(
-            "optimizer_class",
-            optimizer_class.__name__,
-            "an optimizer whose step() needs no closure",
-            "use it unsharded: it evaluates the loss several times in a step, and looks at all parameters",
-        )
-
-
-def coupled(optimizer_class: type[Any]) -> ConfigError:
-    """The error for an optimizer that updates a parameter by what it sees of others."""
-    name = optimizer_class.__name__
-    return Arguments(OWNER).refuse(
-        "optimizer_class",
-        name,
-        "an optimizer that updates every parameter by itself",
-        "use it unsharded: every rank makes the whole step",
-        got=f"{name}, which updates two tensors otherwise together than each of them alone",
-    )
-
-
-def no_step(optimizer_class: type[Any], parameters: str, error: BaseException) -> ConfigError:
-    """The error for an optimizer whose step raises on such parameters, found out before there is one.
-
-    Args:
-        optimizer_class: The optimizer.
-        parameters: Their dtype and device, in words.
-        error: What its step has raised.
-    """
-    name = optimizer_class.__name__
-    return ConfigError(
-        f"{OWNER}: {name} makes no step on these parameters.",
-        seen=f"{type(error).__name__}: {error}",
-        got=f"parameters of {parameters}",
-        likely=f"{name} does not support their dtype or device with these arguments, sharded or not",
-        hint=f"other arguments of {name}, or parameters of another dtype",
-    )
-
-
-def wrong_arguments(
-    optimizer_class: type[Any], error: BaseException, defaults: Mapping[str, Any]
-) -> ConfigError:
-    """The error for arguments that an optimizer refuses; quotes it."""
-    return ConfigError(
-        f"{OWNER}: {optimizer_class.__name__} refuses its arguments.",
-        seen=str(error),
-        got=", ".join(f"{name}={value!r}" for name, value in defaults.items()) or "no arguments",
-        hint=f"the arguments of {optimizer_class.__name__}, by name, after those of {OWNER}",
-    )
-
-
-def refuse_copies() -> NoReturn:
-    """Refuse to pickle or to copy an optimizer.
-
-    Raises:
-        ConfigError: Always.
-    """
-    raise ConfigError(
-        f"{OWNER} cannot be pickled or copied.",
-        likely="it shares its step with other processes",
-        hint="consolidate_state_dict(), and save state_dict(); make another optimizer and load it there",
-    )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,30 +39,20 @@ def undisturbed() -> Iterator[None]:
         paddle.set_rng_state(before)
 
 
-class PaddleWorkshop:
-    """See `Workshop`."""
+class PaddleWorkshop(kinds.Workshop[paddle.Tensor, Any]):
+    """Makes small parameters and optimizers of them.
+
+    Args:
+        make: Makes an optimizer of a list of parameters.
+        model: A parameter. The small ones have its regularizer, dtype and place.
+    """
 
     def __init__(self, make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> None:
         self._make, self._model = make, model
         self.own_shape = tuple(model.shape)
 
-    def tensors(
-        self, shapes: Sequence[tuple[int, ...]], seed: int, scale: float = 1.0
-    ) -> list[paddle.Tensor]:
-        drawn = np.random.default_rng(seed)
-        made = []
-        for shape in shapes:
-            values = scale * drawn.standard_normal(shape)
-            if seed:
-                values *= drawn.random(shape) > 0.1
-            made.append(paddle.to_tensor(values, place=self._model.place).astype(self._model.dtype))
-        return made
-
-    def clone(self, tensor: paddle.Tensor) -> paddle.Tensor:
-        return tensor.clone()
-
-    def part(self, tensor: paddle.Tensor, begin: int, end: int) -> paddle.Tensor:
-        return tensor[begin:end]
+    def tensor(self, values: np.ndarray[Any, Any]) -> paddle.Tensor:
+        return paddle.to_tensor(values, place=self._model.place).astype(self._model.dtype)
 
     def make(self, tensors: Sequence[paddle.Tensor]) -> Any:
         parameters = []
@@ -84,20 +73,11 @@ class PaddleWorkshop:
             one, other = one.astype("float32"), other.astype("float32")
         return bool(np.array_equal(one.numpy(), other.numpy(), equal_nan=True))
 
-    def scalars(self, optimizer: Any) -> tuple[Any, ...]:
-        held = list(internals.state_of(optimizer))
-        first = held[0][0] if held else ""
-        return tuple(
-            (kind, value.item())
-            for owner, kind, value in held
-            if owner == first and math.prod(value.shape) == 1
-        )
-
-    def has_plain_state(self, optimizer: Any, shape: tuple[int, ...]) -> bool:
-        return all(
-            tuple(value.shape) == shape or math.prod(value.shape) == 1
-            for _, _, value in internals.state_of(optimizer)
-        )
+    def remembered(self, optimizer: Any) -> list[Mapping[Any, Any]]:
+        by_owner: dict[str, dict[str, Any]] = {}
+        for owner, kind, value in internals.state_of(optimizer):
+            by_owner.setdefault(owner, {})[kind] = value
+        return list(by_owner.values())
 
     def draw_from(self, seed: int) -> None:
         paddle.seed(seed)

@@ -8,7 +8,7 @@ unsharded, and is what users read and change; and one of this rank's pieces, whi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,65 +16,11 @@ import paddle
 
 from paceline.arguments import Arguments
 from paceline.paddle import internals
-from paceline.sharding.shared_step import OWNER, refuse_closure, wrong_arguments
+from paceline.sharding.optimizer_arguments import OWNER, wrong_arguments
 
 _NO_OPTIONS = ("params", "grad_clip")
 _FUNCTIONS = FunctionType, MethodType, functools.partial  # of a parameter, or of its name
 _TRIAL_RATE = 0.01  # a schedule may begin at 0, with which every optimizer leaves all elements alone
-
-
-def as_list(parameters: Any) -> list[Any]:
-    """Parameters, or groups whose parameters are lists, as users pass them; nothing of theirs is changed.
-
-    Raises:
-        ConfigError: They are something else.
-    """
-    check = Arguments(OWNER)
-    expected = 'parameters, or dicts with them under "params"'
-    if isinstance(parameters, (paddle.Tensor, Mapping)) or not isinstance(parameters, Iterable):
-        raise check.refuse("parameters", parameters, expected, "model.parameters()", is_type=True)
-    entries = list(parameters)
-    if not entries:
-        hint = "model.parameters() of a model with any"
-        raise check.refuse("parameters", parameters, f"{expected}, at least one", hint)
-    if not isinstance(entries[0], dict):
-        return _checked_tensors(entries, expected)
-    groups = []
-    for entry in entries:
-        if not isinstance(entry, dict) or "params" not in entry:
-            hint = '{"params": model.parameters()}'
-            raise check.refuse("parameters", entry, expected, hint, is_type=True)
-        held = entry["params"]
-        if isinstance(held, (set, frozenset)):
-            expected = "a list: the order in a set differs between ranks"
-            raise check.refuse("params", held, expected, "list(...)", is_type=True)
-        listed = [held] if isinstance(held, paddle.Tensor) else held
-        groups.append({**entry, "params": _checked_tensors(listed, expected)})
-    return groups
-
-
-def _checked_tensors(listed: Any, expected: str) -> list[paddle.Tensor]:
-    tensors = list(listed) if isinstance(listed, Iterable) else [listed]
-    for each in tensors:
-        if not isinstance(each, paddle.Tensor):
-            raise Arguments(OWNER).refuse("parameters", each, expected, "model.parameters()", is_type=True)
-    return tensors
-
-
-def check_class(optimizer_class: Any) -> None:
-    """Refuse what is no class of optimizers, or one whose methods tell that it cannot be sharded.
-
-    Raises:
-        ConfigError: Says which and why.
-    """
-    check, hint = Arguments(OWNER), "optimizer_class=paddle.optimizer.AdamW"
-    is_class = isinstance(optimizer_class, type)
-    if not (is_class and issubclass(optimizer_class, paddle.optimizer.Optimizer)):
-        if isinstance(optimizer_class, paddle.optimizer.Optimizer):
-            hint = f"optimizer_class={type(optimizer_class).__name__}, and its arguments by name after it"
-        expected = "a class of optimizers, derived from Paddle's"
-        raise check.refuse("optimizer_class", optimizer_class, expected, hint, is_type=True)
-    refuse_closure(optimizer_class)
 
 
 def check_tensors(parameters: Sequence[paddle.Tensor]) -> None:

@@ -12,20 +12,21 @@ from typing import Any
 import paddle
 
 from paceline.paddle import internals
-from paceline.paddle.model.parameters import dtype_name
 from paceline.paddle.sharding.elementwise import PaddleWorkshop, undisturbed
 from paceline.paddle.sharding.whole_state import Key, make_state, remembered
 from paceline.sharding.cuts import CUT_ELEMENTS
-from paceline.sharding.journal_layout import Slot, no_journal
+from paceline.sharding.journal import Part, slots_from
+from paceline.sharding.journal_layout import Slot
+from paceline.sharding.optimizer_arguments import no_journal
 
 _TRIAL_STEPS = 4
 
 
-class PaddlePart:
+class PaddlePart(Part[paddle.Tensor]):
     """See `Part`.
 
     Args:
-        tensors: The pieces of a rank as parameters, by their numbers.
+        tensors: The pieces; those of one rank are parameters of their own.
         blocks: The numbers of the pieces of each block.
         optimizers: For each block one.
 
@@ -35,7 +36,7 @@ class PaddlePart:
 
     def __init__(
         self,
-        tensors: Mapping[int, paddle.Tensor],
+        tensors: Sequence[paddle.Tensor],
         blocks: Sequence[Sequence[int]],
         optimizers: Sequence[Any],
     ) -> None:
@@ -53,29 +54,17 @@ class PaddlePart:
     def step(self, block: int, numbers: Sequence[int]) -> None:
         self.optimizers[block].step()
 
-    def lay(self, number: int, views: Mapping[Any, paddle.Tensor]) -> bool | None:
-        held = self._held(number)
-        if not held:
-            return None
-        if held.keys() != views.keys():
-            return False
-        for key, value in held.items():
-            view = views[key]
-            if value.dtype != view.dtype or value.shape != view.shape:
-                return False
-            if value.size and value.data_ptr() != view.data_ptr():
-                paddle.assign(value, view)
-                internals.lay_into(value, view)
-        return True
+    def held(self, number: int) -> dict[Any, Any]:
+        return remembered(self.optimizer_of(number), self._tensors[number].name)
+
+    def lay(self, number: int, key: Any, view: paddle.Tensor) -> None:
+        internals.lay_into(self.held(number)[key], view)
 
     def recall(self, number: int, views: Mapping[Any, paddle.Tensor]) -> None:
         make_state(self.optimizer_of(number), self._tensors[number])
-        for key, value in self._held(number).items():
+        for key, value in self.held(number).items():
             if value.size:
                 internals.lay_into(value, views[key])
-
-    def _held(self, number: int) -> dict[Key, paddle.Tensor]:
-        return remembered(self.optimizer_of(number), self._tensors[number].name)
 
 
 def slots_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> list[Slot]:
@@ -95,7 +84,7 @@ def slots_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -
         one = shop.make(tensors)
         for number in range(1, _TRIAL_STEPS):
             shop.step(one, shop.tensors(shapes, number))
-        others = [shop.clone(tensor) for tensor in tensors]
+        others = [tensor.clone() for tensor in tensors]
         other = shop.make(others)
         held = _held_of(one)
         if held:
@@ -111,15 +100,7 @@ def slots_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -
             goes_on = all(map(shop.same, tensors, others)) and held.keys() == _held_of(one).keys()
         if not goes_on:
             raise no_journal(f"{type(one).__name__}, which remembers more than its state")
-    return [
-        Slot(
-            key,
-            dtype_name(value.dtype),
-            int(value.element_size()),
-            None if tuple(value.shape) == shapes[0] else tuple(value.shape),
-        )
-        for key, value in held.items()
-    ]
+    return slots_from(held, shapes[0])
 
 
 def _held_of(optimizer: Any) -> dict[Key, paddle.Tensor]:

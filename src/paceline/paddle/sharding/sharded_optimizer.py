@@ -1,7 +1,7 @@
 """`ShardedOptimizer`: an optimizer of which each rank does a part, and of whose state it holds a part.
 
-What may be cut is found by `elementwise`, who gets what by `paceline.sharding`; `shards` are the pieces as
-tensors, and `travel` brings them to the other ranks. This file is the optimizer that users hold.
+How the ranks make a step is in `paceline.sharding.sharded_optimizer`; this file is the optimizer that users
+hold.
 """
 
 # mypy: disable-error-code="misc"
@@ -22,14 +22,11 @@ from paceline.ddp.wrapped_model import hide_inherited
 from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.communicator.communicators import Communicator
 from paceline.paddle.communicator.peers import Peers, find_peers, known_exchange
 from paceline.paddle.model.arguments import checked_group
 from paceline.paddle.model.parameters import describe_tensor, dtype_name
 from paceline.paddle.sharding.elementwise import kind_of
 from paceline.paddle.sharding.groups import (
-    as_list,
-    check_class,
     check_tensors,
     copy_options,
     copy_settings,
@@ -38,30 +35,24 @@ from paceline.paddle.sharding.groups import (
     maker_of_trials,
     spelled_options,
 )
-from paceline.paddle.sharding.ops import OPS
+from paceline.paddle.sharding.ops import Shards
 from paceline.paddle.sharding.optimizer_journal import PaddlePart, slots_of
-from paceline.paddle.sharding.scattered_gradients import ScatteredGradient
-from paceline.paddle.sharding.shards import Gradient, Shards, extent_of
-from paceline.paddle.sharding.shared_storage import SharedStorage
-from paceline.paddle.sharding.whole_state import LoadedState, gather_state, make_state, put_together
+from paceline.paddle.sharding.whole_state import LoadedState, make_state, named, remembered
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.backward.sharing import registry
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.rendezvous.messages import gather_objects
-from paceline.sharding.cuts import Piece, deal
-from paceline.sharding.journal import Journal, storage_of_all
-from paceline.sharding.journal_layout import Slot, blocks_of, no_journal, split
+from paceline.sharding.journal_layout import Slot, blocks_of
 from paceline.sharding.kinds import Kind
+from paceline.sharding.optimizer_arguments import OWNER, as_entries, check_class, coupled, no_journal, no_step
 from paceline.sharding.partial_steps import torn
-from paceline.sharding.shared_step import OWNER, SharedStep, coupled, no_step, refuse_copies
-from paceline.sharding.step_barriers import Call
-from paceline.sharding.step_exchange import exchange_over
+from paceline.sharding.sharded_optimizer import JournalPlan, ShardedSteps
 
 _Found = TypeVar("_Found")
 _OF_ALL_PARAMETERS = ("_parameter_list", "_param_groups", "_grad_clip", "_default_dict")
 
 
-class ShardedOptimizer(paddle.optimizer.Optimizer):
+class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
     """An optimizer whose step the ranks share: each updates its part of the parameters, and holds its state.
 
     With N ranks, each holds an N-th of the optimizer's state, and makes an N-th of its step; then every rank
@@ -116,6 +107,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         >>> optimizer.clear_grad()
     """
 
+    _shards: Shards
+
     def __init__(
         self,
         parameters: Any,
@@ -133,9 +126,11 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             limit_s = check.optional_seconds("timeout_s", timeout_s)
             reduce_through = check.choice("reduce_through", reduce_through, REDUCE_THROUGH)
             is_journaled = check.flag("journal", journal)
-            check_class(optimizer_class)
+            check_class(optimizer_class, paddle.optimizer.Optimizer, "Paddle's", "paddle.optimizer.AdamW")
             checked_group(OWNER, group)
-            whole = make_whole(optimizer_class, as_list(parameters), defaults)
+            whole = make_whole(
+                optimizer_class, as_entries("parameters", parameters, paddle.Tensor, "parameters"), defaults
+            )
             groups = internals.groups_of(whole)
             everything = [parameter for each in groups for parameter in each["params"]]
             check_tensors(everything)
@@ -146,13 +141,11 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                 raise no_journal(f"{optimizer_class.__name__}, which gets whole parameters")
         self.rank: int = 0 if peers is None else peers.rank
         self.world_size: int = 1 if peers is None else peers.world_size
-        self._communicator: Communicator | None = None
-        self._journal: Journal[paddle.Tensor] | None = None
         self._keeps_journal = is_journaled and peers is not None
-        self._timeout_s = 0.0 if peers is None else peers.timeout_s
         self._defaults = defaults
         self._clips = internals.clips_gradients(whole)
         names = [parameter.name for parameter in everything]
+        communicator, on_host = None, _are_on_host(everything)
         if peers is not None:
             agreed = {
                 "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
@@ -163,26 +156,25 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                 **{name: str(value) for name, value in spelled_options(whole).items()},
             }
             names = _agree(everything, agreed, peers)
-            self._communicator = _connect(peers, everything, reduce_through)
-        pieces = _deal(everything, kinds, self.world_size)
-        if self._keeps_journal:
-            pieces = split(pieces, [parameter.element_size() for parameter in everything])
-        shards = self._shards = Shards(self.rank, self.world_size, everything, names, pieces)
-        own = {index: shards.tensors[index] for index in shards.own}
-        self._part = self._make_part(whole, own, self._blocks_of(self.rank))
+            communicator = peers.connect(
+                on_host=on_host,
+                reduce_through=reduce_through,
+                between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
+            )
+        self._start(
+            Shards(self.rank, self.world_size),
+            communicator,
+            0.0 if peers is None else peers.timeout_s,
+            on_host,
+            lambda: spelled_options(whole),
+            lambda: {name: repr(value) for name, value in spelled_options(whole).items()},
+        )
+        self._deal(everything, names, kinds or [Kind.PARAMETERS] * len(everything))
+        self._part = self._make_part(whole, self._blocks_of(self.rank))
         self.optims = self._part.optimizers
         for each in self.optims:
             self._shards.count_updates_of(each)
         self.optim = self.optims[0]
-        self._steps: SharedStep[dict[str, Any]] = SharedStep(
-            self._shards,
-            self._communicator,
-            None
-            if self._communicator is None
-            else exchange_over(self._communicator, OPS, on_host=_are_on_host(everything)),
-            lambda: spelled_options(whole),
-            lambda: {name: repr(value) for name, value in spelled_options(whole).items()},
-        )
         self._whole = whole
         self._shards.tell_owners()
 
@@ -193,20 +185,18 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             return [shards.own]
         return blocks_of(shards.pieces, shards.itemsizes(), self.world_size)[rank] or [[]]
 
-    def _make_part(
-        self, whole: Any, tensors: Mapping[int, paddle.Tensor], blocks: Sequence[Sequence[int]]
-    ) -> PaddlePart:
+    def _make_part(self, whole: Any, blocks: Sequence[Sequence[int]]) -> PaddlePart:
         """A rank's part, with an optimizer for each block."""
-        ends: list[int] = []
+        shards, ends = self._shards, list[int]()
         for group in internals.groups_of(whole):
             ends.append((ends[-1] if ends else 0) + len(group["params"]))
         optimizers = []
         for block in blocks:
             by_group: list[list[paddle.Tensor]] = [[] for _ in ends]
             for index in block:
-                by_group[bisect_right(ends, self._shards.pieces[index].parameter)].append(tensors[index])
+                by_group[bisect_right(ends, shards.pieces[index].parameter)].append(shards.tensors[index])
             optimizers.append(make_own(whole, by_group, self._defaults))
-        return PaddlePart(tensors, blocks, optimizers)
+        return PaddlePart(shards.tensors, blocks, optimizers)
 
     # --- a step ---
 
@@ -230,38 +220,10 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                 updated in part then, and no further step is made before a state is loaded.
         """
         with paddle.no_grad():
-            self._step()
+            self._make_step({})
 
-    def _step(self) -> None:
-        shards, steps = self._shards, self._steps
-        steps.check_unbroken()
-        try:
-            shards.follow()
-            gradients = shards.gradients()
-            self._check_scattered(gradients)
-            to_make = self._journal_to_make()
-        except ConfigError as error:
-            steps.refuse(error)
-            raise
-        has_gradient = bytes([gradient is not None for gradient in gradients])
-        steps.meet(Call.STEP, has_gradient)
-
-        def complete(rank: int, gone: Callable[[], set[int]], until: float) -> bool:
-            journal = self._journal
-            if journal is None:
-                return False
-            return journal.complete(rank, lambda of: self._part_of(of, gradients), gone, until)
-
-        try:
-            with steps.updating(complete, lambda: self._begin_journal(to_make)):
-                journal = self._journal  # it may just have been made
-                has_written = None if journal is None else journal.has_written
-                steps.make(lambda: self._step_own(gradients), has_gradient, has_written)
-        finally:
-            shards.end_loans()
-
-    def _step_own(self, gradients: list[Gradient]) -> None:
-        """The step of this rank's part, with the options of groups that users see and change."""
+    def _step_own(self, gradients: Sequence[Any] | None, kwargs: Mapping[str, Any]) -> None:
+        assert gradients is not None
         self._shards.lend_gradients(self._clipped(gradients) if self._clips else gradients)
         for own in self.optims:
             copy_options(self._whole, own)
@@ -270,58 +232,43 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         else:
             self._journal.run(self._part)
 
-    def _check_scattered(self, gradients: Sequence[Gradient]) -> None:
-        """Refuse what needs whole gradients.
-
-        Raises:
-            ConfigError: This rank has a part of each.
-        """
-        if not (self._keeps_journal or self._clips):
-            return
-        if any(isinstance(gradient, ScatteredGradient) for gradient in gradients):
-            if self._keeps_journal:
-                raise no_journal("reduce='scatter': no rank has the gradients of another one's part")
+    def _plan_step(self, gradients: Sequence[Any]) -> JournalPlan[paddle.Tensor] | None:
+        to_make = super()._plan_step(gradients)
+        if self._clips and self._are_scattered(gradients):
             raise ConfigError(
                 f"{OWNER}: grad_clip needs whole gradients, and this rank has a part of each.",
                 seen='reduce="scatter"',
                 hint="model.clip_grad_norm_(max_norm) before the step, which knows the norm of all parts; or "
                 'reduce="mean"',
             )
+        return to_make
 
     # --- the journal ---
 
-    def _journal_to_make(self) -> tuple[SharedStorage, list[list[Slot]]] | None:
-        """Where a journal is to be made, and what the optimizer remembers of each parameter; None: none is.
+    def _slots(self) -> list[list[Slot]]:
+        return _found_by_trials(self._whole, self._defaults, slots_of)
 
-        Raises:
-            ConfigError: It is not possible; on every rank alike.
-        """
-        if not self._keeps_journal:
-            return None
-        storage = storage_of_all(self._shards.parameters, self.world_size)
-        if self._journal is not None and self._journal.storage is storage:
-            return None
-        return storage, _found_by_trials(self._whole, self._defaults, slots_of)
-
-    def _begin_journal(self, to_make: tuple[SharedStorage, list[list[Slot]]] | None) -> None:
-        """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
-        if to_make is not None:
-            self._journal = Journal(self._shards, *to_make, self._timeout_s)
-        if self._journal is not None and not self._journal.is_ready:
-            self._journal.make_ready(self._part)
+    def _own_part(self, kwargs: Mapping[str, Any]) -> PaddlePart:
+        return self._part
 
     @contextmanager
-    def _part_of(self, rank: int, gradients: Sequence[Gradient]) -> Iterator[PaddlePart]:
-        """The part of another rank, with today's hyperparameters."""
-        tensors = self._shards.parameters_of(rank)
-        part = self._make_part(self._whole, tensors, self._blocks_of(rank))
+    def _part_of(
+        self, rank: int, gradients: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[PaddlePart]:
+        shards = self._shards
+        numbers = shards.numbers_of(rank)
+        shards.make_parameters(numbers)
+        part = self._make_part(self._whole, self._blocks_of(rank))
         for made in part.optimizers:
             copy_settings(self._whole, made)
             copy_options(self._whole, made)
-        self._shards.lend_gradients(gradients, tensors)
-        yield part
+        shards.lend_gradients(gradients, numbers)
+        try:
+            yield part
+        finally:
+            shards.end_loans(numbers)
 
-    def _clipped(self, gradients: list[Gradient]) -> list[Gradient]:
+    def _clipped(self, gradients: Sequence[Any]) -> list[Any]:
         """The gradients as the optimizer's clip changes them: a norm is that of all of them."""
         clipped, first = list(gradients), 0
         for group in internals.groups_of(self._whole):
@@ -440,34 +387,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
 
     # --- state ---
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all ranks together on one. Collective.
-
-        When a rank is lost, and the optimizer keeps a journal, each survivor gets it, and waits for nobody.
-        With two ranks both call it, and rank 0 saves `optimizer.state_dict()`, which any rank can load, and
-        Paddle's own optimizer too.
-
-        Args:
-            to: The rank whose `state_dict()` then returns the state as it is now.
-
-        Raises:
-            MismatchError: Another rank makes a step instead.
-        """
-        with paddle.no_grad():
-            self._steps.consolidate(
-                to,
-                self.rank,
-                self.world_size,
-                lambda to: gather_state(self._shards, self._part.optimizer_of, self._communicator, to),
-                self._state_in_journal,
-            )
-
-    def _state_in_journal(self) -> dict[str, Any] | None:
-        """The state of all ranks, as far as it lies in memory of all; None: not all of it does."""
-        journal = self._journal
-        if journal is None or not journal.knows_all():
-            return None
-        return put_together(self._shards, [journal.state(index) for index in range(len(self._shards.pieces))])
+    def _held(self, number: int) -> Mapping[Any, Any]:
+        return remembered(self._part.optimizer_of(number), self._shards.tensors[number].name)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as last consolidated, as an unsharded optimizer's `state_dict()`.
@@ -477,9 +398,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         Raises:
             ConfigError: It has not been consolidated on this rank.
         """
-        if self.world_size == 1:
-            self.consolidate_state_dict()
-        state = dict(self._steps.consolidated(self.rank))
+        state = named(self._consolidated(), self._shards.parameters)
         scheduler = internals.scheduler_of(self._whole)
         if scheduler is not None:
             state["LR_Scheduler"] = scheduler.state_dict()
@@ -518,16 +437,11 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             if loaded.holds(parameter):
                 make_state(optimizer, tensor)
                 loaded.give(optimizer, piece, tensor, parameter)
-        if self._journal is not None:
-            self._journal.note_loaded()
-        self._steps.begin_anew()
+        self._note_loaded()
         # Paddle does not count the writes of a model's set_state_dict(), which may come before this one.
         torn.forget(self._shards.parameters)
 
     set_dict = load_state_dict = set_state_dict
-
-    def __getstate__(self) -> dict[str, Any]:
-        refuse_copies()
 
 
 hide_inherited(ShardedOptimizer, paddle.optimizer.Optimizer)
@@ -577,15 +491,6 @@ def _are_on_host(parameters: list[paddle.Tensor]) -> bool:
     return bool(parameters[0].place.is_cpu_place())
 
 
-def _connect(peers: Peers, parameters: list[paddle.Tensor], reduce_through: str) -> Communicator:
-    """Connect the ranks. Collective."""
-    return peers.connect(
-        on_host=_are_on_host(parameters),
-        reduce_through=reduce_through,
-        between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
-    )
-
-
 def _agree(parameters: list[paddle.Tensor], options: dict[str, str], peers: Peers) -> list[str]:
     """Raise on every rank if the ranks have passed different parameters; the names on rank 0. Collective."""
     described = tuple(
@@ -597,14 +502,3 @@ def _agree(parameters: list[paddle.Tensor], options: dict[str, str], peers: Peer
     check_agreement(description, peers.exchange, peers.timeout_s)
     names = [parameter.name for parameter in parameters]
     return list(gather_objects(peers.exchange, {"names": names}, peers.timeout_s)[0]["names"])
-
-
-def _deal(parameters: list[paddle.Tensor], kinds: list[Kind], world_size: int) -> list[Piece]:
-    if not kinds:  # alone
-        return [Piece(index, 0, int(p.size), True, 0) for index, p in enumerate(parameters)]
-    return deal(
-        [extent_of(parameter) for parameter in parameters],
-        [bool(parameter.stop_gradient) for parameter in parameters],
-        [kind is Kind.ELEMENTS for kind in kinds],
-        [0] * world_size,
-    )

@@ -1,27 +1,26 @@
-"""An optimizer's state, whole as an unsharded optimizer's, put together from pieces and cut into them.
+"""What Paddle's optimizers remember, by names: taken from them, whole, and given to them.
 
-The one idea: Paddle keeps what it remembers of a parameter under the name of the parameter, of the kind of
+Paddle keeps what it remembers of a parameter under the name of the parameter, of the kind of
 memory, and a number that counts up within a process. Here the number is always 0, as it is for the first
 optimizer of a process; and any number is read.
 """
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.communicator.communicators import Communicator
-from paceline.paddle.model.parameters import dtype_name
-from paceline.paddle.sharding.shards import Shards, part_of
+from paceline.paddle.sharding.ops import OPS
 from paceline.reducer.backward_errors import shorten
 from paceline.sharding.cuts import Piece
-from paceline.sharding.shared_step import OWNER
+from paceline.sharding.optimizer_arguments import OWNER
+from paceline.sharding.shards import part_of
+from paceline.sharding.whole_state import Whole, is_cut
 
 MASTERS = "master_weights"
 """The key of a state_dict under which Paddle keeps the weights in float32 of parameters of 16 bits."""
@@ -51,90 +50,23 @@ def make_state(optimizer: Any, tensor: paddle.Tensor) -> None:
             internals.make_state(optimizer, group, [tensor])
 
 
-class _Memory(NamedTuple):
-    """One tensor that an optimizer remembers of a piece."""
-
-    piece: int
-    """The index of the piece."""
-    is_of_master: bool
-    kind: str
-    """See `Key`."""
-    value: paddle.Tensor
-
-
-def gather_state(
-    shards: Shards, optimizer_of: Callable[[int], Any], communicator: Communicator | None, to: int
-) -> dict[str, Any]:
-    """Everybody's state, brought together on one rank. Collective.
+def named(whole: Whole, parameters: Sequence[paddle.Tensor]) -> dict[str, Any]:
+    """What the unsharded optimizer's state_dict() would hold, without the scheduler.
 
     Args:
-        shards: The pieces.
-        optimizer_of: The optimizer of a piece of this rank, by its number.
-        communicator: Between the ranks; None: there is one rank.
-        to: The rank that gets it.
-
-    Returns:
-        What the unsharded optimizer's state_dict() would hold, without the scheduler, in memory of its own;
-        empty on other ranks than `to`.
+        whole: What it would remember of each parameter, by `Key`.
+        parameters: All parameters.
     """
-    own = [
-        _Memory(index, *key, value)
-        for index in shards.own
-        for key, value in remembered(optimizer_of(index), shards.tensors[index].name).items()
-    ]
-    forms = [[*memory[:3], list(memory.value.shape), dtype_name(memory.value.dtype)] for memory in own]
-    payload = json.dumps(forms).encode()
-    whole: dict[tuple[str, int, bool], paddle.Tensor] = {}
-    for rank, each in enumerate([payload] if communicator is None else communicator.all_gather(payload)):
-        told = json.loads(each)
-        values = [memory.value for memory in own]
-        if rank != shards.rank:
-            place = shards.parameters[0].place
-            values = [internals.empty_on(place, shape, dtype) for *_, shape, dtype in told]
-        if communicator is not None and values:
-            communicator.broadcast(values, root=rank)
-        if to == shards.rank:
-            for (index, is_of_master, kind, *_), value in zip(told, values):
-                _add(whole, shards, _Memory(index, is_of_master, kind, value))
-    return _named(whole, shards)
-
-
-def put_together(shards: Shards, states: Sequence[Mapping[Key, paddle.Tensor]]) -> dict[str, Any]:
-    """The same from what is remembered of each piece, of all ranks."""
-    whole: dict[tuple[str, int, bool], paddle.Tensor] = {}
-    for index, state in enumerate(states):
-        for key, value in state.items():
-            _add(whole, shards, _Memory(index, *key, value))
-    return _named(whole, shards)
-
-
-def _add(whole: dict[tuple[str, int, bool], paddle.Tensor], shards: Shards, memory: _Memory) -> None:
-    piece = shards.pieces[memory.piece]
-    parameter = shards.parameters[piece.parameter]
-    key = memory.kind, piece.parameter, memory.is_of_master
-    if not _is_cut(memory.value, piece):
-        whole[key] = memory.value.clone()
-        return
-    if key not in whole:
-        whole[key] = internals.empty_on(parameter.place, parameter.shape, memory.value.dtype)
-    paddle.assign(memory.value, part_of(whole[key], piece))
-
-
-def _is_cut(value: paddle.Tensor, piece: Piece) -> bool:
-    """Whether a piece's optimizer remembers it of each element."""
-    return not piece.is_whole and tuple(value.shape) == (piece.end - piece.begin,)
-
-
-def _named(whole: Mapping[tuple[str, int, bool], paddle.Tensor], shards: Shards) -> dict[str, Any]:
     state: dict[str, Any] = {}
     masters: dict[str, paddle.Tensor] = {}
-    for (kind, number, is_of_master), value in sorted(whole.items(), key=lambda each: each[0]):
-        name = shards.parameters[number].name
+    found = [(kind, index, of_master) for index, held in whole.items() for of_master, kind in held]
+    for kind, index, of_master in sorted(found):
+        name, value = parameters[index].name, whole[index][of_master, kind]
         if not kind:
             value.name = name + _OF_MASTER
             masters[name] = value
             continue
-        value.name = f"{name}{_OF_MASTER if is_of_master else ''}_{kind}_0"
+        value.name = f"{name}{_OF_MASTER if of_master else ''}_{kind}_0"
         state[value.name] = value
     return {**state, MASTERS: masters} if masters else state
 
@@ -210,12 +142,12 @@ class LoadedState:
 
 
 def _set(target: paddle.Tensor, value: paddle.Tensor, piece: Piece, parameter: paddle.Tensor) -> None:
-    if _is_cut(target, piece) and tuple(value.shape) == tuple(parameter.shape):
-        value = part_of(value if value.is_contiguous() else value.contiguous(), piece)
+    if is_cut(OPS, target, piece) and tuple(value.shape) == tuple(parameter.shape):
+        value = part_of(OPS, OPS.as_laid_out(value, parameter), piece)
     if tuple(value.shape) != tuple(target.shape):
         raise ConfigError(
             f"{OWNER}.set_state_dict: '{target.name}' has another shape in the state.",
-            expected=str(list(parameter.shape if _is_cut(target, piece) else target.shape)),
+            expected=str(list(parameter.shape if is_cut(OPS, target, piece) else target.shape)),
             got=str(list(value.shape)),
             hint="the state of a model of the same shapes",
         )

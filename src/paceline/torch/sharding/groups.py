@@ -14,7 +14,8 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.arguments import Arguments
-from paceline.sharding.shared_step import OWNER, refuse_closure, wrong_arguments
+from paceline.sharding import optimizer_arguments
+from paceline.sharding.optimizer_arguments import OWNER, as_entries, wrong_arguments
 from paceline.sharding.step_barriers import spell_options
 
 NO_OPTIONS = ("params", "param_names")
@@ -23,35 +24,8 @@ NO_OPTIONS = ("params", "param_names")
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
     """Groups whose parameters are lists, as users pass them; nothing of theirs is changed."""
-    check = Arguments(OWNER)
-    expected = 'parameters, (name, parameter) pairs, or dicts with them under "params"'
-    if isinstance(params, (torch.Tensor, Mapping)) or not isinstance(params, Iterable):
-        raise check.refuse("params", params, expected, "model.parameters()", is_type=True)
-    entries = list(params)
-    if not entries:
-        raise check.refuse(
-            "params", params, f"{expected}, at least one", "model.parameters() of a model with any"
-        )
-    if not isinstance(entries[0], dict):
-        entries = [{"params": entries}]
-    groups = []
-    for entry in entries:
-        if not isinstance(entry, dict) or "params" not in entry:
-            raise check.refuse("params", entry, expected, '{"params": model.parameters()}', is_type=True)
-        held = entry["params"]
-        if isinstance(held, (set, frozenset)):
-            raise check.refuse(
-                "params", held, "a list: the order in a set differs between ranks", "list(...)", is_type=True
-            )
-        if not isinstance(held, Iterable):
-            raise check.refuse("params", held, expected, '{"params": model.parameters()}', is_type=True)
-        listed = [held] if isinstance(held, torch.Tensor) else list(held)
-        for each in listed:
-            tensor = each[1] if isinstance(each, tuple) and len(each) == 2 else each
-            if not isinstance(tensor, torch.Tensor):
-                raise check.refuse("params", each, expected, "model.parameters()", is_type=True)
-        groups.append({**entry, "params": listed})
-    return groups
+    entries = as_entries("params", params, torch.Tensor, "parameters, (name, parameter) pairs")
+    return entries if isinstance(entries[0], dict) else [{"params": entries}]
 
 
 def _tensors_of(group: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -93,25 +67,14 @@ def check_class(optimizer_class: Any) -> None:
     Raises:
         ConfigError: Says which and why.
     """
-    check, hint = Arguments(OWNER), "optimizer_class=torch.optim.AdamW"
-    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
-        if isinstance(optimizer_class, Optimizer):
-            hint = f"optimizer_class={type(optimizer_class).__name__}, and its arguments by name after it"
-        raise check.refuse(
-            "optimizer_class",
-            optimizer_class,
-            "a class of optimizers, derived from torch's",
-            hint,
-            is_type=True,
-        )
+    optimizer_arguments.check_class(optimizer_class, Optimizer, "torch's", "torch.optim.AdamW")
     if optimizer_class is torch.optim.SparseAdam:
-        raise check.refuse(
+        raise Arguments(OWNER).refuse(
             "optimizer_class",
             optimizer_class.__name__,
             "an optimizer for dense gradients",
             "use it unsharded, for the parameters that have sparse gradients",
         )
-    refuse_closure(optimizer_class)
 
 
 def refuse_overlap(overlap_with_ddp: bool) -> None:

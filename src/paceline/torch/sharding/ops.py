@@ -9,7 +9,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from paceline.errors import ConfigError
+from paceline.sharding import shards
 from paceline.sharding.framework_ops import Names
+from paceline.sharding.optimizer_arguments import OWNER
 from paceline.torch.communicator.gradient_buffer import extent, is_dense
 from paceline.torch.model.parameters import dtype_name
 from paceline.torch.sharding.scattered_gradients import ScatteredGradient
@@ -26,6 +29,7 @@ class TorchOps:
         moving="module.to(), half(), share_memory() or `parameter.data = ...`",
         converting="module.to(), .half() or `parameter.data = ...`",
     )
+    tensor = torch.Tensor
     stand_in = ScatteredGradient
 
     def is_dense(self, tensor: torch.Tensor) -> bool:
@@ -86,11 +90,35 @@ class TorchOps:
         with torch.no_grad():
             torch._foreach_mul_(list(tensors), factor)
 
-    def version(self, tensor: torch.Tensor) -> int:
-        return tensor._version
+    def versions(self, tensors: Sequence[torch.Tensor]) -> list[int]:
+        return [tensor._version for tensor in tensors]
 
     def count_writes(self, tensors: Sequence[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(tensors)
+
+    def dtype_name(self, dtype: torch.dtype) -> str:
+        return dtype_name(dtype)
+
+    def empty(self, shape: Sequence[int], dtype: str, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=like.device)
+
+    def beside(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(parameter.device).contiguous()
+
+    def kept_copy(self, value: Any, parameter: torch.Tensor) -> Any:
+        """On the CPU; what has the parameter's shape is laid out as zeros_like() would."""
+        if isinstance(value, torch.Tensor):
+            if value.shape != parameter.shape:
+                return value.cpu().clone()
+            return self.room_for_state(parameter, value.dtype).copy_(value)
+        if isinstance(value, dict):
+            return {key: self.kept_copy(each, parameter) for key, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.kept_copy(each, parameter) for each in value)
+        return value
+
+    def room_for_state(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_like(parameter, dtype=dtype, device="cpu", requires_grad=False)
 
     def watch_steps(self, check: Callable[[object, Iterable[torch.Tensor]], None]) -> None:
         def look(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -116,11 +144,39 @@ class TorchOps:
         is_as_wrapped = (parameter.dtype, parameter.shape) == (stand_in.dtype, stand_in.shape)
         parameter.grad = stand_in if is_as_wrapped else None
 
-    def lend_gradient(self, piece: torch.Tensor, gradient: torch.Tensor) -> None:
-        piece.grad = gradient
+    def lend_gradients(self, pieces: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+        for piece, gradient in zip(pieces, gradients):
+            piece.grad = gradient
 
-    def end_loan(self, piece: torch.Tensor) -> None:
-        piece.grad = None
+    def end_loans(self, pieces: Sequence[torch.Tensor]) -> None:
+        for piece in pieces:
+            piece.grad = None
 
 
 OPS = TorchOps()
+
+
+class Shards(shards.Shards[torch.Tensor]):
+    """All pieces of an optimizer's parameters, on one rank.
+
+    A piece is made through .data, and so counts its writes by itself. Each rank writes to other elements, and
+    all ranks must count the same number of writes to each parameter; so they are counted once, for all, after
+    the step.
+    """
+
+    def _find_gradients(self) -> list[torch.Tensor | None]:
+        found = [parameter.grad for parameter in self.parameters]
+        for name, gradient in zip(self.names, found):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise ConfigError(
+                    f"{OWNER}: the gradient of parameter '{name}' is sparse.",
+                    expected="dense gradients",
+                    got=str(gradient.layout),
+                    hint="nn.Embedding(..., sparse=False); or an optimizer of its own for this parameter, "
+                    "such as torch.optim.SparseAdam, on every rank",
+                )
+        return found
+
+    def count_writes(self, has_gradient: Sequence[int]) -> None:
+        """Let autograd, and Paceline's comparison of the ranks, know of one write to each parameter."""
+        self.ops.count_writes([each for each, has in zip(self.parameters, has_gradient) if has])

@@ -10,14 +10,16 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.sharding.cuts import CUT_ELEMENTS
-from paceline.sharding.journal_layout import Slot, no_journal
+from paceline.sharding.journal import Part, slots_from
+from paceline.sharding.journal_layout import Slot
+from paceline.sharding.optimizer_arguments import no_journal
 from paceline.torch.sharding.groups import bare_step
-from paceline.torch.sharding.shards import Shards
+from paceline.torch.sharding.ops import Shards
 
 _TRIAL_STEPS = 4
 
 
-class TorchPart:
+class TorchPart(Part[torch.Tensor]):
     """See `Part`.
 
     Args:
@@ -47,22 +49,12 @@ class TorchPart:
             for group, held in self._groups:
                 group["params"] = held
 
-    def lay(self, number: int, views: Mapping[Any, torch.Tensor]) -> bool | None:
-        held = self._optimizer.state.get(self._tensors[number])
-        if not held:
-            return None
-        if held.keys() != views.keys():
-            return False
-        for key, view in views.items():
-            value = held[key]
-            if value is view:
-                continue
-            if not isinstance(value, torch.Tensor) or value.dtype != view.dtype or value.shape != view.shape:
-                return False
-            if value.data_ptr() != view.data_ptr():
-                view.copy_(value)
-            held[key] = view
-        return True
+    def held(self, number: int) -> dict[Any, Any]:
+        held: dict[Any, Any] = self._optimizer.state.get(self._tensors[number], {})
+        return held
+
+    def lay(self, number: int, key: Any, view: torch.Tensor) -> None:
+        self._optimizer.state[self._tensors[number]][key] = view
 
     def recall(self, number: int, views: Mapping[Any, torch.Tensor]) -> None:
         self._optimizer.state[self._tensors[number]] = dict(views)
@@ -101,11 +93,7 @@ def slots_of(optimizer_class: type[Optimizer], options: Mapping[str, Any], dtype
         if strange or repr(before) != repr(after) or not all(map(torch.equal, whole, parts)):
             why = f"remembers {strange} in other things than tensors" if strange else "steps all at once"
             raise no_journal(f"{optimizer_class.__name__}, which {why}")
-    shape = parts[0].shape
-    return [
-        Slot(key, value.dtype, value.element_size(), None if value.shape == shape else tuple(value.shape))
-        for key, value in held.items()
-    ]
+    return slots_from(held, tuple(parts[0].shape))
 
 
 _SIZES = (CUT_ELEMENTS + 3, 2 * CUT_ELEMENTS)

@@ -1,15 +1,15 @@
 """`ShardedOptimizer`: an optimizer of which each rank does a part, and of whose state it holds a part.
 
-What may be cut is found by `elementwise`, who gets what by `paceline.sharding`; `shards` are the pieces as
-tensors, and `travel` brings them to the other ranks. This file is the optimizer that users hold.
+How the ranks make a step is in `paceline.sharding.sharded_optimizer`; this file is the optimizer that users
+hold.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -26,14 +26,15 @@ from paceline.reducer.backward.sharing import registry
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.communicator import Communicator
 from paceline.rendezvous.messages import gather_objects
-from paceline.sharding.cuts import CACHED_BYTES, deal, fit_into_caches
-from paceline.sharding.journal import Journal, storage_of_all
-from paceline.sharding.journal_layout import Slot, no_journal, split
+from paceline.sharding.cuts import CACHED_BYTES, Piece, fit_into_caches
+from paceline.sharding.journal import storage_of_all
+from paceline.sharding.journal_layout import Slot
 from paceline.sharding.kinds import Kind
+from paceline.sharding.optimizer_arguments import OWNER, coupled, no_journal, no_step
+from paceline.sharding.sharded_optimizer import ShardedSteps
+from paceline.sharding.shards import part_of
 from paceline.sharding.shared_parameters import check_step_allowed, storages_of
-from paceline.sharding.shared_step import OWNER, SharedStep, coupled, no_step, refuse_copies
-from paceline.sharding.step_barriers import Call, spell_options
-from paceline.sharding.step_exchange import exchange_over
+from paceline.sharding.step_barriers import spell_options
 from paceline.torch.communicator.communicators import connect
 from paceline.torch.communicator.gradient_buffer import is_dense
 from paceline.torch.communicator.peers import find_peers, known_exchange
@@ -55,18 +56,14 @@ from paceline.torch.sharding.groups import (
     refuse_overlap,
     with_stand_ins,
 )
-from paceline.torch.sharding.ops import OPS
+from paceline.torch.sharding.ops import OPS, Shards
 from paceline.torch.sharding.optimizer_journal import TorchPart, slots_of
-from paceline.torch.sharding.scattered_gradients import ScatteredGradient
-from paceline.torch.sharding.shards import Shards, extent_of
-from paceline.torch.sharding.shared_storage import SharedStorage
-from paceline.torch.sharding.whole_state import State, WholeState, cut, put_together
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group
 
 
-class ShardedOptimizer(Optimizer, Joinable):
+class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
     """An optimizer whose step the ranks share: each updates its part of the parameters, and holds its state.
 
     A drop-in for `torch.distributed.optim.ZeroRedundancyOptimizer`. With N ranks, each holds an N-th of the
@@ -123,6 +120,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         >>> optimizer.step()   # rank 0 updates one half, rank 1 the other; now both have all of it
     """
 
+    _shards: Shards
     steps_shared_parameters = True  # see `guards`: its ranks write to parts of them, and meet
 
     def __init__(
@@ -139,7 +137,6 @@ class ShardedOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         self._is_ready = False
-        self._journal: Journal[torch.Tensor] | None = None
         self._arguments = defaults
         with telling_peers(lambda: known_exchange(process_group, None), "make the optimizer"):
             check = Arguments(OWNER)
@@ -147,7 +144,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             reduce_through = check.choice("reduce_through", reduce_through, REDUCE_THROUGH)
             check.flag("parameters_as_bucket_view", parameters_as_bucket_view)
             refuse_overlap(check.flag("overlap_with_ddp", overlap_with_ddp))
-            self._keeps_journal = check.flag("journal", journal)
+            check.flag("journal", journal)
             check_class(optimizer_class)
             groups = as_groups(params)
             # As torch's own class fills and checks arguments; of small stand-ins, because some make their
@@ -172,21 +169,19 @@ class ShardedOptimizer(Optimizer, Joinable):
             }
             self.rank: int = peers.rank
             self.world_size: int = peers.world_size
+            self._keeps_journal = journal and self.world_size > 1
             self._kinds: dict[str, Kind] = {}
             kinds = self._kinds_of(self.param_groups)
         self._peers = peers
         self.process_group = peers.process_group
-        self._shards = Shards(self.rank, self.world_size)
-        self._loads = [0] * self.world_size
         self._agree(self.param_groups, kinds)
         self._cached_bytes = CACHED_BYTES * self._most_threads()
-        self._communicator = None if self.world_size == 1 else self._connect(reduce_through)
-        self._steps: SharedStep[State] = SharedStep(
-            self._shards,
-            self._communicator,
-            None
-            if self._communicator is None
-            else exchange_over(self._communicator, OPS, on_host=self._is_on_host()),
+        on_host = all(parameter.is_cpu for parameter in parameters_of(self))
+        self._start(
+            Shards(OPS, self.rank, self.world_size),
+            None if self.world_size == 1 else self._connect(reduce_through, on_host),
+            peers.timeout_s,
+            on_host,
             lambda: looked_at(self.param_groups),
             lambda: spell_options(plain_options(self.param_groups)),
         )
@@ -234,43 +229,9 @@ class ShardedOptimizer(Optimizer, Joinable):
         return loss
 
     def _step(self, kwargs: Mapping[str, Any], *, has_data: bool = True) -> None:
-        shards, steps = self._shards, self._steps
-        steps.check_unbroken()
-        gradients: list[torch.Tensor | None] | None = None
-        has_gradient = b""
-        try:
-            shards.follow()
-            if has_data:
-                gradients = shards.gradients()
-                has_gradient = bytes([gradient is not None for gradient in gradients])
-            to_make = self._journal_to_make(gradients)
-        except ConfigError as error:
-            steps.refuse(error)
-            raise
-        joined = steps.meet(Call.STEP if has_data else Call.JOINED_STEP, has_gradient)
-        if not has_data and not joined:
-            return  # nobody has data
-
-        def complete(rank: int, gone: Callable[[], set[int]], until: float) -> bool:
-            journal = self._journal
-            if journal is None:
-                return False
-            if gradients is None:  # another rank has them
-                return journal.await_completion(rank, joined, gone, until)
-            return journal.complete(rank, lambda of: self._part_of(of, gradients, kwargs), gone, until)
-
-        try:
-            with steps.updating(complete, lambda: self._begin_journal(to_make)):
-                if joined:
-                    has_gradient = self._lend(joined, gradients, has_gradient)
-                has_written = self._tells_writes()  # by a journal that may just have been made
-                steps.make(lambda: self._step_own(gradients, kwargs), has_gradient, has_written)
-        finally:
-            shards.clear_gradients()
-        shards.count_writes(has_gradient)
+        self._shards.count_writes(self._make_step(kwargs, has_data=has_data))
 
     def _tells_writes(self) -> Callable[[], bool] | None:
-        """What tells whether a step that has raised has written anything; None: the versions of tensors."""
         if self._journal is not None:
             return self._journal.has_written
         is_fused = any(group.get("fused") for group in self.param_groups)
@@ -279,13 +240,13 @@ class ShardedOptimizer(Optimizer, Joinable):
     def _step_own(self, gradients: Sequence[torch.Tensor | None] | None, kwargs: Mapping[str, Any]) -> None:
         """The step of this rank's part, with the hyperparameters that users see and change."""
         if gradients is not None:
-            self._shards.set_gradients(gradients)
+            self._shards.lend_gradients(gradients)
         own = self.optim
         copy_options(self.param_groups, own.param_groups)
         lent = self._lend_scale(own)
         try:
             if self._journal is not None:
-                self._journal.run(TorchPart(self._shards, own, kwargs))
+                self._journal.run(self._own_part(kwargs))
             else:
                 bare_step(own)(own, **kwargs)
         finally:
@@ -302,39 +263,8 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     # --- the journal ---
 
-    def _journal_to_make(
-        self, gradients: Sequence[torch.Tensor | None] | None
-    ) -> tuple[SharedStorage, list[list[Slot]]] | None:
-        """Where a journal is to be made, and what the optimizer remembers of each parameter; None: none is.
-
-        Raises:
-            ConfigError: It is not possible; on every rank alike.
-        """
-        if not self._keeps_journal or self.world_size == 1:
-            return None
-        if any(type(gradient) is ScatteredGradient for gradient in gradients or ()):
-            raise no_journal("reduce='scatter': no rank has the gradients of another one's part")
-        storage = storage_of_all(self._shards.parameters, self.world_size)
-        if self._journal is not None and self._journal.storage is storage:
-            return None
-        return self._plan_journal()
-
-    def _begin_journal(self, to_make: tuple[SharedStorage, list[list[Slot]]] | None) -> None:
-        """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
-        if to_make is not None:
-            self._journal = Journal(self._shards, *to_make, self._peers.timeout_s)
-        if self._journal is not None and not self._journal.is_ready:
-            self._journal.make_ready(TorchPart(self._shards, self.optim, {}))
-
-    def _plan_journal(self) -> tuple[SharedStorage, list[list[Slot]]]:
-        """Where all parameters lie, and what is remembered of each.
-
-        Raises:
-            ConfigError: A journal cannot be kept for them.
-        """
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        storage = storage_of_all(parameters, self.world_size)
-        if not all(map(is_dense, parameters)):
+    def _slots(self) -> list[list[Slot]]:
+        if not all(map(is_dense, parameters_of(self))):
             raise no_journal("parameters with gaps between their elements")
         slots: list[list[Slot]] = []
         for group in self.param_groups:
@@ -344,40 +274,24 @@ class ShardedOptimizer(Optimizer, Joinable):
                 for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"])
             }
             slots += [by_dtype[parameter.dtype] for parameter in group["params"]]
-        return storage, slots
+        return slots
+
+    def _own_part(self, kwargs: Mapping[str, Any]) -> TorchPart:
+        return TorchPart(self._shards, self.optim, kwargs)
 
     @contextmanager
-    def _part_of(
-        self, rank: int, gradients: Sequence[torch.Tensor | None], kwargs: Mapping[str, Any]
-    ) -> Iterator[TorchPart]:
-        """The part of another rank, with today's hyperparameters."""
+    def _part_of(self, rank: int, gradients: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[TorchPart]:
         groups = [self._own_group(number, rank) for number in range(len(self.param_groups))]
         made = make_optimizer(type(self._template), groups, self._arguments)
         copy_options(self.param_groups, made.param_groups)
         self._lend_scale(made)
         shards = self._shards
-        numbers = [number for number, piece in enumerate(shards.pieces) if piece.rank == rank]
-        shards.set_gradients(gradients, numbers)
+        numbers = shards.numbers_of(rank)
+        shards.lend_gradients(gradients, numbers)
         try:
             yield TorchPart(shards, made, kwargs)
         finally:
-            shards.clear_gradients(numbers)
-
-    def _lend(
-        self, joined: Sequence[int], gradients: list[torch.Tensor | None] | None, has_gradient: bytes
-    ) -> bytes:
-        """Give ranks that have no data any more their parts of the gradients. Collective."""
-        assert self._communicator is not None
-        root = next(rank for rank in range(self.world_size) if rank not in joined)
-        # On the parameters' device, which the communicator serves.
-        device = self._shards.parameters[0].device
-        known = torch.tensor(list(has_gradient) or [0] * len(self._shards.parameters), dtype=torch.uint8)
-        known = known.to(device)
-        self._communicator.broadcast([known], root=root)
-        has_gradient = bytes(known.tolist())
-        for rank in joined:
-            self._shards.lend_gradients(self._communicator, rank, root, gradients, has_gradient)
-        return has_gradient
+            shards.end_loans(numbers)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -419,7 +333,8 @@ class ShardedOptimizer(Optimizer, Joinable):
                 for storage in storages_of(parameters_of(self)):
                     check_step_allowed(storage, OWNER, self.world_size)
                 if self._journal is not None:
-                    self._plan_journal()
+                    storage_of_all(parameters_of(self), self.world_size)
+                    self._slots()
             self._agree(added, kinds)
         except BaseException:
             del self.param_groups[num_groups:], self._template.param_groups[num_groups:]
@@ -434,7 +349,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         for group in groups:
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             kinds += [self._kind_of(options, parameter) for parameter in group["params"]]
-        if self._keeps_journal and self.world_size > 1 and Kind.PARAMETERS in kinds:
+        if self._keeps_journal and Kind.PARAMETERS in kinds:
             raise no_journal(f"{type(self._template).__name__}, which gets whole parameters")
         return kinds
 
@@ -487,40 +402,31 @@ class ShardedOptimizer(Optimizer, Joinable):
         told = gather_objects(self._peers.exchange, {"threads": threads}, self._peers.timeout_s)
         return max(int(each["threads"]) for each in told)
 
-    def _is_on_host(self) -> bool:
-        """Whether all parameters lie on the CPU."""
-        return all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
-
-    def _connect(self, reduce_through: str) -> Communicator[torch.Tensor]:
+    def _connect(self, reduce_through: str, on_host: bool) -> Communicator[torch.Tensor]:
         """Connect the ranks. Collective."""
         return connect(
             self._peers,
-            on_host=self._is_on_host(),
+            on_host=on_host,
             reduce_through=reduce_through,
             between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
         )
 
     def _add_pieces(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
-        """Deal the parameters of new groups to the ranks. What was dealt before stays where its state is."""
-        first = len(self._shards.parameters)
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        extents = [extent_of(parameter) for parameter in parameters]
-        is_cut = [kind is Kind.ELEMENTS for kind in kinds]
-        is_frozen = [not parameter.requires_grad for parameter in parameters]
-        pieces = deal(extents, is_frozen, is_cut, self._loads)
+        """Deal the parameters of new groups to the ranks."""
         # A fused kernel goes through memory once, and operations on lists through all tensors at a time.
         gains = [
             parameter.is_cpu and not group.get("fused") and not group.get("foreach")
             for group in groups
             for parameter in group["params"]
         ]
-        is_cut = [each and gain for each, gain in zip(is_cut, gains, strict=True)]
-        pieces = fit_into_caches(pieces, extents, is_cut, self._cached_bytes)
-        if self._keeps_journal and self.world_size > 1:
-            pieces = split(pieces, [parameter.element_size() for parameter in parameters])
-            self._journal = None  # what it has is not all any more
-        pieces = [replace(piece, parameter=first + piece.parameter) for piece in pieces]
-        self._shards.add(parameters, self._names_of(groups), pieces)
+        is_cut = [kind is Kind.ELEMENTS and gain for kind, gain in zip(kinds, gains, strict=True)]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        self._deal(
+            parameters,
+            self._names_of(groups),
+            kinds,
+            lambda pieces, extents: fit_into_caches(pieces, extents, is_cut, self._cached_bytes),
+        )
 
     def _names_of(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
         numbers = {id(group): number for number, group in enumerate(self.param_groups)}
@@ -548,36 +454,9 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     # --- state ---
 
-    def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all ranks together on one. Collective.
-
-        When a rank is lost, and the optimizer keeps a journal, each survivor gets it, and waits for nobody.
-
-        Args:
-            to: The rank whose `state_dict()` returns it afterwards, as of now.
-
-        Raises:
-            MismatchError: Another rank makes a step instead.
-
-        Example:
-            Both ranks call it, and rank 0 saves `optimizer.state_dict()`, which any rank, and the optimizer
-            that is not sharded, can load.
-        """
-        self._steps.consolidate(
-            to,
-            self.rank,
-            self.world_size,
-            lambda to: WholeState(self._shards, self.optim.state, self._communicator, to).by_parameter,
-            self._state_in_journal,
-        )
-
-    def _state_in_journal(self) -> State | None:
-        """The state of all ranks, as far as it lies in memory of all; None: not all of it does."""
-        journal, shards = self._journal, self._shards
-        if journal is None or not journal.knows_all():
-            return None
-        states = [(piece, journal.state(number)) for number, piece in enumerate(shards.pieces)]
-        return put_together(shards, states)
+    def _held(self, number: int) -> Mapping[Any, Any] | None:
+        held: Mapping[Any, Any] | None = self.optim.state.get(self._shards.tensors[number])
+        return held
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as an unsharded optimizer's `state_dict()`: on the CPU, as last consolidated.
@@ -585,10 +464,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         Raises:
             ConfigError: It has not been consolidated on this rank.
         """
-        if self.world_size == 1:
-            self.consolidate_state_dict()
-        held = self._steps.consolidated(self.rank)
-        self.state = defaultdict(dict, {p: held[p] for p in self._shards.parameters if p in held})
+        held, parameters = self._consolidated(), self._shards.parameters
+        self.state = defaultdict(dict, {parameters[index]: held[index] for index in sorted(held)})
         try:
             whole: dict[str, Any] = super().state_dict()
         finally:
@@ -614,7 +491,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         for index in shards.own:
             parameter = shards.parameters[shards.pieces[index].parameter]
             if parameter in whole:
-                held = cut(whole[parameter], shards.pieces[index], parameter)
+                held = _cut(whole[parameter], shards.pieces[index], parameter)
                 state[numbers[id(shards.tensors[index])]] = held
         packed = self.optim.state_dict()["param_groups"]
         groups = [
@@ -625,12 +502,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             for group, own in zip(self.param_groups, packed, strict=True)
         ]
         self.optim.load_state_dict({"state": state, "param_groups": groups})
-        if self._journal is not None:
-            self._journal.note_loaded()
-        self._steps.begin_anew()
-
-    def __getstate__(self) -> dict[str, Any]:
-        refuse_copies()
+        self._note_loaded()
 
     # --- torch's Join ---
 
@@ -668,3 +540,27 @@ class _SteppingHook(JoinHook):
     def main_hook(self) -> None:
         with torch.no_grad():
             self._optimizer._step({}, has_data=False)
+
+
+def _cut(state: Mapping[Any, Any], piece: Piece, parameter: torch.Tensor) -> dict[Any, Any]:
+    """What a rank must remember of a piece, from what an unsharded optimizer remembers of its parameter.
+
+    Args:
+        state: The parameter's, as in `state_dict()["state"][index]`.
+        piece: The piece.
+        parameter: The parameter.
+
+    Example:
+        With {"step": 3, "exp_avg": [1.0, 2.0, 3.0, 4.0]}, the piece of the last two elements has
+        {"step": 3, "exp_avg": [3.0, 4.0]}.
+    """
+    is_part = {
+        key: not piece.is_whole and isinstance(value, torch.Tensor) and value.shape == parameter.shape
+        for key, value in state.items()
+    }
+    return {
+        key: part_of(OPS, OPS.as_laid_out(value, parameter), piece).clone()
+        if is_part[key]
+        else copy.deepcopy(value)
+        for key, value in state.items()
+    }

@@ -1,0 +1,272 @@
+"""The steps and the state of a `ShardedOptimizer`, which each front end mixes into its optimizer.
+
+The front end makes the optimizers: of all parameters, and of one rank's pieces.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Generic, TypeAlias
+
+from paceline.errors import ConfigError
+from paceline.reducer.communicator import Communicator
+from paceline.sharding.cuts import Extent, Piece, deal
+from paceline.sharding.framework_ops import Tensor
+from paceline.sharding.journal import Journal, Part, storage_of_all
+from paceline.sharding.journal_layout import Slot, split
+from paceline.sharding.kinds import Kind
+from paceline.sharding.optimizer_arguments import no_journal, refuse_copies
+from paceline.sharding.shards import Shards
+from paceline.sharding.shared_parameters import SharedStorage
+from paceline.sharding.shared_step import SharedStep
+from paceline.sharding.step_barriers import Call
+from paceline.sharding.step_exchange import exchange_over
+from paceline.sharding.whole_state import Whole, gather_states, put_together
+
+JournalPlan: TypeAlias = tuple[SharedStorage[Tensor], list[list[Slot]]]
+"""Where a journal is to be made, and what the optimizer remembers of each parameter."""
+
+
+class ShardedSteps(Generic[Tensor]):
+    """What a `ShardedOptimizer` of any framework does.
+
+    Attributes:
+        rank: The rank of this process.
+        world_size: Number of ranks.
+        _shards: The pieces of all parameters.
+        _keeps_journal: Whether its steps go through a journal.
+        _journal: None: there is none (yet).
+    """
+
+    rank: int
+    world_size: int
+    _shards: Shards[Tensor]
+    _keeps_journal: bool
+    _journal: Journal[Tensor] | None = None
+
+    def _start(
+        self,
+        shards: Shards[Tensor],
+        communicator: Communicator[Tensor] | None,
+        timeout_s: float,
+        on_host: bool,
+        look: Callable[[], object],
+        spell: Callable[[], dict[str, str]],
+    ) -> None:
+        """Begin with no pieces.
+
+        Args:
+            shards: Theirs.
+            communicator: Between the ranks; None: there is one rank.
+            timeout_s: How long to wait for other ranks.
+            on_host: Whether all parameters lie on the CPU.
+            look, spell: As of `SharedStep`.
+        """
+        self._shards, self._communicator, self._timeout_s = shards, communicator, timeout_s
+        self._loads = [0] * self.world_size
+        exchange = None
+        if communicator is not None:
+            exchange = exchange_over(communicator, shards.ops, on_host=on_host)
+        self._steps: SharedStep[Whole] = SharedStep(shards, communicator, exchange, look, spell)
+
+    def _deal(
+        self,
+        parameters: Sequence[Tensor],
+        names: Sequence[str],
+        kinds: Sequence[Kind],
+        fit: Callable[[list[Piece], list[Extent]], list[Piece]] = lambda pieces, _: pieces,
+    ) -> None:
+        """Deal more parameters to the ranks. What was dealt before stays where its state is.
+
+        Args:
+            parameters: The parameters.
+            names: Theirs, for errors.
+            kinds: How each may be divided.
+            fit: Cuts the pieces of each rank once more.
+        """
+        shards = self._shards
+        first = len(shards.parameters)
+        extents = shards.extents(parameters)
+        is_frozen = [not shards.ops.is_trained(parameter) for parameter in parameters]
+        is_cut = [kind is Kind.ELEMENTS for kind in kinds]
+        pieces = fit(deal(extents, is_frozen, is_cut, self._loads), extents)
+        if self._keeps_journal:
+            pieces = split(pieces, [extent.itemsize for extent in extents])
+            self._journal = None  # what it has is not all any more
+        pieces = [replace(piece, parameter=first + piece.parameter) for piece in pieces]
+        shards.add(parameters, names, pieces)
+
+    # --- a step ---
+
+    def _make_step(self, kwargs: Mapping[str, Any], *, has_data: bool = True) -> bytes:
+        """Make one step of all parameters. Collective.
+
+        Args:
+            kwargs: For the optimizer's own step().
+            has_data: False: this rank has no gradients any more, and takes part in the steps of others.
+
+        Returns:
+            For each parameter whether it had a gradient; empty: no rank has data any more.
+        """
+        shards, steps = self._shards, self._steps
+        steps.check_unbroken()
+        gradients: list[Any] | None = None
+        has_gradient = b""
+        try:
+            shards.follow()
+            if has_data:
+                gradients = shards.gradients()
+                has_gradient = bytes([gradient is not None for gradient in gradients])
+            to_make = self._plan_step(gradients or ())
+        except ConfigError as error:
+            steps.refuse(error)
+            raise
+        joined = steps.meet(Call.STEP if has_data else Call.JOINED_STEP, has_gradient)
+        if not has_data and not joined:
+            return b""
+
+        def complete(rank: int, gone: Callable[[], set[int]], until: float) -> bool:
+            journal = self._journal
+            if journal is None:
+                return False
+            if gradients is None:  # another rank has them
+                return journal.await_completion(rank, joined, gone, until)
+            return journal.complete(rank, lambda of: self._part_of(of, gradients, kwargs), gone, until)
+
+        try:
+            with steps.updating(complete, lambda: self._begin_journal(to_make)):
+                if joined:
+                    has_gradient = self._lend(joined, gradients, has_gradient)
+                has_written = self._tells_writes()  # by a journal that may just have been made
+                steps.make(lambda: self._step_own(gradients, kwargs), has_gradient, has_written)
+        finally:
+            shards.end_loans()
+        return has_gradient
+
+    @abstractmethod
+    def _step_own(self, gradients: Sequence[Any] | None, kwargs: Mapping[str, Any]) -> None:
+        """The step of this rank's part, with the hyperparameters that users see and change.
+
+        Args:
+            gradients: Of all parameters; None: the pieces of this rank have theirs already.
+            kwargs: For the optimizer's own step().
+        """
+
+    def _tells_writes(self) -> Callable[[], bool] | None:
+        """What tells whether a step that has raised has written anything; None: the versions of tensors."""
+        return None if self._journal is None else self._journal.has_written
+
+    def _lend(self, joined: Sequence[int], gradients: Sequence[Any] | None, has_gradient: bytes) -> bytes:
+        """Give ranks that have no data any more their parts of the gradients. Collective."""
+        assert self._communicator is not None
+        ops, parameters = self._shards.ops, self._shards.parameters
+        root = next(rank for rank in range(self.world_size) if rank not in joined)
+        # On the parameters' device, which the communicator serves.
+        known = ops.beside(ops.from_bytes(has_gradient or bytes(len(parameters))), parameters[0])
+        self._communicator.broadcast([known], root=root)
+        has_gradient = bytes(known.tolist())
+        for rank in joined:
+            self._shards.send_gradients(self._communicator, rank, root, gradients, has_gradient)
+        return has_gradient
+
+    # --- the journal ---
+
+    def _plan_step(self, gradients: Sequence[Any]) -> JournalPlan[Tensor] | None:
+        """Where a journal is to be made; None: none is.
+
+        Raises:
+            ConfigError: It is not possible; on every rank alike.
+        """
+        if not self._keeps_journal:
+            return None
+        if self._are_scattered(gradients):
+            raise no_journal("reduce='scatter': no rank has the gradients of another one's part")
+        storage = storage_of_all(self._shards.parameters, self.world_size)
+        if self._journal is not None and self._journal.storage is storage:
+            return None
+        return storage, self._slots()
+
+    def _are_scattered(self, gradients: Sequence[Any]) -> bool:
+        """Whether a rank has a part of some of these gradients."""
+        return any(type(gradient) is self._shards.ops.stand_in for gradient in gradients)
+
+    @abstractmethod
+    def _slots(self) -> list[list[Slot]]:
+        """What the optimizer remembers of each parameter.
+
+        Raises:
+            ConfigError: A journal cannot be kept for them.
+        """
+
+    def _begin_journal(self, to_make: JournalPlan[Tensor] | None) -> None:
+        """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
+        if to_make is not None:
+            self._journal = Journal(self._shards, *to_make, self._timeout_s)
+        if self._journal is not None and not self._journal.is_ready:
+            self._journal.make_ready(self._own_part({}))
+
+    @abstractmethod
+    def _own_part(self, kwargs: Mapping[str, Any]) -> Part[Tensor]:
+        """This rank's part of a step; `kwargs` are for the optimizer's own step()."""
+
+    @abstractmethod
+    def _part_of(
+        self, rank: int, gradients: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> AbstractContextManager[Part[Tensor]]:
+        """The part of another rank, with gradients and today's hyperparameters."""
+
+    # --- state ---
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the state of all ranks together on one. Collective.
+
+        When a rank is lost, and the optimizer keeps a journal, each survivor gets it, and waits for no rank.
+
+        Args:
+            to: The rank whose `state_dict()` returns it afterwards, as of now.
+
+        Raises:
+            MismatchError: Another rank makes a step instead.
+
+        Example:
+            Both ranks call it, and rank 0 saves `optimizer.state_dict()`, which any rank, and the optimizer
+            that is not sharded, can load.
+        """
+        self._steps.consolidate(to, self.rank, self.world_size, self._gather, self._state_in_journal)
+
+    def _gather(self, to: int) -> Whole:
+        return put_together(self._shards, gather_states(self._shards, self._held, self._communicator, to))
+
+    @abstractmethod
+    def _held(self, number: int) -> Mapping[Any, Any] | None:
+        """What this rank's optimizer remembers of one of its pieces."""
+
+    def _state_in_journal(self) -> Whole | None:
+        """The state of all ranks, as far as it lies in memory of all; None: not all of it does."""
+        journal = self._journal
+        if journal is None or not journal.knows_all():
+            return None
+        states = ((number, journal.state(number)) for number in range(len(self._shards.pieces)))
+        return put_together(self._shards, states)
+
+    def _consolidated(self) -> Whole:
+        """The whole state, as last consolidated.
+
+        Raises:
+            ConfigError: It has not been consolidated on this rank.
+        """
+        if self.world_size == 1:
+            self.consolidate_state_dict()
+        return self._steps.consolidated(self.rank)
+
+    def _note_loaded(self) -> None:
+        """Another state was loaded."""
+        if self._journal is not None:
+            self._journal.note_loaded()
+        self._steps.begin_anew()
+
+    def __getstate__(self) -> dict[str, Any]:
+        refuse_copies()

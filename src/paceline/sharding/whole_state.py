@@ -1,0 +1,148 @@
+"""An optimizer's state, whole as an unsharded optimizer's, put together from the pieces of all ranks.
+
+Of a cut parameter, what has the shape of the piece is cut like it; all else (the count of steps) is the same
+for every piece. What an optimizer remembers may be nested, so it travels as a description in JSON, in which
+tensors have numbers, and as these tensors. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.reducer.communicator import Communicator
+from paceline.sharding.cuts import Piece
+from paceline.sharding.framework_ops import FrameworkOps, Tensor
+from paceline.sharding.optimizer_arguments import OWNER
+from paceline.sharding.shards import Shards, part_of
+
+Whole = dict[int, dict[Any, Any]]
+"""What an unsharded optimizer would remember of each parameter, by the parameter's number."""
+
+
+def gather_states(
+    shards: Shards[Tensor],
+    held_of: Callable[[int], Mapping[Any, Any] | None],
+    communicator: Communicator[Tensor] | None,
+    to: int,
+) -> Iterator[tuple[int, Mapping[Any, Any]]]:
+    """The states of all pieces, brought together on one rank. Collective; each rank must exhaust it.
+
+    Args:
+        shards: The pieces.
+        held_of: What this rank's optimizer remembers of one of its pieces.
+        communicator: Between the ranks; None: there is one rank.
+        to: The rank that gets them.
+
+    Returns:
+        The number of each piece, and what is remembered of it; nothing on other ranks than `to`.
+
+    Raises:
+        ConfigError: An optimizer remembers things that cannot travel: neither tensors nor plain values.
+    """
+    tree, tensors, failure = _describe(shards, held_of)
+    forms = [[list(each.shape), shards.ops.dtype_name(each.dtype)] for each in tensors]
+    payload = json.dumps([tree, forms, failure]).encode()
+    told = [json.loads(each) for each in (communicator.all_gather(payload) if communicator else [payload])]
+    _raise_failures([failure for _, _, failure in told])
+    for rank, (tree, forms, _) in enumerate(told):
+        values = tensors
+        if rank != shards.rank:
+            like = shards.parameters[0]
+            values = [shards.ops.empty(shape, dtype, like) for shape, dtype in forms]
+        if communicator is not None and values:
+            communicator.broadcast(values, root=rank)
+        if to == shards.rank:
+            for number, described in tree:
+                yield number, _built(described, values)
+
+
+def put_together(shards: Shards[Tensor], states: Iterable[tuple[int, Mapping[Any, Any]]]) -> Whole:
+    """What an unsharded optimizer would remember.
+
+    Args:
+        shards: The pieces.
+        states: The number of each piece, and what is remembered of it.
+    """
+    by_parameter: Whole = {}
+    for number, state in states:
+        piece = shards.pieces[number]
+        parameter = shards.parameters[piece.parameter]
+        for key, value in state.items():
+            whole = by_parameter.setdefault(piece.parameter, {})
+            if not is_cut(shards.ops, value, piece):
+                whole[key] = shards.ops.kept_copy(value, parameter)
+                continue
+            if key not in whole:
+                whole[key] = shards.ops.room_for_state(parameter, value.dtype)
+            shards.ops.copy(value, part_of(shards.ops, whole[key], piece))
+    return by_parameter
+
+
+def is_cut(ops: FrameworkOps[Any], value: Any, piece: Piece) -> bool:
+    """Whether an optimizer remembers it of each element of a piece that is not all of its parameter."""
+    is_part = not piece.is_whole and isinstance(value, ops.tensor)
+    return is_part and tuple(value.shape) == (piece.end - piece.begin,)
+
+
+def _describe(
+    shards: Shards[Tensor], held_of: Callable[[int], Mapping[Any, Any] | None]
+) -> tuple[list[tuple[int, Any]], list[Tensor], str]:
+    """This rank's state as JSON and tensors; and why it cannot travel, if it cannot."""
+    tree: list[tuple[int, Any]] = []
+    tensors: list[Tensor] = []
+    for number in shards.own:
+        index = shards.pieces[number].parameter
+        if not (held := held_of(number)):
+            continue
+        try:
+            tree.append((number, _spelled(held, tensors, shards.ops, shards.parameters[index])))
+        except TypeError as error:
+            return [], [], f"of parameter '{shards.names[index]}', the optimizer remembers {error}"
+    return tree, tensors, ""
+
+
+def _spelled(value: Any, tensors: list[Tensor], ops: FrameworkOps[Tensor], parameter: Tensor) -> Any:
+    """A value as JSON: a list of its kind and what it holds."""
+    if isinstance(value, ops.tensor):
+        # To the parameter's device, whose group moves it: counts of steps of GPU optimizers lie on the CPU.
+        tensors.append(ops.beside(value, parameter))
+        return ["tensor", len(tensors) - 1]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return ["plain", value]
+    if isinstance(value, Mapping):
+        entries = [
+            [_spelled(key, [], ops, parameter), _spelled(each, tensors, ops, parameter)]
+            for key, each in value.items()
+        ]
+        return ["dict", entries]
+    if isinstance(value, (list, tuple)):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return [kind, [_spelled(each, tensors, ops, parameter) for each in value]]
+    raise TypeError(f"an object of the class {type(value).__name__}")
+
+
+def _built(described: Any, tensors: Sequence[Tensor]) -> Any:
+    kind, held = described
+    if kind == "tensor":
+        return tensors[held]
+    if kind == "dict":
+        return {_built(key, tensors): _built(each, tensors) for key, each in held}
+    if kind in ("list", "tuple"):
+        built = [_built(each, tensors) for each in held]
+        return built if kind == "list" else tuple(built)
+    return held
+
+
+def _raise_failures(failures: Sequence[str]) -> None:
+    failed = {rank: failure for rank, failure in enumerate(failures) if failure}
+    if failed:
+        raise ConfigError(
+            f"{OWNER}.consolidate_state_dict: the state cannot be brought together.",
+            seen="\n".join(f"rank {rank}: {failure}" for rank, failure in failed.items()),
+            expected="tensors, numbers, texts, and lists, tuples and dicts of these",
+            hint="save each rank's own part: optimizer.optim.state_dict()",
+            ranks=tuple(failed),
+        )
