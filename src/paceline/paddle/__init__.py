@@ -18,7 +18,7 @@ from paceline.paddle.ddp.parallel import DataParallel  # noqa: E402
 from paceline.paddle.ddp.replace_ddp import replace_ddp  # noqa: E402
 from paceline.paddle.model.precision import MixedPrecision  # noqa: E402
 from paceline.paddle.sharding.sharded_optimizer import ShardedOptimizer  # noqa: E402
-from paceline.paddle.sharding.share import share  # noqa: E402
+from paceline.paddle.sharding.shared_storage import share  # noqa: E402
 from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from paceline.reducer.local_sgd.options import LocalSGD  # noqa: E402
 from paceline.replacing import replace_if_asked  # noqa: E402

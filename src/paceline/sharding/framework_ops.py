@@ -100,16 +100,12 @@ class FrameworkOps(Protocol[Tensor]):
 
     # --- values ---
 
+    def empty(self, shape: Sequence[int], dtype: Any, like: Tensor) -> Tensor:
+        """A contiguous tensor on the device of another one, whatever it holds; `dtype` may be its name."""
+        ...
+
     def from_bytes(self, data: bytes) -> Tensor:
         """A flat tensor of bytes on the CPU, in memory of its own."""
-        ...
-
-    def room_for(self, tensor: Tensor) -> Tensor:
-        """A contiguous tensor of its shape and dtype on the CPU, whatever it holds."""
-        ...
-
-    def own_copy(self, tensor: Tensor) -> Tensor:
-        """The same values, shape and strides in memory of this process alone."""
         ...
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -130,14 +126,6 @@ class FrameworkOps(Protocol[Tensor]):
 
     # --- an optimizer's state ---
 
-    def dtype_name(self, dtype: Any) -> str:
-        """A dtype as `empty` takes it."""
-        ...
-
-    def empty(self, shape: Sequence[int], dtype: str, like: Tensor) -> Tensor:
-        """A tensor on the device of another one, whatever it holds."""
-        ...
-
     def beside(self, tensor: Tensor, parameter: Tensor) -> Tensor:
         """A contiguous tensor of the same values on a parameter's device; maybe itself."""
         ...
@@ -157,10 +145,6 @@ class FrameworkOps(Protocol[Tensor]):
 
         Not for optimizers whose class has a true `steps_shared_parameters`: they know what they do.
         """
-        ...
-
-    def is_on_host(self, tensor: Tensor) -> bool:
-        """Whether it lies on the CPU."""
         ...
 
     def is_trained(self, parameter: Tensor) -> bool:
@@ -196,3 +180,8 @@ def numel(tensor: Any) -> int:
 def nbytes(tensor: Any) -> int:
     """How many bytes a tensor's elements have."""
     return int(math.prod(tensor.shape) * tensor.element_size())
+
+
+def dtype_name(tensor: Any) -> str:
+    """The name of a tensor's dtype, without the framework's."""
+    return str(tensor.dtype).rpartition(".")[2]

@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline.sharding.cuts import CUT_ELEMENTS
 from paceline.sharding.framework_ops import Tensor, numel
+from paceline.sharding.optimizer_arguments import coupled, no_step
 
 _STEPS = 6
 _SIZES = (2 * CUT_ELEMENTS + 37, 3 * CUT_ELEMENTS + 5)
@@ -80,6 +81,26 @@ class Workshop(ABC, Generic[Tensor, Optimizer]):
     @abstractmethod
     def draw_from(self, seed: int) -> None:
         """Let random numbers begin anew."""
+
+
+def checked_kind(find: Callable[[], Kind], optimizer_class: type[Any], parameters: str) -> Kind:
+    """The kind that is found.
+
+    Args:
+        find: Finds it.
+        optimizer_class: The optimizer.
+        parameters: Their dtype and device, in words.
+
+    Raises:
+        ConfigError: The optimizer cannot be divided, or makes no step on such parameters.
+    """
+    try:
+        kind = find()
+    except Exception as error:
+        raise no_step(optimizer_class, parameters, error) from error
+    if kind is Kind.COUPLED:
+        raise coupled(optimizer_class)
+    return kind
 
 
 def kind_of(workshop: Workshop[Tensor, Optimizer]) -> Kind:

@@ -153,6 +153,20 @@ class Scattered(Generic[Tensor, AnyStandIn]):
             "that has not raised",
         )
 
+    def cannot_use(self, index: int, seen: str, likely: str) -> ConfigError:
+        """The error of a use of a stand-in as if it were the whole gradient."""
+        names = self._ops.names
+        return ConfigError(
+            f"The gradient of '{self._names[index]}' cannot be used: this rank has a part of it.",
+            seen=f'reduce="scatter", and {seen}',
+            expected=f"ShardedOptimizer.step(), which uses each rank's part; {names.clearing} before the "
+            f"next backward; {names.variable}.clip_grad_norm_(), {names.variable}.grad_norm() and "
+            f"{names.variable}.nonfinite(), which know all parts",
+            likely=likely,
+            hint='wrap with reduce="mean" where a script needs whole gradients',
+            parameter=self._names[index],
+        )
+
     def part(self, index: int, begin: int, end: int) -> Tensor:
         """The mean of these elements of a parameter, in the order of its memory.
 

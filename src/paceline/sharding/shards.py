@@ -246,7 +246,7 @@ class Shards(ABC, Generic[Tensor]):
                 whole = self.ops.as_laid_out(gradient, self.parameters[piece.parameter])
                 parts.append(part_of(self.ops, whole, piece))
             else:
-                parts.append(self.ops.own_copy(tensor))
+                parts.append(tensor.detach().clone())
             if self.rank == to:
                 self.ops.lend_gradients([tensor], parts[-1:])
         if parts:

@@ -87,7 +87,7 @@ class SharedStorage(Generic[Tensor]):
         if not self._step_table_to_read.is_whole:
             torn.mark(held, self.ops.versions, self._tell_missing())
         for parameter in held:
-            self.ops.lay(parameter, self.ops.own_copy(parameter))
+            self.ops.lay(parameter, parameter.detach().clone())
             _storages.pop(id(parameter), None)
 
     def writable(self, parameter: Tensor) -> Tensor:

@@ -109,7 +109,7 @@ class MemoryTravel(Generic[Tensor]):
             for tensor in tensors:
                 place = tensor
                 if not self._ops.is_dense(tensor):
-                    place = self._ops.room_for(tensor)
+                    place = self._ops.empty(tensor.shape, tensor.dtype, tensor)
                     copies.append((tensor, place))
                 pieces.append(place.data_ptr())
                 sizes.append(nbytes(place))

@@ -14,7 +14,7 @@ from typing import Any
 from paceline.errors import ConfigError
 from paceline.reducer.communicator import Communicator
 from paceline.sharding.cuts import Piece
-from paceline.sharding.framework_ops import FrameworkOps, Tensor
+from paceline.sharding.framework_ops import FrameworkOps, Tensor, dtype_name
 from paceline.sharding.optimizer_arguments import OWNER
 from paceline.sharding.shards import Shards, part_of
 
@@ -43,7 +43,7 @@ def gather_states(
         ConfigError: An optimizer remembers things that cannot travel: neither tensors nor plain values.
     """
     tree, tensors, failure = _describe(shards, held_of)
-    forms = [[list(each.shape), shards.ops.dtype_name(each.dtype)] for each in tensors]
+    forms = [[list(each.shape), dtype_name(each)] for each in tensors]
     payload = json.dumps([tree, forms, failure]).encode()
     told = [json.loads(each) for each in (communicator.all_gather(payload) if communicator else [payload])]
     _raise_failures([failure for _, _, failure in told])

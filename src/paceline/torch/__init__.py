@@ -20,7 +20,7 @@ from paceline.torch.ddp.distributed import DistributedDataParallel  # noqa: E402
 from paceline.torch.ddp.replace_ddp import replace_ddp  # noqa: E402
 from paceline.torch.sharding.memory_plan import plan_memory  # noqa: E402
 from paceline.torch.sharding.sharded_optimizer import ShardedOptimizer  # noqa: E402
-from paceline.torch.sharding.share import share  # noqa: E402
+from paceline.torch.sharding.shared_storage import share  # noqa: E402
 from paceline.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from paceline.torch.tensorboard import log_to_tensorboard  # noqa: E402
 

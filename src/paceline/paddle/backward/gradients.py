@@ -21,7 +21,7 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.model.parameters import ManagedTensors, dtype_name, nbytes
 from paceline.paddle.sharding.ops import OPS
-from paceline.paddle.sharding.scattered_gradients import Scattered, ScatteredGradient, held
+from paceline.paddle.sharding.scattered_gradients import Scattered, ScatteredGradient
 from paceline.reducer.backward.state import BackwardState
 from paceline.reducer.communicator import Reduction
 from paceline.reducer.plan import ParameterSpec
@@ -146,7 +146,7 @@ class Gradients:
         }
 
     def exists(self, index: int) -> bool:
-        return held(self._parameters[index]) is not None
+        return OPS.gradient(self._parameters[index]) is not None
 
     def check_cleared(self, index: int) -> None:
         """Raise if a backward has added to what only stands for a gradient: that sum would lack it.
@@ -366,7 +366,7 @@ class Gradients:
         in_buffer: dict[int, paddle.Tensor] = self._in_buffer()
         kept: dict[int, Any] = {}
         for index, parameter in enumerate(self._parameters):
-            gradient = held(parameter)
+            gradient = OPS.gradient(parameter)
             if isinstance(gradient, ScatteredGradient):
                 kept[index] = (gradient, False)
             elif gradient is not None:

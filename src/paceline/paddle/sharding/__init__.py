@@ -1,8 +1,8 @@
 """One model of Paddle's for all ranks of a host, and an optimizer of which each rank does a part.
 
-What lives here: where shared parameters lie (`shared_storage`, `guards`), what `paceline.sharding` asks of
-Paddle (`elementwise`, `shards`, `travel`, `optimizer_journal`), the arguments (`groups`), the state
-(`whole_state`), `ShardedOptimizer` and `share()`.
+What `paceline.sharding` asks of Paddle's tensors (`ops`), optimizers (`optimizer_steps`) and gradients
+(`scattered_gradients`); what can't be shared, and `share()` (`shared_storage`); the optimizer that users hold
+(`sharded_optimizer`), its arguments (`groups`), and the names in its state (`whole_state`).
 
 Not public.
 """

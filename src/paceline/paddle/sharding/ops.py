@@ -14,11 +14,10 @@ import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.model.parameters import dtype_name
-from paceline.paddle.sharding.scattered_gradients import ScatteredGradient, held
+from paceline.paddle.sharding.scattered_gradients import ScatteredGradient
 from paceline.sharding import shards
 from paceline.sharding.cuts import Piece
-from paceline.sharding.framework_ops import Names, nbytes, numel
+from paceline.sharding.framework_ops import Names, dtype_name, nbytes, numel
 from paceline.sharding.optimizer_arguments import OWNER
 
 
@@ -72,14 +71,11 @@ class PaddleOps:
     def lay(self, tensor: paddle.Tensor, values: paddle.Tensor) -> None:
         internals.lay_into(tensor, values)
 
+    def empty(self, shape: Sequence[int], dtype: Any, like: paddle.Tensor) -> paddle.Tensor:
+        return internals.empty_on(like.place, shape, dtype)
+
     def from_bytes(self, data: bytes) -> paddle.Tensor:
         return paddle.to_tensor(list(data), "uint8", place=paddle.CPUPlace())
-
-    def room_for(self, tensor: paddle.Tensor) -> paddle.Tensor:
-        return paddle.empty(tensor.shape, tensor.dtype)
-
-    def own_copy(self, tensor: paddle.Tensor) -> paddle.Tensor:
-        return tensor.detach().clone()
 
     def copy(self, source: paddle.Tensor, target: paddle.Tensor) -> None:
         with paddle.no_grad():
@@ -96,12 +92,6 @@ class PaddleOps:
     def count_writes(self, tensors: Sequence[paddle.Tensor]) -> None:
         internals.count_writes(tensors)
 
-    def dtype_name(self, dtype: Any) -> str:
-        return dtype_name(dtype)
-
-    def empty(self, shape: Sequence[int], dtype: str, like: paddle.Tensor) -> paddle.Tensor:
-        return internals.empty_on(like.place, shape, dtype)
-
     def beside(self, tensor: paddle.Tensor, parameter: paddle.Tensor) -> paddle.Tensor:
         return tensor.detach().contiguous()
 
@@ -117,17 +107,18 @@ class PaddleOps:
 
         internals.watch_steps(look)
 
-    def is_on_host(self, tensor: paddle.Tensor) -> bool:
-        return bool(tensor.place.is_cpu_place())
-
     def is_trained(self, parameter: paddle.Tensor) -> bool:
         return not parameter.stop_gradient
 
     def form(self, parameter: paddle.Tensor) -> str:
-        return f"shape {tuple(parameter.shape)}, {dtype_name(parameter.dtype)}"
+        return f"shape {tuple(parameter.shape)}, {dtype_name(parameter)}"
 
     def gradient(self, parameter: paddle.Tensor) -> paddle.Tensor | ScatteredGradient | None:
-        return held(parameter)
+        gradient = internals.gradient_of(parameter)
+        if gradient is not None:
+            return gradient
+        stand_in: ScatteredGradient | None = internals.stand_in_of(parameter)
+        return stand_in
 
     def put_stand_in(self, parameter: paddle.Tensor, stand_in: ScatteredGradient) -> None:
         internals.put_stand_in(parameter, stand_in)
@@ -200,7 +191,7 @@ class Shards(shards.Shards[paddle.Tensor]):
     def _find_gradients(self) -> list[paddle.Tensor | ScatteredGradient | None]:
         found = []
         for name, parameter in zip(self.names, self.parameters):
-            gradient = None if parameter.stop_gradient else held(parameter)
+            gradient = None if parameter.stop_gradient else OPS.gradient(parameter)
             if isinstance(gradient, paddle.Tensor) and internals.is_sparse(gradient):
                 raise ConfigError(
                     f"{OWNER}: the gradient of parameter '{name}' is sparse.",

@@ -11,8 +11,6 @@ from typing import NoReturn, TypeAlias
 
 import paddle
 
-from paceline.errors import ConfigError
-from paceline.paddle import internals
 from paceline.sharding import scattered_gradients
 from paceline.sharding.scattered_gradients import NO_BACKWARD
 
@@ -40,26 +38,12 @@ class ScatteredGradient:
         return f"<the gradient of '{self._name}', of which this rank has its own part>"
 
     def refuse(self) -> NoReturn:
-        raise ConfigError(
-            f"The gradient of '{self._name}' cannot be used: this rank has a part of it.",
-            seen='reduce="scatter", and something that reads .grad',
-            expected="ShardedOptimizer.step(), which uses each rank's part; optimizer.clear_grad() before "
-            "the next backward; model.clip_grad_norm_(), model.grad_norm() and model.nonfinite(), which know "
-            "all parts",
-            likely="paddle.nn.utils.clip_grad_norm_, an optimizer that is not sharded, or layer.to() before "
+        raise self.of.cannot_use(
+            self.number,
+            "something that reads .grad",
+            "paddle.nn.utils.clip_grad_norm_, an optimizer that is not sharded, or layer.to() before "
             "gradients were cleared",
-            hint='wrap with reduce="mean" where a script needs whole gradients',
-            parameter=self._name,
         )
 
 
 Scattered: TypeAlias = scattered_gradients.Scattered[paddle.Tensor, ScatteredGradient]
-
-
-def held(parameter: paddle.Tensor) -> paddle.Tensor | ScatteredGradient | None:
-    """The gradient of a parameter, or what stands for it."""
-    gradient = internals.gradient_of(parameter)
-    if gradient is not None:
-        return gradient
-    stand_in: ScatteredGradient | None = internals.stand_in_of(parameter)
-    return stand_in

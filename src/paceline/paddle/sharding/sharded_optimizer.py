@@ -25,7 +25,6 @@ from paceline.paddle import internals
 from paceline.paddle.communicator.peers import Peers, find_peers, known_exchange
 from paceline.paddle.model.arguments import checked_group
 from paceline.paddle.model.parameters import describe_tensor, dtype_name
-from paceline.paddle.sharding.elementwise import kind_of
 from paceline.paddle.sharding.groups import (
     check_tensors,
     copy_options,
@@ -36,15 +35,15 @@ from paceline.paddle.sharding.groups import (
     spelled_options,
 )
 from paceline.paddle.sharding.ops import Shards
-from paceline.paddle.sharding.optimizer_journal import PaddlePart, slots_of
+from paceline.paddle.sharding.optimizer_steps import PaddlePart, kind_of, slots_of
 from paceline.paddle.sharding.whole_state import LoadedState, make_state, named, remembered
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.backward.sharing import registry
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.journal_layout import Slot, blocks_of
-from paceline.sharding.kinds import Kind
-from paceline.sharding.optimizer_arguments import OWNER, as_entries, check_class, coupled, no_journal, no_step
+from paceline.sharding.kinds import Kind, checked_kind
+from paceline.sharding.optimizer_arguments import OWNER, as_entries, check_class, no_journal
 from paceline.sharding.partial_steps import torn
 from paceline.sharding.sharded_optimizer import JournalPlan, ShardedSteps
 
@@ -451,15 +450,10 @@ def _kinds_of(whole: Any, defaults: Mapping[str, Any]) -> list[Kind]:
     """How the parameters may be divided, one after the other."""
 
     def kind(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> Kind:
-        try:
-            return kind_of(make, model)
-        except Exception as error:
-            raise no_step(type(whole), f"{dtype_name(model.dtype)} on {model.place}", error) from error
+        parameters = f"{dtype_name(model.dtype)} on {model.place}"
+        return checked_kind(lambda: kind_of(make, model), type(whole), parameters)
 
-    kinds = _found_by_trials(whole, defaults, kind)
-    if Kind.COUPLED in kinds:
-        raise coupled(type(whole))
-    return kinds
+    return _found_by_trials(whole, defaults, kind)
 
 
 def _found_by_trials(

@@ -1,19 +1,27 @@
-"""Paddle's parameters in memory that the ranks of a host share."""
+"""Paddle's parameters in memory that the ranks of a host share, and `share()`, for inference."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import paddle
 from paddle import nn
 
+from paceline.arguments import Arguments
 from paceline.paddle import internals
+from paceline.paddle.communicator.peers import find_peers, known_exchange
+from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
+from paceline.paddle.model.parameters import describe_tensor
 from paceline.paddle.sharding.ops import OPS
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.peers import Ranks
 from paceline.sharding import moving, shared_parameters
+from paceline.sharding.moving import share_to_read
 from paceline.sharding.shared_parameters import check_whole
 
+_Layer = TypeVar("_Layer", bound=Any)  # Paddle's class is Any to mypy
 SharedStorage = shared_parameters.SharedStorage[paddle.Tensor]
 
 
@@ -64,3 +72,55 @@ class StateDictGuard:
 
     def __reduce__(self) -> tuple[type[StateDictGuard], tuple[None]]:
         return StateDictGuard, (None,)
+
+
+def share(layers: _Layer, group: Any = None, *, timeout_s: float | timedelta | None = None) -> _Layer:
+    """Let all ranks of a host compute with one copy of a model, for inference; returns the same layer.
+
+    Collective: every rank passes a model of the same structure, and afterwards all have rank 0's parameters,
+    running statistics and buffers, which take memory once. They are only to be read: a write in place raises
+    ConfigError and is undone, so call `eval()` on models whose forward changes statistics (BatchNorm). The
+    memory goes with the last process that holds the model, also if rank 0 has ended before.
+    `copy.deepcopy(layers)` gives a process a model of its own. A single process shares nothing.
+
+    Args:
+        layers: The model, on the CPU.
+        group: A group of paddle.distributed, or a `paceline.Group`, of ranks of one host. None: that of
+            paddle.distributed, or one formed from the environment that the launcher has set.
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
+
+    Raises:
+        ConfigError: The ranks are on several hosts, or a parameter can't be shared; says which and why.
+        RegionError: There is not enough memory; says how much there is and how much is needed.
+        ModelMismatchError: The ranks have different models; names the first difference.
+
+    Example:
+        `paceline run -n 4 serve.py` starts four processes, and the machine holds one model of 2 GB:
+
+        >>> model = paceline.paddle.share(load_model())
+        >>> model.eval()
+        >>> with paddle.no_grad():
+        ...     answer = model(request)
+    """
+    with telling_peers(lambda: known_exchange(group)):
+        checked_layer("share", layers, "layers")
+        checked_group("share", group)
+        seconds = Arguments("share").optional_seconds("timeout_s", timeout_s)
+        peers = find_peers(group, seconds, owner="share")
+        if peers is not None:
+            check_views("share")
+    if peers is None:
+        return layers
+    parameters: dict[str, paddle.Tensor] = dict(layers.named_parameters())
+    named = [(name, b) for name, b in layers.named_buffers() if isinstance(b, paddle.Tensor)]
+    buffers = {name: b for name, b in named if internals.has_memory(b)}
+    description = ModelDescription(_described(parameters), _described(buffers), {}, doing="share the model")
+    check_agreement(description, peers.exchange, peers.timeout_s)
+    tensors = parameters | buffers
+    refuse_strange("share", layers, tensors, peers)
+    share_to_read("share", layers, tensors, peers, peers.share_hosts(), OPS)
+    return layers
+
+
+def _described(tensors: dict[str, paddle.Tensor]) -> tuple[Any, ...]:
+    return tuple(describe_tensor(name, tensor, None) for name, tensor in tensors.items())

@@ -1,9 +1,8 @@
-"""One model for all ranks of a host: parameters that all read in the same memory, and an optimizer of which
-each rank does a part.
+"""One model for all ranks of a host, and an optimizer of which each rank does a part, for torch.
 
-What lives here: who holds which parameter (`shared_storage`), how parameters move there (`moving`), what is
-refused (`guards`), `share()`, and `ShardedOptimizer`, which also serves parameters that each rank has a copy
-of.
+What `paceline.sharding` asks of torch's tensors (`ops`), optimizers (`optimizer_steps`) and gradients
+(`scattered_gradients`); what can't be shared, and `share()` (`shared_storage`); the optimizer that users hold
+(`sharded_optimizer`), and its arguments (`groups`).
 
 Not public.
 """

@@ -11,10 +11,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from paceline.errors import ConfigError
 from paceline.sharding import shards
-from paceline.sharding.framework_ops import Names
+from paceline.sharding.framework_ops import Names, dtype_name
 from paceline.sharding.optimizer_arguments import OWNER
 from paceline.torch.communicator.gradient_buffer import extent, is_dense
-from paceline.torch.model.parameters import dtype_name
 from paceline.torch.sharding.scattered_gradients import ScatteredGradient
 
 
@@ -73,14 +72,13 @@ class TorchOps:
     def lay(self, tensor: torch.Tensor, values: torch.Tensor) -> None:
         tensor.data = values
 
+    def empty(self, shape: Sequence[int], dtype: Any, like: torch.Tensor) -> torch.Tensor:
+        return torch.empty(
+            tuple(shape), dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype, device=like.device
+        )
+
     def from_bytes(self, data: bytes) -> torch.Tensor:
         return torch.tensor(list(data), dtype=torch.uint8)
-
-    def room_for(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-    def own_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone(memory_format=torch.preserve_format)
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         with torch.no_grad():
@@ -95,12 +93,6 @@ class TorchOps:
 
     def count_writes(self, tensors: Sequence[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(tensors)
-
-    def dtype_name(self, dtype: torch.dtype) -> str:
-        return dtype_name(dtype)
-
-    def empty(self, shape: Sequence[int], dtype: str, like: torch.Tensor) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=like.device)
 
     def beside(self, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(parameter.device).contiguous()
@@ -127,14 +119,11 @@ class TorchOps:
 
         register_optimizer_step_pre_hook(look)
 
-    def is_on_host(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_cpu
-
     def is_trained(self, parameter: torch.Tensor) -> bool:
         return parameter.requires_grad
 
     def form(self, parameter: torch.Tensor) -> str:
-        return f"shape {tuple(parameter.shape)}, {dtype_name(parameter.dtype)}, strides {parameter.stride()}"
+        return f"shape {tuple(parameter.shape)}, {dtype_name(parameter)}, strides {parameter.stride()}"
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return parameter.grad

@@ -12,7 +12,6 @@ from typing import Any, NoReturn, TypeAlias
 
 import torch
 
-from paceline.errors import ConfigError
 from paceline.sharding import scattered_gradients
 from paceline.sharding.scattered_gradients import NO_BACKWARD
 
@@ -90,17 +89,13 @@ def unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse:
 def _refuse(func: Any, args: Iterable[Any]) -> NoReturn:
     flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     gradient = next(item for item in flat if isinstance(item, ScatteredGradient))
-    raise ConfigError(
-        f"The gradient of '{gradient.name_of}' cannot be used: this rank has a part of it.",
-        seen=f'reduce="scatter", and a call of torch\'s {func.__name__}',
-        expected="ShardedOptimizer.step(), which uses each rank's part; optimizer.zero_grad() before the "
-        "next backward; ddp.clip_grad_norm_(), ddp.grad_norm() and ddp.nonfinite(), which know all parts",
-        likely="torch.nn.utils.clip_grad_norm_, zero_grad(set_to_none=False), an optimizer that is not "
+    raise gradient.of.cannot_use(
+        gradient.number,
+        f"a call of torch's {func.__name__}",
+        "torch.nn.utils.clip_grad_norm_, zero_grad(set_to_none=False), an optimizer that is not "
         "sharded, or a second backward without zero_grad() (accumulate within ddp.no_sync())"
         if gradient.of.of_backward
         else "a parameter that gets a second gradient in the same backward (reentrant checkpointing: "
         "use_reentrant=False, or static_graph=True); or a hook that reads it there after it was handed over; "
         "or an earlier backward has raised, and there was no zero_grad()",
-        hint='wrap with reduce="mean" where a script needs whole gradients',
-        parameter=gradient.name_of,
     )

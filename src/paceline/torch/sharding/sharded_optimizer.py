@@ -29,8 +29,8 @@ from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import CACHED_BYTES, Piece, fit_into_caches
 from paceline.sharding.journal import storage_of_all
 from paceline.sharding.journal_layout import Slot
-from paceline.sharding.kinds import Kind
-from paceline.sharding.optimizer_arguments import OWNER, coupled, no_journal, no_step
+from paceline.sharding.kinds import Kind, checked_kind
+from paceline.sharding.optimizer_arguments import OWNER, no_journal
 from paceline.sharding.sharded_optimizer import ShardedSteps
 from paceline.sharding.shards import part_of
 from paceline.sharding.shared_parameters import check_step_allowed, storages_of
@@ -39,7 +39,6 @@ from paceline.torch.communicator.communicators import connect
 from paceline.torch.communicator.gradient_buffer import is_dense
 from paceline.torch.communicator.peers import find_peers, known_exchange
 from paceline.torch.model.parameters import describe_tensors
-from paceline.torch.sharding.elementwise import kind_of
 from paceline.torch.sharding.groups import (
     NO_OPTIONS,
     as_groups,
@@ -57,7 +56,7 @@ from paceline.torch.sharding.groups import (
     with_stand_ins,
 )
 from paceline.torch.sharding.ops import OPS, Shards
-from paceline.torch.sharding.optimizer_journal import TorchPart, slots_of
+from paceline.torch.sharding.optimizer_steps import TorchPart, kind_of, slots_of
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group
@@ -362,14 +361,15 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         described = f"{parameter.dtype} on {parameter.device}"
         key = f"{flags} {described}"
         if key not in self._kinds:
+            optimizer_class = type(self._template)
             try:
-                kind = kind_of(type(self._template), options, parameter)
-            except Exception as error:
+                kind = checked_kind(
+                    lambda: kind_of(optimizer_class, options, parameter), optimizer_class, described
+                )
+            except ConfigError:
                 if self.world_size > 1:
-                    raise no_step(type(self._template), described, error) from error
+                    raise
                 kind = Kind.PARAMETERS
-            if kind is Kind.COUPLED and self.world_size > 1:
-                raise coupled(type(self._template))
             self._kinds[key] = kind
         return self._kinds[key]
 
