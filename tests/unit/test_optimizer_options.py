@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from paceline.torch.sharding.groups import looked_at  # noqa: E402
+from paceline.torch.sharding.param_groups import looked_at  # noqa: E402
 
 
 def make(**options: Any) -> list[dict[str, Any]]:

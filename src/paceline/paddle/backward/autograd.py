@@ -29,8 +29,8 @@ from paceline.paddle.backward.sparse import SparseMeans
 from paceline.paddle.communicator.communicators import Communicator, average_buffers
 from paceline.paddle.model.config import DataParallelConfig
 from paceline.paddle.model.parameters import ManagedTensors
-from paceline.paddle.sharding.ops import OPS
-from paceline.paddle.sharding.scattered_gradients import Scattered
+from paceline.paddle.sharding.gradient_stand_in import Scattered
+from paceline.paddle.sharding.tensor_ops import OPS
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.front_end import FrontEnd
 from paceline.reducer.backward.log import LocalBackward

@@ -20,8 +20,8 @@ import paddle
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.model.parameters import ManagedTensors, dtype_name, nbytes
-from paceline.paddle.sharding.ops import OPS
-from paceline.paddle.sharding.scattered_gradients import Scattered, ScatteredGradient
+from paceline.paddle.sharding.gradient_stand_in import Scattered, ScatteredGradient
+from paceline.paddle.sharding.tensor_ops import OPS
 from paceline.reducer.backward.state import BackwardState
 from paceline.reducer.communicator import Reduction
 from paceline.reducer.plan import ParameterSpec

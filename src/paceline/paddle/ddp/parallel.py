@@ -38,8 +38,8 @@ from paceline.paddle.model.arguments import check_views, checked_group, checked_
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
-from paceline.paddle.sharding.ops import OPS
 from paceline.paddle.sharding.shared_storage import StateDictGuard, refuse_strange
+from paceline.paddle.sharding.tensor_ops import OPS
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.backward.micro_batches import as_weight
 from paceline.reducer.backward.uneven import joining

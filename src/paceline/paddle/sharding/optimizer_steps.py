@@ -14,7 +14,7 @@ import numpy as np
 import paddle
 
 from paceline.paddle import internals
-from paceline.paddle.sharding.whole_state import Key, make_state, remembered
+from paceline.paddle.sharding.state_names import Key, make_state, remembered
 from paceline.sharding import kinds
 from paceline.sharding.cuts import CUT_ELEMENTS
 from paceline.sharding.journal import Part, slots_from

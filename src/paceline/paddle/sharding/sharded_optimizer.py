@@ -1,6 +1,6 @@
 """`ShardedOptimizer`: an optimizer of which each rank does a part, and of whose state it holds a part.
 
-How the ranks make a step is in `paceline.sharding.sharded_optimizer`; this file is the optimizer that users
+How the ranks make a step is in `paceline.sharding.sharded_steps`; this file is the optimizer that users
 hold.
 """
 
@@ -25,7 +25,8 @@ from paceline.paddle import internals
 from paceline.paddle.communicator.peers import Peers, find_peers, known_exchange
 from paceline.paddle.model.arguments import checked_group
 from paceline.paddle.model.parameters import describe_tensor, dtype_name
-from paceline.paddle.sharding.groups import (
+from paceline.paddle.sharding.optimizer_steps import PaddlePart, kind_of, slots_of
+from paceline.paddle.sharding.param_groups import (
     check_tensors,
     copy_options,
     copy_settings,
@@ -34,9 +35,8 @@ from paceline.paddle.sharding.groups import (
     maker_of_trials,
     spelled_options,
 )
-from paceline.paddle.sharding.ops import Shards
-from paceline.paddle.sharding.optimizer_steps import PaddlePart, kind_of, slots_of
-from paceline.paddle.sharding.whole_state import LoadedState, make_state, named, remembered
+from paceline.paddle.sharding.state_names import LoadedState, make_state, named, remembered
+from paceline.paddle.sharding.tensor_ops import Shards
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.backward.sharing import registry
 from paceline.reducer.between_hosts.options import BetweenHosts
@@ -45,7 +45,7 @@ from paceline.sharding.journal_layout import Slot, blocks_of
 from paceline.sharding.kinds import Kind, checked_kind
 from paceline.sharding.optimizer_arguments import OWNER, as_entries, check_class, no_journal
 from paceline.sharding.partial_steps import torn
-from paceline.sharding.sharded_optimizer import JournalPlan, ShardedSteps
+from paceline.sharding.sharded_steps import JournalPlan, ShardedSteps
 
 _Found = TypeVar("_Found")
 _OF_ALL_PARAMETERS = ("_parameter_list", "_param_groups", "_grad_clip", "_default_dict")

@@ -14,7 +14,7 @@ from paceline.paddle import internals
 from paceline.paddle.communicator.peers import find_peers, known_exchange
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.parameters import describe_tensor
-from paceline.paddle.sharding.ops import OPS
+from paceline.paddle.sharding.tensor_ops import OPS
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.peers import Ranks
 from paceline.sharding import moving, shared_parameters

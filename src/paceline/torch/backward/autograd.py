@@ -50,8 +50,8 @@ from paceline.torch.communicator.communicators import average_buffers
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.sharding.ops import OPS
-from paceline.torch.sharding.scattered_gradients import Scattered, ScatteredGradient
+from paceline.torch.sharding.gradient_stand_in import Scattered, ScatteredGradient
+from paceline.torch.sharding.tensor_ops import OPS
 from paceline.trace.recording import recording
 
 _DROPPED_WITHIN_S = 5.0  # by autograd's thread, which needs the interpreter's lock for it

@@ -33,8 +33,8 @@ from paceline.torch.communicator.gradient_buffer import extent
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.inner_tensors import is_plain
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.sharding.ops import OPS
-from paceline.torch.sharding.scattered_gradients import Scattered, ScatteredGradient
+from paceline.torch.sharding.gradient_stand_in import Scattered, ScatteredGradient
+from paceline.torch.sharding.tensor_ops import OPS
 
 
 class Gradients:

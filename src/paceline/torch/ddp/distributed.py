@@ -51,8 +51,8 @@ from paceline.torch.model.compiling import refuse_compiled_autograd, untraced, u
 from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.model.precision import cast_buffers, run_in
-from paceline.torch.sharding.ops import OPS
 from paceline.torch.sharding.shared_storage import check_before_state_dict, is_in_backward, refuse_strange
+from paceline.torch.sharding.tensor_ops import OPS
 from paceline.trace.recording import recording
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from paceline.sharding.journal import Part, slots_from
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.kinds import Kind
 from paceline.sharding.optimizer_arguments import no_journal
-from paceline.torch.sharding.groups import bare_step
-from paceline.torch.sharding.ops import Shards
+from paceline.torch.sharding.param_groups import bare_step
+from paceline.torch.sharding.tensor_ops import Shards
 
 _TRIAL_STEPS = 4
 

@@ -1,6 +1,6 @@
 """`ShardedOptimizer`: an optimizer of which each rank does a part, and of whose state it holds a part.
 
-How the ranks make a step is in `paceline.sharding.sharded_optimizer`; this file is the optimizer that users
+How the ranks make a step is in `paceline.sharding.sharded_steps`; this file is the optimizer that users
 hold.
 """
 
@@ -31,7 +31,7 @@ from paceline.sharding.journal import storage_of_all
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.kinds import Kind, checked_kind
 from paceline.sharding.optimizer_arguments import OWNER, no_journal
-from paceline.sharding.sharded_optimizer import ShardedSteps
+from paceline.sharding.sharded_steps import ShardedSteps
 from paceline.sharding.shards import part_of
 from paceline.sharding.shared_parameters import check_step_allowed, storages_of
 from paceline.sharding.step_barriers import spell_options
@@ -39,7 +39,8 @@ from paceline.torch.communicator.communicators import connect
 from paceline.torch.communicator.gradient_buffer import is_dense
 from paceline.torch.communicator.peers import find_peers, known_exchange
 from paceline.torch.model.parameters import describe_tensors
-from paceline.torch.sharding.groups import (
+from paceline.torch.sharding.optimizer_steps import TorchPart, kind_of, slots_of
+from paceline.torch.sharding.param_groups import (
     NO_OPTIONS,
     as_groups,
     bare_step,
@@ -55,8 +56,7 @@ from paceline.torch.sharding.groups import (
     refuse_overlap,
     with_stand_ins,
 )
-from paceline.torch.sharding.ops import OPS, Shards
-from paceline.torch.sharding.optimizer_steps import TorchPart, kind_of, slots_of
+from paceline.torch.sharding.tensor_ops import OPS, Shards
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group
@@ -120,7 +120,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
     """
 
     _shards: Shards
-    steps_shared_parameters = True  # see `guards`: its ranks write to parts of them, and meet
+    steps_shared_parameters = True  # see `watch_steps`: its ranks write to parts of them, and meet
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ from paceline.torch.communicator.peers import find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.inner_tensors import is_disjoint, is_wrapper
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.sharding.ops import OPS
+from paceline.torch.sharding.tensor_ops import OPS
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group

@@ -14,7 +14,7 @@ import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.sharding.scattered_gradients import ScatteredGradient
+from paceline.paddle.sharding.gradient_stand_in import ScatteredGradient
 from paceline.sharding import shards
 from paceline.sharding.cuts import Piece
 from paceline.sharding.framework_ops import Names, dtype_name, nbytes, numel

@@ -14,7 +14,7 @@ from paceline.sharding import shards
 from paceline.sharding.framework_ops import Names, dtype_name
 from paceline.sharding.optimizer_arguments import OWNER
 from paceline.torch.communicator.gradient_buffer import extent, is_dense
-from paceline.torch.sharding.scattered_gradients import ScatteredGradient
+from paceline.torch.sharding.gradient_stand_in import ScatteredGradient
 
 
 class TorchOps:
