@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import paceline.torch
 from paceline.torch import DataParallel, DistributedDataParallel, SyncBatchNorm, compression
 from tests.unit.wrong_uses import INF, NAN, Use, check, each, each_shown
 
@@ -33,6 +34,20 @@ class _Optimizer(torch.optim.Optimizer):
 
 def wrap(module: Any = None, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(nn.Linear(2, 2) if module is None else module, **options)
+
+
+def _tensors() -> list[Use]:
+    def empty(argument: str, *values: Any) -> list[Use]:
+        return each("empty", argument, lambda v: paceline.torch.empty(2, **{argument: v}), *values)
+
+    return [
+        *each("empty", "size", paceline.torch.empty, -1, 2.5, "3", None),
+        *each_shown("empty", "size", paceline.torch.empty, ((2, -3), "-3")),
+        *empty("dtype", "float32", np.float32),
+        *each_shown(
+            "empty", "group", lambda v: paceline.torch.empty(2, group=v), (None, "gloo"), ([0], "[0]")
+        ),
+    ]
 
 
 def _wrapping() -> list[Use]:
@@ -206,7 +221,7 @@ def _others() -> list[Use]:
     ]
 
 
-@pytest.mark.parametrize("use", [*_wrapping(), *_others()], ids=str)
+@pytest.mark.parametrize("use", [*_wrapping(), *_tensors(), *_others()], ids=str)
 def test_wrong_arguments(use: Use) -> None:
     check(use)
 

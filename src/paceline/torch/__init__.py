@@ -13,6 +13,7 @@ versions.check()
 from paceline.reducer.local_sgd.options import LocalSGD  # noqa: E402
 from paceline.replacing import replace_if_asked  # noqa: E402
 from paceline.torch import backend, compression  # noqa: E402
+from paceline.torch.backend.empty import empty  # noqa: E402
 from paceline.torch.backend.init_process_group import init_process_group  # noqa: E402
 from paceline.torch.communicator import gloo_threads  # noqa: E402
 from paceline.torch.data_parallel.data_parallel import DataParallel  # noqa: E402
@@ -35,6 +36,7 @@ __all__ = [
     "ShardedOptimizer",
     "SyncBatchNorm",
     "compression",
+    "empty",
     "init_process_group",
     "log_to_tensorboard",
     "plan_memory",

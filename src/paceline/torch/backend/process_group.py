@@ -16,10 +16,12 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed import ReduceOp, Work
 from torch.distributed.distributed_c10d import Store
 
+from paceline.collectives import arrays
 from paceline.collectives.call_queue import CallQueue
 from paceline.errors import ConfigError
 from paceline.torch.backend import movements, reductions
@@ -54,6 +56,7 @@ class _BackendOptions:
 
 
 DEFAULTS = _Options()
+_SYNCHRONOUS = _Options(asyncOp=False)
 ASYNC = "asyncOp"  # not in the options of torch 2.6, which waits itself for what its callers do not
 
 
@@ -238,6 +241,18 @@ class PacelineProcessGroup(NamedProcessGroup):
         work = CallWork(call, list(results))
         self._queue.submit(work)
         return work
+
+    # --- memory ---
+
+    def allocate(self, nbytes: int) -> arrays.Array:
+        """So many bytes of zeros in the memory that the ranks share. Collective."""
+        made: list[arrays.Array] = []
+
+        def call() -> None:
+            made.append(arrays.allocate(self._core, (nbytes,), np.dtype(np.uint8), self._timeout_s))
+
+        self._make(_SYNCHRONOUS, call, ()).wait()
+        return made[0]
 
     # --- the end ---
 
