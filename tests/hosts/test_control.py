@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.health.control_channel import SILENCE_VARIABLE
+from paceline.health.peer_errors import SILENCE_VARIABLE
 from tests.hosts.listening import GUILTY
 from tests.hosts.namespaces import Hosts, why_not
 from tests.hosts.test_launchers import OPTIONS

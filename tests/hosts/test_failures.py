@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.health.control_channel import SILENCE_VARIABLE
+from paceline.health.peer_errors import SILENCE_VARIABLE
 from tests.harness.warm import warm_python
 from tests.hosts.failing import GUILTY, NOTICED
 from tests.hosts.namespaces import Hosts, why_not

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from paceline.errors import ConfigError, PeerLostError, RendezvousError
 from paceline.health import channel_setup, channel_tree, control_channel, tls
-from paceline.health.control_channel import How, allowed_silence_s, form_channel
-from paceline.health.failure_messages import unpack_failure
+from paceline.health.control_channel import allowed_silence_s, form_channel
 from paceline.health.handshake import Facts, Seal, mismatch
+from paceline.health.peer_errors import How, unpack_failure
 from paceline.health.peer_monitor import ChannelPeerMonitor
 from paceline.reducer.process_group_waits import ProcessGroupWaits
 from paceline.rendezvous.frames import Frame, FrameStream, frame

@@ -269,7 +269,7 @@ def test_a_slow_wait_for_what_other_hosts_send_is_told_as_such():
     seen = facts(
         Reason.DEADLINE, ranks=[waiting(0, "host_sums", 2)], late=[], culprit=-1, group="host 3", rank=0
     )
-    assert "rank 2 of 4 has waited 1.2 s for its partners on other hosts in" in describe_slow(seen)
+    assert "rank 2 of 4 has waited 1.2 s for its peers on other hosts in" in describe_slow(seen)
 
 
 def test_ranks_of_a_host_that_wait_have_the_numbers_of_all():

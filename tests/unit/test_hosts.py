@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline import _core
 from paceline.collectives.failures import Reason, make_error, number_ranks
 from paceline.errors import DeadlineError, MismatchError, PeerLostError
-from paceline.health.failure_messages import pack_failure, unpack_failure
+from paceline.health.peer_errors import pack_failure, unpack_failure
 from paceline.reducer.between_hosts.blocks import exact_blocks, has_bits_of_one_host, whole_hosts
 from paceline.reducer.between_hosts.routes import ONE_ROUND_BYTES, num_shares, plan_route, spoken_for
 from paceline.reducer.between_hosts.wire import HEADER_BYTES, PLANS, Envelope, Header, tag_of

@@ -13,6 +13,7 @@ from paceline.errors import DeadlineError, PeerLostError
 from paceline.health import channel_tree, control_channel, liveness_check
 from paceline.health.handshake import Member
 from paceline.health.liveness_check import Answer, Seen
+from paceline.health.peer_errors import late_ranks
 from paceline.health.peer_monitor import ChannelPeerMonitor
 from paceline.reducer.process_group_waits import ProcessGroupWaits
 from paceline.rendezvous.frames import Frame
@@ -188,7 +189,7 @@ def test_a_question_that_does_not_arrive_is_asked_again_until_there_is_a_failure
 
 def test_where_some_are_stopped_and_some_are_not_reached_both_causes_are_given():
     members = [Member(rank, f"node{rank // 2}", 100 + rank) for rank in range(4)]
-    late = liveness_check.late_ranks(Seen((1,), {}, (3,)), members, (0, 1))
+    late = late_ranks(Seen((1,), {}, (3,)), members, (0, 1))
     assert late.ranks == (1, 3)
     assert "the process of rank 1 is stopped" in late.likely and "the network to node1 was cut" in late.likely
 

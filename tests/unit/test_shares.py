@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import DeadlineError, PeerLostError
 from paceline.health.peer_monitor import PeerMonitor
-from paceline.reducer.between_hosts import partner_waits
+from paceline.reducer.between_hosts import peer_waits
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share, plan_of_shares
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_buckets
@@ -144,7 +144,7 @@ def test_a_share_that_fails_ends_the_backwards_and_is_told(fails_in):
 
 
 def test_a_share_that_never_comes_has_a_deadline(monkeypatch):
-    monkeypatch.setattr(partner_waits, "_ASKS_WITHIN_S", 0.0)
+    monkeypatch.setattr(peer_waits, "_ASKS_WITHIN_S", 0.0)
     shares, _, _ = make_shares(2, timeout_s=0.2)
     is_over = threading.Event()
     shares.bring(0, lambda: None)

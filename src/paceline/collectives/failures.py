@@ -175,7 +175,7 @@ def _awaited(facts: Facts) -> str:
     if facts["late"]:
         return format_ranks(facts["late"])
     if facts["ranks"][facts["rank"]]["waits_in"] == "host_sums":
-        return "its partners on other hosts"
+        return "its peers on other hosts"
     return "something of which no rank is known to be late"
 
 

@@ -667,7 +667,7 @@ class WrappedModel:
     def num_good_passes(self) -> int:
         """How many synchronised backward passes replaced the gradients by their mean so far; 0 for one rank.
 
-        A backward counts when everything that belongs to it is done and it is about to return. Backwards in
+        A backward counts when everything that belongs to it is done and it is about to return. Those in
         `no_sync()` and those that raised do not count. In `finish()` and `join()`, each backward of the
         others counts in which this rank took part without data. The number is the same on all ranks then.
 

@@ -58,21 +58,21 @@ def send_at_once(connections: Mapping[Ends, int], but: Container[Ends]) -> None:
 
 
 def sockets_to(
-    exchange: Exchange, partners: Sequence[int], before: Container[Ends], timeout_s: float
+    exchange: Exchange, peers: Sequence[int], before: Container[Ends], timeout_s: float
 ) -> list[socket.socket]:
-    """The connections to partners that were made since. Collective, over all ranks of the exchange.
+    """The connections to peers that were made since. Collective, over all ranks of the exchange.
 
-    Another thread may have made a connection meanwhile; so one counts only if a partner has its other end.
+    Another thread may have made a connection meanwhile; so one counts only if a peer has its other end.
 
     Args:
         exchange: Connects the ranks already.
-        partners: Ranks of it.
+        peers: Ranks of it.
         before: What `connected_sockets` gave before they were made.
         timeout_s: How long.
     """
     made = {ends: fd for ends, fd in connected_sockets().items() if ends not in before}
     told = exchange.all_gather(json.dumps(list(made)).encode(), timeout_s)
-    theirs = {(tuple(a), tuple(b)) for partner in partners for a, b in json.loads(told[partner])}
+    theirs = {(tuple(a), tuple(b)) for peer in peers for a, b in json.loads(told[peer])}
     found = [copy_of(fd, ends) for ends, fd in made.items() if ends[::-1] in theirs]
     return [each for each in found if each is not None]
 

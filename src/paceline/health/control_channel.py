@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import selectors
@@ -37,9 +36,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from enum import Enum
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.errors import (
     CollectiveError,
@@ -53,23 +51,28 @@ from paceline.health import lifetime
 from paceline.health.arrivals import Arrivals, quiet_s, unconfirmed_bytes
 from paceline.health.channel_setup import Connection, meet
 from paceline.health.channel_tree import HUB, neighbours_of
-from paceline.health.failure_messages import TOLD_BYTES, pack_failure, unpack_failure
 from paceline.health.handshake import Facts, Member
 from paceline.health.liveness_check import (
     ASK_AGAIN_WITHIN_S,
     Activity,
     Answers,
-    LateRanks,
     Progress,
+)
+from paceline.health.peer_errors import (
+    SILENCE_VARIABLE,
+    TOLD_BYTES,
+    How,
+    LateRanks,
+    Loss,
     late_ranks,
+    pack_failure,
+    unpack_failure,
 )
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.limits import start_thread
-from paceline.rendezvous.messages import read_object
 
 BEAT_S = 0.25
-SILENCE_VARIABLE = "PACELINE_SILENCE_S"
 _SILENCE_S = 3.0
 _ANSWER_S = 5.0  # a rank's own beats only tell the hub that somebody reads
 _STALLED_S = 15.0  # after which the hub leaves it to the kernel's probes, before its buffers are full
@@ -138,42 +141,6 @@ def allowed_silence_s(environ: Mapping[str, str] | None = None) -> float:
             variable=SILENCE_VARIABLE,
         )
     return seconds
-
-
-class How(Enum):
-    """How a connection was lost."""
-
-    ENDED = "ended"  # by the kernel of a process that has died
-    SILENT = "silent"  # nothing comes from that host, or nothing comes to it
-    RESET = "reset"  # by that host, or by something between
-    UNREADABLE = "unreadable"  # what came over it cannot be read
-
-
-@dataclass(frozen=True)
-class Loss:
-    """What a rank reports of ranks with which the connection is lost.
-
-    Attributes:
-        ranks: All of one host.
-        how: A value of `How`.
-        by: The rank that saw it.
-        said: What it saw; "": as `how` says.
-    """
-
-    ranks: list[int]
-    how: str
-    by: int
-    said: str = ""
-
-    def pack(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def unpack(cls, raw: bytes) -> Loss:
-        """Raises MessageError: it is none."""
-        loss = cls(**read_object(raw, {"ranks": list, "how": str, "by": int, "said": str}))
-        How(loss.how)
-        return loss
 
 
 @dataclass(frozen=True)
@@ -523,7 +490,7 @@ class ControlChannel:
                 self._check_speaker(rank, loss.ranks)
                 self._send_all(kind, text, but=rank)
                 self._lose_sight(loss.ranks)  # also where this is not the first failure
-                self._fail(self._lost(loss), _GRACE_S)
+                self._fail(loss.error(self.members, self._rank, self._silence_s), _GRACE_S)
             if kind not in (Frame.FAILED, Frame.LEFT):
                 return
             about, words = int.from_bytes(text[:_RANK_BYTES], "little"), text[_RANK_BYTES:][:TOLD_BYTES]
@@ -656,7 +623,7 @@ class ControlChannel:
     def _report_loss(self, loss: Loss) -> None:
         self._send_all(Frame.DIED, loss.pack())
         self._lose_sight(loss.ranks)
-        self._fail(self._lost(loss), _GRACE_S)
+        self._fail(loss.error(self.members, self._rank, self._silence_s), _GRACE_S)
 
     def _fail(self, error: CollectiveError, within_s: float) -> None:
         if self.failure is None and not self._has_told:
@@ -677,45 +644,6 @@ class ControlChannel:
         rows = {row: getattr(error, row) for row in ("where", "likely", "hint")}
         seen = f"{error.seen}\nto blame: {', '.join(named)}"
         return type(error)(error.summary, seen=seen, **rows, **error.fields)
-
-    def _lost(self, loss: Loss) -> PeerLostError:
-        """The error for ranks that nobody hears of any more."""
-        lost, by, said = [self.members[rank] for rank in loss.ranks], loss.by, loss.said
-        who = f"{format_ranks(loss.ranks).capitalize()} of {len(self.members)} on host {lost[0].host}"
-        pids = f"pid {', '.join(str(each.pid) for each in lost)}"
-        saw = "" if by == self._rank else f", as {self.members[by].describe()} saw"
-        fields: dict[str, Any] = {"lost": tuple(loss.ranks), "hosts": (lost[0].host,), "rank": self._rank}
-        where = f"{self.members[self._rank].describe()}, control channel"
-        between = f"between {self.members[by].host} and {lost[0].host}"
-        if loss.how == How.SILENT.value:
-            seen = said or f"no sign of life of that host for {self._silence_s:g} s"
-            return PeerLostError(
-                f"{who} cannot be reached any more.",
-                where=where,
-                seen=f"{pids}: {seen}{saw}",
-                likely=f"the network {between} was cut, perhaps in one direction only, or one of them was "
-                "switched off or stopped",
-                hint=f"look at {lost[0].host}; {SILENCE_VARIABLE} allows a longer silence",
-                **fields,
-            )
-        if loss.how == How.RESET.value:
-            return PeerLostError(
-                f"The connection to {who[0].lower()}{who[1:]} was reset.",
-                where=where,
-                seen=f"{pids}: its end of the connection, or something in between, reset it{saw}",
-                likely=f"the network {between} was cut in one direction, and that end gave up; or a firewall "
-                "or router reset the connection; or the process ended",
-                hint="look at its output: if it still runs, it says what it has seen of this host",
-                **fields,
-            )
-        return PeerLostError(
-            f"{who} {'ended its connection' if said else 'died'}.",
-            where=where,
-            seen=f"{pids}: {said or 'the kernel closed its connection, without a goodbye'}{saw}",
-            likely="it was killed (out of memory?) or crashed; its own output says more",
-            hint=f"look at its output; `dmesg` on {lost[0].host} shows an out-of-memory kill",
-            **fields,
-        )
 
     # --- sending; under the lock ---
 

@@ -30,16 +30,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from paceline.errors import format_ranks
 from paceline.health.channel_tree import HUB, Neighbours
-from paceline.health.handshake import Member
 from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.messages import MessageError, read_object, write_object
-from paceline.stacks import STOPPED, process_state
 
 ASK_WITHIN_S = 0.5
 """Most seconds that a rank waits for what the hub has seen. Other ranks of its host must not give up
-meanwhile, so they wait longer (`between_hosts.partner_waits`)."""
+meanwhile, so they wait longer (`between_hosts.peer_waits`)."""
 ASK_AGAIN_WITHIN_S = 1.5
 """Most seconds after which it asks again where the question has not arrived. As a rule it is known by then
 whether that host is lost."""
@@ -149,21 +146,6 @@ class Seen:
             raise MessageError("answers holds something else than answers")
         answers = [Answer.unpack(write_object(each)) for each in told["answers"]]
         return cls(tuple(told["silent"]), {each.rank: each for each in answers}, tuple(told["unreached"]))
-
-
-@dataclass(frozen=True)
-class LateRanks:
-    """Ranks that others wait for, for an error.
-
-    Attributes:
-        ranks: Which; empty: all wait.
-        seen, likely, hint: The rows of the error.
-    """
-
-    ranks: tuple[int, ...]
-    seen: str
-    likely: str
-    hint: str
 
 
 class Answers:
@@ -376,87 +358,3 @@ def _place_of_main_thread() -> str:
         return ""
     place = f"{frame.f_code.co_name} in {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     return place[:_LONGEST_WORDS]
-
-
-def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) -> LateRanks | None:
-    """Whom to name after a round; None: nothing is known.
-
-    Who does not answer is named alone: the others that compute may be waiting for it in a way of their own.
-
-    Args:
-        seen: By the round.
-        members: All ranks.
-        on_host: The ranks of this host, whose processes this one can see.
-    """
-    silent = [members[rank] for rank in seen.silent if 0 <= rank < len(members)]
-    unreached = [members[rank] for rank in seen.unreached if 0 <= rank < len(members)]
-    there = [(members[rank], answer) for rank, answer in seen.answers.items() if 0 <= rank < len(members)]
-    busy = [(member, answer) for member, answer in there if not answer.is_waiting]
-    rows = [_silent_row(each, is_near=each.rank in on_host) for each in silent]
-    rows += [f"{each.describe()} does not answer, and its host acknowledges nothing" for each in unreached]
-    rows += [f"{member.describe()} {_words(answer)}" for member, answer in busy]
-    if HUB in (*seen.silent, *seen.unreached):
-        rows.append("all ranks are asked through rank 0, so what the others do is not known")
-    if silent or unreached:
-        likely, hint = zip(*filter(None, [_stopped(silent), _cut_off(unreached)]), strict=True)
-        ranks = tuple(each.rank for each in (*silent, *unreached))
-        return LateRanks(ranks, "\n".join(rows), "; ".join(likely), "; ".join(hint))
-    if not there:
-        return None
-    if not busy:
-        return LateRanks(
-            (),
-            "all others answer, and wait:\n"
-            + "\n".join(f"{each.describe()} {_words(said)}" for each, said in there),
-            "a rank skipped a forward or a backward, or made one too many, and ranks wait in different calls",
-            "make the same calls in the same order on every rank; `timeout_s` gives them longer",
-        )
-    return LateRanks(
-        tuple(member.rank for member, _ in busy),
-        "\n".join(rows),
-        "a rank skipped this backward, is stuck in its data loader, or in another call",
-        "`paceline stacks PID` on its host shows where a rank is; `timeout_s` gives it longer",
-    )
-
-
-def _silent_row(member: Member, *, is_near: bool) -> str:
-    if is_near and process_state(member.pid) in STOPPED:
-        return f"{member.describe()} is stopped"
-    return f"{member.describe()} does not answer on the control channel (asked for {ASK_WITHIN_S:g} s)"
-
-
-def _stopped(silent: Sequence[Member]) -> tuple[str, str] | None:
-    """Likely cause and hint for ranks whose kernels have acknowledged the question."""
-    if not silent:
-        return None
-    return (
-        f"the process of {format_ranks([each.rank for each in silent])} is stopped (SIGSTOP, a debugger), or "
-        "holds Python's lock in a long call",
-        f"look at pid {', '.join(str(each.pid) for each in silent)} on host {_hosts_of(silent)}; "
-        "`kill -CONT PID` lets a stopped one go on",
-    )
-
-
-def _cut_off(unreached: Sequence[Member]) -> tuple[str, str] | None:
-    """The same for ranks whose kernels have not."""
-    if not unreached:
-        return None
-    hosts = _hosts_of(unreached)
-    return (
-        f"the network to {hosts} was cut, perhaps in one direction only, or is slow and has much to carry; "
-        f"or {hosts} was switched off or stopped",
-        f"look at the network and at {hosts}; the processes there may be well",
-    )
-
-
-def _hosts_of(members: Sequence[Member]) -> str:
-    return ", ".join(sorted({each.host for each in members}))
-
-
-def _words(answer: Answer) -> str:
-    last = f"; last {answer.doing}" if answer.doing else ""
-    if answer.is_waiting:
-        return f"waits for others{last}"
-    return f"answers, and is not in this call{last}" + (
-        f"; its main thread: {answer.at}" if answer.at else ""
-    )

@@ -14,9 +14,16 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline import _core
-from paceline.errors import CollectiveError, GroupClosedError, PeerLostError, RegionError, format_ranks
+from paceline.errors import CollectiveError, GroupClosedError, RegionError
 from paceline.health.control_channel import ControlChannel
-from paceline.health.liveness_check import LateRanks
+from paceline.health.peer_errors import (
+    LateRanks,
+    died_error,
+    late_by_records,
+    left_error,
+    ranks_of,
+    record_rows,
+)
 from paceline.stacks import STOPPED, process_state
 
 _WAITING = "waiting for the process group"
@@ -117,7 +124,7 @@ class ChannelPeerMonitor:
         if not left:
             return None
         ranks = tuple(each.rank for each in left)
-        return _left(ranks, len(self._channel.members), ", ".join(each.describe() for each in left))
+        return left_error(ranks, len(self._channel.members), ", ".join(each.describe() for each in left))
 
     def late(self) -> LateRanks | None:
         return self._channel.late()
@@ -223,19 +230,19 @@ class MemoryPeerMonitor:
                 # Asked again: a rank may have died between the two looks, and has not left then.
                 if (error := self.lost()) is not None:
                     return error
-                return _left(_ranks_of(left), self.core.world_size, _rows(left))
+                return left_error(ranks_of(left), self.core.world_size, record_rows(left))
             if time.monotonic() > until:
                 # Whoever looks after the group's memory tells a death with more words, a moment later.
-                return _died(_ranks_of(died), self.core.world_size, _rows(died)) if died else None
+                return died_error(ranks_of(died), self.core.world_size, record_rows(died)) if died else None
             time.sleep(_NAP_S)
 
     def late(self) -> LateRanks | None:
         suspects = self._suspects()
-        return _late(suspects) if suspects else self.silent()
+        return late_by_records(suspects) if suspects else self.silent()
 
     def silent(self) -> LateRanks | None:
         stopped = [each for each in self._records() if process_state(each["pid"]) in STOPPED]
-        return _late(stopped) if stopped else None
+        return late_by_records(stopped) if stopped else None
 
     def _suspects(self) -> list[dict[str, Any]]:
         """What is known of all ranks that neither wait nor have given up, as this one does."""
@@ -281,53 +288,3 @@ class HostPeerMonitor:
         """Ranks of this host, which make the calls; else one anywhere whose process does not run."""
         of_all, on_host = self._both
         return on_host.late() or of_all.silent()
-
-
-def _ranks_of(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
-    return tuple(int(facts["rank"]) for facts in records)
-
-
-def _late(records: Sequence[dict[str, Any]]) -> LateRanks:
-    """Ranks for which others wait."""
-    return LateRanks(
-        _ranks_of(records),
-        _rows(records),
-        "a rank skipped this backward, is stuck in its data loader, or was stopped",
-        "`paceline stacks PID` shows where a rank is; `timeout_s` gives it longer",
-    )
-
-
-def _died(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:
-    """The error for ranks that ended without a goodbye."""
-    return PeerLostError(
-        f"{format_ranks(ranks).capitalize()} of {world_size} died.",
-        seen=seen,
-        likely="it was killed (out of memory?) or crashed; its own output says more",
-        hint="`paceline run` shows the signal that ended it; `dmesg` shows an out-of-memory kill",
-        lost=tuple(ranks),
-    )
-
-
-def _left(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:
-    """The error for ranks that have left while this one waits."""
-    return PeerLostError(
-        f"{format_ranks(ranks).capitalize()} of {world_size} {'has' if len(ranks) == 1 else 'have'} left.",
-        seen=seen,
-        likely="it has come to its end, or called sys.exit(), while others still train",
-        hint="every rank must make the same number of backward passes; or use ddp.finish()",
-        lost=tuple(ranks),
-    )
-
-
-def _rows(ranks: Sequence[dict[str, Any]]) -> str:
-    """One line for each rank.
-
-    Example:
-        "rank 2 (pid 77) is alive; last in backward of iteration 3"
-    """
-    verbs = {"alive": "is alive", "dead": "is dead", "left": "has left"}
-    return "\n".join(
-        f"rank {facts['rank']} (pid {facts['pid']}) {verbs.get(facts['state'], 'is missing')}"
-        + (f"; last {facts['activity']}" if facts["activity"] else "")
-        for facts in ranks
-    )

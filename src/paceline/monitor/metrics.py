@@ -49,7 +49,7 @@ def _values(now: JobSnapshot, rank: RankSnapshot) -> _Found:
 
 _FAMILIES: tuple[tuple[str, str, str, Callable[[JobSnapshot, RankSnapshot], _Found]], ...] = (
     ("up", "gauge", "Whether the process of the rank runs.", lambda _, r: [({}, r.is_alive)]),
-    ("steps_total", "counter", "BackwardSync that were averaged.", lambda _, r: [({}, r.step)]),
+    ("steps_total", "counter", "Backward passes that were averaged.", lambda _, r: [({}, r.step)]),
     ("steps_per_second", "gauge", "Over the last seconds.", lambda _, r: [({}, r.steps_per_s)]),
     ("samples_per_second", "gauge", "Over the last seconds.", lambda _, r: [({}, r.samples_per_s)]),
     (
@@ -77,7 +77,7 @@ _FAMILIES: tuple[tuple[str, str, str, Callable[[JobSnapshot, RankSnapshot], _Fou
     (
         "failed_passes",
         "gauge",
-        "BackwardSync of the last seconds that raised.",
+        "Backward passes of the last seconds that raised.",
         lambda _, r: [({}, r.failed)],
     ),
     ("logged_value", "gauge", "What the program has logged last.", _values),

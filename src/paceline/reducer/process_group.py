@@ -310,9 +310,9 @@ class ProcessGroupReducer(ReportingReducer):
             where="the end of backward; the gradients of this backward are of no use, on any rank",
             seen=f"{format_ranks(unknown_peers)} averaged buckets of several wrapped models in another order",
             likely="a rank skipped a model's backward after an exception that it caught, or in a branch, or "
-            "ran the backwards of several models in another order",
-            hint="run the same backwards in the same order on every rank; where one backward runs through "
-            "several models, wrap the module that holds them",
+            "ran the backward passes of several models in another order",
+            hint="run the same backward passes in the same order on every rank; where one backward runs "
+            "through several models, wrap the module that holds them",
         )
 
     def _begin_backward(self) -> None:

@@ -10,10 +10,9 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any
 
-from paceline.errors import CollectiveError, DeadlineError, PeerLostError, format_ranks
-from paceline.health.liveness_check import LateRanks
+from paceline.errors import CollectiveError, DeadlineError, PeerLostError
+from paceline.health.peer_errors import late_error
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.plan import Plan
@@ -45,31 +44,6 @@ def is_of_a_lost_peer(text: str) -> bool:
 def is_of_a_late_peer(text: str) -> bool:
     """Whether an engine's own words tell of its deadline."""
     return any(sign in text for sign in _SIGNS_OF_A_LATE_PEER)
-
-
-def late_error(
-    who: str, late: LateRanks, doing: str, where: str, text: str = "", after: str = ""
-) -> DeadlineError:
-    """The error for ranks of which somebody knows that they are late.
-
-    Args:
-        who: This rank in words.
-        late: What is known.
-        doing: What it has waited for: "average gradients".
-        where: In which bucket or call, in words.
-        text: The engine's own words.
-        after: How long it has waited: " after 2.0 s".
-    """
-    fields: dict[str, Any] = {"late": late.ranks} if late.ranks else {}
-    whom = f"for {format_ranks(late.ranks)} " if late.ranks else ""
-    return DeadlineError(
-        f"{who.capitalize()} gave up waiting {whom}to {doing}{after}.",
-        where=where,
-        seen="\n".join(filter(None, [late.seen, text])),
-        likely=late.likely,
-        hint=late.hint,
-        **fields,
-    )
 
 
 class ProcessGroupWaits:

@@ -28,7 +28,7 @@ FLOODED_HINT = (
     "`ss -xlp` shows sockets whose queue is full, and `ss -xp` who has connected; end that process, or start "
     "the job in a network namespace of its own (a container, `unshare -rn`)"
 )
-_MOST_STRANGERS = 64
+_MOST_UNKNOWN_PEERS = 64
 _AT_ONCE = 256
 
 
@@ -72,7 +72,7 @@ class Acceptor(Generic[T]):
     ) -> None:
         listener.setblocking(False)
         self._listener = listener
-        self._most_silent = expected + _MOST_STRANGERS
+        self._most_silent = expected + _MOST_UNKNOWN_PEERS
         self._longest, self._greet = longest, greet
         self._is_local = listener.family == socket.AF_UNIX
         # The oldest first. PollSelector needs no descriptor of its own.

@@ -23,7 +23,7 @@ from paceline.rendezvous.limits import start_thread
 _LONGEST_LINE = 1 << 16
 _MOST_BYTES = 1 << 26
 """Keys and words, so that an unknown peer cannot fill the memory; a rank takes some 10 kB."""
-_MOST_STRANGERS = 64
+_MOST_UNKNOWN_PEERS = 64
 """Connections beyond one of each rank, so that an unknown peer cannot take all descriptors."""
 _BACKLOG = 1024
 _LARGEST_AMOUNT = 1 << 31
@@ -47,7 +47,7 @@ class MembershipServer:
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._most_connections = world_size + _MOST_STRANGERS
+        self._most_connections = world_size + _MOST_UNKNOWN_PEERS
         self._unread: dict[socket.socket, bytes] = {}
         # Those that have asked for nothing yet, the oldest first.
         self._silent: dict[socket.socket, None] = {}

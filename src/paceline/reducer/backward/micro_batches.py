@@ -198,7 +198,7 @@ class MicroBatchWeights(ABC):
         if given is None or (self._count == 0 and self._state.accumulated):
             raise ConfigError(
                 "Some micro-batches of this step have a weight and others have none.",
-                likely="weight() was called for some backwards between two steps only",
+                likely="weight() was called for some backward passes between two steps only",
                 hint="give every micro-batch its weight, those in no_sync() too",
             )
         self.is_open = True

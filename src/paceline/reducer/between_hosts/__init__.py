@@ -1,12 +1,12 @@
 """Between hosts: each host sums its own ranks' gradients, and only the sums go from host to host.
 
-The one idea: `hierarchical` is a reducer as others are, and hands each rank's share of a bucket to a
-`share_exchange`. `exchange` is the one with partners: its flights (`sum_messages`, `value_messages`) are laid
-out over `routes`, add up by `blocks`, and travel as `wire` says, in one of the `sum_formats`. The front ends
-have the transports; `piped_transport` is for engines whose calls block.
+`hierarchical` is a reducer as others are, and hands each rank's share of a bucket to `exchange`. Its flights
+(`sum_messages`, `value_messages`) are laid out over `routes`, add up by `blocks`, and travel as `wire` says,
+in one of the `sum_formats`. The front ends have the transports; `piped_transport` is for engines whose calls
+block.
 
 Words
-  share    the part of each bucket that one rank of a host sums and exchanges with its *partners*, the ranks
+  share    the part of each bucket that one rank of a host sums and exchanges with its *peers*, the ranks
            with the same local rank on the other hosts. There are as many as the smallest host has ranks;
            further ranks of a larger host have none
   block    neighbouring ranks of one host whose sum goes to the other hosts. Each host is one, unless the

@@ -40,7 +40,7 @@ from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.health import lifetime
 from paceline.health.control_channel import ControlChannel
-from paceline.health.failure_messages import pack_failure, unpack_failure
+from paceline.health.peer_errors import pack_failure, unpack_failure
 from paceline.reducer.between_hosts.messages import Flight, Terms
 from paceline.reducer.between_hosts.sum_messages import SumsFlight
 from paceline.reducer.between_hosts.value_messages import FewValuesFlight, ValuesBackward, ValuesFlight
@@ -59,7 +59,7 @@ _RECEIVE_NEXT = _ReceiveNext()
 
 
 class HostExchange:
-    """The `ShareExchange` of a rank that has partners. See the head of this file.
+    """Carries the sums of one rank's shares to the other hosts and back. See the head of this file.
 
     Args:
         terms: What all buckets of this rank have in common.
@@ -103,12 +103,12 @@ class HostExchange:
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         start_thread(self._thread)
         control.at_failure(self._fail)
-        lifetime.before_leaving(self.join)  # this rank's backward may be over, and its partner's not
+        lifetime.before_leaving(self.join)  # this rank's backward may be over, and its peer's not
 
     # --- the thread that runs the backward ---
 
     def end_backward(self) -> None:
-        """All means are there. Let the thread begin to receive what partners send of the next backward.
+        """All means are there. Let the thread begin to receive what peers send of the next backward.
 
         The thread, because nobody waits for it: the user's program goes on meanwhile.
         """
@@ -124,7 +124,20 @@ class HostExchange:
         *,
         may_wait: bool,
     ) -> bool:
-        """See `ShareExchange.launch`."""
+        """Sum this rank's share of a bucket that all ranks of the host have posted, and begin to exchange it.
+
+        Args:
+            bucket: In the plan's order, from 0 in each backward.
+            note_nonfinite: Called with (bucket, elements) if a gradient there is not finite.
+            make_report: What travels beside the last bucket, called once its share is summed.
+            may_wait: Wait until there is memory for it, at most until the deadline.
+
+        Returns:
+            Whether it was launched: False where there is no memory now.
+
+        Raises:
+            CollectiveError: The exchange has failed, or there was no memory in time.
+        """
         with self._making:
             self._is_due = False
             if not self._ready:
@@ -335,6 +348,6 @@ class HostExchange:
         self._tell(error)
 
     def _tell(self, error: BaseException) -> None:
-        """Tell all hosts the reason, then end the connections, so that the partners wake."""
+        """Tell all hosts the reason, then end the connections, so that the peers wake."""
         self._control.tell(error)
         self._terms.transport.abort()

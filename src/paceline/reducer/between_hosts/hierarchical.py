@@ -1,7 +1,7 @@
 """One backward pass over several hosts: sums in the memory of each host, then between hosts, then back.
 
 The one idea: the rank with local rank l has the same *share* of each bucket on every host. It sums that over
-its host's ranks, exchanges the sum with its partners, and writes the mean into the gradient buffers of all
+its host's ranks, exchanges the sum with its peers, and writes the mean into the gradient buffers of all
 ranks of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks
 that have a share: as many on each host as the smallest host has ranks.
 
@@ -10,7 +10,7 @@ Steps of a backward, for H hosts of L ranks
    the host have posted are summed and sent, in the plan's order, as far as there is memory.
 2. At the end places of unmarked parameters are cleared and the remaining buckets posted and launched. Every
    rank launches the same buckets in every backward, whatever its backward did.
-3. What this rank tells of its backward travels beside its share of the last bucket, and comes to the partner,
+3. What this rank tells of its backward travels beside its share of the last bucket, and comes to the peer,
    who lays it where all ranks of its host read it. So the verdict takes no further round. A rank without a
    share writes it into the memory of its host before it posts the last bucket, and another one sends both.
    Only if some rank tells of gradients that are not finite, a second exchange tells which.
@@ -35,16 +35,14 @@ from typing import NoReturn
 from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.health.control_channel import ControlChannel
-from paceline.health.failure_messages import is_packed, unpack_failure
+from paceline.health.peer_errors import is_packed, pack_failure, unpack_failure
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.backward_reports import REPORT_BYTES, pack_bits, unpack_bits
 from paceline.reducer.between_hosts.blocks import exact_blocks, whole_hosts
-from paceline.reducer.between_hosts.bystander import Bystander
 from paceline.reducer.between_hosts.exchange import HostExchange
 from paceline.reducer.between_hosts.messages import Terms
-from paceline.reducer.between_hosts.partner_waits import PartnerWaits, patience_with_its_host_s
+from paceline.reducer.between_hosts.peer_waits import PeerWaits, patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import num_shares, plan_route, spoken_for
-from paceline.reducer.between_hosts.share_exchange import ShareExchange
 from paceline.reducer.between_hosts.sum_formats import CodedSums, PlainSums, SumFormat
 from paceline.reducer.between_hosts.wire import HostsTransport
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
@@ -67,7 +65,7 @@ class Hosts:
         world_size: Number of ranks.
         ranks: The ranks of each host, in order; hosts in the order of their lowest ranks.
         group: The memory of this host.
-        transport: To the partners of this rank; None: it has no share.
+        transport: To the peers of this rank; None: it has no share.
         control: Tells all ranks of a failure of one.
         gather: Payloads of all ranks, by rank, of any lengths. Collective; only for what is unusual. None:
             nobody asks whose gradients are not finite.
@@ -153,8 +151,12 @@ class HierarchicalReducer(ReportingReducer):
         self._has_share = local_rank < shares
         self._spoken_for = spoken_for(self._own_ranks, local_rank, shares)[1:]
         self._blocks = (exact_blocks if is_exact else whole_hosts)(hosts.ranks, _core.MAX_RANKS)
+        self._lost: BaseException | None = None  # what this rank was told of a failure where it has no share
         self._exchange = self._make_exchange(local_rank, shares, generation, encoding, before)
-        weakref.finalize(self, self._exchange.stop)
+        if self._exchange is None:
+            hosts.control.at_failure(self._report_lost)
+        else:
+            weakref.finalize(self, self._exchange.stop)
         self._begin_backward()
 
     @property
@@ -193,7 +195,8 @@ class HierarchicalReducer(ReportingReducer):
             self.codes.adopt((index, range(parameters[index].numel)) for index in unused)
 
     def close(self) -> None:
-        self._exchange.join()
+        if self._exchange is not None:
+            self._exchange.join()
         self._core.close()
 
     # --- a backward ---
@@ -236,6 +239,9 @@ class HierarchicalReducer(ReportingReducer):
     def _launch(
         self, bucket: int, make_report: Callable[[], bytes] | None = None, *, may_wait: bool = True
     ) -> bool:
+        if self._exchange is None:  # its share is empty; others of this host read its report where it is
+            self._core.count_share()
+            return True
         return self._exchange.launch(bucket, self._note_nonfinite, make_report, may_wait=may_wait)
 
     def _complete(self, status: BackwardStatus, allow_unused: bool) -> None:
@@ -245,7 +251,8 @@ class HierarchicalReducer(ReportingReducer):
             self._launch_rest(status, allow_unused)
             self._core.wait_published(self._longest_wait_s)
             self._read_reports()
-            self._exchange.end_backward()
+            if self._exchange is not None:
+                self._exchange.end_backward()
         except BaseException as error:
             self._raise_reason(error)
         control.tell_again(before)
@@ -364,7 +371,8 @@ class HierarchicalReducer(ReportingReducer):
 
     def _make_exchange(
         self, local_rank: int, shares: int, generation: int, encoding: int | None, before: CodedSums | None
-    ) -> ShareExchange:
+    ) -> HostExchange | None:
+        """What exchanges this rank's shares; None: it has none, and other ranks of its host exchange all."""
         hosts, plan = self._hosts, self._plan
         spans = [(b.begin_byte, b.end_byte, plan.sections[b.section].itemsize) for b in plan.buckets]
         itemsizes = [max(4, itemsize) for _, _, itemsize in spans]  # of sums
@@ -394,7 +402,7 @@ class HierarchicalReducer(ReportingReducer):
             if before is not None:
                 self.codes.take_over(before, hosts.group)
         if hosts.transport is None:
-            return Bystander(self._core, hosts.group, hosts.control, hosts.rank)
+            return None
         me = weakref.ref(self)
 
         def note_overflow(bucket: int, elements: range) -> None:
@@ -409,9 +417,7 @@ class HierarchicalReducer(ReportingReducer):
             if reducer is not None:
                 reducer._note_values(bucket, elements, values, weights)
 
-        waits = PartnerWaits(
-            hosts.transport, hosts.control, hosts.who, bucket_in_words(plan), hosts.timeout_s
-        )
+        waits = PeerWaits(hosts.transport, hosts.control, hosts.who, bucket_in_words(plan), hosts.timeout_s)
         terms = Terms(
             core=self._core,
             transport=hosts.transport,
@@ -440,7 +446,8 @@ class HierarchicalReducer(ReportingReducer):
         if not isinstance(error, CollectiveError):  # a signal handler's: what was done by then, nobody knows
             self._fail(error)
             raise error
-        reason = self._exchange.failure or unpack_failure(error)
+        found = self._lost if self._exchange is None else self._exchange.failure
+        reason = found or unpack_failure(error)
         self._fail(reason)
         if reason is error:
             raise error
@@ -450,8 +457,18 @@ class HierarchicalReducer(ReportingReducer):
         """Messages do not pair any more. The others are told, if they do not know."""
         if self._failure is None:
             super()._fail(error)
-            self._exchange.give_up(error)
+            if self._exchange is None:
+                self._report_lost(error)
+            else:
+                self._exchange.give_up(error)
             self._core.keep_buffer()
+
+    def _report_lost(self, error: BaseException) -> None:
+        """This rank, which has no share, or another one has failed: report it to ranks that may not know."""
+        if self._lost is None:
+            self._lost = error
+            self._hosts.group.abort(pack_failure(error, self._hosts.rank))
+            self._hosts.control.tell(error)
 
 
 def bucket_in_words(plan: Plan) -> Callable[[int], str]:

@@ -1,6 +1,6 @@
 """Messages of a bucket between hosts: laid out once, written and begun anew in every backward.
 
-The one idea: a bucket has the same memory, partners and tags in every backward, so all that Python has to
+The one idea: a bucket has the same memory, peers and tags in every backward, so all that Python has to
 work out is worked out when it first comes. A backward only writes headers and begins transfers: Python is
 slow there, because it runs between megabytes that leave nothing of it in the caches.
 
@@ -19,7 +19,7 @@ import numpy as np
 from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.reducer.between_hosts.blocks import Blocks
-from paceline.reducer.between_hosts.partner_waits import PartnerWaits
+from paceline.reducer.between_hosts.peer_waits import PeerWaits
 from paceline.reducer.between_hosts.routes import Route, turns_of
 from paceline.reducer.between_hosts.sum_formats import SumFormat
 from paceline.reducer.between_hosts.wire import (
@@ -38,7 +38,7 @@ class Terms:
 
     Attributes:
         core: The part of this host.
-        transport: To the partners.
+        transport: To the peers.
         waits: For messages.
         spans: Where each bucket is in the gradient buffer: its first byte, the one behind its last, and the
             bytes of an element.
@@ -56,7 +56,7 @@ class Terms:
 
     core: _core.HostSums
     transport: HostsTransport
-    waits: PartnerWaits
+    waits: PeerWaits
     spans: Sequence[tuple[int, int, int]]
     routes: Sequence[Route]
     sums: SumFormat
@@ -237,7 +237,7 @@ class Flight(ABC):
     def send(
         self, note_nonfinite: Callable[[int, range], None], make_report: Callable[[], bytes] | None
     ) -> None:
-        """Begin to send this rank's share; see `ShareExchange.launch`."""
+        """Begin to send this rank's share; see `HostExchange.launch`."""
 
     @abstractmethod
     def first_round(self) -> None:

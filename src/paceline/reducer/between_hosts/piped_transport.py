@@ -3,10 +3,10 @@
 The one idea: each connection has one direction and one thread, at each end. The one that sends puts messages
 through in the order in which they were begun; the one that receives looks at the header of what comes, and
 lays it where it is waited for. So it does not matter in which order the two ends begin messages, nor which
-thread does, and several models may use the same connections. There may be several to each partner: an engine
+thread does, and several models may use the same connections. There may be several to each peer: an engine
 may ask for room before it sends a message, and this question waits in the same queues as data.
 
-    this rank                                                            its partner
+    this rank                                                            its peer
     send()    -> queue -> thread -> the engine's call  .. thread -> header -> memory of a receive()
     receive() <- header <- thread <- the engine's call .. thread <- queue <- send()
 
@@ -15,7 +15,7 @@ is always in a call, and the sending one sends a few bytes when there has been n
 while. How long this rank waits is then for it alone to say. What is left of that limit: a process that is
 stopped, or whose interpreter lock is held, for so long that not even these bytes move.
 
-Memory: a frame for each partner, and what has come before this rank asked for it, up to what partners may
+Memory: a frame for each peer, and what has come before this rank asked for it, up to what peers may
 have under way.
 """
 
@@ -81,11 +81,11 @@ class PipedTransfer:
 
 
 class Pipes:
-    """One rank's connections to its partners, for all models that are wrapped over one group.
+    """One rank's connections to its peers, for all models that are wrapped over one group.
 
     Args:
         host: Number of this rank's host.
-        ranks: The partner on each host, and this rank.
+        ranks: The peer on each host, and this rank.
         names: Each of them in words.
         outgoing: What sends to each other host: at least one, and each is called by one thread only.
         incoming: What receives from each other host: its number n gets what number n there sends.
@@ -138,7 +138,7 @@ class Pipes:
         for sender in self._senders:
             sender.leave()
         self._join(self._senders)
-        self._join(self._receivers)  # until partners have left, too: they may be about to say so
+        self._join(self._receivers)  # until peers have left, too: they may be about to say so
         self.abort()
         self._join([*self._senders, *self._receivers])
 
@@ -149,7 +149,7 @@ class Pipes:
             self._join([*self._senders, *self._receivers])
 
     def _note_end(self) -> None:
-        """A thread is in no call any more. After the last one, partners may be told that all is over."""
+        """A thread is in no call any more. After the last one, peers may be told that all is over."""
         with self._lock:
             self._num_in_calls -= 1
             is_last = self._num_in_calls == 0
@@ -234,7 +234,7 @@ class _Lane(ABC):
 
 
 class _Outgoing(_Lane):
-    """Sends to one partner, in order."""
+    """Sends to one peer, in order."""
 
     def __init__(self, carry: Carry, limit_s: float, over: Callable[[], None]) -> None:
         self._queue: queue.SimpleQueue[PipedTransfer | None] = queue.SimpleQueue()
@@ -249,7 +249,7 @@ class _Outgoing(_Lane):
         return transfer
 
     def leave(self) -> None:
-        """Tell the partner, after what is to be sent, that nothing more will come. Does not block."""
+        """Tell the peer, after what is to be sent, that nothing more will come. Does not block."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -284,7 +284,7 @@ class _Outgoing(_Lane):
 
 
 class _Incoming(_Lane):
-    """Receives from one partner, in the order in which it sends."""
+    """Receives from one peer, in the order in which it sends."""
 
     def __init__(self, carry: Carry, limit_s: float, over: Callable[[], None]) -> None:
         self._frame: Message = np.empty(FRAME_BYTES, np.uint8)
@@ -321,7 +321,7 @@ class _Incoming(_Lane):
                     transfer.end(self._error)
 
     def _next(self) -> Message | None:
-        """The next message, in memory that the one after it will need; None: the partner has left."""
+        """The next message, in memory that the one after it will need; None: the peer has left."""
         while True:
             self._carry(self._frame)
             kind = bytes(self._frame[: len(_IDLE)])

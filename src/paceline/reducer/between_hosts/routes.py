@@ -15,7 +15,7 @@ other, not both ways at once; pieces let it use both directions of a link."""
 LONG_MESSAGE_BYTES = 2 << 20
 """Most of one message of gradients that travel as they are, between two hosts or where more buckets follow.
 Nothing has to be made before they are sent, and each message takes a rank tens of microseconds, with what
-Gloo says to the partner's. Connections between more hosts share links unevenly, and a large piece that comes
+Gloo says to the peer's. Connections between more hosts share links unevenly, and a large piece that comes
 late keeps the other links idle unless they have another bucket to carry."""
 ONE_ROUND_BYTES = 12 << 10
 """How many more bytes than two rounds one round may send. At 100 Mbit/s they take 1 ms, about as long as a
@@ -64,7 +64,7 @@ def plan_route(
     *,
     is_followed: bool = False,
 ) -> Route:
-    """The route of one rank's share; a pure function, the same for all its partners.
+    """The route of one rank's share; a pure function, the same for all its peers.
 
     Args:
         count: Elements of the bucket.

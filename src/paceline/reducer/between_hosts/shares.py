@@ -2,7 +2,7 @@
 
 The one idea: the process group of a host leaves each of its ranks a share of each bucket, and then it is as
 if this rank were a host of its own. So a `HierarchicalReducer` over hosts of one rank each, whose plan has
-one parameter for each share, exchanges it with the partners, and gives back the mean over the hosts.
+one parameter for each share, exchanges it with the peers, and gives back the mean over the hosts.
 
 Steps of a backward, on each rank
 1. `bring`: a bucket has been launched. What fetches the share of it (which waits for the process group, and
@@ -27,11 +27,11 @@ import numpy as np
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import CollectiveError, DeadlineError
-from paceline.health.failure_messages import unpack_failure
+from paceline.health.peer_errors import unpack_failure
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
-from paceline.reducer.between_hosts.partner_waits import patience_with_its_host_s
+from paceline.reducer.between_hosts.peer_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.reducer.compression import Floats
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buckets
@@ -150,7 +150,7 @@ def take_over(
 
 
 class Shares:
-    """One rank's shares on their way to the partners and back, one backward after the other.
+    """One rank's shares on their way to the peers and back, one backward after the other.
 
     Args:
         reducer: Exchanges them; its plan is a `plan_of_shares`.

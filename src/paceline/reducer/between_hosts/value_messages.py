@@ -19,7 +19,7 @@ first, so it cannot come before that has left the memory which it overwrites. Wh
 second has to have left before the backward ends, because gradients belong to the user then.
 
 Gradients have no room for a header in front, and each message takes a rank tens of microseconds, with what
-its engine says to the partner's. So a backward has few headers, each a message of its own (`ValuesBackward`):
+its engine says to the peer's. So a backward has few headers, each a message of its own (`ValuesBackward`):
 beside the first such bucket that of the weight; beside the last one of the plan the reports; and when all
 means of a backward are made, whether they are finite. Messages with one tag come in the order in which they
 were sent, and every backward sends each of them once: where a backward begins with the right header, the rest

@@ -47,14 +47,14 @@ Begin: TypeAlias = Callable[[], Transfer]
 
 
 class HostsTransport(Protocol):
-    """One rank's connections to its partners.
+    """One rank's connections to its peers.
 
-    A message has the same memory, tag and partner in every backward. So it is prepared once, and each call of
+    A message has the same memory, tag and peer in every backward. So it is prepared once, and each call of
     what `sending` and `receiving` return begins it anew, once the one before has ended.
 
     Attributes:
         host: Number of this rank's host, in the order of the hosts' lowest ranks.
-        ranks: The partner on each host, and this rank itself.
+        ranks: The peer on each host, and this rank itself.
         needs_headers: Whether every message has to begin with a header, by which this tells them apart.
         lets_signals_in: Whether the handlers of signals run while the main thread waits for a transfer.
     """
@@ -65,11 +65,11 @@ class HostsTransport(Protocol):
     lets_signals_in: bool
 
     def sending(self, host: int, message: Message, tag: int) -> Begin:
-        """What sends a message to the partner on a host. It must not change before the `wait` returns."""
+        """What sends a message to the peer on a host. It must not change before the `wait` returns."""
         ...
 
     def receiving(self, host: int, message: Message, tag: int) -> Begin:
-        """What receives, from the partner on a host, the message of this tag and size.
+        """What receives, from the peer on a host, the message of this tag and size.
 
         Example:
             Host 0 calls sending(1, message, 7)(), host 1 receiving(0, buffer, 7)(); both wait; then the
@@ -82,7 +82,7 @@ class HostsTransport(Protocol):
         ...
 
     def name(self, host: int) -> str:
-        """The partner in words: "rank 2 (host 1, node7)"."""
+        """The peer in words: "rank 2 (host 1, node7)"."""
         ...
 
     def abort(self) -> None:
@@ -170,7 +170,7 @@ class Envelope:
 
 
 def tag_of(bucket: int, phase: int, piece: int, generation: int = 0) -> int:
-    """The number that pairs a message with its receive, between two partners.
+    """The number that pairs a message with its receive, between two peers.
 
     It includes the plan: a receive that was begun under an earlier plan, for a backward that never came,
     takes no message of this one.

@@ -27,7 +27,7 @@ from torch._C._distributed_c10d import PrefixStore
 from paceline.errors import ConfigError, RendezvousError, format_ranks
 from paceline.health import lifetime
 from paceline.health.peer_monitor import PeerMonitor
-from paceline.reducer.between_hosts.partner_waits import patience_with_its_host_s
+from paceline.reducer.between_hosts.peer_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import place_of
 from paceline.reducer.plan import Plan
 from paceline.torch.communicator.calls import GroupCalls, abort_on_devices, engine_of

@@ -1,4 +1,4 @@
-"""A rank's messages to and from its partners: how long it waits for them, and what it says if they fail.
+"""A rank's messages to and from its peers: how long it waits for them, and what it says if they fail.
 
 The one idea: a transport knows no more than that a connection broke or that nothing came. Who is behind it
 the control channel knows, so each failure is first held against what that has heard.
@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable
 from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
 from paceline.health.control_channel import ControlChannel
 from paceline.health.liveness_check import ASK_AGAIN_WITHIN_S, ASK_WITHIN_S
+from paceline.health.peer_errors import late_error
 from paceline.reducer.between_hosts.wire import Header, HostsTransport, Message
-from paceline.reducer.process_group_waits import is_of_a_late_peer, is_of_a_lost_peer, late_error
+from paceline.reducer.process_group_waits import is_of_a_late_peer, is_of_a_lost_peer
 
 _SHOWN = 300  # characters of a transport's own words
 _TOLD_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows why
@@ -24,25 +25,25 @@ _ASKS_WITHIN_S = ASK_AGAIN_WITHIN_S + 2 * ASK_WITHIN_S
 def patience_s(timeout_s: float) -> float:
     """How long to wait for a message, where ranks of one host wait `timeout_s` for each other.
 
-    A little longer: a partner may be waiting for a rank of its own host, and it alone knows which. It has
+    A little longer: a peer may be waiting for a rank of its own host, and it alone knows which. It has
     given up by then, and told.
     """
     return timeout_s + min(2.0, timeout_s / 2)
 
 
 def patience_with_its_host_s(timeout_s: float) -> float:
-    """How long to wait for somebody on this host, a rank or a thread, who waits for a message of a partner.
+    """How long to wait for somebody on this host, a rank or a thread, who waits for a message of a peer.
 
-    Who waits for the partner knows its name: its deadline comes first, and it is to have told by then.
+    Who waits for the peer knows its name: its deadline comes first, and it is to have told by then.
     """
     return patience_s(timeout_s) + _ASKS_WITHIN_S
 
 
-class PartnerWaits:
+class PeerWaits:
     """See the head of this file. Hosts are given by their numbers, buckets by theirs in the plan.
 
     Args:
-        transport: To the partners.
+        transport: To the peers.
         control: Knows whose failure it is.
         who: This rank in words: "rank 1 of 4".
         where: A bucket in words.
@@ -69,7 +70,7 @@ class PartnerWaits:
         self.patience_with_its_host_s = patience_with_its_host_s(timeout_s)
 
     def late(self, hosts: Iterable[int], doing: str, bucket: int, text: str = "") -> DeadlineError:
-        """The error for partners from which nothing has come in time.
+        """The error for peers from which nothing has come in time.
 
         Args:
             hosts: Where they are.
@@ -78,7 +79,7 @@ class PartnerWaits:
             text: The transport's own words.
         """
         if (stopped := self._not_answering(doing, bucket, text)) is not None:
-            return stopped  # partners may be waiting for it, too
+            return stopped  # peers may be waiting for it, too
         names = " and ".join(map(self._transport.name, hosts))
         return DeadlineError(
             f"{self._who.capitalize()} gave up waiting for {names} to {doing} after {self.patience_s:.1f} s.",
@@ -99,7 +100,7 @@ class PartnerWaits:
             expected=expected,
             got="no header of a message" if header is None else f"{header}, weight {header.weight}",
             likely="the ranks of these hosts are not in the same backward of the same model",
-            hint="run the same backwards in the same order on every rank; nothing was averaged",
+            hint="run the same backward passes in the same order on every rank; nothing was averaged",
         )
 
     def lost(self, error: RuntimeError, host: int, bucket: int, silent: Iterable[int]) -> CollectiveError:
@@ -114,21 +115,21 @@ class PartnerWaits:
         Returns:
             An error with the ranks that are to blame, as far as they are known.
         """
-        text, partner = str(error)[:_SHOWN], self._transport.name(host)
+        text, peer = str(error)[:_SHOWN], self._transport.name(host)
         if is_of_a_late_peer(text):
             # Who is waited for may itself be waiting for another one that is silent.
             return self.late(dict.fromkeys([host, *silent]), "average gradients", bucket, text)
         if (told := self._control.wait(_TOLD_WITHIN_S)) is not None:
             return told
         if (stopped := self._not_answering("average gradients", bucket, text)) is not None:
-            return stopped  # the partner has given up on it, and nobody could be told
+            return stopped  # the peer has given up on it, and nobody could be told
         if (told := self._control.failure) is not None:
             return told
         is_lost = is_of_a_lost_peer(text)
         return (PeerLostError if is_lost else CollectiveError)(
-            f"{self._who.capitalize()} lost {partner}."
+            f"{self._who.capitalize()} lost {peer}."
             if is_lost
-            else f"{self._who.capitalize()} could not exchange gradients with {partner}.",
+            else f"{self._who.capitalize()} could not exchange gradients with {peer}.",
             where=self._where(bucket),
             seen=text,
             likely="it died or raised, or the network between the hosts broke" if is_lost else "",

@@ -1,0 +1,356 @@
+"""What is said of ranks that are dead, late or have left, in the same words wherever it was found out.
+
+The memory of a host knows the state of its ranks' processes and what each is in (`records` of the core); the
+control channel between hosts knows which connections were lost and how (`Loss`), and what ranks answer when
+one is late (`Seen`). Here each of these becomes an error, or the ranks that an error names (`LateRanks`).
+
+A failure travels as text: the ranks of a host report it to each other through an abort word in their memory,
+those of several hosts over the control channel. Both carry the same text (`pack_failure`), so that an error
+is the same wherever it came from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from typing import Any
+
+from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError, format_ranks
+from paceline.health.channel_tree import HUB
+from paceline.health.handshake import Member
+from paceline.health.liveness_check import ASK_WITHIN_S, Answer, Seen
+from paceline.rendezvous.messages import read_object
+from paceline.stacks import STOPPED, process_state
+
+SILENCE_VARIABLE = "PACELINE_SILENCE_S"
+TOLD_BYTES = 1016
+"""Most of such a text. It fits into what the ranks of a host tell each other."""
+_PREFIX = "between hosts: "
+_KINDS = {kind.__name__: kind for kind in (CollectiveError, PeerLostError, DeadlineError, MismatchError)}
+_FIELDS = ("lost", "late")
+_TOLD_RANKS = 32
+
+
+# --- late ---
+
+
+@dataclass(frozen=True)
+class LateRanks:
+    """Ranks that others wait for, for an error.
+
+    Attributes:
+        ranks: Which; empty: all wait.
+        seen, likely, hint: The rows of the error.
+    """
+
+    ranks: tuple[int, ...]
+    seen: str
+    likely: str
+    hint: str
+
+
+def late_error(
+    who: str, late: LateRanks, doing: str, where: str, text: str = "", after: str = ""
+) -> DeadlineError:
+    """The error for ranks of which somebody knows that they are late.
+
+    Args:
+        who: This rank in words.
+        late: What is known.
+        doing: What it has waited for: "average gradients".
+        where: In which bucket or call, in words.
+        text: The engine's own words.
+        after: How long it has waited: " after 2.0 s".
+    """
+    fields: dict[str, Any] = {"late": late.ranks} if late.ranks else {}
+    whom = f"for {format_ranks(late.ranks)} " if late.ranks else ""
+    return DeadlineError(
+        f"{who.capitalize()} gave up waiting {whom}to {doing}{after}.",
+        where=where,
+        seen="\n".join(filter(None, [late.seen, text])),
+        likely=late.likely,
+        hint=late.hint,
+        **fields,
+    )
+
+
+def late_by_records(records: Sequence[dict[str, Any]]) -> LateRanks:
+    """Ranks for which others wait."""
+    return LateRanks(
+        ranks_of(records),
+        record_rows(records),
+        "a rank skipped this backward, is stuck in its data loader, or was stopped",
+        "`paceline stacks PID` shows where a rank is; `timeout_s` gives it longer",
+    )
+
+
+def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) -> LateRanks | None:
+    """Whom to name after a round; None: nothing is known.
+
+    Who does not answer is named alone: the others that compute may be waiting for it in a way of their own.
+
+    Args:
+        seen: By the round.
+        members: All ranks.
+        on_host: The ranks of this host, whose processes this one can see.
+    """
+    silent = [members[rank] for rank in seen.silent if 0 <= rank < len(members)]
+    unreached = [members[rank] for rank in seen.unreached if 0 <= rank < len(members)]
+    there = [(members[rank], answer) for rank, answer in seen.answers.items() if 0 <= rank < len(members)]
+    busy = [(member, answer) for member, answer in there if not answer.is_waiting]
+    rows = [_silent_row(each, is_near=each.rank in on_host) for each in silent]
+    rows += [f"{each.describe()} does not answer, and its host acknowledges nothing" for each in unreached]
+    rows += [f"{member.describe()} {_words(answer)}" for member, answer in busy]
+    if HUB in (*seen.silent, *seen.unreached):
+        rows.append("all ranks are asked through rank 0, so what the others do is not known")
+    if silent or unreached:
+        likely, hint = zip(*filter(None, [_stopped(silent), _cut_off(unreached)]), strict=True)
+        ranks = tuple(each.rank for each in (*silent, *unreached))
+        return LateRanks(ranks, "\n".join(rows), "; ".join(likely), "; ".join(hint))
+    if not there:
+        return None
+    if not busy:
+        return LateRanks(
+            (),
+            "all others answer, and wait:\n"
+            + "\n".join(f"{each.describe()} {_words(said)}" for each, said in there),
+            "a rank skipped a forward or a backward, or made one too many, and ranks wait in different calls",
+            "make the same calls in the same order on every rank; `timeout_s` gives them longer",
+        )
+    return LateRanks(
+        tuple(member.rank for member, _ in busy),
+        "\n".join(rows),
+        "a rank skipped this backward, is stuck in its data loader, or in another call",
+        "`paceline stacks PID` on its host shows where a rank is; `timeout_s` gives it longer",
+    )
+
+
+def _silent_row(member: Member, *, is_near: bool) -> str:
+    if is_near and process_state(member.pid) in STOPPED:
+        return f"{member.describe()} is stopped"
+    return f"{member.describe()} does not answer on the control channel (asked for {ASK_WITHIN_S:g} s)"
+
+
+def _stopped(silent: Sequence[Member]) -> tuple[str, str] | None:
+    """Likely cause and hint for ranks whose kernels have acknowledged the question."""
+    if not silent:
+        return None
+    return (
+        f"the process of {format_ranks([each.rank for each in silent])} is stopped (SIGSTOP, a debugger), or "
+        "holds Python's lock in a long call",
+        f"look at pid {', '.join(str(each.pid) for each in silent)} on host {_hosts_of(silent)}; "
+        "`kill -CONT PID` lets a stopped one go on",
+    )
+
+
+def _cut_off(unreached: Sequence[Member]) -> tuple[str, str] | None:
+    """The same for ranks whose kernels have not."""
+    if not unreached:
+        return None
+    hosts = _hosts_of(unreached)
+    return (
+        f"the network to {hosts} was cut, perhaps in one direction only, or is slow and has much to carry; "
+        f"or {hosts} was switched off or stopped",
+        f"look at the network and at {hosts}; the processes there may be well",
+    )
+
+
+def _hosts_of(members: Sequence[Member]) -> str:
+    return ", ".join(sorted({each.host for each in members}))
+
+
+def _words(answer: Answer) -> str:
+    last = f"; last {answer.doing}" if answer.doing else ""
+    if answer.is_waiting:
+        return f"waits for others{last}"
+    return f"answers, and is not in this call{last}" + (
+        f"; its main thread: {answer.at}" if answer.at else ""
+    )
+
+
+# --- dead, or gone ---
+
+
+def died_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:
+    """The error for ranks that ended without a goodbye."""
+    return PeerLostError(
+        f"{format_ranks(ranks).capitalize()} of {world_size} died.",
+        seen=seen,
+        likely="it was killed (out of memory?) or crashed; its own output says more",
+        hint="`paceline run` shows the signal that ended it; `dmesg` shows an out-of-memory kill",
+        lost=tuple(ranks),
+    )
+
+
+def left_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:
+    """The error for ranks that have left while this one waits."""
+    return PeerLostError(
+        f"{format_ranks(ranks).capitalize()} of {world_size} {'has' if len(ranks) == 1 else 'have'} left.",
+        seen=seen,
+        likely="it has come to its end, or called sys.exit(), while others still train",
+        hint="every rank must make the same number of backward passes; or use ddp.finish()",
+        lost=tuple(ranks),
+    )
+
+
+class How(Enum):
+    """How a connection was lost."""
+
+    ENDED = "ended"  # by the kernel of a process that has died
+    SILENT = "silent"  # nothing comes from that host, or nothing comes to it
+    RESET = "reset"  # by that host, or by something between
+    UNREADABLE = "unreadable"  # what came over it cannot be read
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What a rank reports of ranks with which the connection is lost.
+
+    Attributes:
+        ranks: All of one host.
+        how: A value of `How`.
+        by: The rank that saw it.
+        said: What it saw; "": as `how` says.
+    """
+
+    ranks: list[int]
+    how: str
+    by: int
+    said: str = ""
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Loss:
+        """Raises MessageError: it is none."""
+        loss = cls(**read_object(raw, {"ranks": list, "how": str, "by": int, "said": str}))
+        How(loss.how)
+        return loss
+
+    def error(self, members: Sequence[Member], own_rank: int, silence_s: float) -> PeerLostError:
+        """The error on one rank for ranks with which the connection is lost.
+
+        Args:
+            members: All ranks.
+            own_rank: The rank that raises it.
+            silence_s: After how long a silence a host counts as lost.
+        """
+        lost, by, said = [members[rank] for rank in self.ranks], self.by, self.said
+        who = f"{format_ranks(self.ranks).capitalize()} of {len(members)} on host {lost[0].host}"
+        pids = f"pid {', '.join(str(each.pid) for each in lost)}"
+        saw = "" if by == own_rank else f", as {members[by].describe()} saw"
+        fields: dict[str, Any] = {"lost": tuple(self.ranks), "hosts": (lost[0].host,), "rank": own_rank}
+        where = f"{members[own_rank].describe()}, control channel"
+        between = f"between {members[by].host} and {lost[0].host}"
+        if self.how == How.SILENT.value:
+            seen = said or f"no sign of life of that host for {silence_s:g} s"
+            return PeerLostError(
+                f"{who} cannot be reached any more.",
+                where=where,
+                seen=f"{pids}: {seen}{saw}",
+                likely=f"the network {between} was cut, perhaps in one direction only, or one of them was "
+                "switched off or stopped",
+                hint=f"look at {lost[0].host}; {SILENCE_VARIABLE} allows a longer silence",
+                **fields,
+            )
+        if self.how == How.RESET.value:
+            return PeerLostError(
+                f"The connection to {who[0].lower()}{who[1:]} was reset.",
+                where=where,
+                seen=f"{pids}: its end of the connection, or something in between, reset it{saw}",
+                likely=f"the network {between} was cut in one direction, and that end gave up; or a firewall "
+                "or router reset the connection; or the process ended",
+                hint="look at its output: if it still runs, it says what it has seen of this host",
+                **fields,
+            )
+        return PeerLostError(
+            f"{who} {'ended its connection' if said else 'died'}.",
+            where=where,
+            seen=f"{pids}: {said or 'the kernel closed its connection, without a goodbye'}{saw}",
+            likely="it was killed (out of memory?) or crashed; its own output says more",
+            hint=f"look at its output; `dmesg` on {lost[0].host} shows an out-of-memory kill",
+            **fields,
+        )
+
+
+# --- rows ---
+
+
+def ranks_of(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    return tuple(int(facts["rank"]) for facts in records)
+
+
+def record_rows(ranks: Sequence[dict[str, Any]]) -> str:
+    """One line for each rank.
+
+    Example:
+        "rank 2 (pid 77) is alive; last in backward of iteration 3"
+    """
+    verbs = {"alive": "is alive", "dead": "is dead", "left": "has left"}
+    return "\n".join(
+        f"rank {facts['rank']} (pid {facts['pid']}) {verbs.get(facts['state'], 'is missing')}"
+        + (f"; last {facts['activity']}" if facts["activity"] else "")
+        for facts in ranks
+    )
+
+
+# --- failures as text ---
+
+
+def pack_failure(error: BaseException, rank: int) -> str:
+    """What all other ranks are told of a failure; see `unpack_failure`.
+
+    Args:
+        error: That the rank has met, or of its own.
+        rank: The number of this process.
+
+    Returns:
+        ASCII, of at most TOLD_BYTES; long texts are cut.
+    """
+    kind, fields = type(error).__name__, {}
+    if kind in _KINDS and isinstance(error, CollectiveError):
+        rows = {row: getattr(error, row) for row in ("summary", "where", "seen", "likely")}
+        ranks = {name: error.fields[name] for name in _FIELDS if name in error.fields}
+        fields = {name: list(each)[:_TOLD_RANKS] for name, each in ranks.items()}
+    else:
+        kind, fields = "PeerLostError", {"lost": [rank]}
+        rows = {"summary": f"Rank {rank} raised an exception.", "seen": f"{type(error).__name__}: {error}"}
+    while True:
+        packed = _PREFIX + json.dumps({"kind": kind, **rows, "fields": fields})
+        if len(packed) <= TOLD_BYTES:
+            return packed
+        longest = max(rows, key=lambda row: len(rows[row]))
+        rows[longest] = f"{rows[longest][: len(rows[longest]) * 3 // 4]} ..."
+
+
+def is_packed(error: CollectiveError) -> bool:
+    """Whether its words are those of `pack_failure`, which nobody should have to read."""
+    return error.seen.startswith(_PREFIX)
+
+
+def unpack_failure(told: CollectiveError, by: str = "") -> CollectiveError:
+    """The failure that another rank has met, of this host or, where `by` tells, of another; else as it is."""
+    if not is_packed(told):
+        return told
+    try:
+        facts = json.loads(told.seen[len(_PREFIX) :])
+        kind, told_fields = _KINDS[facts["kind"]], facts["fields"].items()
+        summary = facts["summary"]
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return told  # somebody else's words: shown as they are
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in told_fields
+        if name in _FIELDS
+    }
+    return kind(
+        summary,
+        where=facts.get("where", ""),
+        seen="\n".join(filter(None, [facts.get("seen", ""), by])),
+        likely=facts.get("likely", ""),
+        hint="that rank's traceback says more; this rank only reports it",
+        **fields,
+    )
