@@ -93,13 +93,14 @@ void HandedGradients::watch(nb::list parameters, const std::string& gradient,
                             const std::string& version, nb::object uses,
                             const std::vector<size_t>& in_own_memory) {
   parameters_ = std::move(parameters);
-  gradient_.emplace(gradient.c_str());
-  version_.emplace(version.c_str());
+  if (!gradient.empty()) gradient_.emplace(gradient.c_str());
+  if (!version.empty()) version_.emplace(version.c_str());
   uses_object_ = std::move(uses);
   uses_ =
       uses_object_.is_none() ? nullptr : nb::cast<StorageUses*>(uses_object_);
+  gradient_uses_ = dynamic_cast<SharedPointerUses*>(uses_);
   in_own_memory_.assign(parameters_.size(), false);
-  is_new_.assign(parameters_.size(), false);
+  before_.assign(parameters_.size(), 0);
   if (uses_ == nullptr) return;
   for (const size_t parameter : in_own_memory)
     in_own_memory_.at(parameter) = true;
@@ -107,16 +108,27 @@ void HandedGradients::watch(nb::list parameters, const std::string& gradient,
 
 void HandedGradients::begin() {
   for (size_t i = 0; i < in_own_memory_.size(); ++i) {
-    if (!in_own_memory_[i]) continue;
-    const nb::object gradient = gradient_of(i);
-    is_new_[i] = gradient.is_valid() && gradient.is_none();
+    if (in_own_memory_[i]) before_[i] = storage_of_gradient(i);
   }
+}
+
+uintptr_t HandedGradients::storage_of_gradient(size_t parameter) {
+  if (gradient_uses_ != nullptr)
+    return gradient_uses_->of_gradient(
+        nb::handle(parameters_[parameter]).ptr());
+  const nb::object gradient = gradient_of(parameter);
+  if (!gradient.is_valid() || gradient.is_none()) return 0;
+  return uses_->of(gradient.ptr()).storage;
 }
 
 HandedGradients::Found HandedGradients::look() {
   Found found;
   used_.clear();
   for (const size_t parameter : order_) {
+    if (gradient_uses_ != nullptr) {
+      note_uses(parameter, gradients_[parameter].ptr());
+      continue;
+    }
     const nb::object now = gradient_of(parameter);
     if (!now.is_valid()) continue;
     if (!now.is(gradients_[parameter]) ||
@@ -143,7 +155,7 @@ std::vector<size_t> HandedGradients::shared_among(
 std::vector<size_t> HandedGradients::take_shared() {
   std::vector<size_t> shared;
   for (const Used& each : used_) {
-    if (!is_new_[each.parameter]) continue;
+    if (each.use.storage == before_[each.parameter]) continue;
     const auto are_here = static_cast<size_t>(
         std::count_if(used_.begin(), used_.end(), [&](const Used& other) {
           return other.use.storage == each.use.storage;

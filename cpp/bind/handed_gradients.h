@@ -43,19 +43,20 @@ class HandedGradients {
   /// Looks from now on, when asked, whether parameters still hold what was
   /// handed over. `parameters` holds None for one that is not looked at;
   /// `version` is an attribute of gradients that each change in place counts
-  /// up. `uses` tells how many tensors lie in a storage, for the parameters
-  /// `in_own_memory`: those whose gradients stay where the framework made them.
+  /// up; without both names, only memory is looked at. `uses` tells how many
+  /// tensors lie in a storage, for the parameters `in_own_memory`: those whose
+  /// gradients stay where the framework made them.
   void watch(nb::list parameters, const std::string& gradient,
              const std::string& version, nb::object uses,
              const std::vector<size_t>& in_own_memory);
-  /// A backward begins: notes which parameters have no gradient yet.
+  /// A backward begins: notes where gradients lie that are there already.
   void begin();
 
   struct Found {
     /// Parameters whose gradient is another, or was changed, since it was
     /// handed over.
     std::vector<size_t> changed;
-    /// Parameters whose gradient has come since begin(), into memory that
+    /// Parameters whose gradient has come since begin() into memory that
     /// other tensors hold than gradients of these parameters. What was there
     /// before lies where the user has it lie, in one tensor for all, perhaps.
     std::vector<size_t> shared;
@@ -97,6 +98,8 @@ class HandedGradients {
     size_t parameter;
   };
 
+  /// The storage of a parameter's gradient; 0: it has none.
+  uintptr_t storage_of_gradient(size_t parameter);
   /// 0 where it has none.
   long long version_of(PyObject* gradient);
   /// The gradient of a parameter; invalid: it is not looked at.
@@ -118,8 +121,9 @@ class HandedGradients {
   std::optional<TensorAttribute> version_;
   nb::object uses_object_ = nb::none();
   StorageUses* uses_ = nullptr;
+  SharedPointerUses* gradient_uses_ = nullptr;  ///< `uses_`, or null
   std::vector<bool> in_own_memory_;
-  std::vector<bool> is_new_;  ///< had no gradient when this backward began
+  std::vector<uintptr_t> before_;  ///< storages when this backward began
   std::vector<Used> used_;
 };
 

@@ -1,4 +1,4 @@
-// How many tensors lie in one storage, without a call of their framework.
+// How many tensors lie in one piece of memory, without a call of their framework.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,6 +12,26 @@ namespace paceline {
 namespace nb = nanobind;
 
 /// Tells how often the storage of a tensor is used.
+class StorageUses {
+ public:
+  struct Use {
+    uintptr_t storage;  ///< its address; 0: the tensor has none
+    size_t count;       ///< the tensors that lie in it
+  };
+
+  virtual ~StorageUses() = default;
+  /// Throws if the framework raises.
+  virtual Use of(PyObject* tensor) const = 0;
+
+ protected:
+  static uintptr_t word_at(uintptr_t address) {
+    uintptr_t word;
+    std::memcpy(&word, reinterpret_cast<const void*>(address), sizeof(word));
+    return word;
+  }
+};
+
+/// Of storages that count their uses themselves.
 ///
 /// torch has only calls for this that take as long as the rest of a hook (they
 /// make a Python object for each storage). But the number lies in memory at a
@@ -20,20 +40,14 @@ namespace nb = nanobind;
 /// count. Where these lie is not written down anywhere, so it is learned from
 /// tensors whose addresses and counts torch tells (see `uses_of_storages` in
 /// paceline/torch). If they lie nowhere, the slow call is asked instead.
-class StorageUses {
+class CountedStorageUses final : public StorageUses {
  public:
-  struct Use {
-    uintptr_t storage;  ///< its address; 0: the tensor has none
-    size_t count;       ///< the tensors that lie in it
-  };
-
   /// `samples` are tensors; `tell(tensor)` returns the addresses of torch's
   /// object and of the storage, and the count.
-  StorageUses(const nb::list& samples, nb::object tell);
+  CountedStorageUses(const nb::list& samples, nb::object tell);
 
   /// A tensor of another class than the samples counts as one without storage.
-  /// Throws if torch raises.
-  Use of(PyObject* tensor) const;
+  Use of(PyObject* tensor) const override;
   /// Whether the numbers are read where they lie.
   bool is_direct() const { return is_direct_; }
 
@@ -58,11 +72,6 @@ class StorageUses {
     const uint64_t counts = word_at(storage + kOfCount);
     return {storage, static_cast<uint32_t>(counts) - (counts >> 63)};
   }
-  static uintptr_t word_at(uintptr_t address) {
-    uintptr_t word;
-    std::memcpy(&word, reinterpret_cast<const void*>(address), sizeof(word));
-    return word;
-  }
 
   /// Behind the pointer to the table of virtual functions: the count is the low
   /// half of a word. Its highest bit says that a Python object of the storage
@@ -74,6 +83,68 @@ class StorageUses {
   bool is_direct_ = false;
   size_t of_tensor_ = 0;   ///< in the Python object
   size_t of_storage_ = 0;  ///< in torch's object
+};
+
+/// Of memory that std::shared_ptr counts, as Paddle's is.
+///
+/// A Paddle tensor is a shared_ptr to an object that describes it, and that is
+/// one to its memory: detach() copies the first, a view makes a new object over
+/// the same memory. Paddle tells neither count, but both lie at fixed distances
+/// (a pointer, then the block with the count), which are learned from tensors.
+class SharedPointerUses final : public StorageUses {
+ public:
+  struct Samples {
+    nb::handle tensor;     ///< with one detach() and one view that live
+    nb::handle view;       ///< of `tensor`
+    nb::handle other;      ///< of the same kind in memory of its own
+    nb::handle described;  ///< Python's object for what describes `tensor`
+    uintptr_t memory;      ///< of `tensor`
+    nb::handle parameter;  ///< a leaf that has a gradient
+    nb::handle gradient;   ///< its gradient
+  };
+
+  explicit SharedPointerUses(const Samples& samples);
+
+  /// Whether the counts were found. If not, no tensor has memory.
+  bool is_known() const { return is_known_; }
+  /// For a gradient that its parameter and one Python object hold: 1.
+  Use of(PyObject* tensor) const override;
+  /// The memory of a parameter's gradient; 0: it has none.
+  uintptr_t of_gradient(PyObject* parameter) const;
+
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(type_.ptr());
+    return 0;
+  }
+  void clear() {}
+
+ private:
+  bool learn(const Samples& samples);
+  bool is_tensor(PyObject* object) const {
+    return is_known_ &&
+           PyObject_TypeCheck(
+               object, reinterpret_cast<PyTypeObject*>(type_.ptr())) != 0;
+  }
+  /// The address of the shared_ptr to the memory; 0: none, or another kind of
+  /// tensor (a sparse one, say).
+  uintptr_t holder_in(uintptr_t description) const {
+    if (description == 0 || word_at(description) != kind_) return 0;
+    const uintptr_t holder = description + of_holder_;
+    return word_at(holder) == 0 ? 0 : holder;
+  }
+  /// How many copies of this shared_ptr there are: the low half of a word, the
+  /// other half counts weak ones.
+  static size_t count_of(uintptr_t shared_pointer) {
+    const uintptr_t block = word_at(shared_pointer + sizeof(void*));
+    return block == 0 ? 1
+                      : static_cast<uint32_t>(word_at(block + sizeof(void*)));
+  }
+
+  nb::object type_;
+  bool is_known_ = false;
+  uintptr_t kind_ = 0;    ///< its table of virtual functions
+  size_t of_tensor_ = 0;  ///< in the Python object
+  size_t of_holder_ = 0;  ///< in the description
 };
 
 }  // namespace paceline

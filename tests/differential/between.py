@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 from tests.differential.programs import Op, Program, numbered
 
@@ -44,6 +45,25 @@ def are_apart(op: Op) -> bool:
     """Whether ranks may have other values than others after this op."""
     values = op.get("values")
     return op["op"] == "write" and isinstance(values, list) and len(set(values)) > 1
+
+
+def compare_inputs(program: Program, *, first: list[dict[str, Any]]) -> None:
+    """Let inputs need gradients, and compare those.
+
+    Args:
+        first: Layers to put before all others of the first model, of which a parameter may get its gradient
+            in the memory of the input's, if a batch is of one row.
+    """
+    for _, op in numbered(program["ops"]):
+        if op["op"] == "forward":
+            op["input"] = True
+            if first:
+                op["batch"] = 1
+    program["models"][0]["layers"][:0] = first
+    if any(op["op"] == "freeze" for _, op in numbered(program["ops"])):
+        # Of a model that is frozen whole no backward is averaged, although the input needs a gradient.
+        for model in program["models"]:
+            model["layers"].append({"kind": "linear"})
 
 
 def set_flags(ops: list[Op], rng: random.Random) -> None:

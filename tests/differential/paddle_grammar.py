@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.device import paddle as device
-from tests.differential.between import freeze_around, set_flags, vary_weighted, write_buffers
+from tests.differential.between import compare_inputs, freeze_around, set_flags, vary_weighted, write_buffers
 from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program, numbered
 
@@ -82,9 +82,24 @@ def generate(seed: int) -> Program:
         freeze_around(program["ops"], rng)
     if '"norm"' not in json.dumps(program["models"]):  # frozen in part, it calls hooks without a gradient
         vary_weighted(program, random.Random(f"weighted {seed}"), clipping="tensor clip")
+    _compare_inputs(program, random.Random(f"inputs {seed}"))
     if device.IS_THERE:
         _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
     return program
+
+
+def _compare_inputs(program: Program, rng: random.Random) -> None:
+    """Let some programs compare gradients of inputs, half of them with memory that a parameter's has, too.
+
+    Paddle adds to such memory twice where a layer is used again, hooks of the user's may change it, and it
+    crashes where a graph with a PyLayer is kept.
+    """
+    if rng.random() > 1 / 6:
+        return
+    text = json.dumps([program["models"], program["ops"]])
+    may_share = not any(f'"{each}"' in text for each in ("again", "borrow", "recompute", "retain", "hook"))
+    shares = may_share and rng.random() < 0.7
+    compare_inputs(program, first=[{"kind": "own", "shares": True}] if shares else [])
 
 
 def modes_of(program: Program) -> list[str]:

@@ -54,6 +54,7 @@ class Loss:
     model: int
     is_syncing: bool
     batch: Batch
+    inputs: list[paddle.Tensor]  # whose gradients are told of
 
 
 class Machine(Walker):
@@ -167,10 +168,11 @@ class Machine(Walker):
         if "flag" in op:
             self._set_flag([model], bool(op["flag"]))
         with contextlib.nullcontext() if is_syncing else self.subject.no_sync(wrapper):
-            value, batch = self._loss(op, model, wrapper)
-        self.losses[op.get("to", "loss")] = Loss(value, model, is_syncing, batch)
+            value, batch, x = self._loss(op, model, wrapper)
+        inputs = [x] if op.get("input") else []
+        self.losses[op.get("to", "loss")] = Loss(value, model, is_syncing, batch, inputs)
 
-    def _loss(self, op: Op, model: int, wrapper: Any) -> tuple[paddle.Tensor, Batch]:
+    def _loss(self, op: Op, model: int, wrapper: Any) -> tuple[paddle.Tensor, Batch, paddle.Tensor]:
         size = of_rank(op.get("batch", 2), self.rank)
         made = np.random.default_rng([op.get("data", 0), self.rank])
         x, factors = (made.standard_normal((size, WIDTH)).astype(np.float32) for _ in range(2))
@@ -178,13 +180,13 @@ class Machine(Walker):
             x[0, 0] = np.nan
         rows = paddle.to_tensor(made.integers(0, 3, size))
         x, factors = (paddle.to_tensor(each.astype(self.dtype)) for each in (x, factors))
-        x.stop_gradient = not self._has_recompute
+        x.stop_gradient = not (self._has_recompute or op.get("input"))
         number = self.numbers.get(model, -1) + 1
         batch = Batch(self.rank, number, rows)
         y = wrapper(x, batch)
         self.numbers[model] = number  # not of one that Paceline refuses, which the reference leaves out
         scale = of_rank(op.get("scale", 1.0), self.rank)
-        return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale, batch
+        return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale, batch, x
 
     def _op_evaluate(self, op: Op, label: str) -> None:
         wrapper = self.wrappers.get(op.get("model", 0) % len(self.nets))
@@ -252,6 +254,15 @@ class Machine(Walker):
                 self.weight_so_far.pop(model, None)
         for model in self.wrappers:
             self._note_gradients(model, is_shared=model in synced)
+        self._note_inputs([loss for loss in losses if loss.inputs])
+
+    def _note_inputs(self, losses: list[Loss]) -> None:
+        """Gradients of inputs, which are this rank's own."""
+        for number, loss in enumerate(losses):
+            values = {f"{number}": _value(x.grad) for x in loss.inputs}
+            if self._written_apart and not loss.is_syncing:
+                continue
+            self._note(loss.model, f"input {number}", values, False)
 
     def _set_flag(self, models: list[int], is_syncing: bool) -> None:
         """Set it outside of no_sync(): the reference goes by the flag of the backward alone."""

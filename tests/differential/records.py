@@ -44,7 +44,8 @@ class Event:
 
     Attributes:
         at: Label of the op; "3#1" when a loop has reached it a second time.
-        kind: "gradients", "parameters", "buffers", "norm", "error" or "finished" (no data left).
+        kind: "gradients", "parameters", "buffers", "input" and a number (the gradient of an input), "norm",
+            "error" or "finished" (no data left).
         values: By name; None: the parameter has no gradient.
         model: Whose values, or of which there are no more data.
         shared: All ranks must see the same bits.

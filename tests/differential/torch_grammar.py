@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests import accelerator
-from tests.differential.between import freeze_around, set_flags, step_directly, vary_weighted, write_buffers
+from tests.differential.between import (
+    compare_inputs,
+    freeze_around,
+    set_flags,
+    step_directly,
+    vary_weighted,
+    write_buffers,
+)
 from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program, numbered
 from tests.differential.torch_tensors import add_tensors
@@ -42,9 +49,23 @@ def generate(seed: int) -> Program:
     _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)
     _add_between(program, random.Random(f"between {seed}"))
     vary_weighted(program, random.Random(f"weighted {seed}"), clipping="tensor clamp")
+    _compare_inputs(program, random.Random(f"inputs {seed}"))
     if accelerator.IS_THERE:
         _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
     return program
+
+
+def _compare_inputs(program: Program, rng: random.Random) -> None:
+    """Let some programs compare gradients of inputs, half of them with memory that a parameter's may have.
+
+    Hooks of the user's may change such memory.
+    """
+    if rng.random() > 1 / 6:
+        return
+    hooks = any(op["op"] == "hook" for _, op in numbered(program["ops"]))
+    views = ("unsqueeze", "view", "reshape", "t", "cat")
+    first = [{"kind": "trap"}, {"kind": "add", "view": rng.choice(views)}]
+    compare_inputs(program, first=first if rng.random() < 0.5 and not hooks else [])
 
 
 def can_run_in(program: Program, mode: str) -> bool:

@@ -62,6 +62,7 @@ class Loss:
     models: list[int]
     is_syncing: bool
     batch: Batch
+    inputs: list[torch.Tensor]  # whose gradients are told of
 
 
 class Machine(Walker):
@@ -246,10 +247,11 @@ class Machine(Walker):
         if "flag" in op:
             self._set_flag([model], bool(op["flag"]))
         with contextlib.nullcontext() if is_syncing else self.subject.no_sync(wrapper):
-            value, batch = self._loss(op, model, wrapper)
-        self.losses[op.get("to", "loss")] = Loss(value, [model], is_syncing, batch)
+            value, batch, x = self._loss(op, model, wrapper)
+        inputs = [x] if op.get("input") else []
+        self.losses[op.get("to", "loss")] = Loss(value, [model], is_syncing, batch, inputs)
 
-    def _loss(self, op: Op, model: int, wrapper: nn.Module) -> tuple[torch.Tensor, Batch]:
+    def _loss(self, op: Op, model: int, wrapper: nn.Module) -> tuple[torch.Tensor, Batch, torch.Tensor]:
         size = of_rank(op.get("batch", 2), self.rank)
         made = torch.Generator().manual_seed(1000 * op.get("data", 0) + self.rank)
         dtype = self._dtype()
@@ -258,7 +260,7 @@ class Machine(Walker):
         rows = torch.randint(0, 3, (size,), generator=made).to(self.device)
         if self.rank in op.get("nan", []):
             x = x * float("nan")
-        if self._has_reentrant(model):
+        if self._has_reentrant(model) or op.get("input"):
             x.requires_grad_()
         number = self.numbers.get(model, 0)
         amp = torch.autocast(self.device, torch.bfloat16) if op.get("amp") else contextlib.nullcontext()
@@ -268,7 +270,7 @@ class Machine(Walker):
         self.numbers[model] = number + 1  # not of one that Paceline refuses, which the reference leaves out
         y = y.to(dtype)
         scale = of_rank(op.get("scale", 1.0), self.rank)
-        return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale, batch
+        return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale, batch, x
 
     def _op_evaluate(self, op: Op, label: str) -> None:
         model = op.get("model", 0) % len(self.nets)
@@ -333,6 +335,15 @@ class Machine(Walker):
         for model in range(len(self.nets)):
             if model in self.wrappers:
                 self._note_gradients(model, is_shared=model in synced)
+        self._note_inputs([loss for loss in losses if loss.inputs])
+
+    def _note_inputs(self, losses: list[Loss]) -> None:
+        """Gradients of inputs, which are this rank's own."""
+        for number, loss in enumerate(losses):
+            if self._written_apart and not loss.is_syncing:
+                continue
+            values = {f"{number}": _value(x.grad) for x in loss.inputs}
+            self._note(loss.models[0], f"input {number}", values, False)
 
     def _set_flag(self, models: list[int], is_syncing: bool) -> None:
         """Set it outside of no_sync(): the reference goes by the flag of the backward alone."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+import pytest
 from paddle import nn
 
 from paceline.paddle import DataParallel
@@ -211,3 +212,79 @@ def test_random_graphs_equal_one_process_in_float64(group: Any) -> None:
                     f"{mode}, seed {seed}, step {step}, {name}: {error} {model.steps}"
                 )
             assert_same_on_all_ranks(model, group)
+
+
+class Outsiders(nn.Layer):
+    """Adds a row to its input, so that the gradient of the row lies in memory that another tensor has, too.
+
+    Args:
+        who: "input", for which a PyLayer returns the same tensor; "view" of the row, which keeps its
+            gradient; or "hook" of that view, which keeps what it gets.
+    """
+
+    def __init__(self, who: str) -> None:
+        super().__init__()
+        self.who = who
+        self.row = self.create_parameter([SIZE], default_initializer=nn.initializer.Constant(0.0))
+        self.last = self.create_parameter([SIZE], default_initializer=nn.initializer.Constant(1.0))
+        self.view: paddle.Tensor | None = None
+        self.seen: list[paddle.Tensor] = []
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        self.view = self.row.unsqueeze(0)
+        if self.who == "view":
+            self.view.retain_grads()
+        elif self.who == "hook":
+            self.view.register_hook(self.seen.append)  # returns None: the gradient stays
+        return Twice.apply(x, self.view) * self.last
+
+    def of_others(self, x: paddle.Tensor) -> list[paddle.Tensor]:
+        """Gradients outside of the model that were computed in the last backward."""
+        made = [x.grad]
+        if self.who == "view":
+            made.append(self.view.grad)
+        return made + self.seen[-1:]
+
+
+@pytest.mark.parametrize("who", ["input", "view", "hook"])
+@ranks(2)
+def test_memory_of_a_gradient_that_other_tensors_hold(group: Any, who: str) -> None:
+    """No mean is written to it, and what is written to it does not change a mean."""
+    join_paddle(group.rank)
+    mean = np.arange(1.0, 1.0 + SIZE) * 1.5
+    for mode, clear in itertools.product(MODES, CLEARS.values()):
+        model = Outsiders(who)
+        wrapped = DataParallel(model, **MODES[mode], **({} if mode.startswith("group") else {"group": group}))
+        for step in range(3):
+            x = paddle.zeros([1, SIZE])
+            x.stop_gradient = False
+            clear(model)
+            loss_of(wrapped(x), group.rank).backward()
+            own = np.arange(1.0, 1.0 + SIZE) * (1 + group.rank)
+            for gradient in model.of_others(x):
+                error = f"{mode}, step {step}: {gradient} instead of {own}"
+                assert np.allclose(gradient.numpy().reshape(-1), own), error
+            for gradient in model.of_others(x):
+                gradient.detach().fill_(7.0)
+            found = model.row.grad.numpy()
+            assert np.allclose(found, mean), f"{mode}, step {step}: {found} instead of {mean}"
+
+
+@ranks(2)
+def test_gradients_that_the_program_has_laid_somewhere_stay_there(group: Any) -> None:
+    """Means are written where the user has gradients lie, and whoever holds that memory sees them."""
+    join_paddle(group.rank)
+    mean = np.arange(1.0, 1.0 + SIZE) * 1.5
+    for own in ({"group": group}, {"reduce_through": "group"}):
+        model = Outsiders("input")
+        wrapped = DataParallel(model, **own)
+        flat = paddle.zeros([2 * SIZE])
+        model.row._copy_gradient_from(flat[:SIZE])
+        model.last._copy_gradient_from(flat[SIZE:])
+        assert model.row.grad.data_ptr() == flat.data_ptr()
+        for _ in range(2):
+            flat.zero_()
+            x = paddle.zeros([1, SIZE])
+            x.stop_gradient = False
+            loss_of(wrapped(x), group.rank).backward()
+            assert np.allclose(flat[:SIZE].numpy(), mean)

@@ -569,3 +569,30 @@ def test_what_an_untranslated_function_calls_runs_as_it_is(rank: int) -> None:
     x.stop_gradient = False
     paddle.jit.to_static(step, full_graph=False)(x)
     assert seen == ["note", "note"]
+
+
+@ranks(1, group=None)
+def test_how_many_tensors_lie_in_the_memory_of_a_gradient_is_known(rank: int) -> None:
+    paddle.set_default_dtype("float64")
+    uses = internals.uses_of_memory()
+    paddle.set_default_dtype("float32")
+    assert uses is not None
+    layer, kept = nn.Linear(2, 3), []
+    parameter = layer.weight
+    assert uses.of_gradient(parameter) == 0
+    for number in range(3):
+        layer(paddle.ones([1, 2])).sum().backward()
+        gradient = internals.gradient_of(parameter)
+        memory, count = uses.of(gradient)
+        assert memory == uses.of_gradient(parameter) != 0 and count == 1
+        kept += [gradient.detach(), paddle.view(gradient, [6]), gradient[1]]
+        assert uses.of(gradient) == (memory, 4) and uses.of(kept[-1])[0] == memory
+        kept.clear()
+        assert uses.of(gradient) == (memory, 1)
+        del gradient
+        parameter.clear_gradient(set_to_zero=number == 0)
+    dense, sparse = paddle.zeros([2]), nn.Embedding(3, 2, sparse=True)
+    assert uses.of(dense)[0] not in (0, uses.of(paddle.ones([2]))[0])
+    sparse(paddle.to_tensor([1])).sum().backward()
+    assert uses.of(internals.gradient_of(sparse.weight)) == (0, 0) == (uses.of_gradient(sparse.weight), 0)
+    assert uses.of(paddle.zeros([0, 2])) is not None and uses.of(3) == (0, 0)

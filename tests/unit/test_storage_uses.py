@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from paceline._core import HandedGradients, StorageUses
+from paceline._core import CountedStorageUses, HandedGradients
 from paceline.torch.backward.storage_uses import _tell, uses_of_storages
 
 pytestmark = pytest.mark.skipif(uses_of_storages() is None, reason="this torch does not tell")
 
 
-def tellers() -> list[StorageUses]:
-    return [uses_of_storages(), StorageUses([torch.empty(1)], _tell)]
+def tellers() -> list[CountedStorageUses]:
+    return [uses_of_storages(), CountedStorageUses([torch.empty(1)], _tell)]
 
 
 def test_the_count_is_read_where_torch_keeps_it() -> None:

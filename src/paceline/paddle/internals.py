@@ -20,6 +20,7 @@ from paddle.distributed import ParallelEnv, parallel
 from paddle.io.dataloader import dataloader_iter
 from paddle.nn.utils.spectral_norm_hook import SpectralNorm
 
+from paceline import _core
 from paceline.health.connections import connected_sockets, send_at_once
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -233,6 +234,27 @@ def drop_gradient(parameter: Tensor) -> None:
     if _find_gradient(parameter) is not None:
         parameter._copy_gradient_from(empty([1], parameter.dtype))
         _clear_gradient(parameter, False)
+
+
+@functools.cache
+def uses_of_memory() -> _core.SharedPointerUses | None:
+    """Tells how many tensors lie in the memory of one; None: not where this Paddle keeps the number.
+
+    Paddle tells nobody. Every backward asks for each gradient, so the core learns where the number is.
+    """
+    # Whatever the default dtype is, and the default place.
+    first, other, values, mean = (
+        paddle.to_tensor(np.full(1, value, np.float32), place=paddle.CPUPlace()) for value in range(4)
+    )
+    copy, alias = first.detach(), _view(first)
+    parameter = make_parameter(values, "paceline_sample")
+    set_gradient(parameter, mean)
+    gradient = _find_gradient(parameter)
+    uses = _core.SharedPointerUses(
+        first, alias, other, first.get_tensor(), first.data_ptr(), parameter, gradient
+    )
+    del copy  # has counted
+    return uses if uses.is_known else None
 
 
 def count_as_gradient(parameter: Tensor) -> None:

@@ -251,6 +251,7 @@ class PaddleAutograd:
         return []
 
     def prepare(self) -> None:
+        self._state.handed.begin()
         if (scattered := self._gradients.scattered) is not None:
             scattered.forget()
 

@@ -116,6 +116,20 @@ class Gradients:
     def _choose_hand_overs(self) -> None:
         count = len(self._parameters)
         self.hand_over[:count] = [self._choose_copy_or_view(index)(index) for index in range(count)]
+        uses = internals.uses_of_memory()
+        self._state.handed.watch(self._parameters, "", "", uses, self._in_own_memory())
+
+    def _in_own_memory(self) -> list[int]:
+        """Parameters whose gradients stay where Paddle has made them, so that means are written there."""
+        if self.scattered is not None:
+            return []
+        return [
+            index
+            for index, place in enumerate(self._places)
+            # Another wrapped model brings its own means to what both have.
+            if index not in self._shared
+            and not (self._live_in_buffer and internals.same_dtype(place.dtype, self._dtypes[index]))
+        ]
 
     def _choose_copy_or_view(self, index: int) -> Callable[[int], Callable[[], None]]:
         """What copies a gradient, hands its pointer over, or keeps it in the gradient buffer as a view."""
@@ -182,7 +196,15 @@ class Gradients:
         self.leave_buffer(indices)  # their places there are filled with zeros
 
     def check(self) -> None:
-        """Nobody is assumed to change gradients in mid-backward, but for hooks of the parameter itself."""
+        """Nobody is assumed to change gradients in mid-backward, but for hooks of the parameter itself.
+
+        But an input, a view of the parameter or a hook of the user's may hold the memory of a gradient, too:
+        its mean gets memory of its own.
+        """
+        handed = self._state.handed
+        for index in handed.look()[1]:
+            gradient = handed[index]
+            self._reduction.reducer.add_foreign(gradient.data_ptr(), nbytes(gradient))
 
     def _by_pointer(self, index: int) -> Callable[[], None]:
         find, take = internals.find_gradient(self._parameters[index]), self._take

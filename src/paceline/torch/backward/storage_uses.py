@@ -10,7 +10,7 @@ from paceline import _core
 
 
 @functools.cache
-def uses_of_storages() -> _core.StorageUses | None:
+def uses_of_storages() -> _core.CountedStorageUses | None:
     """Tells how often the storage of a tensor is used; None: this torch does not say.
 
     Every backward asks for each gradient, so the core learns where torch keeps the number.
@@ -19,7 +19,7 @@ def uses_of_storages() -> _core.StorageUses | None:
         return None
     first, second = torch.empty(1, device="cpu"), torch.empty(2, device="cpu")
     alias = second.detach()
-    return _core.StorageUses([first, second, alias], _tell)
+    return _core.CountedStorageUses([first, second, alias], _tell)
 
 
 def _tell(tensor: torch.Tensor) -> tuple[int, int, int]:
