@@ -9,6 +9,9 @@ writes on some ranks only: then all ranks raise. Gradients, and rank 0's buffers
 class. It broadcasts buffers at the start of each forward, and Paceline after each backward, so gradients are
 compared where one forward follows one backward. They are not where ranks have other values in between:
 after evaluations that write, uneven data, and forwards of another wrapped model with the same layers.
+
+Paddle's class leaves buffers to each rank, so a write on some ranks only is a warning there. The programs of
+Paddle, in `buffers_paddle.py`, go on behind it, beside both ranks in one process.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from tests.differential.driver import Check, main, plainly
 from tests.differential.programs import Program
 from tests.harness import run_ranks
 
-FRAMEWORKS = ("torch",)
+FRAMEWORKS = ("torch", "paddle")
 WIDTH = 3
 LR = 0.05
 WAYS = ("in place", "reassigned", "data", "index", "out", "set", "twice", "detached")
@@ -86,6 +89,8 @@ def generate(seed: int, framework: str = "torch") -> Program:
         "gradient_as_bucket_view": random_.random() < 0.3,
         "reduce_through": random_.choice(["auto", "group"]),
     }
+    if framework == "paddle":
+        _for_paddle(ops, options, random.Random(f"paddle {seed}"))
     ends_apart = random_.choice([None, None, 0, 1])  # the rank that alone writes at last
     if all(layer.get("reads") in (None, "never") for layer in layers):  # what no training reads may differ
         ends_apart = None
@@ -97,6 +102,16 @@ def generate(seed: int, framework: str = "torch") -> Program:
         "ends_apart": ends_apart,
         "ends_with_evaluation": random_.random() < 0.3,
     }
+
+
+def _for_paddle(ops: list[dict[str, Any]], options: dict[str, Any], random_: random.Random) -> None:
+    """Let some ranks alone write in the middle, too, which Paddle's class allows."""
+    for number, op in enumerate(ops):
+        if op["op"] in ("other", "uneven"):  # the fuzzer of one backward has these
+            ops[number] = {"op": "step"}
+    if random_.random() < 0.4:
+        for _ in range(random_.randint(1, 3)):
+            ops.insert(random_.randrange(len(ops)), {"op": "apart", "who": random_.randrange(2)})
 
 
 class Writer(nn.Module):
@@ -245,6 +260,8 @@ def _array(tensor: torch.Tensor | None) -> np.ndarray | None:
 
 def check(program: Program, framework: str = "torch") -> str:
     """What is wrong; empty: nothing."""
+    if framework == "paddle":
+        return _check_paddle(program)
     ours, theirs = (
         run_ranks(run, 2, {"program": program, "is_torchs": is_torchs}, group="gloo")
         for is_torchs in (False, True)
@@ -257,14 +274,36 @@ def check(program: Program, framework: str = "torch") -> str:
             if not seen or seen[-1][0] != "an error":
                 return f"rank {rank} has not heard that rank {program['ends_apart']} alone has written"
             seen = seen[:-1]
-        for number, ((what, values), (_, right)) in enumerate(zip(seen, wanted if is_compared else [])):
-            for index, (value, expected) in enumerate(zip(values, right, strict=True)):
-                if value is None or expected is None:
-                    if value is not expected:
-                        return f"rank {rank}, {number}: one of {what} {index} is missing"
-                elif not np.allclose(value, expected, rtol=1e-4, atol=1e-5):
-                    error = np.abs(value - expected).max()
-                    return f"rank {rank}, {number}: {what} {index} differ by {error:.3g}"
+        if text := _difference(seen, wanted if is_compared else []):
+            return f"rank {rank}, {text}"
+    return ""
+
+
+def _check_paddle(program: Program) -> str:
+    from tests.differential import buffers_paddle
+
+    ours = run_ranks(buffers_paddle.run, 2, {"program": program}, group=None, framework="paddle")
+    (theirs,) = run_ranks(buffers_paddle.run_alone, 1, {"program": program}, group=None, framework="paddle")
+    is_apart = program["ends_apart"] is not None or any(op["op"] == "apart" for op in program["ops"])
+    for rank, (seen, wanted) in enumerate(zip(ours, theirs, strict=True)):
+        is_warned = seen[-1][0] == buffers_paddle.WARNED
+        if is_warned and not is_apart:
+            return f"rank {rank} was warned, and no rank alone has written"
+        if program["ends_apart"] is not None and not is_warned:
+            return f"rank {rank} has not heard that rank {program['ends_apart']} alone has written"
+        if text := _difference(seen, wanted):
+            return f"rank {rank}, {text}"
+    return ""
+
+
+def _difference(seen: Seen, wanted: Seen) -> str:
+    for number, ((what, values), (_, right)) in enumerate(zip(seen, wanted)):
+        for index, (value, expected) in enumerate(zip(values, right, strict=True)):
+            if value is None or expected is None:
+                if value is not expected:
+                    return f"{number}: one of {what} {index} is missing"
+            elif not np.allclose(value, expected, rtol=1e-4, atol=1e-5):
+                return f"{number}: {what} {index} differ by {np.abs(value - expected).max():.3g}"
     return ""
 
 

@@ -12,3 +12,10 @@ def test_buffers_are_those_of_torchs_class_and_nothing_is_raised(seed: int) -> N
     program = generate(seed)
     found = check(program)
     assert not found, f"{found}\n{show(program)}"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_buffers_of_paddle_are_those_of_one_process(seed: int) -> None:
+    program = generate(seed, "paddle")
+    found = check(program, "paddle")
+    assert not found, f"{found}\n{show(program)}"
