@@ -1,6 +1,6 @@
 """What Paddle's own tests of its DataParallel ask for: ours beside Paddle's class, and beside one process.
 
-docs/coming-from-paddle.md names, for each of Paddle's tests, the one here.
+paddles_tests.md names, for each of Paddle's tests, the one here.
 """
 
 from __future__ import annotations
