@@ -6,6 +6,7 @@ python -m tests.hosts --rates 10gbit --rounds 15
 python -m tests.hosts --framework paddle --layouts 2x2 --rates 1gbit
 python -m tests.hosts --layouts 2x1 --dtype bfloat16
 python -m tests.hosts --layouts 2x2 --ways torch,alone,hosts
+PACELINE_TEST_DEVICE=1 python -m tests.hosts --layouts 2x2 --rates 1gbit    on the stand-in for a GPU
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """One rank of a measurement: every way to average in turn, round by round, in the same processes.
 
 Checks that all ways give the right gradients, the same bits on all ranks, before it times any. Rank 0 prints
-one line of JSON.
+one line of JSON. The model is on the CPU, or, where PACELINE_TEST_DEVICE is set, on the stand-in for a
+GPU of `tests/device`; process groups are then of its kind.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.torch import DistributedDataParallel
+from tests import accelerator
 from tests.hosts.measured import (
     ALONE,
     COMPRESSED,
@@ -25,6 +27,8 @@ from tests.hosts.measured import (
     width_of,
 )
 
+PLACE = torch.device(accelerator.KIND, 0) if accelerator.IS_THERE else torch.device("cpu")
+
 WAYS = ("torch", "group", "hosts")
 """torch's DDP over Gloo; Paceline's over Gloo alone; Paceline's in the memory of each host first."""
 EXACT = "exact"
@@ -35,7 +39,8 @@ def model_of(nbytes: int, dtype: str = "float32") -> nn.Module:
     """Layers whose parameters have together about so many bytes."""
     torch.manual_seed(0)
     width = width_of(nbytes, dtype)
-    return nn.Sequential(*[nn.Linear(width, width, dtype=getattr(torch, dtype)) for _ in range(NUM_LAYERS)])
+    layers = [nn.Linear(width, width, dtype=getattr(torch, dtype)) for _ in range(NUM_LAYERS)]
+    return nn.Sequential(*layers).to(PLACE)
 
 
 def wrapped(way: str, nbytes: int, dtype: str = "float32") -> nn.Module:
@@ -47,7 +52,7 @@ def wrapped(way: str, nbytes: int, dtype: str = "float32") -> nn.Module:
     compression = way if way in COMPRESSED else None
     model = DistributedDataParallel(
         model_of(nbytes, dtype),
-        reduce_through="group" if way == "group" else "auto",
+        reduce_through="group" if way == "group" else "auto" if PLACE.type == "cpu" else "hosts",
         compress_between_hosts=compression,
         deterministic="world" if way == EXACT else None,
     )
@@ -59,22 +64,24 @@ def batch(rank: int, model: nn.Module) -> torch.Tensor:
     """Of a rank, the same wherever it is made."""
     weight = next(model.parameters())
     found = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(1 + rank))
-    return found.to(weight.dtype)
+    return found.to(weight)
 
 
 def backward(model: nn.Module, x: torch.Tensor) -> None:
     """One step's gradients."""
     model.zero_grad()
     model(x).square().mean().backward()
+    if x.device.type != "cpu":
+        torch.accelerator.synchronize(x.device)
 
 
 def check(way: str, model: nn.Module, rank: int, world_size: int, nbytes: int, dtype: str) -> str:
     """Compare gradients with those of one process in float64; their digest."""
     if way == ALONE:
         return ""
-    plain = model_of(nbytes, dtype).double()
+    plain = model_of(nbytes, dtype).cpu().double()
     is_rough = way in COMPRESSED or dtype != "float32"
-    losses = [plain(batch(each, plain).double()).square().mean() for each in range(world_size)]
+    losses = [plain(batch(each, plain)).square().mean() for each in range(world_size)]
     torch.stack(losses).mean().backward()
     # The plan is made anew after the first. Codes are right on average, of topk after many.
     num_steps = {"topk": 64}.get(way, 3)
@@ -82,16 +89,16 @@ def check(way: str, model: nn.Module, rank: int, world_size: int, nbytes: int, d
     for _ in range(num_steps):
         backward(model, batch(rank, model))
         for each, p in zip(sums, model.parameters()):
-            each += p.grad
+            each += p.grad.cpu()
     for each, found, expected in zip(sums, model.parameters(), plain.parameters()):
         assert found.grad is not None and expected.grad is not None
         if is_rough:
             lost = (each / num_steps - expected.grad).norm() / expected.grad.norm()
             assert lost < (0.6 if way == "topk" else 0.05), (way, lost)
         else:
-            torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(found.grad.cpu().double(), expected.grad, rtol=1e-4, atol=1e-6)
     grads = b"".join(
-        p.grad.view(torch.uint8).numpy().tobytes() for p in model.parameters() if p.grad is not None
+        p.grad.cpu().view(torch.uint8).numpy().tobytes() for p in model.parameters() if p.grad is not None
     )
     digests: list[object] = [None] * world_size
     dist.all_gather_object(digests, hashlib.sha256(grads).hexdigest()[:12])
@@ -108,7 +115,7 @@ def slowest(seconds: float) -> float:
 
 def main() -> None:
     arguments = Arguments.given()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo" if PLACE.type == "cpu" else accelerator.GLOO_AND_NCCL)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     size = arguments.nbytes, arguments.dtype
