@@ -73,7 +73,7 @@ def test_backwards_of_a_model_have_numbers_of_their_own(log):
 
 def test_a_reader_learns_which_parameters_a_bucket_holds(log, recorded):
     buckets = [SimpleNamespace(nbytes=64, parameters=(2,)), SimpleNamespace(nbytes=128, parameters=(1, 0))]
-    log.tell_plan(SimpleNamespace(path="memory"), SimpleNamespace(buckets=buckets))
+    log.record_plan(SimpleNamespace(path="memory"), SimpleNamespace(buckets=buckets))
     assert recorded.told == [
         ("model", 7, {"rank": 1, "world_size": 2, "path": "memory"}),
         ("buckets", 7, {"buckets": [[64, "c"], [128, "b ... a"]]}),

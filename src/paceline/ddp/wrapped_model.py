@@ -704,7 +704,7 @@ class WrappedModel:
 
         "hosts": within each host, in its memory or, for GPUs, over a process group; then between the hosts.
         """
-        return "nothing" if self._backward_sync is None else self._backward_sync.path
+        return "nothing" if self._backward_sync is None else self._backward_sync.communicator.path
 
     @property
     def bits(self) -> str:
@@ -722,7 +722,7 @@ class WrappedModel:
         """
         if self._outer_sync is not None:
             return self._outer_sync.bits
-        return "world" if self._backward_sync is None else self._backward_sync.bits
+        return "world" if self._backward_sync is None else self._backward_sync.communicator.bits
 
 
 class _Hidden:

@@ -102,14 +102,14 @@ class Connection:
         return data if self._tls is None else self._tls.encrypt(data)
 
     def decrypt(self, piece: bytes) -> tuple[bytes, bytes]:
-        """What has come in clear, for `hear`; and what is to be sent because of it.
+        """What has come in clear, for `receive`; and what is to be sent because of it.
 
         Raises:
             ConnectionError: It is not what the other end has sent.
         """
         return (piece, b"") if self._tls is None else (self._tls.decrypt(piece), self._tls.encrypt(b""))
 
-    def hear(self, plain: bytes) -> Iterator[tuple[Frame, bytes]]:
+    def receive(self, plain: bytes) -> Iterator[tuple[Frame, bytes]]:
         """The frames that are whole with this.
 
         Raises:

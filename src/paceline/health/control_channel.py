@@ -59,8 +59,8 @@ from paceline.health.liveness_check import (
     Progress,
 )
 from paceline.health.peer_errors import (
+    FAILURE_BYTES,
     SILENCE_VARIABLE,
-    TOLD_BYTES,
     How,
     LateRanks,
     Loss,
@@ -206,12 +206,12 @@ class ControlChannel:
         self._to_say: deque[tuple[int, Frame, bytes]] = deque()
         self._is_sending = False
         now = time.monotonic()
-        self._heard = dict.fromkeys(connections, now)
+        self._received_at_s = dict.fromkeys(connections, now)
         self._reset: dict[int, _Reset] = {}  # of ranks whose connections were reset
         self._judges_at_s = math.inf
         self._reset_while_sending: set[int] = set()  # the kernel tells it once, and recv() an end afterwards
         self._left: set[int] = set()
-        self._has_told = self._is_leaving = self._is_closed = False
+        self._has_reported = self._is_leaving = self._is_closed = False
         self._has_failed = threading.Event()
         self._watcher: RanksWatcher | None = None
         self._callbacks: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
@@ -254,9 +254,9 @@ class ControlChannel:
         if os.getpid() != self._pid:  # a forked child, whose copy of the lock may be taken for ever
             return
         with self._lock:
-            if self._has_told or self._is_closed or self.failure is not None:
+            if self._has_reported or self._is_closed or self.failure is not None:
                 return
-            self._has_told = True
+            self._has_reported = True
             self._lose_sight(_lost_by(error))
             text = pack_failure(error, self._rank).encode()
             self._send_all(Frame.FAILED, self._rank.to_bytes(_RANK_BYTES, "little") + text)
@@ -427,7 +427,7 @@ class ControlChannel:
         for rank in list(self._connections):
             if self._unsent[rank]:
                 self._flush(rank)
-            elif now - self._heard[rank] < _STALLED_S or rank == self._parent:
+            elif now - self._received_at_s[rank] < _STALLED_S or rank == self._parent:
                 self._send(rank, Frame.BEAT, b"")
 
     def _look(self, now: float) -> None:
@@ -465,8 +465,8 @@ class ControlChannel:
                 plain, answer = connection.decrypt(piece)
                 if answer:
                     self._put(rank, answer)
-            for kind, text in connection.hear(plain):
-                self._heard[rank] = time.monotonic()
+            for kind, text in connection.receive(plain):
+                self._received_at_s[rank] = time.monotonic()
                 self._understand(rank, kind, text)
         except BlockingIOError:
             return
@@ -478,9 +478,9 @@ class ControlChannel:
     def _understand(self, rank: int, kind: Frame, text: bytes) -> None:
         with self._lock:
             if kind is Frame.FIGURES:
-                self._hear_figures(rank, text)
+                self._receive_figures(rank, text)
             if kind in (Frame.ASK, Frame.ANSWER, Frame.SEEN):
-                self._answers.hear(rank, kind, text, lambda: frozenset(self._left))
+                self._answers.receive(rank, kind, text, lambda: frozenset(self._left))
             if kind is Frame.GAVE_UP:
                 self._lose(
                     rank, How.SILENT, "it gave up, because one of the two hosts hears nothing from the other"
@@ -493,7 +493,7 @@ class ControlChannel:
                 self._fail(loss.error(self.members, self._rank, self._silence_s), _GRACE_S)
             if kind not in (Frame.FAILED, Frame.LEFT):
                 return
-            about, words = int.from_bytes(text[:_RANK_BYTES], "little"), text[_RANK_BYTES:][:TOLD_BYTES]
+            about, words = int.from_bytes(text[:_RANK_BYTES], "little"), text[_RANK_BYTES:][:FAILURE_BYTES]
             self._check_speaker(rank, [about])
             self._send_all(kind, about.to_bytes(_RANK_BYTES, "little") + words, but=rank)
             if kind is Frame.LEFT:
@@ -501,9 +501,9 @@ class ControlChannel:
                 if self._watcher is not None:
                     self._watcher.leave(about)
             else:
-                self._fail(self._told(about, words.decode(errors="replace")), 0.0)
+                self._fail(self._reported_failure(about, words.decode(errors="replace")), 0.0)
 
-    def _hear_figures(self, rank: int, text: bytes) -> None:
+    def _receive_figures(self, rank: int, text: bytes) -> None:
         """What a rank has done: keep it, or pass it on towards the hub."""
         about = int.from_bytes(text[:_RANK_BYTES], "little")
         if rank == self._parent or len(text) > _RANK_BYTES + _MOST_FIGURES_BYTES:
@@ -626,14 +626,14 @@ class ControlChannel:
         self._fail(loss.error(self.members, self._rank, self._silence_s), _GRACE_S)
 
     def _fail(self, error: CollectiveError, within_s: float) -> None:
-        if self.failure is None and not self._has_told:
+        if self.failure is None and not self._has_reported:
             self.failure = error
             self._lose_sight(_lost_by(error))
             self._calls_at_s = time.monotonic() + within_s
             self._has_failed.set()
             self._answers.stop_asking()
 
-    def _told(self, rank: int, text: str) -> CollectiveError:
+    def _reported_failure(self, rank: int, text: str) -> CollectiveError:
         """What another rank has said of its failure, with the hosts of those to blame."""
         teller = self.members[rank] if rank < len(self.members) else Member(rank, "?", 0)
         error = unpack_failure(PeerLostError("", seen=text), f"told by {teller.describe()}")

@@ -184,7 +184,9 @@ class Answers:
         self._num_stopped = 0
         self._round = 0
         self._answers: dict[int, Answer] = {}
-        self._heard: dict[int, tuple[float, Answer]] = {}  # at the hub: what each rank said last, and when
+        self._last_answers: dict[
+            int, tuple[float, Answer]
+        ] = {}  # at the hub: what each rank said last, and when
         self._gone: frozenset[int] = frozenset()
 
     def ask(self, gone: Callable[[], frozenset[int]]) -> Seen:
@@ -215,7 +217,7 @@ class Answers:
         self._num_stopped += 1
         self._news.notify_all()
 
-    def hear(self, rank: int, kind: Frame, text: bytes, gone: Callable[[], frozenset[int]]) -> None:
+    def receive(self, rank: int, kind: Frame, text: bytes, gone: Callable[[], frozenset[int]]) -> None:
         """Take what a neighbour has said, of which the channel knows that it may.
 
         Raises:
@@ -235,7 +237,7 @@ class Answers:
         elif kind is Frame.ANSWER and not is_from_parent:
             self._take(rank, text)
         elif kind is Frame.SEEN and is_from_parent:
-            self._tell(Seen.unpack(text), text)
+            self._publish(Seen.unpack(text), text)
         else:
             raise MessageError("it tells what only the hub may")
 
@@ -258,7 +260,7 @@ class Answers:
             self._close()
         else:
             seen = self._seen_of_parent()
-            self._tell(seen, seen.pack())
+            self._publish(seen, seen.pack())
 
     def _seen_of_parent(self) -> Seen:
         """What is known where it does not answer."""
@@ -295,7 +297,7 @@ class Answers:
             self._send(self._parent, Frame.ANSWER, text)
         elif self.ends_at_s < math.inf and answer.round == self._round:
             self._answers[answer.rank] = answer
-            self._heard[answer.rank] = time.monotonic(), answer
+            self._last_answers[answer.rank] = time.monotonic(), answer
             self._end_if_all_are_there()
 
     def _awaited(self) -> list[int]:
@@ -312,13 +314,13 @@ class Answers:
         hidden = {rank for child in missing for rank in self._below.get(child, ()) if rank != child}
         self._answers[self._rank] = self._own(self._round)
         for rank in missing:
-            at_s, answer = self._heard.get(rank, (-math.inf, None))
+            at_s, answer = self._last_answers.get(rank, (-math.inf, None))
             if answer is not None and answer.has_given_up and _is_recent(at_s):
                 self._answers[rank] = answer
         mute = [rank for rank in missing if rank not in hidden and rank not in self._answers]
         way_to = {rank: child for child, ranks in self._below.items() for rank in ranks}
         seen = self._seen_silent({rank: way_to[rank] for rank in mute}, dict(self._answers))
-        self._tell(seen, seen.pack())
+        self._publish(seen, seen.pack())
         return seen
 
     # --- every rank ---
@@ -327,7 +329,7 @@ class Answers:
         assert self._parent is not None
         self._send(self._parent, Frame.ANSWER, self._own(number).pack())
 
-    def _tell(self, seen: Seen, text: bytes) -> None:
+    def _publish(self, seen: Seen, text: bytes) -> None:
         self._seen, self._seen_at_s, self.ends_at_s = seen, time.monotonic(), math.inf
         self._num_seen += 1
         self._news.notify_all()

@@ -25,12 +25,12 @@ from paceline.rendezvous.messages import read_object
 from paceline.stacks import STOPPED, process_state
 
 SILENCE_VARIABLE = "PACELINE_SILENCE_S"
-TOLD_BYTES = 1016
+FAILURE_BYTES = 1016
 """Most of such a text. It fits into what the ranks of a host tell each other."""
 _PREFIX = "between hosts: "
 _KINDS = {kind.__name__: kind for kind in (CollectiveError, PeerLostError, DeadlineError, MismatchError)}
 _FIELDS = ("lost", "late")
-_TOLD_RANKS = 32
+_FAILURE_RANKS = 32
 
 
 # --- late ---
@@ -308,19 +308,19 @@ def pack_failure(error: BaseException, rank: int) -> str:
         rank: The number of this process.
 
     Returns:
-        ASCII, of at most TOLD_BYTES; long texts are cut.
+        ASCII, of at most FAILURE_BYTES; long texts are cut.
     """
     kind, fields = type(error).__name__, {}
     if kind in _KINDS and isinstance(error, CollectiveError):
         rows = {row: getattr(error, row) for row in ("summary", "where", "seen", "likely")}
         ranks = {name: error.fields[name] for name in _FIELDS if name in error.fields}
-        fields = {name: list(each)[:_TOLD_RANKS] for name, each in ranks.items()}
+        fields = {name: list(each)[:_FAILURE_RANKS] for name, each in ranks.items()}
     else:
         kind, fields = "PeerLostError", {"lost": [rank]}
         rows = {"summary": f"Rank {rank} raised an exception.", "seen": f"{type(error).__name__}: {error}"}
     while True:
         packed = _PREFIX + json.dumps({"kind": kind, **rows, "fields": fields})
-        if len(packed) <= TOLD_BYTES:
+        if len(packed) <= FAILURE_BYTES:
             return packed
         longest = max(rows, key=lambda row: len(rows[row]))
         rows[longest] = f"{rows[longest][: len(rows[longest]) * 3 // 4]} ..."

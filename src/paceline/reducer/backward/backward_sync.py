@@ -121,8 +121,8 @@ class LeftOver:
     Args:
         front_end: What the framework gives.
         state: Where the model is in its backward passes.
-        variety: Is told of backward passes in which something was unused.
-        static_graph: Where that is promised; it is told what each backward has used.
+        variety: Notes backward passes in which something was unused.
+        static_graph: Where that is promised; it compares what each backward has used.
         allow_unused: Whether a parameter may be without a gradient, and contribute 0.
     """
 
@@ -296,12 +296,12 @@ class BackwardSync(Generic[AnyAutograd]):
         self.graphs = state.graphs = Graphs(self.close)
         self._scatters = config.scatters and communicator.world_size > 1
         self._is_obstructed = self._scatters
-        self.planning = Planning(front_end, communicator, config, self.statistics, self._log.tell_plan)
+        self.planning = Planning(front_end, communicator, config, self.statistics, self._log.record_plan)
         self._front_end = front_end
         self._set_config(config)
         self._shared: set[int] = set()
         self._is_complete = False
-        self._untold: Exception | None = None
+        self._unreported: Exception | None = None
         self._is_lost = False  # a backward raised what ends the group, on every rank
         self._ending: Ending | None = None
         self._armed = 0  # backward passes that were armed, and ones that were given up
@@ -380,16 +380,6 @@ class BackwardSync(Generic[AnyAutograd]):
         return self._config.timeout_s
 
     @property
-    def path(self) -> str:
-        """Where gradients are averaged: "memory", "hosts" or "group"."""
-        return self.communicator.path
-
-    @property
-    def bits(self) -> str:
-        """Which runs give gradients of the same bits; see `WrappedModel.bits`."""
-        return self.communicator.bits
-
-    @property
     def trainable(self) -> Sequence[object]:
         """All parameters that are trained."""
         return self._tensors.all_trainable
@@ -405,9 +395,9 @@ class BackwardSync(Generic[AnyAutograd]):
         return self._static_graph is not None or self._variety.is_static(self.good_backwards)
 
     def _take_leave(self) -> None:
-        """A rank that leaves while others wait for it says so, too, and not only those who wait.
+        """Warn at the exit of this rank if others still wait for it.
 
-        It made an iteration less than they did. Nothing else tells of an iteration that a rank skipped as a
+        It made an iteration less than they did. Nothing else shows that a rank skipped an iteration as a
         whole: what it does afterwards is what all do. After an error that ended the group no rank is waited
         for, although the others may look so: they are in the backward in which this rank has raised.
         """
@@ -458,11 +448,12 @@ class BackwardSync(Generic[AnyAutograd]):
         if changed is not None and changed.isdisjoint(map(id, self.trainable)):
             return
         known = [owners.of(parameter) for parameter in self.trainable]
-        told = [each for each in known if each is not None]
-        if len(told) < len(known):
+        owned_parts = [each for each in known if each is not None]
+        if len(owned_parts) < len(known):
             return
-        self._tell_if_interrupted()
-        owned = agreed_owners(told, self.communicator.rank, self.world_size, self.communicator.all_gather)
+        self._report_interrupted()
+        communicator = self.communicator
+        owned = agreed_owners(owned_parts, communicator.rank, self.world_size, communicator.all_gather)
         self._is_obstructed = bool(self._shared)
         self.planning.use_owners(owned)
 
@@ -476,7 +467,7 @@ class BackwardSync(Generic[AnyAutograd]):
     # --- what is recorded ---
 
     def end_forward(self) -> None:
-        """Note that a forward is over that `watch` was not told of; while something is recorded."""
+        """Note that a forward is over that `watch` did not see; while something is recorded."""
         self._log.records.end_forward(self._backward_id)
 
     def watch_local(self, output: object) -> None:
@@ -509,7 +500,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self.refresh_sharing()
         has_weights = self.micro_batches.is_used
         if (state.phase is not IDLE or has_weights) and not in_backward:
-            self._tell_if_interrupted()
+            self._report_interrupted()
             if has_weights:
                 if self.micro_batches.awaits_end:  # of a backward in no_sync()
                     autograd.await_drop(lambda: not self.micro_batches.awaits_end)
@@ -517,7 +508,7 @@ class BackwardSync(Generic[AnyAutograd]):
         if self._is_obstructed and is_syncing:
             self._check_scattering(is_training=is_training)
         self._begun_forwards += 1
-        self.tell_forward(is_syncing=is_syncing, is_training=is_training)
+        self.publish_forward(is_syncing=is_syncing, is_training=is_training)
         state.begin_forward(is_syncing, is_training=is_training, in_backward=in_backward)
         if recording.note is not None:
             self._log.records.begin_forward(self._backward_id, is_syncing, is_training, inputs, kwargs)
@@ -532,8 +523,8 @@ class BackwardSync(Generic[AnyAutograd]):
         if not self.autograd.is_in_backward():
             self.buffers.begin_forward(is_trained=False, is_training=False, after_local_backward=False)
 
-    def tell_forward(self, *, is_syncing: bool, is_training: bool) -> None:
-        """Let the errors of other ranks tell that this one begins a forward. See `begin_forward`."""
+    def publish_forward(self, *, is_syncing: bool, is_training: bool) -> None:
+        """Publish that this rank begins a forward, for other ranks' error messages. See `begin_forward`."""
         if self._set_activity is None:
             return
         number = self.state.status.forwards + (is_syncing and is_training)
@@ -678,7 +669,7 @@ class BackwardSync(Generic[AnyAutograd]):
                 now_ns = self._log.records.end_backward(number, has_raised)
                 if now_ns >= recording.next_sample_ns:
                     # Elsewhere than in memory the norm would be computed for this.
-                    is_known = not has_raised and self.path == "memory"
+                    is_known = not has_raised and self.communicator.path == "memory"
                     self._log.sample(now_ns, number, self.statistics.squared_norm if is_known else None)
             if state.phase is ENDING:  # it raised before the backward was ended
                 self._interrupt()
@@ -694,7 +685,7 @@ class BackwardSync(Generic[AnyAutograd]):
         Until all ranks have ended this backward they may still reduce what this one has handed over of it.
         """
         self._is_complete = False
-        self.state.phase = INTERRUPTED  # whatever begins next tells the other ranks
+        self.state.phase = INTERRUPTED  # whatever begins next reports it to the other ranks
         if (note := recording.note) is not None:
             note(_BACKWARD_ENDED, self._backward_id, 1)
         self.gradients.interrupt()
@@ -723,11 +714,10 @@ class BackwardSync(Generic[AnyAutograd]):
                 self._left_over.hand_over(reducer)
             status.reached = self.graphs.reached
             if self.micro_batches.is_used and self.micro_batches.unweighed is not None:
-                state.tell_unweighed(len(self._tensors.all_names))
+                state.report_unweighed(len(self._tensors.all_names))
             if self.buffers.has_writes:
                 status.wrote_buffers = True
-            told = self.notes.take(self._begun_forwards, bool(state.accumulated))
-            reducer.set_note(told, number)
+            reducer.set_note(self.notes.take(self._begun_forwards, bool(state.accumulated)), number)
             allow_unused = config.allow_unused or status.frozen is not None
             if (order := planning.reduction.order) is not None:
                 order.give_up_before(self)
@@ -741,7 +731,7 @@ class BackwardSync(Generic[AnyAutograd]):
                 if ending is None or ending.stage <= Ending.CLOSE:
                     self._adopt_errors(is_good=False)
                 # Of a rank that lost another one the activity stays: it is evidence for the others' errors.
-                self._close(number, is_told=not is_lost)
+                self._close(number, is_published=not is_lost)
             self._fail(error)
             raise
         except BaseException as error:
@@ -848,7 +838,7 @@ class BackwardSync(Generic[AnyAutograd]):
                     ending.stage += 1  # an error by the user's filter, and on all ranks
                 else:
                     self.give_up(error)
-                    self._close(ending.number, is_told=False)
+                    self._close(ending.number, is_published=False)
                     return
             if ending.stage in Ending.MADE_ONCE:
                 ending.stage += 1
@@ -859,7 +849,7 @@ class BackwardSync(Generic[AnyAutograd]):
             except PacelineError as found:
                 if ending.stage <= Ending.CLOSE:
                     self._adopt_errors(is_good=False)
-                self._close(ending.number, is_told=not isinstance(found, CollectiveError))
+                self._close(ending.number, is_published=not isinstance(found, CollectiveError))
                 self._fail(found)
                 return
             except BaseException as again:
@@ -877,14 +867,14 @@ class BackwardSync(Generic[AnyAutograd]):
             peer_monitor.fail(error)
         self.reducer.give_up(error)
 
-    def _close(self, number: int, *, is_told: bool = True) -> None:
+    def _close(self, number: int, *, is_published: bool = True) -> None:
         """This rank's part is over: the next backward begins another."""
         self._is_complete = False
         self.end_turn()
         self.state.begin_next()
         if self.micro_batches.is_used:
             self.micro_batches.end()
-        if self._set_activity is not None and is_told:
+        if self._set_activity is not None and is_published:
             self._set_activity(f"after backward of iteration {number - self._log.before_first}")
         self._backward_id = number + 1
 
@@ -948,7 +938,7 @@ class BackwardSync(Generic[AnyAutograd]):
             if index in state.staged:
                 state.staged.remove(index)
 
-    def _tell_if_interrupted(self) -> None:
+    def _report_interrupted(self) -> None:
         if self.state.phase is OPEN:
             raise ConfigError(
                 "The last backward has not been finalized: its gradients are not averaged yet.",
@@ -966,7 +956,7 @@ class BackwardSync(Generic[AnyAutograd]):
         state = self.state
         if state.phase in (RUNNING, ENDING) and not self.autograd.is_in_backward():
             self._await_drop()
-        return state.phase is INTERRUPTED and self._untold is None
+        return state.phase is INTERRUPTED and self._unreported is None
 
     def _await_drop(self) -> None:
         self.autograd.await_drop(lambda: self.state.phase < RUNNING)
@@ -988,15 +978,15 @@ class BackwardSync(Generic[AnyAutograd]):
         What it comes to is raised when this model goes on, as where the models need not wait for each other.
         """
         try:
-            self._untold = self._end_interrupted()
+            self._unreported = self._end_interrupted()
         except Exception as error:  # this model's; what of it concerns the others they meet themselves
-            self._untold = error
-        if self._untold is not None:
+            self._unreported = error
+        if self._unreported is not None:
             self.state.phase = INTERRUPTED
 
     def _give_up_interrupted(self) -> None:
         """End the backward that an exception broke off, so that all ranks learn of it and can go on."""
-        error, self._untold = self._untold, None
+        error, self._unreported = self._unreported, None
         if error is None:
             error = self._end_interrupted()
         else:
@@ -1037,7 +1027,7 @@ class BackwardSync(Generic[AnyAutograd]):
             Whether any rank had data.
         """
         self.state.check_process()
-        self._tell_if_interrupted()
+        self._report_interrupted()
         self.gradients.restore({})  # those of the last such backward
         self.micro_batches.forget_given()
         self.buffers.sync_without_forward()

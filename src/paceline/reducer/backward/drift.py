@@ -6,8 +6,8 @@ many batches it took from iterate() without a forward. Each may differ for a goo
 by itself: the first two are reasons to compare the replicas there and then, the third one to say so.
 
 A difference of bits that no rank made on purpose may still be harmless (processors of different kinds round
-differently in an optimizer), so by default it is told, once; it is an error where ranks have also written to
-their parameters differently often, and where the user asked for checks.
+differently in an optimizer), so by default it is a warning, once; it is an error where ranks have also
+written to their parameters differently often, and where the user asked for checks.
 
 The core counts and packs notes (`_core.IterationNotes`), because each step does so; here is what they mean.
 """
@@ -23,7 +23,7 @@ from paceline.errors import ReplicasDifferError, format_ranks
 from paceline.reducer.replica_check import Entry, Gather, check_replicas
 
 NOTHING = 0
-"""The note of a rank that has nothing to tell: it was in no backward, or in one that others shadowed."""
+"""The note of a rank that has nothing to report: it was in no backward, or in one that others shadowed."""
 
 _SAMPLED_TENSORS = 4
 _SAMPLED_BYTES = 128
@@ -32,7 +32,7 @@ _BACKWARDS_BETWEEN_SUSPICIONS = 100
 
 
 class Note(NamedTuple):
-    """What one rank tells.
+    """What one rank reports.
 
     Attributes:
         writes: To its parameters, since its previous backward; of large numbers only the last bits.
@@ -87,17 +87,17 @@ def describe_writes(notes: Sequence[Note]) -> str:
         >>> describe_writes([Note(1), Note(0), Note(1)])
         'writes to parameters since the last backward, as an optimizer makes: ranks 0, 2: 1; rank 1: 0'
     """
-    told = _by_count([note.writes for note in notes])
-    return f"writes to parameters since the last backward, as an optimizer makes: {told}" if told else ""
+    counts = _by_count([note.writes for note in notes])
+    return f"writes to parameters since the last backward, as an optimizer makes: {counts}" if counts else ""
 
 
 def dropped_warning(notes: Sequence[Note]) -> str:
     """What to say of batches that some ranks dropped; "" if all dropped equally many."""
-    told = _by_count([note.dropped for note in notes])
-    if not told:
+    counts = _by_count([note.dropped for note in notes])
+    if not counts:
         return ""
     return (
-        f"Ranks took batches from iterate() and ran no forward for them: {told}.\n"
+        f"Ranks took batches from iterate() and ran no forward for them: {counts}.\n"
         "  likely   a `continue` at the beginning of the loop, on some ranks only\n"
         "  hint     nothing is wrong if these batches were meant to be left out; else decide alike on all "
         "ranks\n  (reported once)"
@@ -134,8 +134,8 @@ class DriftWatch:
         self._gather = gather
         self.backwards = 0
         self._next_suspicion = 0
-        self._has_told_of_drift = False
-        self._has_told_of_dropped = False
+        self._has_warned_of_drift = False
+        self._has_warned_of_dropped = False
 
     def check(self, optimizer: Any = None, *, seen: str = "") -> None:
         """Compare the replicas, and the optimizer's state if there is one. Collective.
@@ -163,9 +163,9 @@ class DriftWatch:
             notes: All ranks', by rank; None: they agree.
         """
         if notes is not None:
-            told = [Note.unpack(note) for note in notes()]
-            known = [note for note in told if note is not None]
-            if len(known) == len(told):
+            reported = [Note.unpack(note) for note in notes()]
+            known = [note for note in reported if note is not None]
+            if len(known) == len(reported):
                 self._compare(known)
         if self.is_due:
             self.check()
@@ -176,10 +176,10 @@ class DriftWatch:
         if self._every != 0 and (writes or has_drifted) and self.backwards >= self._next_suspicion:
             # Whoever steps in no_sync() may want replicas that differ for a while.
             is_error = self._every is not None or (writes and not any(note.accumulated for note in notes))
-            if is_error or not self._has_told_of_drift:
+            if is_error or not self._has_warned_of_drift:
                 self._suspect(writes, is_error=bool(is_error))
-        if not self._has_told_of_dropped and (text := dropped_warning(notes)):
-            self._has_told_of_dropped = True
+        if not self._has_warned_of_dropped and (text := dropped_warning(notes)):
+            self._has_warned_of_dropped = True
             warnings.warn(text, RuntimeWarning, stacklevel=5)
 
     def _suspect(self, seen: str, *, is_error: bool) -> None:
@@ -189,7 +189,7 @@ class DriftWatch:
         except ReplicasDifferError as error:
             if is_error:
                 raise
-            self._has_told_of_drift = True
+            self._has_warned_of_drift = True
             warnings.warn(
                 f"{error}\n  (reported once; check_replicas_every=100 makes it an error, 0 is silent)",
                 RuntimeWarning,

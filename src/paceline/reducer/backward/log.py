@@ -1,7 +1,7 @@
 """What the backward passes of one model leave in the recording of this process, and in the totals of its job.
 
 The one idea: backward passes say what happens, with numbers that are unique among all models of the process,
-and a reader of the recording is told once per plan what those numbers stand for. What happens in each
+and once per plan the recording says what those numbers stand for. What happens in each
 backward is noted by the core (`records`), because nothing may cost a call in Python there; the rest is here.
 """
 
@@ -57,7 +57,7 @@ class BackwardLog:
         self._model = recording.number_model(self.totals)
         self.before_first = backward_id(self._model, 0)
 
-    def tell_plan(self, communicator: Communicator[Any], plan: Plan) -> None:
+    def record_plan(self, communicator: Communicator[Any], plan: Plan) -> None:
         """Tell who this rank is, and what its buckets hold: a reader of the recording must know."""
         recording.tell(
             "model", self._model, rank=self._rank, world_size=self._world_size, path=communicator.path

@@ -3,8 +3,7 @@
 The one idea: a plan, the memory laid out by it and the reducer that averages it are made together and
 replaced together. That happens after the first good backward, in the order that it has shown; where a hook
 takes over the buckets; and where the ranks that update parameters change. All of it is collective, and never
-within a backward; whoever has gradients, hooks or a recording is told of the new plan before the old memory
-goes.
+within a backward; gradients, hooks and the recording learn of the new plan before the old memory goes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class Planning:
         communicator: Between the ranks that train the model.
         options: How its gradients are averaged.
         statistics: Takes over what the reducers of earlier plans have counted.
-        tell_plan: Called with the communicator and each plan that comes into use.
+        record_plan: Called with the communicator and each plan that comes into use.
 
     Attributes:
         communicator: Between the ranks that train the model; a communication hook replaces it.
@@ -44,7 +43,7 @@ class Planning:
         communicator: Communicator[Any],
         options: PlanOptions,
         statistics: BackwardStatistics,
-        tell_plan: Callable[[Communicator[Any], Plan], None],
+        record_plan: Callable[[Communicator[Any], Plan], None],
     ) -> None:
         self.communicator = communicator
         self.owned: tuple[Ranges, ...] = ()
@@ -54,7 +53,7 @@ class Planning:
             front_end.autograd,
         )
         self._options = options
-        self._statistics, self._tell_plan = statistics, tell_plan
+        self._statistics, self._record_plan = statistics, record_plan
         self.reduction = self._make_reduction(self._make_plan(None), None)
         self._use_reduction()
         self.is_order_final = has_one_order(self.reduction.plan)
@@ -93,7 +92,7 @@ class Planning:
     def _use_reduction(self) -> None:
         self._gradients.adopt(self.reduction)
         self._statistics.use(self.communicator, self.reduction)
-        self._tell_plan(self.communicator, self.reduction.plan)
+        self._record_plan(self.communicator, self.reduction.plan)
 
     def _make_plan(self, order: Sequence[int] | None) -> Plan:
         whole, most = self.communicator.wants_whole_buckets, self.communicator.most_bucket_bytes

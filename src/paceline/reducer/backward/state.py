@@ -66,8 +66,8 @@ class BackwardState:
         rank_weight: The weight of this rank in the backward under way, or the last one.
         arm: Begins a backward; hooks call it at the first gradient.
         graphs: The graphs of forwards whose backward is still to come.
-        status: What the end of the backward tells all ranks: the forwards since the last one, and what is
-            wrong. A hook that raised instead would leave the others waiting.
+        status: What the end of the backward reports to all ranks: the forwards since the last one, and what
+            is wrong. A hook that raised instead would leave the others waiting.
         refusal: Why the gradient of the parameter `status.refused` cannot be averaged.
         where: "rank 1 of 2", for errors.
     """
@@ -185,7 +185,7 @@ class BackwardState:
         if self.refusal is None:
             self.status.refused, self.refusal = index, error
 
-    def tell_unweighed(self, num_parameters: int) -> None:
+    def report_unweighed(self, num_parameters: int) -> None:
         """The gradients of this rank are not weighed, which a number past the last parameter reports."""
         if self.refusal is None:
             self.status.refused = num_parameters

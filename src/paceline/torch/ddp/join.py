@@ -54,7 +54,7 @@ class Joining:
         if self._backward_sync is not None:
             self._backward_sync.autograd.check_direct_step()
             # Before the calls of torch: a forward too many waits here for the others.
-            self._backward_sync.tell_forward(is_syncing=is_syncing, is_training=is_training)
+            self._backward_sync.publish_forward(is_syncing=is_syncing, is_training=is_training)
         with self.naming_the_lost():
             self._work = Join.notify_join_context(joinable)
         self._any(is_syncing)
