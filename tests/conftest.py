@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import itertools
 import os
 import signal
 
@@ -76,9 +77,51 @@ def pytest_configure(config: pytest.Config) -> None:
         shared_servers.share()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--every-combination", action="store_true", help="run tests with all combinations of their parameters"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # of what -k and -m have chosen
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("every_combination"):
+        _deselect_repeated_pairs(config, items)
     places = {os.path.join(os.path.dirname(__file__), name): n for n, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(str(item.path), len(places)))  # stable
+
+
+def _deselect_repeated_pairs(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of a test with three or more parametrizations, keep as few runs as have each pair of two values."""
+    pairs: dict[str, dict[pytest.Item, set[object]]] = {}
+    for item in items:
+        values = _values(item)
+        if len(values) > 2:
+            own = pairs.setdefault(item.nodeid.partition("[")[0], {})
+            own[item] = set(itertools.combinations(values, 2))
+    repeated = set[pytest.Item]()
+    for of_test in pairs.values():
+        missing = set[object]().union(*of_test.values())
+        while missing:
+            best = max(of_test, key=lambda item: len(of_test[item] & missing))
+            missing -= of_test.pop(best)
+        repeated.update(of_test)
+    if repeated:
+        config.hook.pytest_deselected(items=list(repeated))
+        items[:] = [item for item in items if item not in repeated]
+
+
+def _values(item: pytest.Item) -> list[tuple[tuple[str, int], ...]]:
+    """What each parametrization has for this run of its test: its names, and which objects they stand for."""
+    if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+        return []
+    left = {name: id(value) for name, value in item.callspec.params.items()}
+    found = []
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        found.append(tuple((name, left.pop(name)) for name in names))
+    return [*found, *(((name, value),) for name, value in left.items())]
 
 
 def pytest_collection_finish() -> None:

@@ -84,9 +84,13 @@ kinds = pytest.mark.parametrize(("kind", "world_size"), [(kind, len(row[0])) for
 journals = pytest.mark.parametrize(
     ("kind", "world_size"), [(kind, len(row[0])) for kind, row in KINDS.items() if row[2].get("journal")]
 )
-plain = pytest.mark.parametrize(
-    ("kind", "world_size"), [(kind, len(row[0])) for kind, row in KINDS.items() if not row[2].get("journal")]
-)
+PLAIN = [(kind, len(row[0])) for kind, row in KINDS.items() if not row[2].get("journal")]
+
+
+def plain(first: str, second: str) -> pytest.MarkDecorator:
+    """The kinds without a journal, each with one of two frameworks in turn."""
+    cases = [(*kind, (first, second)[number % 2]) for number, kind in enumerate(PLAIN)]
+    return pytest.mark.parametrize(("kind", "world_size", "framework"), cases)
 
 
 def refuse(training: Training, when: str) -> None:
@@ -130,8 +134,7 @@ def test_a_journal_takes_back_what_a_refused_step_has_written(
     training.step()
 
 
-@plain
-@frameworks
+@plain("torch", "paddle")
 @kept_ranks("world_size", group=None, framework="framework", deadline_s=240)
 def test_a_step_in_which_all_ranks_raise_when_they_have_written_is_half_made(
     rank: int, framework: str, kind: str, world_size: int
@@ -147,8 +150,7 @@ def test_a_step_in_which_all_ranks_raise_when_they_have_written_is_half_made(
         training.backward()
 
 
-@plain
-@frameworks
+@plain("paddle", "torch")
 @kept_ranks("world_size", group=None, framework="framework", deadline_s=240)
 def test_a_step_that_one_rank_refuses_is_half_made(
     rank: int, framework: str, kind: str, world_size: int

@@ -37,6 +37,7 @@ from paceline.torch.communicator.share_transport import ShareTransport
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from tests.harness import kept_ranks, ranks
 from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
+from tests.multiprocess.rank_signals import tell, until_told
 from tests.multiprocess.test_hosts import (
     BLOCKS,
     ROUND_ROBIN,
@@ -77,9 +78,15 @@ def assert_means(net: nn.Module, step: int, world_size: int, weights: list[float
         assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("in_buffer", [False, True])
 @pytest.mark.parametrize(
-    "world_size, layout, num_hosts", [(4, BLOCKS, 2), (4, ROUND_ROBIN, 2), THREE_PER_HOST, (6, BLOCKS, 3)]
+    "world_size, layout, num_hosts, in_buffer",
+    [
+        (4, BLOCKS, 2, False),
+        (4, ROUND_ROBIN, 2, True),
+        (*THREE_PER_HOST, False),
+        (*THREE_PER_HOST, True),
+        (6, BLOCKS, 3, False),
+    ],
 )
 @kept_ranks("world_size", group="gloo")
 def test_means_are_those_of_the_whole_batch(rank, world_size, layout, num_hosts, in_buffer, monkeypatch):
@@ -293,8 +300,10 @@ def test_buffers_and_gradients_that_accumulate(rank, monkeypatch):
     assert_allclose(net.seen, 1.5)
 
 
-@pytest.mark.parametrize("kind", ["int8", "bf16", "topk"])
-@pytest.mark.parametrize("world_size, layout, num_hosts", [(4, BLOCKS, 2), THREE_PER_HOST])
+@pytest.mark.parametrize(
+    "world_size, layout, num_hosts, kind",
+    [(4, BLOCKS, 2, "bf16"), (4, BLOCKS, 2, "topk"), (*THREE_PER_HOST, "int8")],
+)
 @kept_ranks("world_size", group="gloo")
 def test_compression_between_hosts(rank, world_size, layout, num_hosts, kind, monkeypatch):
     place(rank, layout, num_hosts)
@@ -338,8 +347,9 @@ class Upwards(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kind", ["topk", "int8"])
-@pytest.mark.parametrize("world_size, layout, num_hosts", [(4, BLOCKS, 2), (6, BLOCKS, 3)])
+@pytest.mark.parametrize(
+    "world_size, layout, num_hosts, kind", [(4, BLOCKS, 2, "topk"), (6, BLOCKS, 3, "int8")]
+)
 @kept_ranks("world_size", group="gloo")
 def test_what_encoding_keeps_of_the_first_backward_is_sent_later(
     rank, world_size, layout, num_hosts, kind, monkeypatch
@@ -524,9 +534,10 @@ def test_a_rank_that_raises_is_quoted_on_all_ranks(rank, in_backward, monkeypatc
 def test_a_late_rank_is_named_by_the_ranks_of_its_host_and_told_to_the_others(rank, monkeypatch):
     _, wrapped = lose(rank, monkeypatch, timeout_s=3)
     if rank == 3:
-        time.sleep(8)
+        until_told("raised", [0, 1, 2])
     with pytest.raises(DeadlineError, match=r"Rank 2 of 4 gave up waiting for rank 3") as caught:
         backward(wrapped, 2, rank, 4)
+    tell("raised", rank)
     assert caught.value.late == (3,)
 
 
@@ -534,11 +545,12 @@ def test_a_late_rank_is_named_by_the_ranks_of_its_host_and_told_to_the_others(ra
 def test_a_late_host_is_named(rank, monkeypatch):
     _, wrapped = lose(rank, monkeypatch, timeout_s=3)
     if rank > 1:
-        time.sleep(9)
+        until_told("raised", [0, 1])
     with pytest.raises(
         (DeadlineError, PeerLostError), match=r"Rank [01] of 4 gave up waiting for rank [23] \(host 1"
     ):
         backward(wrapped, 2, rank, 4)
+    tell("raised", rank)
 
 
 @kept_ranks(4, group="gloo")
@@ -549,12 +561,13 @@ def test_a_message_that_does_not_come_is_named_by_all_ranks(rank, monkeypatch):
         send = Flight._send
 
         def send_late(*arguments: Any) -> None:
-            time.sleep(9)
+            until_told("raised", [0, 1, 2])
             send(*arguments)
 
         monkeypatch.setattr(Flight, "_send", send_late)
     with pytest.raises(DeadlineError) as caught:
         backward(wrapped, 2, rank, 4)
+    tell("raised", rank)
     # Whoever gives up first: rank 3, whose shares are stuck, or one of those that wait for it.
     assert "gave up waiting for rank 3" in str(caught.value) or caught.value.summary.startswith("Rank 3 ")
 
