@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import select
 import signal
@@ -36,10 +37,12 @@ class Launcher:
         self._started: list[subprocess.Popen[str]] = []
 
     def write(self, script: str, name: str = "script.py") -> Path:
+        """Write a script that knows its rank, behind its imports: the launcher imports torch once for all."""
         path = self.folder / name
-        path.write_text(
-            "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(script)
-        )
+        lines = textwrap.dedent(script).strip("\n").splitlines()
+        imports = list(itertools.takewhile(lambda line: line.startswith(("import ", "from ")), lines))
+        behind = ["rank = int(os.environ['RANK'])", *lines[len(imports) :]]
+        path.write_text("\n".join(["import os, signal, sys, time", *imports, *behind, ""]))
         return path
 
     def start(self, *arguments: str, script: str = "", **options: object) -> subprocess.Popen[str]:

@@ -10,7 +10,6 @@ from tests.launch.conftest import Launcher
 
 TRAIN = """
     import logging
-
     import torch
     from paceline.torch import DistributedDataParallel
 

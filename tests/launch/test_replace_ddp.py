@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import needs_paddle
+from tests.harness.warm import warm_python
 from tests.launch.conftest import WITHIN_S
 
 TRAINERS = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
@@ -72,16 +73,17 @@ PADDLE = """
 
 
 @pytest.mark.parametrize(
-    ("option", "sampler"), [("", "torch.utils.data.distributed"), ("=sampler", "paceline.data.sampler")]
+    ("num_ranks", "option", "sampler"),
+    [(2, "", "torch.utils.data.distributed"), (1, "=sampler", "paceline.data.sampler")],
 )
-def test_a_torch_script_and_a_library_wrap_in_ours(launcher, option, sampler):
+def test_a_torch_script_and_a_library_wrap_in_ours(launcher, num_ranks, option, sampler):
     launcher.write(LIBRARY, "library.py")
-    done = launcher.run("-n", "2", f"--replace-ddp{option}", "--prefix", "never", "script.py", script=TORCH)
+    command = ("-n", str(num_ranks), f"--replace-ddp{option}", "--prefix", "never", "script.py")
+    done = launcher.run(*command, script=TORCH)
     assert done.returncode == 0, done.stderr
     printed = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.9's
-    assert sorted(printed) == sorted(
-        2 * ["paceline.torch.ddp.distributed 1.5", "paceline.torch.ddp.distributed 1.5", sampler]
-    )
+    wrapped = f"paceline.torch.ddp.distributed {(1 + num_ranks) / 2}"
+    assert sorted(printed) == sorted(num_ranks * [wrapped, wrapped, sampler])
     assert done.stderr.count("paceline: replaced torch.nn.parallel.DistributedDataParallel") == 1
     if not option:
         (shown,) = re.findall(r"^paceline: replaced .*$", TRAINERS.read_text(), re.M)
@@ -91,8 +93,8 @@ def test_a_torch_script_and_a_library_wrap_in_ours(launcher, option, sampler):
 @pytest.mark.parametrize(
     ("command", "ways"),
     [
-        (["script.py"], ["fork", "spawn", "forkserver", "torch", "subprocess"]),
-        (["-m", "script"], ["fork", "spawn"]),  # a spawned process finds the script in another way
+        (["script.py"], ["fork", "forkserver", "torch", "subprocess"]),  # torch spawns
+        (["-m", "script"], ["spawn"]),  # a spawned process finds the script in another way
     ],
 )
 def test_processes_that_a_script_starts_get_ours(launcher, command, ways):
@@ -105,8 +107,9 @@ def test_processes_that_a_script_starts_get_ours(launcher, command, ways):
 def test_torchrun_and_a_script_that_replaces_the_class_by_itself(launcher):
     """And wraps no model then, which is told once."""
     script = launcher.write(BY_ITSELF, "script.py")
+    command = [warm_python("torch"), "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0"]
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port=0", str(script)],
+        [*command, str(script)],
         capture_output=True,
         text=True,
         timeout=WITHIN_S,

@@ -17,12 +17,11 @@ TRAINS = """
     import torch
     from pathlib import Path
     from tests.traces import until_ended
-    from torch.nn.parallel import DistributedDataParallel
+    from paceline.torch import DistributedDataParallel
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
     ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
-    assert type(ddp).__module__.startswith("paceline.")
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     for number in range(1, 9):
         loss = ddp(torch.ones(2, 8)).sum()
@@ -50,7 +49,8 @@ def paceline(
 def test_a_killed_rank_leaves_its_last_backwards(launcher: Launcher) -> None:
     folder = launcher.folder
     launcher.write(TRAINS)
-    done = paceline("run", "-n", "2", "--replace-ddp", "--trace", "out.json", "script.py", folder=folder)
+    command = ("run", "-n", "2", "--trace", "out.json", "script.py")
+    done = paceline(*command, folder=folder, python=warm_python("torch"))
     assert done.returncode == 137, done.stderr
     assert "paceline: the trace is in out.json (open it at https://ui.perfetto.dev)" in done.stderr
     assert "rank 1 of 2 failed first" in done.stderr.splitlines()[-1]
