@@ -12,7 +12,7 @@ import pytest
 from tests.multiprocess.sampler_lives import LENGTH
 
 
-@pytest.mark.parametrize(("kind", "kills"), [("samples", 50), ("batches", 15)])
+@pytest.mark.parametrize(("kind", "kills"), [("samples", 25), ("batches", 10)])
 def test_kills_lose_and_repeat_nothing(tmp_path: Path, kind: str, kills: int) -> None:
     program = [sys.executable, "-m", "tests.multiprocess.sampler_lives", str(tmp_path), kind, str(kills), "7"]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=500, check=False)
