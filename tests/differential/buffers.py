@@ -77,13 +77,10 @@ def generate(seed: int, framework: str = "torch") -> Program:
             is_apart = op["op"] == "train" or (op["op"] == "evaluate" and writes_in_eval)
         ops.append(op)
     # By another generator, so that a seed makes the program that it made before one rank could load alone.
-    # Not before an evaluation, which reads running statistics: the other rank keeps no hash of them while it
-    # trains, so equal values are reported as written apart.
     loads = random.Random(f"loads {seed}")
-    for op, following in zip(ops, [*ops[1:], {"op": "step"}], strict=True):
+    for op in ops:
         if op["op"] == "load":
-            who = loads.choice(["all", "rank 0", "rank 1"])
-            op["who"] = who if following["op"] in ("step", "micro", "two", "lost") else "all"
+            op["who"] = loads.choice(["all", "rank 0", "rank 1"])
     ops += [{"op": "step"}, {"op": "step"}]
     options = {
         "gradient_as_bucket_view": random_.random() < 0.3,

@@ -668,3 +668,34 @@ def test_running_statistics_that_all_ranks_write_and_one_evaluates(rank: int) ->
                 ddp(BATCH[:4])
                 ddp.train()
             ddp(BATCH[rank::2]).square().mean().backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("writer", [0, 1])
+@pytest.mark.parametrize("who", ["all", "rank 0"])
+@kept_ranks(2, group="gloo")
+def test_equal_statistics_that_one_rank_loads_before_an_evaluation(
+    rank: int, who: str, writer: int, path: str
+) -> None:
+    """The others keep no hash of running statistics while they train; other values are an error."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    ddp = DistributedDataParallel(model, reduce_through="auto" if path == "memory" else path)
+
+    def train_and_load(change: float) -> torch.Tensor:
+        ddp(BATCH[rank::2]).sum().backward()
+        if rank == writer:
+            state = {name: each.clone() for name, each in model.state_dict().items()}
+            state["1.running_mean"] += change
+            model.load_state_dict(state)
+        model.eval()
+        loss = ddp(BATCH[rank::2]).sum() if who == "all" or rank == 0 else torch.zeros(())
+        model.train()
+        return loss
+
+    for _ in range(2):
+        train_and_load(0.0)
+        ddp(BATCH[rank::2]).sum().backward()
+    if who == "all":
+        loss = train_and_load(1.0)
+        with pytest.raises(ReplicasDifferError, match="running_mean"):
+            (loss + ddp(BATCH[rank::2]).sum()).backward()

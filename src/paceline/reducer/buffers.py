@@ -389,6 +389,7 @@ class BufferSync:
         self._in_forward = options.syncs_forward and not self.is_alone
         self._refuses_writes = refuses_writes
         self._has_warned = self._is_forward_synced = False
+        self._were_statistics_read = False  # by an evaluation with gradients, since the last synchronisation
         # Whether any forward since the last backward was in training mode (None: there was none), and before
         # it.
         self._is_in_training: bool | None = None
@@ -453,7 +454,18 @@ class BufferSync:
         elif is_trained and self._is_in_training is None:
             self._is_in_training = False
         if self.writes is not None:
+            self._keep_read_statistics(is_trained=is_trained, is_training=is_training)
             self.writes.begin_forward(is_trained=is_trained, after_local_backward=after_local_backward)
+
+    def _keep_read_statistics(self, *, is_trained: bool, is_training: bool) -> None:
+        """Keep hashes of running statistics that an evaluation has used, before training changes them."""
+        if is_trained and not is_training:
+            self._were_statistics_read = True
+        elif is_training and self._were_statistics_read and self.writes is not None:
+            self._were_statistics_read = False
+            known, is_unread = self._left, self._tensors.is_unread
+            names = [name for name in self._policies.after_pass if name not in known and is_unread(name)]
+            self._left = {**known, **self.writes.hashes(names)}
 
     def sync_forward(self) -> None:
         """Give every rank rank 0's buffers for the next backward, if `in_forward`. Collective then, and once.
@@ -542,18 +554,21 @@ class BufferSync:
             return
         now = {} if self.writes is None else self.writes.hashes(differing)
         left = {name: self._left[name] for name in differing if name in self._left}
-        known: list[tuple[dict[str, int], dict[str, int]]] = self._gather((now, left))
+        is_unread = self._tensors.is_unread
+        unused = [name for name in differing if name not in left and is_unread(name)]
+        known: list[tuple[dict[str, int], dict[str, int], list[str]]] = self._gather((now, left, unused))
         writers = {}
         for name in differing:
             used = {value for rank in active for value in rows[rank].get(name, ())}
             if {known[rank][0][name] for rank in active} == used and len(used) == 1:
                 continue  # all have what was written, by a way that some have not noticed, as a broadcast
             # The other ranks have used what the last synchronisation has left, which forward may have changed
-            # since. Where one does not know it, another does, or it is what the rank still has.
-            anybodys = next((row[name] for _, row in known if name in row), None)
+            # since, or nothing: running statistics that they have only trained. Where one does not know it,
+            # another does, or it is what the rank still has.
+            anybodys = next((row[name] for _, row, _ in known if name in row), None)
             for rank in active:
-                if name not in rows[rank]:
-                    has, knows = known[rank]
+                has, knows, unused = known[rank]
+                if name not in rows[rank] and name not in unused:
                     used.add(knows.get(name, has[name] if anybodys is None else anybodys))
             if len(used) > 1:
                 writers[name] = tuple(rank for rank in active if name in rows[rank])
@@ -604,6 +619,7 @@ class BufferSync:
         prepared.broadcast(active[0])
         if prepared.averaged:
             self._average(self._communicator, prepared.averaged, active)
+        self._were_statistics_read = False
         self._left = {name: value for name, value in self._left.items() if name not in chosen}
         if written is not None:
             self._left |= written.end()
