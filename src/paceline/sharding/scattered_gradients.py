@@ -9,50 +9,32 @@ part that is here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Generic
 
 from paceline.errors import ConfigError
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.communicator import Reduction
-from paceline.reducer.owners import Ranges
 from paceline.sharding.framework_ops import FrameworkOps, Names, Tensor, numel
 
 NO_BACKWARD = -1
 """The backward of a stand-in that none has put in place yet."""
 
 
-class StandIn(Protocol):
-    """What stands for the gradient of one parameter.
-
-    Attributes:
-        of: The means that it is one of.
-        of_backward: The backward that has put it there.
-    """
-
-    of: Any
-    of_backward: int
-
-
-AnyStandIn = TypeVar("AnyStandIn", bound=StandIn)
-
-
-class Scattered(Generic[Tensor, AnyStandIn]):
+class Scattered(Generic[Tensor]):
     """The means of one model, as a backward that scatters leaves them on this rank.
 
     Args:
         names: The parameters' names.
         ops: The framework's operations.
         parameters: Those that the plan lists.
-        places: Where the mean of each lies, where this rank owns it.
-        stand_ins: What stands for each gradient.
-        ranges: Who owns what of each.
+        reduction: Says who owns what of each, and where its mean lies.
         rank: This rank.
-        find_nonfinite: Parameters of the last backward that had a gradient, or a mean, that was not finite.
 
     Attributes:
         of_backward: The number of the last backward that has left its means here; 0: they are of no use now.
         rank: This rank.
+        stand_ins: What stands for each gradient.
     """
 
     def __init__(
@@ -60,24 +42,25 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         names: Sequence[str],
         ops: FrameworkOps[Tensor],
         parameters: Sequence[Tensor],
-        places: Sequence[Tensor],
-        stand_ins: Sequence[AnyStandIn],
-        ranges: Sequence[Ranges],
+        reduction: Reduction[Tensor],
         rank: int,
-        find_nonfinite: Callable[[], set[int]],
     ) -> None:
         self.of_backward = 0
         self.rank = rank
-        self.find_nonfinite = find_nonfinite
         self._factors: dict[int, float] = {}  # with which means have been multiplied since the backward
-        self._names, self._ops, self._stand_ins = names, ops, stand_ins
-        self._parameters, self._places = parameters, places
-        for stand_in in stand_ins:
+        self._names, self._ops, self._reducer = names, ops, reduction.reducer
+        self._parameters, self._places = parameters, reduction.places
+        self.stand_ins = [
+            ops.stand_in(name, index, parameter)
+            for index, (name, parameter) in enumerate(zip(names, parameters))
+        ]
+        for stand_in in self.stand_ins:
             stand_in.of = self
         self._backwards = 0
+        itemsizes = [int(place.element_size()) for place in reduction.places]
         self._own = [
             [(each.begin // itemsize, each.end // itemsize) for each in its if each.rank == rank]
-            for its, itemsize in zip(ranges, [int(place.element_size()) for place in places], strict=True)
+            for its, itemsize in zip(reduction.owned, itemsizes, strict=True)
         ]
         self._parts = {
             (index, begin, end): self._cut(index, begin, end)
@@ -101,9 +84,9 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         """The parameter's."""
         return self._names[index]
 
-    def stand_in(self, index: int) -> AnyStandIn:
-        """What stands for the gradient of a parameter."""
-        return self._stand_ins[index]
+    def find_nonfinite(self) -> set[int]:
+        """Parameters of the last backward that had a gradient, or a mean, that was not finite."""
+        return {*(index for _, index in self._reducer.nonfinite()), *self._reducer.overflowed()}
 
     def forget(self) -> None:
         """A backward begins, and will overwrite the means."""
@@ -116,24 +99,24 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         self._factors.clear()
         self._here = list(indices)
         for index in self._here:
-            self._stand_ins[index].of_backward = self.of_backward
-            self._ops.put_stand_in(self._parameters[index], self._stand_ins[index])
+            self.stand_ins[index].of_backward = self.of_backward
+            self._ops.put_stand_in(self._parameters[index], self.stand_ins[index])
 
     def give_up(self) -> None:
         """A backward has raised: what gradients are now is of no use to anybody."""
         self.of_backward = 0
         for index in range(len(self._names)):
             if self._found(index) is not None:
-                self._ops.put_stand_in(self._parameters[index], self._stand_ins[index])
+                self._ops.put_stand_in(self._parameters[index], self.stand_ins[index])
 
-    def move_from(self, before: Scattered[Tensor, AnyStandIn]) -> None:
+    def move_from(self, before: Scattered[Tensor]) -> None:
         """Take over the means of another plan for the same parts, and what stands for them."""
         if before._own != self._own or not before.of_backward:
             before.of_backward = 0
             return
         for key, part in self._parts.items():
             self._ops.copy(before._parts[key], part)
-        here = [i for i in before._here if self._found(i) is before._stand_ins[i]]
+        here = [i for i in before._here if self._found(i) is before.stand_ins[i]]
         self.put(here)
         self._factors.update(before._factors)
         before.of_backward = 0
@@ -144,7 +127,7 @@ class Scattered(Generic[Tensor, AnyStandIn]):
         Raises:
             ConfigError: It is not of the last backward.
         """
-        if self._stand_ins[index].of_backward == self.of_backward:
+        if self.stand_ins[index].of_backward == self.of_backward:
             return
         raise ConfigError(
             f"The gradient of '{self._names[index]}' is not there any more.",
@@ -206,7 +189,7 @@ class Scattered(Generic[Tensor, AnyStandIn]):
             found = self._found(index)
             if found is None and index not in self._here:
                 continue
-            if found is not self._stand_ins[index]:
+            if found is not self.stand_ins[index]:
                 raise ConfigError(
                     f"{doing}: the gradient of '{self._names[index]}' was changed since backward.",
                     seen='reduce="scatter": each rank has a part of each gradient',
@@ -271,35 +254,23 @@ def scatter(
     names: Sequence[str],
     ops: FrameworkOps[Tensor],
     parameters: Sequence[Tensor],
-    make_stand_in: Callable[[int], AnyStandIn],
     reduction: Reduction[Tensor],
     rank: int,
-    before: Scattered[Tensor, AnyStandIn] | None,
-) -> Scattered[Tensor, AnyStandIn] | None:
+    before: Scattered[Tensor] | None,
+) -> Scattered[Tensor] | None:
     """What a reduction leaves on this rank, if it scatters; else None.
 
     Args:
         names: The parameters' names.
         ops: The framework's operations.
         parameters: The parameters.
-        make_stand_in: Makes what stands for the gradient of a parameter.
         reduction: A new one.
         rank: This rank.
         before: The means of the reduction that it replaces, which move.
     """
     if not reduction.owned:
         return None
-    reducer = reduction.reducer
-    means = Scattered(
-        names,
-        ops,
-        parameters,
-        reduction.places,
-        [make_stand_in(index) for index in range(len(names))],
-        reduction.owned,
-        rank,
-        lambda: {*(index for _, index in reducer.nonfinite()), *reducer.overflowed()},
-    )
+    means = Scattered(names, ops, parameters, reduction, rank)
     if before is not None:
         means.move_from(before)
     return means

@@ -175,10 +175,10 @@ class Shards(ABC, Generic[Tensor]):
             ConfigError: One cannot be used, or the part of it that this rank needs is not here.
         """
         found, stand_in = self._find_gradients(), self.ops.stand_in
-        for gradient in found:
-            if type(gradient) is stand_in:
-                gradient.of.check_present(gradient.number)
-        for run in self._runs:
+        scattered = [gradient for gradient in found if type(gradient) is stand_in]
+        for gradient in scattered:
+            gradient.of.check_present(gradient.number)
+        for run in self._runs if scattered else ():
             gradient = found[run.parameter]
             if type(gradient) is stand_in:
                 gradient.of.part(gradient.number, run.begin, run.end)

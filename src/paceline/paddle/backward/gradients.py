@@ -80,16 +80,7 @@ class Gradients:
         self._choose_hand_overs()
 
     def _scatter(self, reduction: Reduction[paddle.Tensor]) -> None:
-        names = self._names
-        self.scattered = scatter(
-            names,
-            OPS,
-            self._parameters,
-            lambda index: ScatteredGradient(names[index], index),
-            reduction,
-            self._rank,
-            self.scattered,
-        )
+        self.scattered = scatter(self._names, OPS, self._parameters, reduction, self._rank, self.scattered)
 
     def specs(self, *, whole: bool) -> list[ParameterSpec]:
         return self._tensors.specs(self._reduce_dtype)
@@ -290,7 +281,7 @@ class Gradients:
             self._state,
             self._parameters[index],
         )
-        mark_ready, stand_in = self._reduction.reducer.mark_ready, self.scattered.stand_in(index)
+        mark_ready, stand_in = self._reduction.reducer.mark_ready, self.scattered.stand_ins[index]
 
         def hand_over() -> None:
             if internals.stand_in_of(parameter) is not None and index not in state.handed:

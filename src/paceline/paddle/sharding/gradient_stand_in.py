@@ -21,6 +21,7 @@ class ScatteredGradient:
     Args:
         name: The parameter's name.
         number: Which parameter's it is.
+        parameter: The parameter, whose place for a gradient it is.
 
     Attributes:
         of: The gradients that it is one of.
@@ -30,7 +31,7 @@ class ScatteredGradient:
 
     of: Scattered
 
-    def __init__(self, name: str, number: int) -> None:
+    def __init__(self, name: str, number: int, parameter: paddle.Tensor) -> None:
         self._name = name
         self.number, self.of_backward = number, NO_BACKWARD
 
@@ -46,4 +47,4 @@ class ScatteredGradient:
         )
 
 
-Scattered: TypeAlias = scattered_gradients.Scattered[paddle.Tensor, ScatteredGradient]
+Scattered: TypeAlias = scattered_gradients.Scattered[paddle.Tensor]

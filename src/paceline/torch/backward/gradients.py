@@ -33,7 +33,7 @@ from paceline.torch.communicator.gradient_buffer import extent
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.inner_tensors import is_plain
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.sharding.gradient_stand_in import Scattered, ScatteredGradient
+from paceline.torch.sharding.gradient_stand_in import Scattered
 from paceline.torch.sharding.tensor_ops import OPS
 
 
@@ -91,12 +91,7 @@ class Gradients:
         self._make_hooks()
 
     def _scatter(self, reduction: Reduction[torch.Tensor]) -> None:
-        names, parameters = self._names, self._parameters
-
-        def stand_in(index: int) -> ScatteredGradient:
-            return ScatteredGradient(names[index], index, parameters[index])
-
-        self.scattered = scatter(names, OPS, parameters, stand_in, reduction, self._rank, self.scattered)
+        self.scattered = scatter(self._names, OPS, self._parameters, reduction, self._rank, self.scattered)
 
     def share(self, indices: set[int]) -> None:
         self._shared = indices
@@ -123,7 +118,7 @@ class Gradients:
         if self._config.gradients_in_buffer:
             return functools.partial(view_hook, waiting=self.reduction.waiting)
         if self.scattered is not None:
-            return functools.partial(taking_hook, stand_in=self.scattered.stand_in(index))
+            return functools.partial(taking_hook, stand_in=self.scattered.stand_ins[index])
         if view.nbytes <= self.reduction.most_pointer_bytes:
             # What lies in memory may be the conjugate of a complex gradient.
             return copied if dtype.is_complex else pointer_hook

@@ -58,7 +58,7 @@ class ScatteredGradient(torch.Tensor):
         return f"<the gradient of '{self.name_of}', of which this rank has its own part>"
 
 
-Scattered: TypeAlias = scattered_gradients.Scattered[torch.Tensor, ScatteredGradient]
+Scattered: TypeAlias = scattered_gradients.Scattered[torch.Tensor]
 
 
 def unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
