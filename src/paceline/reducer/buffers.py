@@ -40,10 +40,6 @@ class BufferOptions(Protocol):
     def broadcast_buffers(self) -> bool: ...
     @property
     def syncs_forward(self) -> bool: ...
-    @property
-    def init_sync(self) -> bool: ...
-    @property
-    def init_sync_buffers(self) -> bool: ...
 
 
 class BufferedModel(Protocol):
@@ -143,7 +139,6 @@ class BufferWrites:
         names: Names of those to look at, as they are now.
         hash_model: Hashes buffers.
         world_size: Number of ranks that train the model.
-        is_synced: Whether all ranks have just got the same buffers.
 
     Attributes:
         found: Names of the buffers that were written to since the last synchronisation, each with its hash at
@@ -159,7 +154,6 @@ class BufferWrites:
         hash_model: HashModel,
         *,
         world_size: int,
-        is_synced: bool,
     ) -> None:
         self.found: dict[str, list[int]] = {}
         self.unread: dict[str, list[int]] = {}
@@ -177,8 +171,6 @@ class BufferWrites:
         _all_writes.add(self)
         for each in _all_writes:
             each._find_others()
-        if is_synced:
-            self._settle_others(self._buffers.keys())
 
     def _take_slots(self) -> None:
         slots = self._tensors.buffer_slots()
@@ -398,7 +390,6 @@ class BufferSync:
         self._synced_writes: list[str] = []  # written to before the forward that has synchronised them
         # Hashes of what the last synchronisation has left, as far as known.
         self._left: Mapping[str, int] = {}
-        self._is_synced_at_wrap = options.init_sync and options.init_sync_buffers
         self._prepared: _Prepared | None = None
         self._take_names()
 
@@ -412,7 +403,6 @@ class BufferSync:
             lambda: self._policies.broadcast(on_demand=False),
             self._hash_model,
             world_size=self._communicator.world_size,
-            is_synced=self._is_synced_at_wrap,
         )
         is_unread = self._tensors.is_unread
         self._left = self.writes.hashes(name for name in self._policies.after_pass if not is_unread(name))
