@@ -121,3 +121,19 @@ def test_other_devices_get_their_own_backend(rank):
             assert isinstance(backend, dist.ProcessGroupGloo)
             backend.allreduce([tensor]).wait()
             assert tensor.tolist() == [4, 4]
+
+
+@ranks(2, group=None)
+def test_ranks_of_a_process_group_tell_each_other_how_long_they_worked(rank):
+    dist.init_process_group("paceline")
+    ddp = ours.DistributedDataParallel(torch.nn.Linear(4, 4), reduce_through="group")
+    for _ in range(4):
+        ddp(torch.ones(1, 4)).sum().backward()
+    stats = ddp.stats()
+    assert stats.path == "group"
+    assert len(stats.worked_s) == 2 and all(seconds > 0 for seconds in stats.worked_s)
+    assert sum(stats.times_last) in (2, 3) and len(stats.held_up_s) == 2
+    rows = [torch.zeros(2, dtype=torch.float64) for _ in range(2)]
+    dist.all_gather(rows, torch.tensor(stats.worked_s, dtype=torch.float64))
+    assert rows[0].tolist() == rows[1].tolist()
+    dist.destroy_process_group()

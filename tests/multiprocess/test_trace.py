@@ -19,8 +19,7 @@ from paceline.monitor.watch import JobWatch
 from paceline.trace import ring_file
 from paceline.trace.records import Event
 from paceline.trace.ring_file import BATCHES_VARIABLE, FOLDER_VARIABLE
-from tests.harness import needs_paddle, ranks
-from tests.multiprocess.torch_groups import needs_backend
+from tests.harness import ranks
 from tests.traces import backwards_of, read_trace, slices_of, until_ended, waited_for
 
 
@@ -73,16 +72,16 @@ def steps_in_paddle(group: object) -> tuple[object, Callable[[Callable[[], None]
     return ddp, step
 
 
-PADDLE = pytest.param(steps_in_paddle, marks=needs_paddle)
-both = pytest.mark.parametrize("make", [steps_in_torch, PADDLE], ids=["torch", "Paddle"])
+STEPS = {"torch": steps_in_torch, "paddle": steps_in_paddle}
+both = pytest.mark.parametrize("framework", STEPS)
 
 
-@ranks(2)
+@ranks(2, framework="framework")
 @both
-def test_the_timeline_shows_backwards_and_whom_each_rank_waited_for(group, make):
+def test_the_timeline_shows_backwards_and_whom_each_rank_waited_for(group, framework):
     folder = Path(os.environ["TMPDIR"])  # of all ranks
     with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
-        ddp, step = make(group)
+        ddp, step = STEPS[framework](group)
     for _ in range(2):
         step(lambda: None)
     path = folder / "out.json"
@@ -121,10 +120,10 @@ def test_the_timeline_shows_backwards_and_whom_each_rank_waited_for(group, make)
     }
 
 
-def batches_recorded(folder, rank, make, group):
+def batches_recorded(folder, rank, framework, group):
     """What `paceline tune` sees of three steps on 4 samples of 64 features, and of an evaluation."""
     with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder), BATCHES_VARIABLE: "1"}):
-        ddp, step = make(group)
+        ddp, step = STEPS[framework](group)
     for _ in range(3):
         step(lambda: None)
     evaluate(ddp)
@@ -147,26 +146,26 @@ def evaluate(ddp):
             ddp(torch.ones(8, 64))
 
 
-@ranks(2)
+@ranks(2, framework="framework")
 @both
-def test_the_sizes_of_batches_are_recorded_for_tune(group, make):
+def test_the_sizes_of_batches_are_recorded_for_tune(group, framework):
     folder = Path(os.environ["TMPDIR"])
-    assert batches_recorded(folder, group.rank, make, group) == [(4, 4 * 64)] * 3
+    assert batches_recorded(folder, group.rank, framework, group) == [(4, 4 * 64)] * 3
 
 
-@ranks(1)
+@ranks(1, framework="framework")
 @both
-def test_a_rank_that_is_alone_records_the_sizes_of_its_batches_for_tune(group, make):
+def test_a_rank_that_is_alone_records_the_sizes_of_its_batches_for_tune(group, framework):
     folder = Path(os.environ["TMPDIR"])
-    assert batches_recorded(folder, 0, make, group) == [(4, 4 * 64)] * 3
+    assert batches_recorded(folder, 0, framework, group) == [(4, 4 * 64)] * 3
 
 
-@ranks(2)
+@ranks(2, framework="framework")
 @both
-def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group, make):
+def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group, framework):
     folder = Path(os.environ["TMPDIR"])
     with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
-        ddp, step = make(group)
+        ddp, step = STEPS[framework](group)
     norms = []
     for number in range(4):
         step(lambda: None)
@@ -193,10 +192,10 @@ def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group
         assert each.is_alive and each.memory_bytes > 1 << 20 and each.worked_s > 0
 
 
-@ranks(2)
+@ranks(2, framework="framework")
 @both
-def test_the_statistics_are_what_the_backwards_were(group, make):
-    ddp, step = make(group)
+def test_the_statistics_are_what_the_backwards_were(group, framework):
+    ddp, step = STEPS[framework](group)
     assert (ddp.stats().worked_s, ddp.stats().slow_rank, ddp.stats().passes) == ((), None, 0)
     for _ in range(6):
         step(lambda: None)
@@ -214,28 +213,6 @@ def test_the_statistics_are_what_the_backwards_were(group, make):
         assert_array_equal(group.all_gather(np.array(figures)), [figures] * 2)
     assert 4 <= sum(stats.times_last) <= 5  # of six backward passes, without the first of each plan
     assert all(late_s > 0 for late_s, times in zip(stats.held_up_s, stats.times_last) if times)
-
-
-@needs_backend
-@ranks(2, group=None)
-def test_ranks_of_a_process_group_tell_each_other_how_long_they_worked(rank):
-    import torch
-    import torch.distributed as dist
-
-    from paceline.torch import DistributedDataParallel
-
-    dist.init_process_group("paceline")
-    ddp = DistributedDataParallel(torch.nn.Linear(4, 4), reduce_through="group")
-    for _ in range(4):
-        ddp(torch.ones(1, 4)).sum().backward()
-    stats = ddp.stats()
-    assert stats.path == "group"
-    assert len(stats.worked_s) == 2 and all(seconds > 0 for seconds in stats.worked_s)
-    assert sum(stats.times_last) in (2, 3) and len(stats.held_up_s) == 2
-    rows = [torch.zeros(2, dtype=torch.float64) for _ in range(2)]
-    dist.all_gather(rows, torch.tensor(stats.worked_s, dtype=torch.float64))
-    assert rows[0].tolist() == rows[1].tolist()
-    dist.destroy_process_group()
 
 
 @ranks(2)
