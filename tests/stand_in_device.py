@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.torch.communicator import communicators
+from paceline.torch.communicator import connect as communicator
 from paceline.torch.ddp import distributed
 
 
@@ -55,7 +55,7 @@ def be_a_device(patch: pytest.MonkeyPatch) -> None:
     """Have models on the CPU take the way of those on GPUs, on this rank, if reduce_through asks for it."""
 
     def connect(peers: Any, **options: Any) -> Any:
-        return communicators.connect(peers, **{**options, "on_host": False})
+        return communicator.connect(peers, **{**options, "on_host": False})
 
     patch.setattr(distributed, "connect", connect)
-    patch.setattr(communicators, "DeviceCopies", CopiesOnHost)
+    patch.setattr(communicator, "DeviceCopies", CopiesOnHost)

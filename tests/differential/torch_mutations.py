@@ -107,9 +107,11 @@ def _streams_do_not_wait(rank: int) -> None:
     """What comes after a collective on a device does not wait for it."""
     real = GroupCalls.wait
 
-    def wait(calls: GroupCalls, work: Any, what: Any, *, on_host: bool) -> None:
+    def wait(
+        calls: GroupCalls, work: Any, what: Any, *, on_host: bool = True, on_device: bool = False
+    ) -> None:
         if on_host:
-            real(calls, work, what, on_host=True)
+            real(calls, work, what, on_host=True, on_device=on_device)
 
     GroupCalls.wait = wait  # type: ignore[method-assign]
 

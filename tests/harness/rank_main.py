@@ -208,7 +208,9 @@ def _first_argument(plan: Plan, rank: int) -> Iterator[Any]:
         yield rank
         import torch
 
-        if torch.__version__ < "2.8":  # see paceline/torch/communicator/kept.py, of tensors of the tests
+        if (
+            torch.__version__ < "2.8"
+        ):  # see `keep` in paceline/torch/communicator/calls.py, of tensors of the tests
             time.sleep(0.1)
         dist.destroy_process_group()
     else:

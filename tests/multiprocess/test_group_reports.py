@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 from paceline.errors import MismatchError, PeerLostError, UnusedParameterError
-from paceline.reducer.host_reports import HostReports
+from paceline.reducer import host_reports
+from paceline.reducer.host_reports import GroupReports, HostReports
 from paceline.torch import DistributedDataParallel
-from paceline.torch.communicator import reports
-from paceline.torch.communicator.peers import ProcessGroupPeers
+from paceline.torch.communicator.find_peers import ProcessGroupPeers
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import Branches, share, train, two_layers
 
@@ -24,18 +24,22 @@ WAYS = ("in memory", "over the group", "beside it")
 every_way = pytest.mark.parametrize("way", WAYS)
 
 
-def report(way: str) -> None:
-    """As where ranks share a host; or share none, and their group serves the CPU, or does not."""
+def report(way: str) -> bool:
+    """As where ranks share a host; or share none, and their group serves the CPU, or does not.
+
+    Returns whether there is a group beside the user's.
+    """
     group = dist.group.WORLD
     peers = ProcessGroupPeers(group, None, None)
+    beside = peers._reports_beside() if way == "beside it" else None
     if way != "in memory":
-        beside = reports._beside(peers) if way == "beside it" else None
-        reports._reports[group] = beside or reports.GroupReports(group, torch.device("cpu"))
+        host_reports._reports[group] = beside or GroupReports(peers.calls.begin_gather)
+    return beside is not None
 
 
 def made() -> Any:
     """How ranks report, of all models of this process."""
-    (found,) = reports._reports.values()
+    (found,) = host_reports._reports.values()
     return found
 
 
@@ -101,7 +105,7 @@ def test_errors_name_ranks_and_parameters(rank: int, way: str) -> None:
 def test_reports_of_several_models_tell_of_another_order(rank: int, way: str) -> None:
     report(way)
     models = [wrapped(two_layers()) for _ in range(2)]
-    assert isinstance(made(), HostReports if way == "in memory" else reports.GroupReports)
+    assert isinstance(made(), HostReports if way == "in memory" else GroupReports)
     own = models if rank else models[::-1]
     with pytest.raises(MismatchError, match="averaged gradients of another model"):
         own[0](torch.ones(1, 4)).sum().backward()
@@ -117,8 +121,7 @@ def test_where_a_rank_cannot_connect_all_report_through_the_users_group(rank: in
         dist.ProcessGroupGloo = cannot
     else:  # and does not wait for it for long
         dist.ProcessGroupGloo = functools.partial(_made_briefly, dist.ProcessGroupGloo)
-    report("beside it")
-    assert made().group is dist.group.WORLD
+    assert not report("beside it")
     ddp = wrapped(two_layers())
     train(ddp, torch.ones(4, 4))
     assert ddp.gradient_path == "group"

@@ -52,8 +52,8 @@ def wrap(rank, who, sign, at, store, deadline_s=DEADLINE_S):
     import torch
     import torch.distributed as dist
 
+    from paceline.reducer.process_group_peers import ProcessGroupExchange
     from paceline.torch import DistributedDataParallel
-    from paceline.torch.communicator.exchange import ProcessGroupExchange
 
     init = f"file://{os.environ['TMPDIR']}/store" if store == "file" else "env://"
     meet("started", rank)
@@ -74,14 +74,14 @@ def wrap_paddles(rank, who, sign, at, deadline_s=DEADLINE_S):
     import paddle
 
     from paceline.paddle import DataParallel
-    from paceline.paddle.communicator.exchange import PaddleExchange
+    from paceline.reducer.process_group_peers import ProcessGroupExchange
     from tests.multiprocess.paddle_models import join_paddle
 
     join_paddle(rank)
     paddle.distributed.barrier()
     return raised_by(
         lambda: DataParallel(paddle.nn.Linear(4, 4), timeout_s=deadline_s),
-        PaddleExchange,
+        ProcessGroupExchange,
         rank,
         who,
         sign,

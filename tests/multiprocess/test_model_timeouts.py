@@ -188,7 +188,7 @@ def test_the_group_that_a_model_formed_is_as_patient_as_any_for_the_others(rank,
     do, x = adapter(framework), batch()
     model = do.wrap(do.network(), None, timeout_s=20.0)
     do.backward(do.loss(model, x))
-    peers = importlib.import_module(f"paceline.{framework}.communicator.peers")
+    peers = importlib.import_module(f"paceline.{framework}.communicator.find_peers")
     assert peers._environment.formed._core.timeout_s == GROUPS_S
 
 

@@ -18,7 +18,7 @@ from paddle import nn
 import paceline
 from paceline.errors import NonFiniteGradientError, PeerLostError
 from paceline.paddle import DataParallel
-from paceline.paddle.communicator.comm_hook import Future, HookedCall
+from paceline.paddle.communicator.comm_hook import Future
 from paceline.paddle.compression import (
     Bf16Compression,
     EightBitCompression,
@@ -27,6 +27,7 @@ from paceline.paddle.compression import (
     eight_bit_hook,
     fp16_hook,
 )
+from paceline.reducer.comm_hooks import HookedCall
 from tests.multiprocess.paddle_models import (
     Branches,
     Words,
@@ -67,7 +68,7 @@ def test_what_has_failed_fails_again():
         raise PeerLostError("Rank 1 of 2 died.")
 
     failed = Future(finish)
-    bucket = HookedCall("hook", paddle.zeros([2]), failed.then(lambda f: f.value()), lambda: None)
+    bucket = HookedCall(failed.then(lambda f: f.value()).wait)
     for wait in (failed.wait, failed.value, bucket.wait, bucket.wait):
         with pytest.raises(PeerLostError, match="Rank 1 of 2 died"):
             wait()

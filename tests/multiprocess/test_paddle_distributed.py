@@ -23,7 +23,7 @@ import paceline.paddle
 from paceline.errors import ConfigError, ModelMismatchError, PeerLostError, RendezvousError
 from paceline.paddle import DataParallel, SyncBatchNorm
 from paceline.paddle.communicator import start
-from paceline.paddle.communicator.peers import connect_environment
+from paceline.paddle.communicator.find_peers import connect_environment
 from paceline.paddle.communicator.start import form_paddles_group, needs_paddles_group
 from paceline.reducer import agreement
 from tests.multiprocess.paddle_models import (
@@ -320,7 +320,9 @@ def test_a_killed_rank_ends_the_others_backward(rank: int) -> None:
     wrapped(paddle.ones([1, 4])).sum().backward()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerLostError, match=r"(?s)Rank 1 of 2 died.*2\.bias.*over Paddle's GLOO group"):
+    # In a bucket, or before: the reports of ranks of one host, which go through memory, find it too.
+    where = r"(2\.bias|the status of all ranks)"
+    with pytest.raises(PeerLostError, match=rf"(?s)Rank 1 of 2 died.*{where}.*over Paddle's GLOO group"):
         wrapped(paddle.ones([1, 4])).sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""ProcessGroupExchange over Gloo and over our own backend."""
+"""Exchanges over process groups of torch: Gloo and over our own backend."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from paceline.errors import RendezvousError
-from paceline.torch.communicator.exchange import ProcessGroupExchange
+from paceline.torch.communicator.find_peers import exchange_over
 from tests.harness import ranks
 from tests.multiprocess.torch_groups import needs_backend, torch_group
 
@@ -15,22 +15,22 @@ from tests.multiprocess.torch_groups import needs_backend, torch_group
 @ranks(3, group=None)
 def test_every_rank_gets_everybodys_bytes(rank, backend):
     with torch_group(rank, backend):
-        exchange = ProcessGroupExchange()
+        exchange = exchange_over()
         assert (exchange.rank, exchange.world_size) == (rank, 3)
         assert exchange.all_gather(b"\0x" * rank, 30) == [b"", b"\0x", b"\0x\0x"]
         assert exchange.all_gather(b"", 30) == [b"", b"", b""]
         group = dist.new_group([0, 2])
         if rank != 1:
-            assert ProcessGroupExchange(group).all_gather(bytes([rank]), 30) == [b"\0", b"\2"]
+            assert exchange_over(group).all_gather(bytes([rank]), 30) == [b"\0", b"\2"]
         if rank == 0:  # alone
             with pytest.raises(RendezvousError, match="gave up forming a group"):
-                ProcessGroupExchange(group).all_gather(b"", 0.2)
+                exchange_over(group).all_gather(b"", 0.2)
         if rank == 1:
             with pytest.raises(RendezvousError, match="not a member"):
-                ProcessGroupExchange(group)
+                exchange_over(group)
         dist.barrier()  # nobody leaves before rank 0 has given up
 
 
 def test_without_a_process_group():
     with pytest.raises(RendezvousError, match="no process group yet"):
-        ProcessGroupExchange()
+        exchange_over()

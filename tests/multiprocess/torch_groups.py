@@ -39,6 +39,8 @@ def torch_group(rank: int, name: str = "paceline", *, timeout_s: float = 60) -> 
     try:
         yield dist.group.WORLD
     finally:
-        if torch.__version__ < "2.8":  # see paceline/torch/communicator/kept.py, of tensors of the tests
+        if (
+            torch.__version__ < "2.8"
+        ):  # see `keep` in paceline/torch/communicator/calls.py, of tensors of the tests
             time.sleep(0.1)
         dist.destroy_process_group()

@@ -13,12 +13,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from paceline.reducer.communicator import ReductionOptions  # noqa: E402
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
 from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
 from paceline.reducer.protocol import BackwardStatus  # noqa: E402
-from paceline.torch.communicator import transport as transport_module  # noqa: E402
+from paceline.torch.communicator import calls as calls_module  # noqa: E402
+from paceline.torch.communicator.calls import GroupCalls  # noqa: E402
 from paceline.torch.communicator.finite import FiniteChecks  # noqa: E402
-from paceline.torch.communicator.gradient_buffer import GradientBuffer  # noqa: E402
+from paceline.torch.communicator.gradient_buffer import allocate  # noqa: E402
 from paceline.torch.communicator.streams import Streams  # noqa: E402
 from paceline.torch.communicator.transport import ProcessGroupTransport  # noqa: E402
 
@@ -93,26 +95,27 @@ def make(monkeypatch):
         device.log.append(f"sum on {device.now.name}")
         return OnStream(device.log, "a sum")
 
-    monkeypatch.setattr(transport_module.dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(calls_module.dist, "get_backend", lambda group: "nccl")
     backend = SimpleNamespace(name=lambda: "nccl")
     members = {
         "_device_types": [DEVICE],
         "_get_backend": lambda self, device: backend,
         "allreduce": allreduce,
     }
-    peers = SimpleNamespace(
-        process_group=type("Group", (), members)(), rank=0, world_size=2, timeout_s=30.0, warn_after_s=30.0
-    )
+    group = type("Group", (), members)()
+    ranks = SimpleNamespace(rank=0, world_size=2, timeout_s=30.0, warn_after_s=30.0)
     specs = [ParameterSpec(f"p{n}", 6, "float32", 4, "meta") for n in range(COUNT)]
     plan = plan_buckets(specs, bucket_cap_bytes=128, first_bucket_bytes=128)
     assert len(plan.buckets) == 2
 
     def world(**options):
         parameters = [torch.empty(2, 3, device=DEVICE) for _ in specs]
-        gradient_buffer, reports = GradientBuffer.allocate(plan, parameters), Reports()
+        gradient_buffer, reports = allocate(plan, parameters), Reports()
+        calls = GroupCalls(group, ranks)
+        calls.reports = lambda: reports
         options = {"checks_finite": True, "waits_for_finite": False, **options}
-        monkeypatch.setattr(transport_module, "reports_of", lambda peers: reports)
-        made = ProcessGroupTransport(gradient_buffer, peers, **options)
+        asked = ReductionOptions(gradients_in_buffer=False, skip_unused=False, **options)
+        made = ProcessGroupTransport(gradient_buffer, calls, asked)
         return SimpleNamespace(
             reducer=ProcessGroupReducer(plan, made),
             gradient_buffer=gradient_buffer,
@@ -125,7 +128,7 @@ def make(monkeypatch):
 
 
 def hand_over(world: SimpleNamespace, index: int) -> None:
-    world.gradient_buffer.views[index].copy_(torch.ones(2, 3, device=DEVICE))
+    world.gradient_buffer.places[index].copy_(torch.ones(2, 3, device=DEVICE))
     world.reducer.mark_copied(index, (index + 1) << 12, 24)  # an address of the device
 
 

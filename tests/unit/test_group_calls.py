@@ -88,10 +88,8 @@ def calls(monkeypatch):
 
     def make(group: Group, peer_monitor: PeerMonitor, timeout_s: float = WITHIN_S) -> GroupCalls:
         monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
-        peers = SimpleNamespace(
-            process_group=group, rank=0, world_size=2, timeout_s=timeout_s, warn_after_s=WITHIN_S
-        )
-        return GroupCalls(peers, peer_monitor)
+        ranks = SimpleNamespace(rank=0, world_size=2, timeout_s=timeout_s, warn_after_s=WITHIN_S)
+        return GroupCalls(group, ranks, peer_monitor)
 
     return make
 
@@ -119,7 +117,7 @@ def test_buckets_on_a_device_are_not_waited_for_by_the_host(calls):
     transport._calls = calls(Group(cuda=backend), PeerMonitor(PeerLostError("Rank 1 died.", lost=(1,))))
     transport._are_on_streams, transport.pointers = True, ()
     work = Work(backend)
-    transport.wait(work, 0)
+    transport._wait(work, 0)
     assert work.waits == 1 and not backend.is_aborted.is_set()
 
 

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from paceline.torch.communicator.restarts import warn_of_shared_store
+from paceline.torch.communicator.store_exchange import warn_of_shared_store
 
 TORCHRUN = {
     "TORCHELASTIC_MAX_RESTARTS": "3",

@@ -18,11 +18,13 @@ torch = pytest.importorskip("torch")
 
 from paceline.errors import ConfigError  # noqa: E402
 from paceline.reducer.between_hosts.shares import Shares, plan_of_shares  # noqa: E402
+from paceline.reducer.communicator import ReductionOptions  # noqa: E402
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
 from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
 from paceline.reducer.protocol import BackwardStatus  # noqa: E402
-from paceline.torch.communicator import transport as transport_module  # noqa: E402
-from paceline.torch.communicator.gradient_buffer import GradientBuffer  # noqa: E402
+from paceline.torch.communicator import calls as calls_module  # noqa: E402
+from paceline.torch.communicator.calls import GroupCalls  # noqa: E402
+from paceline.torch.communicator.gradient_buffer import allocate  # noqa: E402
 from paceline.torch.communicator.share_transport import ShareTransport  # noqa: E402
 from paceline.torch.communicator.streams import Streams  # noqa: E402
 from tests.unit.test_gradients_on_a_device import DEVICE, Device, OnStream, Reports  # noqa: E402
@@ -118,32 +120,32 @@ class Exchange:
 def world(monkeypatch):
     device = Device()
     monkeypatch.setattr(Streams, "of", classmethod(lambda cls, kind: device.streams))
-    monkeypatch.setattr(transport_module.dist, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(transport_module, "reports_of", lambda peers: Reports())
+    monkeypatch.setattr(calls_module.dist, "get_backend", lambda group: "nccl")
     backend = SimpleNamespace(name=lambda: "nccl")
     members = {"_device_types": [DEVICE], "_get_backend": lambda self, device: backend}
-    peers: Any = SimpleNamespace(
-        process_group=type("Group", (), members)(), rank=1, world_size=2, timeout_s=30.0, warn_after_s=30.0
-    )
+    group: Any = type("Group", (), members)()
+    ranks: Any = SimpleNamespace(rank=1, world_size=2, timeout_s=30.0, warn_after_s=30.0)
+    of_all = GroupCalls(group, ranks)
+    of_all.reports = Reports
     specs = [ParameterSpec(f"p{n}", 6, "float32", 4, "meta") for n in range(COUNT)]
     plan = plan_buckets(specs, bucket_cap_bytes=128, first_bucket_bytes=128)
     assert len(plan.buckets) == 2
-    gradient_buffer = GradientBuffer.allocate(plan, [torch.empty(2, 3, device=DEVICE) for _ in specs])
+    gradient_buffer = allocate(plan, [torch.empty(2, 3, device=DEVICE) for _ in specs])
     calls, copies, exchange = Calls(device), Copies(device), Exchange()
     peer_monitor: Any = SimpleNamespace(tell_waiting=lambda: None, tell_done=lambda: None)
     shares = Shares(exchange, len(plan.buckets), "rank 1 of 2", WAIT_S, calls.abort, peer_monitor)
     places = [torch.zeros(bucket.nbytes // 4) for bucket in plan_of_shares(plan, 2).buckets]
     transport = ShareTransport(
         gradient_buffer,
-        peers,
+        of_all,
+        ReductionOptions(
+            gradients_in_buffer=False, skip_unused=False, checks_finite=True, waits_for_finite=False
+        ),
         calls,
         shares,
         places,
         2,
         copies,
-        checks_finite=True,
-        waits_for_finite=False,
-        peer_monitor=None,
     )
     transport._on_device.take = list  # which asks the device, in the first backward
     yield SimpleNamespace(
@@ -159,7 +161,7 @@ def world(monkeypatch):
 
 def hand_over_all(world: SimpleNamespace) -> None:
     for index in reversed(range(COUNT)):
-        world.gradient_buffer.views[index].copy_(torch.ones(2, 3, device=DEVICE))
+        world.gradient_buffer.places[index].copy_(torch.ones(2, 3, device=DEVICE))
         world.reducer.mark_copied(index, (index + 1) << 12, 24)  # an address of the device
 
 

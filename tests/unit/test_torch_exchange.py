@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import RendezvousError
-from paceline.torch.communicator.exchange import StoreExchange
-from paceline.torch.communicator.stores import store_of
+from paceline.torch.communicator.store_exchange import StoreExchange, store_of
 
 
 def on_ranks(program, world_size):

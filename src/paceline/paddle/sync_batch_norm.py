@@ -19,11 +19,11 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.paddle import internals
 from paceline.paddle.backward.exchanges import forwards
 from paceline.paddle.backward.graphs import keep_as_it_is, raise_after_backward, watch_backwards
-from paceline.paddle.communicator.communicators import Communicator
-from paceline.paddle.communicator.peers import common_communicator
+from paceline.paddle.communicator.connect import common_communicator
 from paceline.paddle.model.arguments import checked_group, checked_layer
 from paceline.reducer.backward.exchanges import ExchangeWeight
 from paceline.reducer.backward.sharing import registry
+from paceline.reducer.communicator import Communicator
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -57,7 +57,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
                 check.number(name, value, least=0)
         super().__init__(check.whole("num_features", num_features, least=1), *arguments, **options)
         self.process_group = checked_group("SyncBatchNorm", process_group, "process_group")
-        self._communicator: Communicator | None = None
+        self._communicator: Communicator[paddle.Tensor] | None = None
         self._has_looked = False
 
     @classmethod
@@ -123,7 +123,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         )
 
     @internals.untranslated
-    def _find_communicator(self, x: paddle.Tensor) -> Communicator | None:
+    def _find_communicator(self, x: paddle.Tensor) -> Communicator[paddle.Tensor] | None:
         is_traced = not paddle.in_dynamic_mode()
         if not self._has_looked:
             on_host = paddle.get_device() == "cpu" if is_traced else x.place.is_cpu_place()
@@ -151,7 +151,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         x: paddle.Tensor,
         settings: internals.NormSettings,
         statistics: tuple[paddle.Tensor, paddle.Tensor],
-        communicator: Communicator,
+        communicator: Communicator[paddle.Tensor],
     ) -> paddle.Tensor:
         channel = x.ndim - 1 if _without_length(settings.data_format) == "NHWC" else 1
         axes = [axis for axis in range(x.ndim) if axis != channel]
@@ -187,7 +187,7 @@ class _Exchange(NamedTuple):
         samples: What this rank has put in, in words; empty: nothing.
     """
 
-    communicator: Communicator
+    communicator: Communicator[paddle.Tensor]
     timeout_s: float | None
     weight: ExchangeWeight
     without_backward: int
@@ -195,7 +195,11 @@ class _Exchange(NamedTuple):
 
 
 def _first_sum(
-    x: paddle.Tensor, own: paddle.Tensor, count: int, communicator: Communicator, timeout_s: float | None
+    x: paddle.Tensor,
+    own: paddle.Tensor,
+    count: int,
+    communicator: Communicator[paddle.Tensor],
+    timeout_s: float | None,
 ) -> tuple[paddle.Tensor, paddle.Tensor, _Exchange | None]:
     """The sums and the count over ranks, and what their backwards exchange; None: nothing, on no rank.
 
@@ -272,7 +276,9 @@ def _weighted_sum(gradient: paddle.Tensor, exchange: _Exchange) -> paddle.Tensor
     return total / weight if weight not in (0.0, 1.0) else total
 
 
-def _summed(x: paddle.Tensor, communicator: Communicator, timeout_s: float | None) -> paddle.Tensor:
+def _summed(
+    x: paddle.Tensor, communicator: Communicator[paddle.Tensor], timeout_s: float | None
+) -> paddle.Tensor:
     result = x.detach().clone().contiguous()
     communicator.sum(result, timeout_s)
     return result

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 from paceline.arguments import show
 from paceline.errors import ConfigError, ConfigTypeError, RendezvousError
 from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.plan import Plan
 from paceline.rendezvous.exchange import Exchange
 
 _Tensor = TypeVar("_Tensor")
@@ -140,6 +141,101 @@ class ShownBuckets(Generic[_Tensor]):
             if bucket.is_awaited:
                 parameters = zip(members, bucket.parameters(), strict=True)
                 bucket.be_good([parameter for index, parameter in parameters if index in left_out])
+
+
+class HookedBuckets(ABC, Generic[_Tensor]):
+    """Gives buckets to a hook. One at a time: the next one waits until the hook is done with the one before.
+
+    Hooks make further calls over the process group when a call of theirs completes, and only so do these have
+    one order on all ranks.
+
+    Args:
+        hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
+        plan: With whole parameters in its buckets.
+
+    Attributes:
+        shown: The buckets of the backward under way.
+    """
+
+    def __init__(self, hook: CommHook, plan: Plan) -> None:
+        self.shown: ShownBuckets[_Tensor] = ShownBuckets()
+        self._hook = hook
+        self._plan = plan
+        self._latest: HookedCall | None = None
+
+    @abstractmethod
+    def _show(
+        self, number: int, flat: _Tensor, members: Sequence[int], weight: float
+    ) -> tuple[HookedBucket[_Tensor], Any]:
+        """A bucket as the hook sees it, and what the hook returns for it.
+
+        Args:
+            number: Its number.
+            flat: Its elements.
+            members: The parameters that lie in it.
+            weight: What they are multiplied by.
+
+        Raises:
+            ConfigTypeError: The hook returned something from which no result will come.
+        """
+
+    @abstractmethod
+    def _put(self, result: Any, number: int, flat: _Tensor) -> None:
+        """Wait for what the hook returned, and put it into the bucket.
+
+        Raises:
+            ConfigError: It is no averaged bucket.
+        """
+
+    @abstractmethod
+    def _is_finite(self, flat: _Tensor) -> bool:
+        """Whether all elements are."""
+
+    def launch(self, number: int, flat: _Tensor, weight: float) -> HookedCall:
+        """Begin to average a bucket.
+
+        Args:
+            number: Its number.
+            flat: Its elements, multiplied by `weight`.
+            weight: The weight of this rank, over the ranks' mean weight.
+        """
+        indices = self._plan.buckets[number].parameters
+        members = [index for index in indices if self._plan.parameters[index].numel]
+        shown, result = self._show(number, flat, members, weight)
+        self.shown.add(shown, members)
+
+        def finish() -> None:
+            self._put(result, number, flat)
+            self.shown.note(shown, lambda: self._is_finite(flat))
+
+        self._latest = HookedCall(finish)
+        return self._latest
+
+    def wait(self) -> None:
+        """Block until the hook is done with the bucket that it got last."""
+        if self._latest is not None:
+            self._latest.wait()
+
+    def forget(self) -> None:
+        """The backward is over."""
+        self._latest = None
+
+
+class HookedCall:
+    """A bucket in the hands of a hook.
+
+    Args:
+        finish: Waits until the hook is done, and puts its tensor into the bucket.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """Block until the bucket holds what the hook has made of it."""
+        if self._finish is not None:
+            self._finish()
+            self._finish = None  # where it has raised, it raises again
 
 
 def check_callable(hook: object, *, returns: str, hint: str) -> None:

@@ -1,13 +1,16 @@
 """What moves values and gradients between the ranks of one model, whoever they are.
 
 The one idea: the memory that the ranks of one host share and a process group of the framework do the same few
-things, so nothing above knows which it is. Each front end has a `MemoryCommunicator`, a `GroupCommunicator`,
-one between hosts, whose reducer sums within each host first (`hierarchical.py`), and one that gives buckets
-to a user's hook and leaves all else to another communicator.
+things, so nothing above knows which it is. There is a `MemoryCommunicator`, a `GroupCommunicator`, a
+`HookCommunicator`, which gives buckets to a user's hook and leaves all else to another communicator, and one
+between hosts, whose reducer sums within each host first (`between_hosts/hosts_communicator.py`). They ask a
+framework for the few functions of `CommunicatorOps`, and for the calls of its process groups.
 """
 
 from __future__ import annotations
 
+import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
@@ -15,11 +18,15 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from paceline import _core
-from paceline.health.peer_monitor import PeerMonitor, Tell
+from paceline.collectives.ops import ReduceOp
+from paceline.health.peer_monitor import MemoryPeerMonitor, PeerMonitor, Tell
 from paceline.reducer.call_order import CallOrder
-from paceline.reducer.comm_hooks import CommHook
+from paceline.reducer.comm_hooks import CommHook, HookedBuckets
+from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.owners import Ranges
 from paceline.reducer.plan import Plan
+from paceline.reducer.process_group import ProcessGroupReducer, Transport
+from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.sum_order import join_in_order
 
@@ -27,6 +34,9 @@ _Tensor = TypeVar("_Tensor")
 
 CORE_DTYPES = {name: _core.DTYPES[name] for name in ("float32", "float64", "float16", "bfloat16")}
 """Gradients that the core averages."""
+MOST_POINTER_BYTES = 256 << 10
+"""The largest gradient that a reducer in Python copies to the gradient buffer and back; larger ones the
+framework copies with all its threads."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +92,7 @@ class Reduction(Generic[_Tensor]):
     adopt_errors: Callable[[Collection[int] | None], None] | None = None
 
 
-class Communicator(Protocol[_Tensor]):
+class Communicator(ABC, Generic[_Tensor]):
     """Between all ranks that train a model. Its methods are collective, but for `tell` and `with_hook`.
 
     Attributes:
@@ -91,6 +101,7 @@ class Communicator(Protocol[_Tensor]):
         peer_monitor: Names ranks that are lost or late, where calls go over a process group, or None.
         bits: Which runs give gradients of the same bits; see `WrappedModel.bits`.
         wants_whole_buckets: Whether a bucket must hold whole parameters, for a hook to look at.
+        tell: Lets the errors of other ranks tell what this one was doing; None: they can't.
         most_bucket_bytes: Most of a bucket, whatever the model asks for; None: there is no such limit.
     """
 
@@ -99,13 +110,9 @@ class Communicator(Protocol[_Tensor]):
     rank: int
     world_size: int
     peer_monitor: PeerMonitor | None
-    wants_whole_buckets: bool
-    most_bucket_bytes: int | None
-
-    @property
-    def tell(self) -> Tell | None:
-        """Lets the errors of other ranks tell what this one was doing; None: they can't."""
-        ...
+    tell: Tell | None
+    wants_whole_buckets = False
+    most_bucket_bytes: int | None = None
 
     def broadcast(self, tensors: Sequence[_Tensor], root: int = 0) -> None:
         """Replace the values of `tensors` by those of the rank `root`.
@@ -113,8 +120,9 @@ class Communicator(Protocol[_Tensor]):
         Example:
             Rank 0 passes [[1.0, 2.0]] and rank 1 [[3.0, 4.0]]; afterwards both hold [[1.0, 2.0]].
         """
-        ...
+        self.prepare_broadcast(tensors)(root)
 
+    @abstractmethod
     def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]:
         """Get ready to broadcast these tensors again and again. Not collective.
 
@@ -122,16 +130,25 @@ class Communicator(Protocol[_Tensor]):
             What does it, given the root. Collective; as long as the tensors lie in the same memory, in the
             same form.
         """
-        ...
 
-    def sum(self, tensor: _Tensor) -> None:
-        """Replace a contiguous tensor of float32 or float64 by its sum over the ranks."""
-        ...
+    @abstractmethod
+    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+        """Replace a contiguous tensor of float32 or float64 by its sum over the ranks.
+
+        Args:
+            tensor: Of one shape and dtype on all ranks.
+            timeout_s: Most seconds of this wait; None: as of all.
+        """
+
+    @abstractmethod
+    def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Arrays of all ranks, by rank, of one shape and dtype."""
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Payloads of all ranks, by rank, of any lengths."""
-        ...
+        return gather_bytes(self.gather, payload)
 
+    @abstractmethod
     def make_reduction(
         self,
         plan: Plan,
@@ -147,8 +164,8 @@ class Communicator(Protocol[_Tensor]):
             options: The same on all ranks.
             instead_of: The reduction of another plan, which is over: it is closed, or its memory used again.
         """
-        ...
 
+    @abstractmethod
     def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[_Tensor]:
         """A communicator that gives buckets to a hook of the user's, and does all else as this one.
 
@@ -156,7 +173,312 @@ class Communicator(Protocol[_Tensor]):
             hook: The same on all ranks.
             process_group: The process group of the wrapped model, for the hook.
         """
+
+
+class CommunicatorOps(Protocol[_Tensor]):
+    """What communicators ask of a framework: functions of its tensors, which a module of each has."""
+
+    @property
+    def DEVICE(self) -> str:
+        """Where tensors lie that are not on the CPU, in words: "a GPU"."""
         ...
+
+    @property
+    def HOW_TO_FORM_A_GROUP(self) -> str:
+        """How a user gets a process group of the framework, in words."""
+        ...
+
+    def plain_tensors(self, tensors: Sequence[_Tensor]) -> Sequence[_Tensor]:
+        """The tensors with memory of their own in which the values of these lie."""
+        ...
+
+    def on_host(self, tensor: _Tensor) -> _Tensor:
+        """The tensor itself, if its elements lie on the CPU one after the other; else a copy that does."""
+        ...
+
+    def copy(self, source: _Tensor, target: _Tensor) -> None:
+        """Write the values of one to the other, wherever they lie. Autograd does not notice."""
+        ...
+
+    def place_of(self, tensor: _Tensor) -> tuple[int, int]:
+        """Address and bytes of what `on_host` returns."""
+        ...
+
+    def kind_of(self, tensor: _Tensor) -> tuple[str, int]:
+        """The name of its dtype, as "float32", and how many elements it has."""
+        ...
+
+    def as_array(self, tensor: _Tensor) -> np.ndarray[Any, Any]:
+        """A copy of its values."""
+        ...
+
+    def from_array(self, array: np.ndarray[Any, Any]) -> _Tensor:
+        """A tensor of these values, on the CPU."""
+        ...
+
+    def places_at(
+        self, plan: Plan, parameters: Sequence[_Tensor], pointer: int, owner: object
+    ) -> Sequence[_Tensor]:
+        """Each parameter's place in a gradient buffer at this address. All keep `owner` alive."""
+        ...
+
+    def allocate(
+        self,
+        plan: Plan,
+        parameters: Sequence[_Tensor],
+        instead_of: Reduction[_Tensor] | None = None,
+    ) -> GradientBuffer[_Tensor]:
+        """A gradient buffer in memory of this rank alone, on the parameters' own devices, of zeros.
+
+        Args:
+            plan: Where each gradient lies.
+            parameters: Those that the plan lists.
+            instead_of: The reduction of another plan of the same parameters, whose memory may be used again.
+        """
+        ...
+
+    @property
+    def make_transport(self) -> Callable[..., Transport[_Tensor]]:
+        """Makes what sums the buckets over a process group, or gives them to a hook. Collective.
+
+        Given the gradient buffer, the calls over the group, the options, and a `HookedBuckets` or None.
+        """
+        ...
+
+    @property
+    def make_hooked(self) -> Callable[..., HookedBuckets[_Tensor]]:
+        """Makes what gives buckets to a hook.
+
+        Given the hook, the gradient buffer, the parameters, the calls of the hook, and the process group of
+        the wrapped model.
+        """
+        ...
+
+
+class MemoryCommunicator(Communicator[_Tensor]):
+    """A `Communicator` through the memory that all ranks share. The parameters are on the CPU.
+
+    Args:
+        core: The memory.
+        ops: The framework's functions.
+        calls_of_hooks: Makes the calls between the same ranks that a hook uses; None: nobody registers one.
+
+    Attributes:
+        core: The memory.
+    """
+
+    path, bits = "memory", "world"
+
+    def __init__(
+        self,
+        core: _core.HostGroup,
+        ops: CommunicatorOps[_Tensor],
+        calls_of_hooks: Callable[[_core.HostGroup], ProcessGroupCalls[_Tensor]] | None = None,
+    ) -> None:
+        self.rank, self.world_size = core.rank, core.world_size
+        self.tell: Tell | None = core.set_activity
+        self.peer_monitor: PeerMonitor | None = MemoryPeerMonitor(core)
+        self.core = core
+        self._ops, self._calls_of_hooks = ops, calls_of_hooks
+
+    def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]:
+        return _MemoryBroadcast(self.core, self._ops, tensors)
+
+    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+        on_host = self._ops.on_host(tensor)
+        (address, _), (dtype, count) = self._ops.place_of(on_host), self._ops.kind_of(on_host)
+        limit_s = -1.0 if timeout_s is None else timeout_s
+        self.core.all_reduce(address, count, CORE_DTYPES[dtype], ReduceOp.SUM, timeout_s=limit_s)
+        if on_host is not tensor:
+            self._ops.copy(on_host, tensor)
+
+    def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        out = np.empty((self.world_size, *array.shape), array.dtype)
+        if array.nbytes:
+            self.core.all_gather(array.ctypes.data, out.ctypes.data, array.nbytes)
+        return out
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Sequence[_Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[_Tensor] | None = None,
+    ) -> Reduction[_Tensor]:
+        reducer = make_host_reducer(self.core, plan, options, instead_of)
+        places = self._ops.places_at(plan, parameters, reducer.buffer_pointer, reducer)
+        return Reduction(plan, places, reducer, most_pointer_bytes=sys.maxsize, owned=options.owned)
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[_Tensor]:
+        assert self._calls_of_hooks is not None
+        return HookCommunicator(self, self._calls_of_hooks(self.core), self._ops, hook, process_group)
+
+
+class _MemoryBroadcast(Generic[_Tensor]):
+    """See `Communicator.prepare_broadcast`; by addresses in the memory of this process."""
+
+    def __init__(
+        self, core: _core.HostGroup, ops: CommunicatorOps[_Tensor], tensors: Sequence[_Tensor]
+    ) -> None:
+        self._core, self._copy = core, ops.copy
+        tensors = ops.plain_tensors(tensors)
+        self._on_host = [ops.on_host(tensor) for tensor in tensors]
+        self._copies = [(tensor, copy) for tensor, copy in zip(tensors, self._on_host) if copy is not tensor]
+        places = [ops.place_of(each) for each in self._on_host]
+        self._pieces, self._sizes = [address for address, _ in places], [size for _, size in places]
+
+    def __call__(self, root: int) -> None:
+        for tensor, copy in self._copies:
+            self._copy(tensor, copy)
+        self._core.broadcast_all(self._pieces, self._sizes, root)
+        for tensor, copy in self._copies:
+            self._copy(copy, tensor)
+
+
+class GroupCommunicator(Communicator[_Tensor]):
+    """A `Communicator` through a process group of the framework.
+
+    Args:
+        calls: Over the group; their peer monitor is there already.
+        ops: The framework's functions.
+    """
+
+    path, bits = "group", "engine"
+
+    def __init__(self, calls: ProcessGroupCalls[_Tensor], ops: CommunicatorOps[_Tensor]) -> None:
+        self.rank, self.world_size = calls.rank, calls.world_size
+        self.peer_monitor = calls.peer_monitor
+        self.tell: Tell | None = None if self.peer_monitor is None else self.peer_monitor.tell
+        self._calls, self._ops = calls, ops
+
+    def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]:
+        return self._calls.prepare_broadcast(tensors)
+
+    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+        self._calls.sum(tensor, timeout_s)
+
+    def sum_in_order(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+        """As `sum`, with the bits of a sum in the memory of one host. Collective.
+
+        Every rank gets the tensors of all, which is fit for what is small.
+        """
+        calls, what = self._calls, "a sum of values in the order of ranks"
+        calls = calls if timeout_s is None else calls.but(timeout_s=timeout_s)
+        rows = calls.gather(self._ops.as_array(tensor), what)
+        self._ops.copy(self._ops.from_array(sum_rows(rows)), tensor)
+
+    def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return self._calls.gather(array)
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Sequence[_Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[_Tensor] | None = None,
+    ) -> Reduction[_Tensor]:
+        gradient_buffer = self._ops.allocate(plan, parameters, instead_of)
+        transport = self._ops.make_transport(gradient_buffer, self._calls, options, None)
+        reducer = ProcessGroupReducer(plan, transport, skip_unused=options.skip_unused)
+        return over_group(gradient_buffer, transport, reducer)
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[_Tensor]:
+        return self.hooked_into(self, hook, process_group)
+
+    def hooked_into(
+        self, communicator: Communicator[_Tensor], hook: CommHook, process_group: Any
+    ) -> Communicator[_Tensor]:
+        """A communicator that gives buckets to a hook, which uses this process group."""
+        return HookCommunicator(communicator, self._calls, self._ops, hook, process_group)
+
+
+class BesideCommunicator(Communicator[_Tensor]):
+    """A `Communicator` that averages gradients in a way of its own, and does all else as another one.
+
+    Args:
+        other: The other one, between the same ranks.
+    """
+
+    def __init__(self, other: Communicator[_Tensor]) -> None:
+        self.rank, self.world_size = other.rank, other.world_size
+        self.peer_monitor = other.peer_monitor
+        self.tell: Tell | None = None if self.peer_monitor is None else self.peer_monitor.tell
+        self._other = other
+
+    def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]:
+        return self._other.prepare_broadcast(tensors)
+
+    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+        self._other.sum(tensor, timeout_s)
+
+    def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return self._other.gather(array)
+
+
+class HookCommunicator(BesideCommunicator[_Tensor]):
+    """A `Communicator` that gives buckets to a user's hook.
+
+    Args:
+        other: Does all else.
+        calls: Between the same ranks, for the hook.
+        ops: The framework's functions.
+        hook: Averages buckets, which hold whole parameters.
+        process_group: The process group of the wrapped model, for the hook.
+    """
+
+    path, bits = "group", "engine"
+    wants_whole_buckets = True
+
+    def __init__(
+        self,
+        other: Communicator[_Tensor],
+        calls: ProcessGroupCalls[_Tensor],
+        ops: CommunicatorOps[_Tensor],
+        hook: CommHook,
+        process_group: Any,
+    ) -> None:
+        super().__init__(other)
+        self._calls, self._ops = calls, ops
+        self._hook, self._process_group = hook, process_group
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[_Tensor]:
+        return self._other.with_hook(hook, process_group)
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Sequence[_Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[_Tensor] | None = None,
+    ) -> Reduction[_Tensor]:
+        """In memory of its own: a hook's gradient buffer has no gaps, and so another size than any other."""
+        if instead_of is not None:
+            instead_of.reducer.close()
+        ops, calls = self._ops, self._calls
+        gradient_buffer = ops.allocate(plan, parameters)
+        hook = ops.make_hooked(self._hook, gradient_buffer, parameters, calls, self._process_group)
+        transport = ops.make_transport(gradient_buffer, calls, options, hook)
+        reducer = ProcessGroupReducer(plan, transport, skip_unused=options.skip_unused)
+        return over_group(gradient_buffer, transport, reducer, hook.shown.end)
+
+
+def over_group(
+    gradient_buffer: GradientBuffer[_Tensor],
+    transport: Transport[_Tensor],
+    reducer: ProcessGroupReducer,
+    adopt_errors: Callable[[Collection[int] | None], None] | None = None,
+) -> Reduction[_Tensor]:
+    """The reduction of a gradient buffer over a process group."""
+    return Reduction(
+        gradient_buffer.plan,
+        gradient_buffer.places,
+        reducer,
+        most_pointer_bytes=MOST_POINTER_BYTES if transport.pointers else 0,
+        sections=gradient_buffer.sections,
+        waiting=transport.waiting,
+        order=reducer.order,
+        adopt_errors=adopt_errors,
+    )
 
 
 def agree(communicator: Communicator[Any], numbers: Sequence[int]) -> list[int]:
@@ -230,14 +552,6 @@ def pack(sizes: Iterable[int], most: int = BROADCAST_BYTES) -> list[range]:
 
 Gather = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
-
-
-def gather_in_memory(core: _core.HostGroup, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """A `Gather` through the memory of a host."""
-    out = np.empty((core.world_size, *array.shape), array.dtype)
-    if array.nbytes:
-        core.all_gather(array.ctypes.data, out.ctypes.data, array.nbytes)
-    return out
 
 
 def sum_rows(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -1,13 +1,72 @@
-"""Reports of ranks that share a host, exchanged in memory and not over a process group."""
+"""How the ranks of a process group report to each other at the end of a backward.
+
+A report says what the host knows. Over a process group of devices it would come back only when the device has
+done all that lies before it on its streams, and each backward would end with a wait for the device. So ranks
+of one host report through memory that they share, and those of several hosts over their process group. All
+models over one process group share the same, because reports pair in the order of calls, as buckets do.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from paceline import _core
-from paceline.errors import CollectiveError
+from paceline.errors import CollectiveError, RegionError
+from paceline.reducer.process_group_waits import Rows
+from paceline.rendezvous.roll_call import Work
+from paceline.rendezvous.shared_memory import HostMemory
+
+_reports: weakref.WeakKeyDictionary[Any, Reports] = weakref.WeakKeyDictionary()
+
+
+class Reports(Protocol):
+    """Exchanges small payloads of one length between all ranks."""
+
+    def begin(self, payload: bytes) -> tuple[Work, Callable[[], list[bytes]]]:
+        """Begin to gather the payloads of all ranks. Collective, does not block.
+
+        Returns:
+            The call, and what returns the payloads, by rank, once it is over.
+        """
+        ...
+
+
+class GroupReports:
+    """Reports over a process group, in its order of calls.
+
+    Args:
+        begin_gather: See `ProcessGroupCalls.begin_gather`.
+    """
+
+    def __init__(self, begin_gather: Callable[[np.ndarray[Any, Any]], tuple[Work, Rows]]) -> None:
+        self._begin_gather = begin_gather
+
+    def begin(self, payload: bytes) -> tuple[Work, Callable[[], list[bytes]]]:
+        call, rows = self._begin_gather(np.frombuffer(bytearray(payload), np.uint8))
+        return call, lambda: [row.tobytes() for row in rows()]
+
+
+def reports_of(
+    group: Any, share_hosts: Callable[[], HostMemory], over_group: Callable[[], Reports]
+) -> Reports:
+    """How ranks report to each other: the same for all models over one process group. Collective.
+
+    Args:
+        group: The framework's own, of several ranks.
+        share_hosts: Shares the memory of this rank's host.
+        over_group: How they report if they are on several hosts, or have too little memory.
+    """
+    if group not in _reports:
+        try:
+            core = share_hosts().of_all_ranks()
+        except RegionError:  # on every rank
+            core = None
+        _reports[group] = over_group() if core is None else HostReports(core)
+    return _reports[group]
 
 
 class HostReports:

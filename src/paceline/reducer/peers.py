@@ -11,6 +11,7 @@ from paceline.collectives.init import init
 from paceline.collectives.whole_exchange import WholeExchange
 from paceline.errors import ConfigError
 from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.shared_memory import HostMemory
 
 
 class Ranks(Protocol):
@@ -30,8 +31,10 @@ class Ranks(Protocol):
         ...
 
 
-class PatientGroup:
-    """A `paceline.Group` on which a model waits as long as it was told to; other users wait as before.
+class GroupPeers:
+    """The ranks of a `paceline.Group`, on which a model waits as long as it was told to.
+
+    Other users of the group wait as before.
 
     Args:
         group: Its ranks share one host.
@@ -39,19 +42,27 @@ class PatientGroup:
         warn_after_s: None: the group's own.
 
     Attributes:
+        group: The same.
         core: The memory, with this patience.
         exchange: Small messages between the ranks.
+        process_group: None: no process group of a framework connects them.
     """
+
+    process_group = None
 
     def __init__(
         self, group: Group, timeout_s: float | None = None, warn_after_s: float | None = None
     ) -> None:
-        self.rank = group.rank
-        self.world_size = group.world_size
+        self.group = group
+        self.rank, self.world_size = group.rank, group.world_size
         self.timeout_s = timeout_s or group._core.timeout_s
         self.warn_after_s = warn_after_s or group._core.warn_after_s
         self.core = group._core.with_patience(self.timeout_s, self.warn_after_s)
         self.exchange = WholeExchange(self.core)
+
+    def share_hosts(self) -> HostMemory:
+        """The memory of this rank's host, and who is on which. Collective."""
+        return HostMemory(self.core, (tuple(range(self.world_size)),))
 
 
 class EnvironmentGroup:
@@ -85,17 +96,8 @@ class EnvironmentGroup:
         return self.formed
 
 
-class Connected(Protocol):
-    """Ranks that small messages connect."""
-
-    timeout_s: float
-
-    @property
-    def exchange(self) -> Exchange: ...
-
-
 def exchange_of_named(
-    group: Any, mesh: Any, find: Callable[[Any, Any], Connected | None], *, is_there: bool
+    group: Any, mesh: Any, find: Callable[[Any, Any], Ranks | None], *, is_there: bool
 ) -> tuple[Exchange, float] | None:
     """What connects the ranks that a wrapper's arguments name, and its time-out; None: nothing yet.
 

@@ -20,21 +20,28 @@ backward), which keeps 16-bit sums in range, and is corrected afterwards where t
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from paceline import _core
 from paceline.errors import MismatchError, format_ranks
 from paceline.reducer.backward_reports import pack_bits, unpack_bits
-from paceline.reducer.call_order import CallOrder
-from paceline.reducer.plan import Plan
+from paceline.reducer.call_order import CallOrder, call_order_of
+from paceline.reducer.comm_hooks import HookedBuckets
+from paceline.reducer.gradient_buffer import GradientBuffer
+from paceline.reducer.plan import Plan, pieces_in
+from paceline.reducer.process_group_calls import ProcessGroupCalls
+from paceline.reducer.process_group_waits import STATUS
 from paceline.reducer.protocol import BackwardStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
+from paceline.rendezvous.roll_call import Work
 
-_Flat = TypeVar("_Flat")  # a flat tensor of any framework
+_Tensor = TypeVar("_Tensor")
 ROUNDING = 1e-9  # of weights over their sum
 
 
@@ -46,45 +53,129 @@ class Pending(Protocol):
         ...
 
 
-class Transport(Protocol):
-    """The gradient buffer of one rank, and an engine that reduces ranges of it."""
+class Transport(ABC, Generic[_Tensor]):
+    """The gradient buffer of one rank, and a process group that sums ranges of it, or a hook of the user's.
 
-    rank: int
-    world_size: int
-    is_serial: bool
-    """Whether nothing may begin before a bucket is done: a hook makes calls of its own."""
-    is_in_order: bool
-    """Whether a bucket is done only when all are that were launched before it."""
-    order: CallOrder
-    """Shared by all that use one process group."""
-    pointers: Sequence[int]
-    """The address of each parameter's place, for gradients that the reducer copies there itself, and their
-    means back; empty: they are copied there before they are marked."""
-    note_stream: Callable[[], None] | None
-    """Called whenever a gradient has come to its place, by whoever has brought it there, so that a bucket
-    waits for the streams of a device that have brought its gradients; None: nobody needs to know."""
+    The gradient buffer is ordinary tensors on the parameters' own devices, and a bucket is one asynchronous
+    all-reduce of a flat range of it. Making one is collective.
+
+    Args:
+        gradient_buffer: The gradient buffer of this rank.
+        calls: Over the process group.
+        checks_finite: Look at every gradient before it is averaged, to tell whose is not finite.
+        hook: Averages buckets instead of the process group; None: there is none.
+
+    Attributes:
+        hook: The same.
+        is_serial: Whether nothing may begin before a bucket is done: a hook makes calls of its own.
+        is_in_order: Whether a bucket is done only when all are that were launched before it.
+        order: Shared by all that use one process group.
+        pointers: The address of each parameter's place, for gradients that the reducer copies there itself,
+            and their means back; empty: they are copied there before they are marked.
+        note_stream: Called whenever a gradient has come to its place, by whoever has brought it there, so
+            that a bucket waits for the streams of a device that have brought its gradients; None: nothing
+            needs to know.
+        waiting: See `paceline.reducer.communicator.Reduction`.
+    """
+
+    is_in_order = False
+    pointers: Sequence[int] = ()
+    note_stream: Callable[[], None] | None = None
+    waiting: dict[int, _Tensor] | None = None
+
+    def __init__(
+        self,
+        gradient_buffer: GradientBuffer[_Tensor],
+        calls: ProcessGroupCalls[_Tensor],
+        *,
+        checks_finite: bool,
+        hook: HookedBuckets[_Tensor] | None,
+    ) -> None:
+        plan, sections = gradient_buffer.plan, gradient_buffer.sections
+        self.rank, self.world_size = calls.rank, calls.world_size
+        self.is_serial = hook is not None
+        self.order = call_order_of(calls.group)
+        self.hook = hook
+        self._gradient_buffer = gradient_buffer
+        self._calls = calls.but(plan=plan)
+        self._reports = calls.reports()
+        self._checks_finite = checks_finite
+        numbers = range(len(plan.buckets))
+        self._buckets = [gradient_buffer.bucket(number) for number in numbers]
+        self._pieces = [pieces_in(plan, sections, number) for number in numbers]
+
+    # --- what a framework adds ---
+
+    @abstractmethod
+    def _start(self, bucket: int, flat: Any) -> Work:
+        """Begin to sum a bucket over the ranks."""
+
+    @abstractmethod
+    def _multiply(self, flat: Any, factor: float) -> None:
+        """Multiply this rank's part of a bucket."""
+
+    @abstractmethod
+    def _note_nonfinite(self, bucket: int, flat: Any) -> None:
+        """Note which of this rank's gradients in a bucket are not finite."""
+
+    @abstractmethod
+    def _is_finite(self, flat: Any) -> bool:
+        """Whether all elements are."""
+
+    @abstractmethod
+    def rescale(self, factor: float) -> None:
+        """Multiply the whole gradient buffer. Called within `_core.DefaultFloats()`, of this thread.
+
+        Equal gradient buffers stay equal, whatever each rank's processor was told about floats.
+        """
+
+    @abstractmethod
+    def take_nonfinite(self) -> list[int]:
+        """Parameters whose own gradient was not finite when its buckets were launched, since last asked."""
+
+    @abstractmethod
+    def squared_norm(self) -> float:
+        """The squared norm of the gradient buffer."""
+
+    def _complete(self, bucket: int) -> Any:
+        """The bucket, with all its gradients."""
+        return self._buckets[bucket]
+
+    def _wait(self, call: Work, bucket: int) -> None:
+        """Block until a bucket holds the sum, at most until the deadline."""
+        self._calls.wait(call, bucket)
+
+    # --- what the reducer asks of it ---
 
     def launch(self, bucket: int, scale: float) -> Pending:
         """Scale this rank's part of the bucket and begin to sum it over ranks, in place.
 
         A scale of 0 makes it zeros, whatever it held, and what it held counts as finite.
         """
-        ...
+        if self.hook is None:
+            flat = self._prepare(bucket, scale)
+            return _Sum(self, self._calls.begin(lambda: self._start(bucket, flat), bucket), bucket)
+        self.hook.wait()
+        weight = scale * self.world_size  # a hook divides by the world size; the rest is a weight
+        if math.isclose(weight, 1.0, rel_tol=1e-12):  # 1 / 49 * 49 is not 1
+            weight = 1.0
+        return self.hook.launch(bucket, self._prepare(bucket, weight), weight)
 
-    def rescale(self, factor: float) -> None:
-        """Multiply the whole gradient buffer. Called within `_core.DefaultFloats()`, of this thread.
-
-        Equal gradient buffers stay equal, whatever each rank's processor was told about floats.
-        """
-        ...
+    def _prepare(self, bucket: int, scale: float) -> Any:
+        """This rank's part of a bucket, complete, looked at, and scaled."""
+        flat = self._complete(bucket)
+        if self._checks_finite and scale:
+            self._note_nonfinite(bucket, flat)
+        if scale == 0.0:
+            flat.zero_()  # 0 * NaN would be NaN
+        elif scale != 1.0:
+            self._multiply(flat, scale)
+        return flat
 
     def clear(self, param: int) -> None:
         """Fill the parameter's place with zeros."""
-        ...
-
-    def take_nonfinite(self) -> list[int]:
-        """Parameters whose own gradient was not finite when its buckets were launched, since last asked."""
-        ...
+        place: Any = self._gradient_buffer.places[param]
+        place.zero_()
 
     def may_have_overflowed(self, scale: float) -> bool:
         """Whether a sum of finite gradients may not be finite, and somebody wants to know.
@@ -92,22 +183,42 @@ class Transport(Protocol):
         The same on all ranks that ask with the same `scale`, the largest of all ranks'. Where it is at most
         one over the number of ranks, a sum is at most the largest gradient, unless a hook makes it.
         """
-        ...
+        # A hook may sum in a smaller type.
+        return self._checks_finite and (self.is_serial or scale * self.world_size > 1 + ROUNDING)
 
     def find_overflowed(self) -> list[int]:
         """Parameters whose reduced values are not finite. Looks at all of them."""
-        ...
-
-    def squared_norm(self) -> float:
-        """The squared norm of the gradient buffer."""
-        ...
+        is_finite = self._is_finite
+        found: set[int] = set()
+        for flat, pieces in zip(self._buckets, self._pieces):
+            if not is_finite(flat):
+                found.update(param for param, piece in pieces if not is_finite(piece))
+        return sorted(found)
 
     def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
         """Begin to collect the payloads of all ranks; each rank's has the same length.
 
-        Returns what waits for them, up to the transport's deadline, and returns them by rank.
+        Returns what waits for them, up to the deadline, and returns them by rank.
         """
-        ...
+        call, rows = self._calls.begin(lambda: self._reports.begin(payload), STATUS)
+
+        def finish() -> list[bytes]:
+            # The end of a backward needs the reports at once, and nothing has been computed from the means
+            # yet: here a rank that is lost can be told, wherever the reports lie.
+            self._calls.wait(call, STATUS)
+            return rows()
+
+        return finish
+
+
+class _Sum:
+    """A bucket on its way."""
+
+    def __init__(self, transport: Transport[Any], call: Work, bucket: int) -> None:
+        self._transport, self._call, self._bucket = transport, call, bucket
+
+    def wait(self) -> None:
+        self._transport._wait(self._call, self._bucket)
 
 
 class Beside(Protocol):
@@ -126,30 +237,6 @@ class Beside(Protocol):
         ...
 
 
-def may_overflow(scale: float, world_size: int) -> bool:
-    """Whether a sum of finite gradients may, of which each rank has multiplied its own by about this."""
-    return scale * world_size > 1 + ROUNDING
-
-
-def overflowed_in(
-    buckets: Sequence[_Flat],
-    pieces: Sequence[Sequence[tuple[int, _Flat]]],
-    is_finite: Callable[[_Flat], bool],
-) -> list[int]:
-    """Parameters of which some element is not finite.
-
-    Args:
-        buckets: Each bucket's elements.
-        pieces: What lies in each bucket: (parameter index, its elements there).
-        is_finite: Whether all elements are.
-    """
-    found: set[int] = set()
-    for flat, parts in zip(buckets, pieces):
-        if not is_finite(flat):
-            found.update(param for param, part in parts if not is_finite(part))
-    return sorted(found)
-
-
 class ProcessGroupReducer(ReportingReducer):
     """A `Reducer` whose bytes are moved by a `Transport`. Making one is collective.
 
@@ -166,7 +253,12 @@ class ProcessGroupReducer(ReportingReducer):
     """
 
     def __init__(
-        self, plan: Plan, transport: Transport, *, skip_unused: bool = False, beside: Beside | None = None
+        self,
+        plan: Plan,
+        transport: Transport[Any],
+        *,
+        skip_unused: bool = False,
+        beside: Beside | None = None,
     ) -> None:
         who = f"rank {transport.rank} of {transport.world_size}"
         super().__init__(plan, transport.world_size, who, transport.pointers)

@@ -6,10 +6,14 @@ bucket it was and which parameters lie in it, and asks a peer monitor for the ra
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError
 from paceline.health.peer_errors import late_error
@@ -34,6 +38,10 @@ _SIGNS_OF_A_LOST_PEER = (
 _SIGNS_OF_A_LATE_PEER = ("TIMEOUT", "Timed out", "Application timeout")
 
 STATUS = "the status of all ranks at the end of backward"
+
+
+Rows = Callable[[], np.ndarray[Any, Any]]
+"""Returns the arrays of all ranks, by rank, once the call that gathers them is over."""
 
 
 def is_of_a_lost_peer(text: str) -> bool:
@@ -79,6 +87,12 @@ class ProcessGroupWaits:
         self._warn_after_s = warn_after_s
         self._plan = plan
         self.peer_monitor = peer_monitor
+
+    def but(self, *, plan: Plan | None = None, timeout_s: float | None = None) -> ProcessGroupWaits:
+        """The same waits for the buckets of a plan, or with another deadline."""
+        waits = copy.copy(self)
+        waits._plan, waits._timeout_s = plan or self._plan, timeout_s or self._timeout_s
+        return waits
 
     def poll(self, is_completed: Callable[[], bool], what: int | str) -> None:
         """Sleep until some work is done, at most until the deadline.

@@ -20,9 +20,8 @@ from paceline.collectives.group import Group
 from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.backward.exchanges import ExchangeWeight
 from paceline.reducer.backward.sharing import registry
-from paceline.torch.communicator.calls import Patience, exchange_over
-from paceline.torch.communicator.kept import keep
-from paceline.torch.communicator.peers import formed_group
+from paceline.torch.communicator.calls import Patience, exchange_over, keep
+from paceline.torch.communicator.find_peers import formed_group
 from paceline.torch.model.arguments import checked_group, checked_module
 from paceline.torch.model.compiling import untraced
 

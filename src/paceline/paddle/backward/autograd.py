@@ -26,7 +26,7 @@ from paceline.paddle.backward.micro_batches import PaddleWeights
 from paceline.paddle.backward.recorded_steps import note_steps
 from paceline.paddle.backward.replica_state import hash_model, make_sampler
 from paceline.paddle.backward.sparse import SparseMeans
-from paceline.paddle.communicator.communicators import Communicator, average_buffers
+from paceline.paddle.communicator.ops import average_buffers
 from paceline.paddle.model.config import DataParallelConfig
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.sharding.gradient_stand_in import Scattered
@@ -36,6 +36,7 @@ from paceline.reducer.backward.front_end import FrontEnd
 from paceline.reducer.backward.log import LocalBackward
 from paceline.reducer.backward.state import RUNNING, BackwardState, EndOfBackward, Graph
 from paceline.reducer.buffers import BufferSync
+from paceline.reducer.communicator import Communicator
 from paceline.sharding.scattered_gradients import refuse_sparse
 from paceline.trace.recording import recording
 
@@ -292,7 +293,7 @@ PaddleBackwardSync: TypeAlias = BackwardSync[PaddleAutograd]
 
 
 def make_sync(
-    tensors: ManagedTensors, communicator: Communicator, config: DataParallelConfig
+    tensors: ManagedTensors, communicator: Communicator[paddle.Tensor], config: DataParallelConfig
 ) -> PaddleBackwardSync:
     """Averages the gradients of `tensors` over the ranks of `communicator` in each backward. Collective."""
     state = BackwardState(communicator.rank, communicator.world_size)
@@ -324,7 +325,7 @@ def make_sync(
 
 
 def make_buffer_sync(
-    tensors: ManagedTensors, communicator: Communicator, config: DataParallelConfig
+    tensors: ManagedTensors, communicator: Communicator[paddle.Tensor], config: DataParallelConfig
 ) -> BufferSync:
     """What keeps the running statistics and buffers of `tensors` in step over the ranks of `communicator`."""
     # No error: each rank has used its own, as it would under Paddle's class.

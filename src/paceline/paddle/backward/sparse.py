@@ -16,8 +16,8 @@ import paddle
 from paceline import _core
 from paceline.errors import ConfigError, format_ranks
 from paceline.paddle import internals
-from paceline.paddle.communicator.communicators import Communicator
 from paceline.paddle.model.parameters import ManagedTensors
+from paceline.reducer.communicator import Communicator
 
 
 class SparseMeans:
@@ -34,7 +34,7 @@ class SparseMeans:
 
     squared_norm = 0.0
 
-    def __init__(self, tensors: ManagedTensors, communicator: Communicator) -> None:
+    def __init__(self, tensors: ManagedTensors, communicator: Communicator[paddle.Tensor]) -> None:
         self.nonfinite: list[tuple[int, int]] = []
         self._first = len(tensors.names)
         self._parameters = tensors.sparse
@@ -52,7 +52,7 @@ class SparseMeans:
 
 
 def average_rows(
-    parameter: paddle.Tensor, name: str, communicator: Communicator, weight: float = 1.0
+    parameter: paddle.Tensor, name: str, communicator: Communicator[paddle.Tensor], weight: float = 1.0
 ) -> list[int]:
     """Replace the sparse gradient of `parameter` by the mean over ranks, weighed. Collective.
 

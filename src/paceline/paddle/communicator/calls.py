@@ -8,13 +8,12 @@ stream.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import paddle
@@ -22,31 +21,22 @@ import paddle.distributed as dist
 
 from paceline import _core
 from paceline.collectives.ops import DTYPE_NUMBERS, ReduceOp
-from paceline.errors import CollectiveError, ConfigError
-from paceline.health.peer_monitor import PeerMonitor
+from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.model.parameters import dtype_name, nbytes
-from paceline.reducer.plan import Plan
-from paceline.reducer.process_group_waits import ProcessGroupWaits
+from paceline.reducer.communicator import pack
+from paceline.reducer.process_group_calls import ProcessGroupCalls
+from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
 from paceline.rendezvous.limits import start_thread
+from paceline.rendezvous.roll_call import Work
 
 WARN_AFTER_S = 10.0
 _PATIENCE_S = 0.02
 
 
-class Call(Protocol):
-    """A call on its way."""
-
-    def is_completed(self) -> bool: ...
-
-    def wait(self) -> None:
-        """Raise what the call raised; on a device let what is computed from now on wait for its result."""
-        ...
-
-
-class GroupCalls:
-    """The calls of this rank on one group of paddle.distributed, in the order in which they are begun.
+class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
+    """See `ProcessGroupCalls`; over a group of paddle.distributed, in the order in which they are begun.
 
     Args:
         group: None: the default group.
@@ -54,133 +44,117 @@ class GroupCalls:
         warn_after_s: Seconds after which a wait is reported.
 
     Attributes:
-        group: Never None.
+        backend: What moves the bytes, as Paddle names it.
         on_host: Whether the group moves tensors of the CPU, or those of this process's device.
-        peer_monitor: Names ranks that are lost or late, once there is one.
 
     Raises:
         ConfigError: This process is not in the group.
     """
 
-    peer_monitor: PeerMonitor | None = None
+    _thread: _CallThread | None = None
 
     def __init__(self, group: Any, timeout_s: float, warn_after_s: float = WARN_AFTER_S) -> None:
-        self.group: Any = dist.get_group() if group is None else group
-        self.rank: int = self.group.rank
-        self.world_size: int = self.group.nranks
-        self.timeout_s = timeout_s
-        self.warn_after_s = warn_after_s
-        if self.rank < 0:
+        group = dist.get_group() if group is None else group
+        if group.rank < 0:
             raise ConfigError(
                 "DataParallel: this process is not in the group.",
-                got=f"rank {dist.get_rank()}, a group of ranks {self.group.ranks}",
+                got=f"rank {dist.get_rank()}, a group of ranks {group.ranks}",
                 hint="wrap the model only on the ranks of the group",
             )
-        self.backend: str = dist.get_backend(self.group)
-        self.on_host = self.backend == "GLOO"
-        self._device = None if self.on_host else internals.device_of_this_process()
-        fixed = f", which gives up after {GLOO_LIMIT_S:g} s, whatever timeout_s" if self.on_host else ""
-        self._engine = f"Paddle's {self.backend} group{fixed}"
-        self._thread = _thread_of(self.group) if self.on_host and self.world_size > 1 else None
+        self.backend: str = dist.get_backend(group)
+        on_host = self.backend == "GLOO"
+        fixed = f", which gives up after {GLOO_LIMIT_S:g} s, whatever timeout_s" if on_host else ""
+        engine, patience = f"Paddle's {self.backend} group{fixed}", (timeout_s, warn_after_s)
+        self._begin_with(group, group.rank, group.nranks, engine, *patience, on_host=on_host)
+        if on_host and self.world_size > 1:
+            self._thread = _thread_of(group)
 
-    def waits(self, plan: Plan | None = None, timeout_s: float | None = None) -> ProcessGroupWaits:
-        """How this rank waits for these calls, and words their failures."""
-        return ProcessGroupWaits(
-            self.rank,
-            self.world_size,
-            engine=self._engine,
-            timeout_s=timeout_s or self.timeout_s,
-            warn_after_s=self.warn_after_s,
-            plan=plan,
-            peer_monitor=self.peer_monitor,
+    def _begin_with(
+        self,
+        group: Any,
+        rank: int,
+        world_size: int,
+        engine: str,
+        timeout_s: float,
+        warn_after_s: float,
+        *,
+        on_host: bool,
+    ) -> None:
+        waits = ProcessGroupWaits(
+            rank, world_size, engine=engine, timeout_s=timeout_s, warn_after_s=warn_after_s
         )
+        super().__init__(group, rank, world_size, waits)
+        self.on_host = on_host
+        self._device = None if on_host else internals.device_of_this_process()
 
-    def all_reduce(self, tensor: paddle.Tensor) -> Call:
+    def all_reduce(self, tensor: paddle.Tensor) -> Work:
         """Begin to replace `tensor` by its sum over the ranks."""
         if self.on_host and tensor.dtype == paddle.float16:
-            return self._begin(lambda: _WideSum(tensor, self.group))
-        return self._begin(lambda: dist.all_reduce(tensor, group=self.group, sync_op=False))
+            return self._make(lambda: _WideSum(tensor, self.group))
+        return self._make(lambda: dist.all_reduce(tensor, group=self.group, sync_op=False))
 
-    def broadcast(self, tensor: paddle.Tensor, root: int) -> Call:
-        """Begin to replace `tensor` by that of the rank `root` of the group."""
-        return self._begin(
-            lambda: dist.broadcast(tensor, src=self.group.ranks[root], group=self.group, sync_op=False)
-        )
-
-    def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Call:
+    def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Work:
         """Begin to collect the `tensor` of every rank in `out`, one after another in dimension 0."""
-        return self._begin(lambda: dist.stream.all_gather(out, tensor, group=self.group, sync_op=False))
+        return self._make(lambda: dist.stream.all_gather(out, tensor, group=self.group, sync_op=False))
 
-    def complete(self, begin: Callable[[], Call], what: str, timeout_s: float | None = None) -> None:
-        """Begin a call and wait for its end; see `start`."""
-        self.start(begin, what, timeout_s)()
+    def sum(self, tensor: paddle.Tensor, timeout_s: float | None = None) -> None:
+        calls, what = (self if timeout_s is None else self.but(timeout_s=timeout_s)), "a sum of values"
+        wire = self._to_wire(tensor)
+        calls.wait(calls.begin(lambda: self.all_reduce(wire), what), what)
+        if wire is not tensor:
+            copy(wire, tensor)
 
-    def start(
-        self, begin: Callable[[], Call], what: str, timeout_s: float | None = None
-    ) -> Callable[[], None]:
-        """Begin a call.
+    def prepare_broadcast(self, tensors: Sequence[paddle.Tensor]) -> Callable[[int], None]:
+        def broadcast(root: int) -> None:
+            with paddle.no_grad():
+                wires = [(tensor, self._to_wire(_as_bytes(tensor))) for tensor in tensors if tensor.size]
+                for run in pack(int(wire.size) for _, wire in wires):
+                    self._broadcast([wires[index][1] for index in run], root)
+                for tensor, wire in wires:
+                    if wire.data_ptr() != tensor.data_ptr():
+                        copy(internals.from_bytes(wire, tensor.dtype).reshape(tensor.shape), tensor)
 
-        Args:
-            begin: Makes one of the calls above.
-            what: It is, in words, for errors.
-            timeout_s: Most seconds of the wait; None: as of all.
+        return broadcast
 
-        Returns:
-            What waits for its end.
+    def _broadcast(self, pieces: list[paddle.Tensor], root: int) -> None:
+        """Replace tensors of bytes by those of the rank `root`."""
+        packed, what = pieces[0] if len(pieces) == 1 else paddle.concat(pieces), "a broadcast of values"
 
-        Raises:
-            DeadlineError: It was not done in time.
-            PeerLostError: The group lost a connection.
-            CollectiveError: It failed otherwise.
-        """
-        waits = self.waits(timeout_s=timeout_s)
+        def broadcast() -> Any:
+            return dist.broadcast(packed, src=self.group.ranks[root], group=self.group, sync_op=False)
 
-        def finish() -> None:
-            with _worded(waits, what):
-                waits.poll(call.is_completed, what)
-                call.wait()
+        self.wait(self.begin(lambda: self._make(broadcast), what), what)
+        if packed is not pieces[0]:
+            begin = 0
+            for piece in pieces:  # paddle.split() of Paddle 3.2 warns of torch's function of this name
+                end = begin + int(piece.size)
+                paddle.assign(packed[begin:end], piece)
+                begin = end
 
-        with _worded(waits, what):
-            call = begin()
-        return finish
+    def begin_gather(self, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
+        words = np.zeros(-(-array.nbytes // 4), np.int32)  # not every engine moves bytes
+        words.view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
+        own = self._to_wire(paddle.to_tensor(words))
+        out = internals.empty_on(own.place, [self.world_size * len(words)], own.dtype)
 
-    def begin_gather_bytes(self, payload: bytes, what: str) -> Callable[[], list[bytes]]:
-        """Begin to collect all ranks' payloads, of one length. Returns what waits for them. Collective."""
-        wide = np.frombuffer(payload, np.uint8).astype(np.int32)  # not every engine moves bytes
-        finish = self._begin_gather(wide, what, None)
-        return lambda: [row.astype(np.uint8).tobytes() for row in finish()]
+        def rows() -> np.ndarray[Any, Any]:
+            of_ranks = out.numpy().reshape(self.world_size, len(words)).view(np.uint8)
+            whole = np.ascontiguousarray(of_ranks[:, : array.nbytes])
+            return whole.view(array.dtype).reshape(self.world_size, *array.shape)
 
-    def gather(
-        self, array: np.ndarray[Any, Any], what: str, timeout_s: float | None = None
-    ) -> np.ndarray[Any, Any]:
-        """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
-        return self._begin_gather(array, what, timeout_s)()
+        return self.all_gather(out, own), rows
 
-    def _begin_gather(
-        self, array: np.ndarray[Any, Any], what: str, timeout_s: float | None
-    ) -> Callable[[], np.ndarray[Any, Any]]:
-        own = self.to_wire(paddle.to_tensor(array.reshape(-1)))
-        out = internals.empty_on(own.place, [self.world_size * array.size], own.dtype)
-        wait = self.start(lambda: self.all_gather(out, own), what, timeout_s) if array.size else None
-
-        def finish() -> np.ndarray[Any, Any]:
-            if wait is not None:
-                wait()
-            return out.numpy().reshape(self.world_size, *array.shape)
-
-        return finish
-
-    def to_wire(self, tensor: paddle.Tensor) -> paddle.Tensor:
+    def _to_wire(self, tensor: paddle.Tensor) -> paddle.Tensor:
         """The tensor where the group can move it: itself, or a copy."""
         if tensor.place.is_cpu_place() == self.on_host:
             return tensor
         return tensor.cpu() if self.on_host else internals.copy_to(tensor, self._device)
 
-    def _begin(self, make: Callable[[], Any]) -> Call:
+    def _make(self, call: Callable[[], Any]) -> Work:
         if self._thread is None:
-            task: Call = make()
+            task: Work = call()
             return task
-        return self._thread.begin(make)
+        return self._thread.begin(call)
 
 
 class LoneCalls(GroupCalls):
@@ -191,18 +165,14 @@ class LoneCalls(GroupCalls):
     """
 
     def __init__(self, *, on_host: bool) -> None:
-        self.group = None
-        self.rank, self.world_size = 0, 1
-        self.timeout_s, self.warn_after_s = math.inf, WARN_AFTER_S
-        self.backend, self._engine = "missing", "this process alone"
-        self.on_host = on_host
-        self._device = None if on_host else internals.device_of_this_process()
+        self.backend, patience = "missing", (math.inf, WARN_AFTER_S)
+        self._begin_with(None, 0, 1, "this process alone", *patience, on_host=on_host)
 
-    def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Call:
+    def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Work:
         paddle.assign(tensor, out)
         return _Done()
 
-    def _begin(self, make: Callable[[], Any]) -> Call:
+    def _make(self, call: Callable[[], Any]) -> Work:
         return _Done()
 
 
@@ -214,32 +184,35 @@ class MemoryCalls(GroupCalls):
     """
 
     def __init__(self, core: _core.HostGroup) -> None:
-        self.group = None
-        self.rank, self.world_size = core.rank, core.world_size
-        self.timeout_s, self.warn_after_s = core.timeout_s, core.warn_after_s
-        self.backend, self._engine = "shared memory", "the memory that the ranks share"
-        self.on_host = True
+        self.backend, engine = "shared memory", "the memory that the ranks share"
+        patience = core.timeout_s, core.warn_after_s
+        self._begin_with(None, core.rank, core.world_size, engine, *patience, on_host=True)
         self._core = core
 
-    def all_reduce(self, tensor: paddle.Tensor) -> Call:
+    def all_reduce(self, tensor: paddle.Tensor) -> Work:
         dtype = DTYPE_NUMBERS[dtype_name(tensor.dtype)]
         self._core.all_reduce(tensor.data_ptr(), int(tensor.size), dtype, ReduceOp.SUM)
         return _Done()
 
-    def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Call:
+    def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Work:
         self._core.all_gather(tensor.data_ptr(), out.data_ptr(), nbytes(tensor))
         return _Done()
 
 
-@contextlib.contextmanager
-def _worded(waits: ProcessGroupWaits, what: str) -> Iterator[None]:
-    """Failures of the engine become errors of ours."""
-    try:
-        yield
-    except CollectiveError:
-        raise
-    except RuntimeError as error:
-        raise waits.failed(error, what) from error
+def copy(source: paddle.Tensor, target: paddle.Tensor) -> None:
+    """Write the values of one to the other, wherever they lie."""
+    with paddle.no_grad():
+        if internals.same_place(source.place, target.place):
+            paddle.assign(source, target)
+        else:
+            target.copy_(source, True)
+
+
+def _as_bytes(tensor: paddle.Tensor) -> paddle.Tensor:
+    """The tensor's own memory as flat bytes, or a copy of it."""
+    whole = tensor.detach().contiguous().reshape([-1])
+    # Paddle counts the offset of a part of a larger tensor in elements of the new type.
+    return paddle.view(whole.clone() if whole.offset else whole, "uint8")
 
 
 class _Done:
@@ -259,7 +232,7 @@ class _WideSum:
         self._tensor = tensor
         with paddle.no_grad():
             self._wide = tensor.cast("float32")
-        self._call: Call = dist.all_reduce(self._wide, group=group, sync_op=False)
+        self._call: Work = dist.all_reduce(self._wide, group=group, sync_op=False)
 
     def is_completed(self) -> bool:
         return self._call.is_completed()

@@ -1,8 +1,7 @@
 """Buckets through a user's hook. Paddle has no such hooks; these are called as torch's are.
 
 A hook gets a state and a `GradBucket`, and returns the tensor that replaces the bucket's buffer, or a
-`Future` of it. One hook at a time: the next begins when the future of the one before is done, so that calls
-which hooks make when a call of theirs completes have one order on all ranks.
+`Future` of it.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import paddle
 from paceline.errors import ConfigTypeError
 from paceline.paddle import internals
 from paceline.paddle.communicator.calls import GroupCalls
-from paceline.paddle.communicator.gradient_buffer import GradientBuffer
-from paceline.reducer.comm_hooks import CommHook, HookedBucket, ShownBuckets, wrong_result
-from paceline.reducer.plan import Plan
+from paceline.reducer.comm_hooks import CommHook, HookedBucket, HookedBuckets, wrong_result
+from paceline.reducer.gradient_buffer import GradientBuffer
 
 _Value = TypeVar("_Value")
 _Next = TypeVar("_Next")
@@ -96,8 +94,9 @@ class GradBucket(HookedBucket[paddle.Tensor]):
 
         Over Gloo it is exchanged while backward goes on; in shared memory it is done at once.
         """
-        finish = self._calls.start(lambda: self._calls.all_reduce(tensor), "sum in a communication hook")
-        return Future(finish).then(lambda _: tensor)
+        what = "sum in a communication hook"
+        call = self._calls.begin(lambda: self._calls.all_reduce(tensor), what)
+        return Future(lambda: self._calls.wait(call, what)).then(lambda _: tensor)
 
     def all_gather(self, tensor: paddle.Tensor) -> Future[paddle.Tensor]:
         """Begin to collect a contiguous tensor of every rank, by rank, in a new dimension. Collective.
@@ -108,8 +107,9 @@ class GradBucket(HookedBucket[paddle.Tensor]):
         whole = internals.empty_on(tensor.place, [self.world_size * int(tensor.size)], tensor.dtype)
         flat = tensor.reshape([-1])
         what = "gathering in a communication hook"
-        finish = self._calls.start(lambda: self._calls.all_gather(whole, flat), what)
-        return Future(finish).then(lambda _: whole.reshape([self.world_size, *tensor.shape]))
+        call = self._calls.begin(lambda: self._calls.all_gather(whole, flat), what)
+        of_ranks = [self.world_size, *tensor.shape]
+        return Future(lambda: self._calls.wait(call, what)).then(lambda _: whole.reshape(of_ranks))
 
     def _cut(self, buffer: paddle.Tensor) -> list[paddle.Tensor]:
         return cut(buffer, self._parameters)
@@ -125,11 +125,11 @@ def cut(buffer: paddle.Tensor, parameters: Sequence[paddle.Tensor]) -> list[padd
     return parts
 
 
-class BucketHook:
-    """Gives buckets to a hook, one after another.
+class PaddleHook(HookedBuckets[paddle.Tensor]):
+    """See `HookedBuckets`; a hook returns a tensor, or a future of one.
 
     Args:
-        hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
+        hook: The hook.
         gradient_buffer: With whole parameters in its buckets.
         parameters: Those that the plan lists.
         calls: Between the ranks.
@@ -139,98 +139,42 @@ class BucketHook:
     def __init__(
         self,
         hook: CommHook,
-        gradient_buffer: GradientBuffer,
+        gradient_buffer: GradientBuffer[paddle.Tensor],
         parameters: Sequence[paddle.Tensor],
         calls: GroupCalls,
         process_group: Any,
     ) -> None:
-        self._hook = hook
-        self._plan: Plan = gradient_buffer.plan
-        self._parameters = parameters
-        self._calls = calls
-        self._process_group = process_group
-        self._latest: HookedCall | None = None
-        self.shown: ShownBuckets[paddle.Tensor] = ShownBuckets()
+        super().__init__(hook, gradient_buffer.plan)
+        self._parameters, self._calls, self._process_group = parameters, calls, process_group
 
-    def launch(self, bucket: int, flat: paddle.Tensor, weight: float) -> HookedCall:
-        """Begin to average a bucket.
-
-        Args:
-            bucket: Its number.
-            flat: Its elements, multiplied by `weight`.
-            weight: The weight of this rank, over the ranks' mean weight.
-
-        Raises:
-            ConfigTypeError: The hook returned neither a tensor nor a future.
-        """
-        if self._latest is not None:
-            self._latest.wait()
-        indices = self._plan.buckets[bucket].parameters
-        members = [self._parameters[index] for index in indices]
+    def _show(
+        self, number: int, flat: paddle.Tensor, members: Sequence[int], weight: float
+    ) -> tuple[GradBucket, Any]:
+        parameters = [self._parameters[index] for index in members]
+        is_last = number == len(self._plan.buckets) - 1
+        places = cut(flat, parameters)
         shown = GradBucket(
-            self._calls,
-            self._process_group,
-            bucket,
-            flat,
-            cut(flat, members),
-            members,
-            bucket == len(self._plan.buckets) - 1,
-            weight,
+            self._calls, self._process_group, number, flat, places, parameters, is_last, weight
         )
-        self.shown.add(shown, indices)
         with paddle.no_grad():
             result = self._hook.call(self._hook.state, shown)
         if not isinstance(result, paddle.Tensor) and not callable(getattr(result, "wait", None)):
             expected = "a tensor, or a future of one (an object with wait())"
             raise wrong_result(self._hook.name, expected, type(result).__name__, _HINT, ConfigTypeError)
-        self._latest = HookedCall(
-            self._hook.name, flat, result, lambda: self.shown.note(shown, lambda: _is_finite(flat))
-        )
-        return self._latest
+        return shown, result
 
-    def forget(self) -> None:
-        """The backward is over."""
-        self._latest = None
-
-
-class HookedCall:
-    """A bucket in the hands of a hook.
-
-    Args:
-        name: The hook's.
-        flat: The elements of the bucket.
-        result: What the hook returned.
-        note: Called when the bucket holds it.
-    """
-
-    def __init__(self, name: str, flat: paddle.Tensor, result: Any, note: Callable[[], None]) -> None:
-        self._name = name
-        self._flat = flat
-        self._result = result
-        self._note = note
-
-    def wait(self) -> None:
-        """Block until the hook is done, and put its tensor into the bucket."""
-        result = self._result
-        if result is None:
-            return
+    def _put(self, result: Any, number: int, flat: paddle.Tensor) -> None:
+        name = self._hook.name
         with paddle.no_grad():
             value = result if isinstance(result, paddle.Tensor) else result.wait()
-            self._put(value)
-            self._note()
-        self._result = None  # where it has raised, it raises again
+            if not isinstance(value, paddle.Tensor):
+                got = f"one of {type(value).__name__}"
+                raise wrong_result(name, "a future of a tensor", got, _HINT, ConfigTypeError)
+            if int(value.size) != int(flat.size) or not value.is_floating_point():
+                expected = f"a tensor like bucket.buffer(), shape {list(flat.shape)}, {flat.dtype}"
+                raise wrong_result(name, expected, f"shape {list(value.shape)}, {value.dtype}", _HINT)
+            if value.data_ptr() != flat.data_ptr():
+                paddle.assign(value.reshape(flat.shape).astype(flat.dtype), flat)
 
-    def _put(self, value: Any) -> None:
-        flat = self._flat
-        if not isinstance(value, paddle.Tensor):
-            got = f"one of {type(value).__name__}"
-            raise wrong_result(self._name, "a future of a tensor", got, _HINT, ConfigTypeError)
-        if int(value.size) != int(flat.size) or not value.is_floating_point():
-            expected = f"a tensor like bucket.buffer(), shape {list(flat.shape)}, {flat.dtype}"
-            raise wrong_result(self._name, expected, f"shape {list(value.shape)}, {value.dtype}", _HINT)
-        if value.data_ptr() != flat.data_ptr():
-            paddle.assign(value.reshape(flat.shape).astype(flat.dtype), flat)
-
-
-def _is_finite(flat: paddle.Tensor) -> bool:
-    return bool(paddle.isfinite(flat).all())
+    def _is_finite(self, flat: paddle.Tensor) -> bool:
+        return bool(paddle.isfinite(flat).all())

@@ -18,16 +18,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import paddle
-
 from paceline.errors import RendezvousError
 from paceline.health.connections import connected_sockets, sockets_to
 from paceline.health.control_channel import ControlChannel
+from paceline.paddle.communicator.find_peers import PaddlePeers, Peers
 from paceline.paddle.internals import GLOO_LIMIT_S, make_pair
 from paceline.reducer.between_hosts.hierarchical import Hosts
 from paceline.reducer.between_hosts.piped_transport import Carry, PipedTransport, Pipes
 from paceline.reducer.between_hosts.routes import num_shares
-from paceline.reducer.channels import channel_of
 from paceline.reducer.peers import Ranks
 from paceline.rendezvous.addresses import addresses_for_others
 from paceline.rendezvous.deadline import Deadline, call_within
@@ -50,25 +48,25 @@ _pipes: weakref.WeakKeyDictionary[Any, dict[_Layout, Pipes | None]] = weakref.We
 _kept: list[Pipes] = []  # for the goodbye at the end of the process, which a group may not live to see
 
 
-def control_of(group: Any, peers: Ranks, hosts: _Layout) -> ControlChannel:
-    """The control channel of the ranks of a group, which are on several hosts; see `channel_of`."""
-    return channel_of(group, peers, hosts, f"paddle {paddle.__version__}")
-
-
-def join_hosts(group: Any, peers: Ranks, memory: HostMemory) -> Hosts:
+def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     """Connect this rank to its partners on the other hosts. Collective, over all ranks.
 
     Args:
-        group: A group of paddle.distributed, over Gloo.
-        peers: Its ranks.
-        memory: What this rank's host shares. There are at most MOST_HOSTS hosts.
+        peers: The ranks.
+        memory: What this rank's host shares.
+
+    Returns:
+        Who is where; None: not between these ranks. They need a group of Paddle's over Gloo, and at most
+        MOST_HOSTS hosts.
 
     Raises:
         RendezvousError: A partner could not be reached in time.
     """
+    if not isinstance(peers, PaddlePeers) or not peers.calls.on_host or len(memory.hosts) > MOST_HOSTS:
+        return None
     hosts = memory.hosts
-    control = control_of(group, peers, hosts)
-    known = _pipes.setdefault(group, {})
+    control = peers.channel(hosts)
+    known = _pipes.setdefault(peers.process_group, {})
     if hosts not in known:
         known[hosts] = _connect(peers, hosts, control)
     pipes, model = known[hosts], 0

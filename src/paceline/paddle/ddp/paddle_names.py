@@ -21,7 +21,7 @@ from paceline.paddle.backward.graphs import tensors_in
 
 if TYPE_CHECKING:
     from paceline.paddle.backward.autograd import PaddleBackwardSync
-    from paceline.paddle.communicator.peers import Peers
+    from paceline.paddle.communicator.find_peers import Peers
     from paceline.paddle.model.config import DataParallelConfig
 
 _Class = TypeVar("_Class", bound=type)

@@ -1,8 +1,8 @@
 """`DataParallel`: a layer that averages its gradients over the ranks behind backward().
 
 What it does is elsewhere: `model/config.py` (arguments), `model/parameters.py` (what is kept in step),
-`communicator/peers.py` (the ranks), `backward/autograd.py` (each backward). This file is the layer that users
-hold.
+`communicator/find_peers.py` (the ranks), `backward/autograd.py` (each backward). This file is the layer that
+users hold.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from paceline.paddle.backward.exchanges import forwards
 from paceline.paddle.backward.graphs import calls
 from paceline.paddle.backward.outer_parameters import OuterParameters
 from paceline.paddle.backward.recorded_steps import note_steps
-from paceline.paddle.communicator.calls import WARN_AFTER_S
+from paceline.paddle.communicator import ops
+from paceline.paddle.communicator.calls import WARN_AFTER_S, MemoryCalls
 from paceline.paddle.communicator.comm_hook import GradBucket
-from paceline.paddle.communicator.communicators import Communicator, MemoryCommunicator
-from paceline.paddle.communicator.peers import LonePeers, Peers, find_peers, known_exchange
+from paceline.paddle.communicator.connect import connect
+from paceline.paddle.communicator.find_peers import LonePeers, Peers, find_peers, known_exchange
 from paceline.paddle.communicator.start import membership_of_default_group
 from paceline.paddle.ddp.paddle_names import PaddleNames, hide_paddles_own
 from paceline.paddle.ddp.wrapped_twice import check_inner, check_outer
@@ -46,6 +47,7 @@ from paceline.reducer.backward.uneven import joining
 from paceline.reducer.between_hosts.options import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
+from paceline.reducer.communicator import Communicator, MemoryCommunicator
 from paceline.reducer.local_sgd.members import Members, join_member
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.rendezvous.exchange import Exchange
@@ -259,7 +261,8 @@ class DataParallel(WrappedModel, PaddleNames):
         options = self._config.agreed_options() | self._tensors.agreed_options()
         description = ModelDescription(parameters, buffers, options)
         check_agreement(description, peers.exchange, peers.timeout_s)
-        communicator = peers.connect(
+        communicator = connect(
+            peers,
             on_host=self._tensors.is_on_host,
             reduce_through=self._config.reduce_through,
             between_hosts=self._between_hosts(),
@@ -298,13 +301,13 @@ class DataParallel(WrappedModel, PaddleNames):
     def _make_sync(self, communicator: Any) -> PaddleBackwardSync:
         return make_sync(self._tensors, communicator, self._config)
 
-    def _join_member(self, between: str, communicator: Any) -> tuple[Communicator, Members]:
+    def _join_member(self, between: str, communicator: Any) -> tuple[Communicator[paddle.Tensor], Members]:
         peers = self._peers or LonePeers()
         return join_member(
             communicator,
             peers.exchange,
             between,
-            lambda core: MemoryCommunicator(core, core),
+            lambda core: MemoryCommunicator(core, ops, MemoryCalls),
             owner=type(self).__name__,
             on_host=self._tensors.is_on_host,
             timeout_s=peers.timeout_s,

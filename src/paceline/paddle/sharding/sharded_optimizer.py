@@ -22,7 +22,8 @@ from paceline.ddp.wrapped_model import hide_inherited
 from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.communicator.peers import Peers, find_peers, known_exchange
+from paceline.paddle.communicator.connect import connect
+from paceline.paddle.communicator.find_peers import Peers, find_peers, known_exchange
 from paceline.paddle.model.arguments import checked_group
 from paceline.paddle.model.parameters import describe_tensor, dtype_name
 from paceline.paddle.sharding.optimizer_steps import PaddlePart, kind_of, slots_of
@@ -155,10 +156,12 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
                 **{name: str(value) for name, value in spelled_options(whole).items()},
             }
             names = _agree(everything, agreed, peers)
-            communicator = peers.connect(
+            communicator = connect(
+                peers,
                 on_host=on_host,
                 reduce_through=reduce_through,
                 between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
+                owner=OWNER,
             )
         self._start(
             Shards(self.rank, self.world_size),

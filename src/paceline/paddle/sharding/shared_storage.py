@@ -11,7 +11,7 @@ from paddle import nn
 
 from paceline.arguments import Arguments
 from paceline.paddle import internals
-from paceline.paddle.communicator.peers import find_peers, known_exchange
+from paceline.paddle.communicator.find_peers import find_peers, known_exchange
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.parameters import describe_tensor
 from paceline.paddle.sharding.tensor_ops import OPS

@@ -51,9 +51,6 @@ from paceline.reducer.reporting_reducer import ReportingReducer
 
 _DTYPES = _core.DTYPES
 _PAIR = struct.Struct("<II")
-MOST_POINTER_BYTES = 256 << 10
-"""The largest gradient that this reducer copies to the gradient buffer and back; larger ones the framework
-copies with all its threads."""
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from paceline.errors import RendezvousError
 from paceline.launch.ports import who_listens
 from paceline.rendezvous.membership import Membership
 from paceline.rendezvous.start import Start, prepare
-from paceline.torch.communicator.exchange import FrameworkKeyStore
+from paceline.torch.communicator.store_exchange import FrameworkKeyStore
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo
 

@@ -16,7 +16,7 @@ from paceline.collectives.formation import share
 from paceline.errors import ConfigError, format_ranks
 from paceline.torch.backend.other_devices import MixedProcessGroup
 from paceline.torch.backend.process_group import PacelineProcessGroup
-from paceline.torch.communicator.exchange import StoreExchange
+from paceline.torch.communicator.store_exchange import StoreExchange
 from paceline.versions import UnsupportedVersionError
 
 NAME = "paceline"

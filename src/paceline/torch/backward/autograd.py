@@ -46,7 +46,7 @@ from paceline.torch.backward.recorded_steps import note_steps
 from paceline.torch.backward.replica_state import hash_model, make_notes
 from paceline.torch.backward.sparse import SparseMeans
 from paceline.torch.backward.storage_uses import uses_of_storages
-from paceline.torch.communicator.communicators import average_buffers
+from paceline.torch.communicator.ops import average_buffers
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors

@@ -1,90 +1,79 @@
-"""Calls over the process group of torch that the user has, waited for up to a deadline.
-
-The one idea: a process group says that a connection broke, or nothing at all, and not which rank it has lost.
-So whoever waits for it here gives up at the deadline, looks at the ranks of the host meanwhile, and names the
-rank that is lost wherever that can be known.
-"""
+"""Calls over a process group of torch, waited for up to a deadline; see `ProcessGroupCalls`."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions
 
-from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.health.peer_monitor import ChannelPeerMonitor, PeerMonitor
 from paceline.reducer.channels import known_channel
-from paceline.reducer.plan import Plan
-from paceline.reducer.process_group_waits import ProcessGroupWaits, is_of_a_late_peer, is_of_a_lost_peer
-from paceline.reducer.sum_order import join_in_order
-from paceline.torch.communicator.exchange import transport_device
-from paceline.torch.communicator.peers import ProcessGroupPeers
-from paceline.torch.model.parameters import dtype_name
+from paceline.reducer.process_group_calls import ProcessGroupCalls
+from paceline.reducer.process_group_waits import (
+    ProcessGroupWaits,
+    Rows,
+    is_of_a_late_peer,
+    is_of_a_lost_peer,
+)
+from paceline.rendezvous.roll_call import Work
+from paceline.torch.communicator.broadcast import PreparedBroadcast
 
 _Options = TypeVar("_Options")
-_Begun = TypeVar("_Begun")
+_kept: deque[tuple[torch.Tensor, ...]] | None = deque(maxlen=64) if torch.__version__ < "2.8" else None
 _BRIEFLY = timedelta(milliseconds=20)
 
 
-class Call(Protocol):
-    """A call on its way; torch's own are `torch.distributed.Work`."""
+class Patient(Protocol):
+    """The ranks of a process group, and how long they wait for each other."""
 
-    def is_completed(self) -> bool: ...
+    rank: int
+    world_size: int
+    timeout_s: float
+    warn_after_s: float
 
-    def wait(self) -> Any:
-        """Raise what the call raised; on a device let what is computed from now on wait for its result."""
-        ...
 
-
-class GroupCalls:
-    """One rank's calls over a process group of torch.
+class GroupCalls(ProcessGroupCalls[torch.Tensor]):
+    """See `ProcessGroupCalls`; over a process group of torch.
 
     Args:
-        peers: The ranks of the group.
+        group: The process group, of some or all ranks.
+        ranks: All ranks.
         peer_monitor: Names ranks that are lost or late; None: nobody does.
-        plan: The plan of the buckets that are summed over the group, if there are any.
-        within: A group of some of these ranks that makes the calls, and what it is in words; None: the group
-            of all makes them.
-        timeout_s: Most seconds of one wait; None: as the peers say.
+        words: What the group is, in words; None: it is that of all ranks.
 
     Attributes:
-        group: The process group.
         serves_cpu: Whether the group moves tensors of the CPU.
-        waits: How this rank waits for these calls, and words their failures.
     """
 
     def __init__(
         self,
-        peers: ProcessGroupPeers,
-        peer_monitor: PeerMonitor | None,
-        plan: Plan | None = None,
-        within: tuple[dist.ProcessGroup, str] | None = None,
-        timeout_s: float | None = None,
+        group: dist.ProcessGroup,
+        ranks: Patient,
+        peer_monitor: PeerMonitor | None = None,
+        words: str | None = None,
     ) -> None:
-        self.group, engine = within or (
-            peers.process_group,
-            f"torch's {dist.get_backend(peers.process_group)} process group",
-        )
-        self.serves_cpu = "cpu" in {device.type for device in self.group._device_types}
-        engines = {engine_of(self.group, torch.device(each.type)) for each in self.group._device_types}
-        self._wakes = "gloo" in engines and engines <= {"gloo", "nccl"}  # none of NCCL's is waited for so
-        self.waits = ProcessGroupWaits(
-            peers.rank,
-            peers.world_size,
-            engine=engine,
-            timeout_s=timeout_s or peers.timeout_s,
-            warn_after_s=peers.warn_after_s,
-            plan=plan,
+        waits = ProcessGroupWaits(
+            ranks.rank,
+            ranks.world_size,
+            engine=words or f"torch's {dist.get_backend(group)} process group",
+            timeout_s=ranks.timeout_s,
+            warn_after_s=ranks.warn_after_s,
             peer_monitor=peer_monitor,
         )
+        super().__init__(group, ranks.rank, ranks.world_size, waits)
+        self.serves_cpu = "cpu" in {device.type for device in group._device_types}
+        engines = {engine_of(group, torch.device(each.type)) for each in group._device_types}
+        self._wakes = "gloo" in engines and engines <= {"gloo", "nccl"}  # none of NCCL's is waited for so
 
     def is_nccl(self, device: torch.device) -> bool:
         """Whether NCCL makes the calls for tensors of this device: one after the other, on one stream."""
@@ -94,98 +83,46 @@ class GroupCalls:
         """See the function of this name."""
         return runs_on_streams(self.group, device)
 
-    def begin(self, start: Callable[[], _Begun], what: int | str) -> _Begun:
-        """Begin a call.
+    def wait(self, call: Work, what: int | str, *, on_host: bool = True, on_device: bool = False) -> None:
+        """See `ProcessGroupCalls`.
 
         Args:
-            start: Makes the call, with `async_op=True`.
-            what: The number of the bucket that it sums, or what it is in words.
-
-        Raises:
-            PeerLostError: The process group lost a connection.
-            CollectiveError: It failed otherwise.
-        """
-        try:
-            return start()
-        except RuntimeError as error:
-            raise self.waits.failed(error, what) from error
-
-    def wait(self, work: Call, what: int | str, *, on_host: bool, on_device: bool = False) -> None:
-        """Block until a call is over, at most until the deadline.
-
-        Args:
-            work: The call.
-            what: As for `begin`.
-            on_host: Whether this thread has to wait. Else, on a GPU, what is computed from now on waits.
+            call, what, on_host: As there.
             on_device: Whether its tensors are on a device: Gloo ignores the time of a wait for those.
-
-        Raises:
-            DeadlineError: It was not over in time.
-            PeerLostError: The process group lost a connection.
-            CollectiveError: It failed otherwise.
         """
         try:
-            if on_host and not work.is_completed():
-                if self._wakes and not on_device and _is_over_soon(work):
-                    return
-                # Polled, because Work.wait(timeout) is ignored by some backends and ends the group in others.
-                self.waits.poll(work.is_completed, what)
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise self.waits.failed(error, what) from error
+            if on_host and self._wakes and not on_device and not call.is_completed() and _is_over_soon(call):
+                return
+            # Polled, because Work.wait(timeout) is ignored by some backends and ends the group in others.
+            super().wait(call, what, on_host=on_host)
         except CollectiveError:
             abort_on_devices(self.group)
             raise
 
-    def _wait_for(self, tensor: torch.Tensor, work: dist.Work, what: str) -> None:
+    def _complete(self, tensor: torch.Tensor, start: Callable[[], Any], what: str) -> None:
         on_host = not self.runs_on_streams(tensor.device)
-        self.wait(work, what, on_host=on_host, on_device=not tensor.is_cpu)
+        self.wait(self.begin(start, what), what, on_host=on_host, on_device=not tensor.is_cpu)
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by its sum over the ranks. Collective."""
-        what = "a sum of values"
-        work = self.begin(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
-        self._wait_for(tensor, work, what)
+    def sum(self, tensor: torch.Tensor, timeout_s: float | None = None) -> None:
+        calls = self if timeout_s is None else self.but(timeout_s=timeout_s)
+        calls._complete(
+            tensor, lambda: dist.all_reduce(tensor, group=self.group, async_op=True), "a sum of values"
+        )
 
-    def sum_in_order(self, tensor: torch.Tensor) -> None:
-        """As `sum`, with the bits of a sum in the memory of one host. Collective; the group serves the CPU.
-
-        Everybody gets the tensors of all ranks, which is fit for what is small.
-
-        Args:
-            tensor: Contiguous, of float32 or float64.
-        """
-        what = "a sum of values in the order of ranks"
-        own = tensor.cpu()
-        rows = [torch.empty_like(own) for _ in range(self.group.size())]
-        work = self.begin(lambda: dist.all_gather(rows, own, group=self.group, async_op=True), what)
-        self.wait(work, what, on_host=True)
-        dtype, sums = _core.DTYPES[dtype_name(tensor.dtype)], _core.REDUCE_OPS["sum"]
-
-        def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-            pointers = [left.data_ptr(), right.data_ptr()]
-            _core.reduce_arrays(dtype, sums, pointers, pointers[:1], left.numel())
-            return left
-
-        with _core.DefaultFloats():
-            tensor.copy_(join_in_order(rows, add))
+    def prepare_broadcast(self, tensors: Sequence[torch.Tensor]) -> Callable[[int], None]:
+        return PreparedBroadcast(tensors, self.rank, self.broadcast)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Replace a tensor by that of the rank `root`. Collective."""
-        what = "a broadcast of values"
         source = dist.get_global_rank(self.group, root)
-        work = self.begin(lambda: dist.broadcast(tensor, source, group=self.group, async_op=True), what)
-        self._wait_for(tensor, work, what)
+        self._complete(
+            tensor,
+            lambda: dist.broadcast(tensor, source, group=self.group, async_op=True),
+            "a broadcast of values",
+        )
 
-    def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
-        what = "an exchange of facts"
-        own = torch.from_numpy(array.reshape(-1).view(np.uint8)).to(transport_device(self.group))
-        rows = [torch.empty_like(own) for _ in range(self.group.size())]
-        work = self.begin(lambda: dist.all_gather(rows, own, group=self.group, async_op=True), what)
-        self.wait(work, what, on_host=True)
-        return np.stack([row.cpu().numpy().view(array.dtype).reshape(array.shape) for row in rows])
+    def begin_gather(self, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
+        return gather_over(self.group, transport_device(self.group), array)
 
     def naming(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Name the lost rank in what a call of somebody else's raises, where it has lost one.
@@ -201,6 +138,44 @@ def asynchronous(options: _Options) -> _Options:
     if hasattr(options, "asyncOp"):
         options.asyncOp = True
     return options
+
+
+_GATHERING = asynchronous(AllgatherOptions())
+
+
+def gather_over(group: Any, device: torch.device, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
+    """Begin to collect the arrays of all ranks, of one shape and dtype. Collective, does not block.
+
+    Args:
+        group: Also one that is not registered with torch; torch's stubs lack the `allgather` of such groups.
+        device: Where tensors lie that it moves.
+        array: This rank's.
+    """
+    own = torch.from_numpy(array.reshape(-1).view(np.uint8)).to(device)
+    rows = [torch.empty_like(own) for _ in range(group.size())]
+    keep(own, *rows)
+    work: Work = group.allgather([rows], [own], _GATHERING)
+    return work, lambda: np.stack([row.cpu().numpy().view(array.dtype).reshape(array.shape) for row in rows])
+
+
+def keep(*tensors: torch.Tensor) -> None:
+    """Keep the small tensors of a call until many others have been made.
+
+    torch before 2.8 holds Python's lock while it waits for the threads of a group that is destroyed, and one
+    of them needs the lock to free a tensor that nothing else holds any more. So whoever destroys a group
+    right after a call over it, or after one that was given up, would wait for ever.
+    """
+    if _kept is not None:
+        _kept.append(tensors)
+
+
+def transport_device(group: dist.ProcessGroup) -> torch.device:
+    """The CPU where the group serves it, else the current device of the kind that it serves."""
+    kinds = {device.type for device in group._device_types}
+    if "cpu" in kinds or not kinds:
+        return torch.device("cpu")
+    kind = min(kinds)
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 class Patience(NamedTuple):
@@ -302,7 +277,7 @@ def runs_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type != "cpu" and engine_of(group, device) not in ("", "gloo", "mpi", "ucc")
 
 
-def _is_over_soon(work: Call) -> bool:
+def _is_over_soon(work: Work) -> bool:
     """Wait briefly for a call of Gloo, whose end wakes this thread sooner than it would wake by the clock.
 
     Gloo raises when the time is over, and the call goes on.

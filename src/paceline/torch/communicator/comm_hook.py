@@ -1,32 +1,26 @@
 """Buckets through a user's hook: what torch calls a communication hook, with torch's own unmodified.
 
 A hook gets a state and a `GradBucket`, and returns a future of the tensor that replaces the bucket's buffer.
-One hook at a time: the next begins when the future of the one before is done. Hooks make further calls on
-the process group when a call of theirs completes, and only so do these have one order on all ranks.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel.distributed import _BufferCommHookLocation
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError, ConfigTypeError
-from paceline.health.peer_monitor import PeerMonitor
-from paceline.reducer.comm_hooks import (
-    CommHook,
-    HookedBucket,
-    ShownBuckets,
-    check_callable,
-    wrong_result,
-)
-from paceline.torch.communicator.gradient_buffer import GradientBuffer
-from paceline.torch.communicator.peers import ProcessGroupPeers
-from paceline.torch.communicator.transport import ProcessGroupTransport, as_real
+from paceline.reducer.comm_hooks import CommHook, HookedBucket, HookedBuckets, check_callable, wrong_result
+from paceline.reducer.gradient_buffer import GradientBuffer
+from paceline.torch.communicator.calls import GroupCalls
+from paceline.torch.communicator.transport import as_real
+
+_HINT = "return work.get_future().then(lambda f: f.value()[0] / world_size)"
 
 
 class GradBucket(HookedBucket[torch.Tensor]):
@@ -54,121 +48,72 @@ class GradBucket(HookedBucket[torch.Tensor]):
         ]
 
 
-class HookTransport(ProcessGroupTransport):
-    """A `Transport` that gives each bucket to a hook.
+class TorchHook(HookedBuckets[torch.Tensor]):
+    """See `HookedBuckets`; a hook returns a future of torch.
 
     Args:
+        hook: The hook.
         gradient_buffer: With whole parameters in its buckets.
-        peers: The process group that the hook, too, will use.
         parameters: Those that the plan lists.
-        hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
-        checks_finite, peer_monitor: As `ProcessGroupTransport`'s.
+        calls: Over the process group that the hook, too, will use.
+        process_group: The same group.
     """
 
     def __init__(
         self,
-        gradient_buffer: GradientBuffer,
-        peers: ProcessGroupPeers,
-        parameters: Sequence[torch.Tensor],
         hook: CommHook,
-        *,
-        checks_finite: bool,
-        peer_monitor: PeerMonitor | None = None,
+        gradient_buffer: GradientBuffer[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        calls: GroupCalls,
+        process_group: dist.ProcessGroup,
     ) -> None:
-        super().__init__(gradient_buffer, peers, checks_finite=checks_finite, peer_monitor=peer_monitor)
-        self.is_serial, self.is_in_order = True, False
-        self.pointers = ()  # hooks may move the memory
-        self._hook = hook
-        self._parameters = list(parameters)
-        self._latest: _HookWork | None = None
-        self.shown: ShownBuckets[torch.Tensor] = ShownBuckets()
+        super().__init__(hook, gradient_buffer.plan)
+        self._places, self._parameters = gradient_buffer.places, list(parameters)
+        self._calls, self._process_group = calls.but(plan=gradient_buffer.plan), process_group
 
-    def launch(self, bucket: int, scale: float) -> _HookWork:
-        """Give a bucket to the hook, which divides by the world size; the rest of `scale` is a weight."""
-        if self._latest is not None:
-            self._latest.wait()
-        flat = self._complete(bucket)
-        members = [
-            index
-            for index in self._gradient_buffer.plan.buckets[bucket].parameters
-            if self._gradient_buffer.views[index].numel()  # not sparse ones, which are averaged elsewhere
-        ]
+    def _show(
+        self, number: int, flat: torch.Tensor, members: Sequence[int], weight: float
+    ) -> tuple[GradBucket, Any]:
+        shown = GradBucket(
+            self._process_group,
+            number,
+            flat,
+            # .data: what the hook does to them does not count as a change of the gradient itself
+            [self._places[index].data for index in members],
+            [self._parameters[index] for index in members],
+            number == len(self._plan.buckets) - 1,
+            weight,
+        )
         with torch.no_grad():
-            if self._checks_finite and scale:
-                self._note_nonfinite(bucket, flat)
-            weight = scale * self.world_size
-            if weight == 0.0:
-                flat.zero_()  # 0 * NaN would be NaN
-            elif not math.isclose(weight, 1.0, rel_tol=1e-12):  # 1 / 49 * 49 is not 1
-                flat.mul_(weight)
-            shown = GradBucket(
-                self._group,
-                bucket,
-                flat,
-                # .data: what the hook does to them does not count as a change of the gradient itself
-                [self._gradient_buffer.views[index].data for index in members],
-                [self._parameters[index] for index in members],
-                bucket == len(self._buckets) - 1,
-                weight,
-            )
-            self.shown.add(shown, members)
             future = self._hook.call(self._hook.state, shown)
         if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future
-            raise _wrong_result(
-                self._hook.name, "a torch.futures.Future of a tensor", type(future).__name__, ConfigTypeError
-            )
-        self._latest = _HookWork(self, future, shown)
-        return self._latest
+            expected = "a torch.futures.Future of a tensor"
+            raise wrong_result(self._hook.name, expected, type(future).__name__, _HINT, ConfigTypeError)
+        return shown, future
 
-    def finish(self, future: torch._C.Future[Any], shown: GradBucket) -> None:
-        """Wait for a hook's future, with the deadline, and put its tensor into the bucket."""
-        bucket = shown.index()
-        self._calls.waits.poll(future.done, bucket)
+    def _put(self, result: torch._C.Future[Any], number: int, flat: torch.Tensor) -> None:
+        waits, name = self._calls.waits, self._hook.name
+        waits.poll(result.done, number)
         try:
-            value = future.wait()
+            value = result.wait()
         except RuntimeError as error:
-            raise self._calls.waits.failed(error, bucket) from error
+            raise waits.failed(error, number) from error
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]  # what the futures of torch's own collectives hold
-        flat = self._buckets[bucket]
         if not isinstance(value, torch.Tensor):
-            raise _wrong_result(
-                self._hook.name, "a future of a tensor", f"one of {type(value).__name__}", ConfigTypeError
-            )
+            got = f"one of {type(value).__name__}"
+            raise wrong_result(name, "a future of a tensor", got, _HINT, ConfigTypeError)
         if flat.is_complex() and not value.is_complex():
             flat = as_real(flat)  # as torch's all_reduce delivers it
         if value.numel() != flat.numel() or value.is_floating_point() != flat.is_floating_point():
-            raise _wrong_result(
-                self._hook.name,
-                f"a tensor like bucket.buffer(), shape {tuple(flat.shape)}, {flat.dtype}",
-                f"shape {tuple(value.shape)}, {value.dtype}",
-                ConfigError,
-            )
+            expected = f"a tensor like bucket.buffer(), shape {tuple(flat.shape)}, {flat.dtype}"
+            raise wrong_result(name, expected, f"shape {tuple(value.shape)}, {value.dtype}", _HINT)
         if value.data_ptr() != flat.data_ptr():
             with torch.no_grad():
                 flat.copy_(value.reshape(flat.shape))
-        self.shown.note(shown, lambda: bool(torch.isfinite(flat).all()))
 
-    def take_nonfinite(self) -> list[int]:
-        self._latest = None
-        return super().take_nonfinite()
-
-    def may_have_overflowed(self, scale: float) -> bool:
-        return self._checks_finite  # a hook may sum in a smaller type
-
-
-class _HookWork:
-    """A bucket in the hands of a hook."""
-
-    def __init__(self, transport: HookTransport, future: torch._C.Future[Any], shown: GradBucket) -> None:
-        self._transport = transport
-        self._future: torch._C.Future[Any] | None = future
-        self._shown = shown
-
-    def wait(self) -> None:
-        future, self._future = self._future, None
-        if future is not None:
-            self._transport.finish(future, self._shown)
+    def _is_finite(self, flat: torch.Tensor) -> bool:
+        return bool(torch.isfinite(flat).all())
 
 
 def check_hook(hook: Any) -> None:
@@ -199,6 +144,45 @@ def check_hook(hook: Any) -> None:
         )
 
 
-def _wrong_result(name: str, expected: str, got: str, kind: type[ConfigError]) -> ConfigError:
-    hint = "return work.get_future().then(lambda f: f.value()[0] / world_size)"
-    return wrong_result(name, expected, got, hint, kind)
+class BufferHook:
+    """A user's hook that keeps buffers in step: what torch calls a buffer communication hook.
+
+    It is called in forward. The end of backward waits for the futures that it returned.
+
+    Args:
+        state: Handed to the hook.
+        call: The hook.
+        location: Before forward, or after it (None too).
+    """
+
+    def __init__(
+        self, state: object, call: Callable[..., Any], location: _BufferCommHookLocation | None
+    ) -> None:
+        check = Arguments("_register_buffer_comm_hook")
+        check.function("hook", call, "hook(state, {name: buffer})")
+        if location is not None and not isinstance(location, _BufferCommHookLocation):
+            name, expected = "comm_hook_location", "torch.nn.parallel.distributed._BufferCommHookLocation"
+            raise check.refuse(name, location, expected, "leave it out: after forward", is_type=True)
+        self._state = state
+        self._call = call
+        self._is_before = location is _BufferCommHookLocation.PRE_FORWARD
+        self._futures: list[torch.futures.Future[Any]] = []
+
+    def before_forward(self, buffers: dict[str, torch.Tensor]) -> None:
+        if self._is_before:
+            self._run(buffers)
+            self.end_backward()  # forward must see the result
+
+    def after_forward(self, buffers: dict[str, torch.Tensor]) -> None:
+        if not self._is_before:
+            self._run(buffers)
+
+    def end_backward(self) -> None:
+        """Wait for what the hook has begun."""
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.wait()
+
+    def _run(self, buffers: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            self._futures += self._call(self._state, buffers) or []

@@ -41,8 +41,8 @@ from paceline.reducer.between_hosts.hierarchical import Hosts
 from paceline.reducer.between_hosts.routes import num_shares, place_of
 from paceline.reducer.between_hosts.wire import Message
 from paceline.rendezvous.shared_memory import HostMemory
-from paceline.torch.communicator.peers import Peers, ProcessGroupPeers, control_of
-from paceline.torch.communicator.stores import store_of
+from paceline.torch.communicator.find_peers import Peers, ProcessGroupPeers
+from paceline.torch.communicator.store_exchange import store_of
 
 
 def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
@@ -64,7 +64,7 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
         ranks=memory.hosts,
         group=memory.host_group,
         transport=transport,
-        control=control_of(peers, memory.hosts),
+        control=peers.channel(memory.hosts),
         gather=lambda payload: peers.exchange.all_gather(payload, peers.timeout_s),
         timeout_s=peers.timeout_s,
     )

@@ -31,8 +31,8 @@ from paceline.reducer.between_hosts.peer_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import place_of
 from paceline.reducer.plan import Plan
 from paceline.torch.communicator.calls import GroupCalls, abort_on_devices, engine_of
-from paceline.torch.communicator.peers import ProcessGroupPeers
-from paceline.torch.communicator.stores import store_of
+from paceline.torch.communicator.find_peers import ProcessGroupPeers
+from paceline.torch.communicator.store_exchange import store_of
 
 ENGINES = ("nccl", "gloo")
 """Backends that a host's group can have: that of the process group of all ranks for their device."""
@@ -222,11 +222,8 @@ class LocalCalls:
         plan: Plan | None = None,
     ) -> None:
         self.place, self.size = group.place, group.size
-        within = group.process_group, group.words
-        self._calls = GroupCalls(peers, peer_monitor, plan, within)
-        self._last_calls = GroupCalls(
-            peers, peer_monitor, plan, within, patience_with_its_host_s(peers.timeout_s)
-        )
+        self._calls = GroupCalls(group.process_group, peers, peer_monitor, group.words).but(plan=plan)
+        self._last_calls = self._calls.but(timeout_s=patience_with_its_host_s(peers.timeout_s))
         self._group = group.process_group
         self._is_gloo = group.engine == "gloo"
         self._device = device

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
-from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share
+from paceline.reducer.communicator import ReductionOptions
+from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.plan import Plan
+from paceline.torch.communicator.calls import GroupCalls
 from paceline.torch.communicator.device_copies import DeviceCopies
-from paceline.torch.communicator.gradient_buffer import GradientBuffer
 from paceline.torch.communicator.local_group import LocalCalls
-from paceline.torch.communicator.peers import ProcessGroupPeers
 from paceline.torch.communicator.transport import ProcessGroupTransport
 
 
@@ -31,44 +31,35 @@ class ShareTransport(ProcessGroupTransport):
 
     Args:
         gradient_buffer: The gradient buffer of this rank, on one device.
-        peers: All ranks.
-        calls: Over the process group of this host.
+        calls: Over the process group of all ranks.
+        options: How gradients are to be averaged.
+        local: Calls over the process group of this host.
         shares: Exchanges shares with the partners.
         places: Where the share of each bucket lies in memory, for `shares`.
         num_hosts: How many hosts there are.
         copies: Between the device and memory.
-        checks_finite, waits_for_finite, peer_monitor: See `ProcessGroupTransport`.
     """
 
     def __init__(
         self,
-        gradient_buffer: GradientBuffer,
-        peers: ProcessGroupPeers,
-        calls: LocalCalls,
+        gradient_buffer: GradientBuffer[torch.Tensor],
+        calls: GroupCalls,
+        options: ReductionOptions,
+        local: LocalCalls,
         shares: Shares,
         places: list[torch.Tensor],
         num_hosts: int,
         copies: DeviceCopies,
-        *,
-        checks_finite: bool,
-        waits_for_finite: bool,
-        peer_monitor: PeerMonitor | None,
     ) -> None:
-        super().__init__(
-            gradient_buffer,
-            peers,
-            checks_finite=checks_finite,
-            waits_for_finite=waits_for_finite,
-            peer_monitor=peer_monitor,
-        )
+        super().__init__(gradient_buffer, calls, options)
         self.is_in_order = False
         self._shares = shares
-        self._local, self._copies, self._num_hosts = calls, copies, num_hosts
+        self._local, self._copies, self._num_hosts = local, copies, num_hosts
         self._places = places
         self._padded = [self._pad(flat, place) for flat, place in zip(self._buckets, places)]
-        self._parts = [calls.part_of(flat) for flat in self._padded]
+        self._parts = [local.part_of(flat) for flat in self._padded]
         self._pinned = [copies.memory(part.numel(), part.dtype) for part in self._parts]
-        self._gaps = _gaps(gradient_buffer.plan, places, calls)
+        self._gaps = _gaps(gradient_buffer.plan, places, local)
         self._brought: list[dist.Work] = []
 
     def launch(self, bucket: int, scale: float) -> ShareWork:

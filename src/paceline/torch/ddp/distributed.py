@@ -28,7 +28,7 @@ from paceline.reducer.backward.micro_batches import as_weight
 from paceline.reducer.between_hosts.options import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
-from paceline.reducer.communicator import Communicator
+from paceline.reducer.communicator import Communicator, MemoryCommunicator
 from paceline.reducer.local_sgd.members import Members, join_member
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.rendezvous.start import refuse_latecomers
@@ -38,10 +38,10 @@ from paceline.torch.backend.init_process_group import membership_of_default_grou
 from paceline.torch.backward.autograd import TorchBackwardSync, make_buffer_sync, make_sync
 from paceline.torch.backward.outer_parameters import OuterParameters
 from paceline.torch.backward.recorded_steps import note_steps
+from paceline.torch.communicator import ops
 from paceline.torch.communicator.comm_hook import check_hook
-from paceline.torch.communicator.communicators import MemoryCommunicator, connect
-from paceline.torch.communicator.members import MemberPeers
-from paceline.torch.communicator.peers import Peers, find_peers, known_exchange
+from paceline.torch.communicator.connect import connect
+from paceline.torch.communicator.find_peers import Peers, find_peers, known_exchange
 from paceline.torch.ddp.logging_data import noting_errors
 from paceline.torch.ddp.pickling import refuse_backward
 from paceline.torch.ddp.torch_names import TorchNames, hide_torchs_own, moved
@@ -336,7 +336,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             communicator,
             peers.exchange,
             between,
-            lambda core: MemoryCommunicator(core, MemberPeers(core, peers)),
+            lambda core: MemoryCommunicator(core, ops),
             owner=type(self).__name__,
             on_host=self._tensors.device_kinds == {"cpu"},
             timeout_s=peers.timeout_s,

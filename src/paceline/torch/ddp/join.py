@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join, JoinHook
 from paceline.errors import ConfigError
 from paceline.reducer.backward.uneven import Shadow
 from paceline.torch.communicator.calls import GroupCalls
-from paceline.torch.communicator.peers import Peers, ProcessGroupPeers
+from paceline.torch.communicator.find_peers import Peers, ProcessGroupPeers
 
 if TYPE_CHECKING:
     from paceline.torch.backward.autograd import TorchBackwardSync
@@ -42,7 +42,8 @@ class Joining:
                 hint="call ddp.finish() on each rank when its data ends; or torch.distributed."
                 "init_process_group() before wrapping the model",
             )
-        calls = GroupCalls(peers, None if backward_sync is None else backward_sync.communicator.peer_monitor)
+        peer_monitor = None if backward_sync is None else backward_sync.communicator.peer_monitor
+        calls = GroupCalls(peers.process_group, peers, peer_monitor)
         self._device = torch.device("cpu") if calls.serves_cpu else device
         self._calls = calls
         self._backward_sync = backward_sync

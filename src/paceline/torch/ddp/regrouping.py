@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.reducer.history import agree_on_backwards
-from paceline.torch.communicator.peers import find_peers
+from paceline.torch.communicator.find_peers import find_peers
 from paceline.torch.model.inner_tensors import plain_tensors
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from paceline.reducer.local_sgd.outer_sync import OuterSync, Warmup
 from paceline.sharding.partial_steps import torn
 from paceline.sharding.shared_parameters import written
 from paceline.torch.backward.autograd import ErrorNote
-from paceline.torch.communicator.buffer_hook import BufferHook
+from paceline.torch.communicator.comm_hook import BufferHook
 from paceline.torch.data_parallel.scatter import gather, scatter_call
 from paceline.torch.ddp.join import DDPJoinHook, Joining, NamingJoin
 from paceline.torch.ddp.logging_data import TorchLogger, logging_data, noting_errors
@@ -48,7 +48,7 @@ from paceline.torch.sharding.shared_storage import SharedStorage
 if TYPE_CHECKING:
     from paceline.reducer.comm_hooks import CommHook
     from paceline.torch.backward.autograd import TorchBackwardSync
-    from paceline.torch.communicator.peers import Peers
+    from paceline.torch.communicator.find_peers import Peers
     from paceline.torch.model.config import DDPConfig
     from paceline.torch.model.parameters import ManagedTensors
 

@@ -35,9 +35,9 @@ from paceline.sharding.sharded_steps import ShardedSteps
 from paceline.sharding.shards import part_of
 from paceline.sharding.shared_parameters import check_step_allowed, storages_of
 from paceline.sharding.step_barriers import spell_options
-from paceline.torch.communicator.communicators import connect
+from paceline.torch.communicator.connect import connect
+from paceline.torch.communicator.find_peers import find_peers, known_exchange
 from paceline.torch.communicator.gradient_buffer import is_dense
-from paceline.torch.communicator.peers import find_peers, known_exchange
 from paceline.torch.model.parameters import describe_tensors
 from paceline.torch.sharding.optimizer_steps import TorchPart, kind_of, slots_of
 from paceline.torch.sharding.param_groups import (

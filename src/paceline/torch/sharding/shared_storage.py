@@ -19,7 +19,7 @@ from paceline.reducer.peers import Ranks
 from paceline.sharding import moving, shared_parameters
 from paceline.sharding.moving import share_to_read
 from paceline.sharding.shared_parameters import check_whole
-from paceline.torch.communicator.peers import find_peers, known_exchange
+from paceline.torch.communicator.find_peers import find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.inner_tensors import is_disjoint, is_wrapper
 from paceline.torch.model.parameters import ManagedTensors

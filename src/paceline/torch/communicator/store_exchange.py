@@ -1,97 +1,23 @@
-"""Torch's own means of communication as a rendezvous `Exchange`: a process group, or a store.
-
-Its one idea:
-whatever the user has initialised already connects the ranks, so Paceline opens no second port to form its
-group. Payloads are plain bytes; nothing is pickled.
-"""
+"""Stores of torch: of a process group, as a `KeyStore`, and as an `Exchange` before there is any group."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-import weakref
+import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline.errors import RendezvousError, format_ranks
-from paceline.rendezvous.roll_call import Roll
 from paceline.rendezvous.secret import find_secret
-from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures, SignedKeyStore
-from paceline.torch.communicator.kept import keep
-from paceline.torch.communicator.stores import store_of
+from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures
 
-_HOLDER = 0  # the rank of the default group that serves torch's store, where no agent does
 _HEADER_BYTES = 4
 _CLOCK_SLACK_S = 0.05  # stores count milliseconds and may give up a little before the deadline
-
-
-class ProcessGroupExchange:
-    """All-gather of bytes over any initialised torch process group: gloo, mpi, nccl or ours.
-
-    Args:
-        process_group: The group whose ranks take part; None: the default group.
-
-    Example:
-        Rank 0 passes b"a" and rank 1 passes b"bc"; both get [b"a", b"bc"].
-    """
-
-    def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        group = process_group if process_group is not None else dist.group.WORLD
-        if group is None:
-            raise RendezvousError(
-                "torch.distributed has no process group yet.",
-                likely="torch.distributed.init_process_group() was not called, or failed",
-                hint='call torch.distributed.init_process_group("gloo") first, or start with `paceline run`',
-            )
-        self._group = group
-        self._rank = dist.get_rank(group)
-        self._world_size = dist.get_world_size(group)
-        if self._rank < 0:
-            raise RendezvousError(
-                "This process is not a member of the given process group.",
-                got=f"rank {dist.get_rank()} of the default group",
-                hint="pass a group that this rank belongs to",
-            )
-        self._device = transport_device(self._group)
-        self._roll = _roll_of(self._group, self._rank, self._world_size)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
-
-    def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
-        """Return the payloads of all ranks, by rank. Collective; blocks at most `timeout_s`.
-
-        Raises:
-            RendezvousError: The group failed, or some rank was late; names those that do not answer.
-        """
-        deadline = time.monotonic() + timeout_s
-        own_size = torch.tensor([len(payload)], dtype=torch.int64, device=self._device)
-        sizes = [int(size) for size in self._gather_tensors(own_size, deadline, timeout_s)]
-        padded = torch.zeros(max(1, *sizes), dtype=torch.uint8)
-        if payload:
-            padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-        rows = self._gather_tensors(padded.to(self._device), deadline, timeout_s)
-        return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
-
-    def _gather_tensors(self, own: torch.Tensor, deadline: float, timeout_s: float) -> list[torch.Tensor]:
-        rows = [torch.empty_like(own) for _ in range(self._world_size)]
-        keep(own, *rows)
-        self._roll.complete(
-            lambda: dist.all_gather(rows, own, group=self._group, async_op=True),
-            "all_gather",
-            timeout_s,
-            deadline,
-        )
-        return rows
 
 
 class StoreExchange:
@@ -237,25 +163,6 @@ class StoreExchange:
         )
 
 
-_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDictionary()
-
-
-def _roll_of(group: dist.ProcessGroup, rank: int, world_size: int) -> Roll:
-    """One for each group, so that all ranks count its calls alike."""
-    if group not in _rolls:
-        store = store_of(group)
-        secret, scope = find_secret().key, str(group.group_name)
-        key_store = (
-            None if store is None else SignedKeyStore(FrameworkKeyStore(store), Signatures(secret, scope))
-        )
-        ranks = dist.get_process_group_ranks(group)
-        holder = ranks.index(_HOLDER) if _HOLDER in ranks and _is_store_served_by_rank() else None
-        _rolls[group] = Roll(
-            key_store, rank, world_size, holder, f"torch's {dist.get_backend(group)} process group"
-        )
-    return _rolls[group]
-
-
 class FrameworkKeyStore:
     """A store of torch as a `KeyStore`, and as a `MembershipStore`."""
 
@@ -272,7 +179,20 @@ class FrameworkKeyStore:
         return bytes(self._store.get(key)).decode(errors=LOSSLESS) if self._store.check([key]) else None
 
 
-def _is_store_served_by_rank() -> bool:
+def store_of(group: dist.ProcessGroup) -> Store | None:
+    """The store through which the ranks of a group have met, in any torch; None: it was made without one."""
+    try:
+        store: Store = dist.distributed_c10d._get_process_group_store(group)
+        return store
+    except (AttributeError, KeyError):  # another torch, or a group that torch did not make
+        pass
+    try:
+        return group.get_group_store()  # which torch 2.6 lacks
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def is_default_store_served_by_rank() -> bool:
     """Whether the default group's store lives in the process of its rank 0."""
     store = store_of(dist.group.WORLD) if dist.group.WORLD is not None else None
     while isinstance(store, PrefixStore):
@@ -280,10 +200,30 @@ def _is_store_served_by_rank() -> bool:
     return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def transport_device(group: dist.ProcessGroup) -> torch.device:
-    """The CPU where the group serves it, else the current device of the kind that it serves."""
-    kinds = {device.type for device in group._device_types}
-    if "cpu" in kinds or not kinds:
-        return torch.device("cpu")
-    kind = min(kinds)
-    return torch.device(kind, torch.accelerator.current_device_index())
+def warn_of_shared_store(backend: str, rank: int, environ: Mapping[str, str] | None = None) -> None:
+    """Warn on rank 0 if torchrun may restart ranks that talk over Gloo, and its agent's store is shared.
+
+    The ranks of the next attempt then find the addresses of those of the last one in it: with torch 2.13,
+    two of four restarts ended in `connectFullMesh failed`, with DistributedDataParallel of torch as well.
+    To be left out when torch gives each attempt keys of its own.
+    """
+    environ = os.environ if environ is None else environ
+    restarts_left = _number(environ, "TORCHELASTIC_MAX_RESTARTS") - _number(
+        environ, "TORCHELASTIC_RESTART_COUNT"
+    )
+    is_shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if "gloo" not in backend or rank != 0 or restarts_left <= 0 or not is_shared:
+        return
+    warnings.warn(
+        "torchrun may not bring this job back after a failure: the ranks that it restarts look for the dead "
+        "ones' Gloo addresses in the store that its agent keeps, and half of such restarts fail with "
+        "`connectFullMesh failed`. That is torch's fault. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
+        'environment of torchrun; or use the backend "paceline", which has keys of its own for each attempt.',
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() else 0

@@ -1,0 +1,80 @@
+"""The communicator between the ranks of a model of Paddle."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import weakref
+from typing import Any
+
+import paddle
+
+from paceline.paddle.communicator import ops
+from paceline.paddle.communicator.calls import LoneCalls, MemoryCalls
+from paceline.paddle.communicator.find_peers import DEFAULT_OWNER, LonePeers, PaddlePeers, Peers, find_peers
+from paceline.paddle.communicator.hosts import MOST_HOSTS, join_hosts
+from paceline.paddle.internals import GLOO_LIMIT_S
+from paceline.reducer.between_hosts import hosts_communicator
+from paceline.reducer.between_hosts.options import BetweenHosts
+from paceline.reducer.communicator import Communicator, GroupCommunicator, MemoryCommunicator
+
+_log = logging.getLogger("paceline")
+_is_limit_told = False
+_Communicators = dict[bool, Communicator[paddle.Tensor]]  # by whether they are on the CPU
+_common_communicators: weakref.WeakKeyDictionary[Any, _Communicators] = weakref.WeakKeyDictionary()
+
+
+def connect(
+    peers: Peers,
+    *,
+    on_host: bool,
+    reduce_through: str = "auto",
+    between_hosts: BetweenHosts | None = None,
+    owner: str = DEFAULT_OWNER,
+) -> Communicator[paddle.Tensor]:
+    """See `hosts_communicator.connect`. Collective."""
+    if isinstance(peers, LonePeers):
+        if on_host and reduce_through != "group":
+            return MemoryCommunicator(peers.share_hosts().host_group, ops, MemoryCalls)
+        return GroupCommunicator(LoneCalls(on_host=on_host), ops)
+    communicator = hosts_communicator.connect(
+        peers,
+        ops,
+        owner=owner,
+        on_host=on_host,
+        reduce_through=reduce_through,
+        between_hosts=between_hosts,
+        join_hosts=functools.partial(join_hosts, peers),
+        why_not_joined=f"ranks on more than {MOST_HOSTS} hosts",
+        calls_of_hooks=MemoryCalls,
+    )
+    if communicator.path == "group" and on_host and between_hosts is not None:
+        _tell_limit(peers.rank, peers.timeout_s)
+    return communicator
+
+
+def _tell_limit(rank: int, timeout_s: float) -> None:
+    """Say what nobody would expect who has set a longer time-out, or none."""
+    global _is_limit_told
+    if rank == 0 and timeout_s > GLOO_LIMIT_S and not _is_limit_told:
+        _is_limit_told = True
+        _log.warning(
+            "paceline: gradients go over a Gloo group of Paddle's alone, which ends the job if a rank is "
+            "%g s late, whatever timeout_s (%g s) allows",
+            GLOO_LIMIT_S,
+            timeout_s,
+        )
+
+
+def common_communicator(group: Any, *, on_host: bool) -> Communicator[paddle.Tensor] | None:
+    """What moves values between the ranks of a group: one for all layers that ask, None in a single process.
+
+    Collective on the first call for a group.
+    """
+    peers = find_peers(group)
+    if not isinstance(peers, PaddlePeers):
+        return None if peers is None else connect(peers, on_host=on_host)
+    communicators = _common_communicators.setdefault(peers.group, {})
+    if on_host not in communicators:
+        communicators[on_host] = connect(peers, on_host=on_host)
+    return communicators[on_host]

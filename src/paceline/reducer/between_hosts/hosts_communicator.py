@@ -1,0 +1,216 @@
+"""Which communicator connects the ranks of a model; and the one between several hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from paceline import _core
+from paceline.errors import ConfigError
+from paceline.health.peer_monitor import ChannelPeerMonitor, tell_on_host_too
+from paceline.reducer.between_hosts.blocks import has_bits_of_one_host
+from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hosts
+from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts
+from paceline.reducer.between_hosts.routes import BUCKET_BYTES
+from paceline.reducer.between_hosts.sum_formats import ENCODINGS, CodedSums
+from paceline.reducer.between_hosts.wire import PLANS
+from paceline.reducer.comm_hooks import CommHook
+from paceline.reducer.communicator import (
+    MOST_POINTER_BYTES,
+    BesideCommunicator,
+    Communicator,
+    CommunicatorOps,
+    GroupCommunicator,
+    MemoryCommunicator,
+    Reduction,
+    ReductionOptions,
+)
+from paceline.reducer.peers import GroupPeers
+from paceline.reducer.plan import Plan
+from paceline.reducer.process_group_calls import ProcessGroupCalls
+from paceline.reducer.process_group_peers import ProcessGroupPeers
+from paceline.rendezvous.shared_memory import HostMemory
+
+_Tensor = TypeVar("_Tensor")
+
+
+def connect(
+    peers: ProcessGroupPeers[_Tensor] | GroupPeers,
+    ops: CommunicatorOps[_Tensor],
+    *,
+    owner: str,
+    on_host: bool,
+    reduce_through: str,
+    between_hosts: BetweenHosts | None,
+    join_hosts: Callable[[HostMemory], Hosts | None],
+    why_not_joined: str,
+    calls_of_hooks: Callable[[_core.HostGroup], ProcessGroupCalls[_Tensor]] | None = None,
+) -> Communicator[_Tensor]:
+    """The best communicator between these ranks. Collective.
+
+    Args:
+        peers: The ranks that train the model.
+        ops: The framework's functions.
+        owner: The class that asks for it, for errors.
+        on_host: Whether all trainable parameters are on the CPU; the same on all ranks.
+        reduce_through: "memory", "group", "hosts", or the best of what needs no such wish ("auto"); the same
+            on all ranks.
+        between_hosts: What is asked of the way between hosts; the same on all ranks. None: only values are
+            moved.
+        join_hosts: Connects the ranks of several hosts, given the memory of this one; None: it cannot.
+            Collective.
+        why_not_joined: Why it cannot, in words.
+        calls_of_hooks: See `MemoryCommunicator`.
+
+    Raises:
+        ConfigError: That is not possible here.
+    """
+    memory = peers.share_hosts() if on_host and reduce_through != "group" else None
+    if memory is not None and len(memory.hosts) == 1:
+        return MemoryCommunicator(memory.host_group, ops, calls_of_hooks)
+    check_group(peers, ops, owner, on_host=on_host, reduce_through=reduce_through)
+    assert isinstance(peers, ProcessGroupPeers)
+    hosts = join_hosts(memory) if memory is not None and between_hosts is not None else None
+    peers.check_calls(owner, on_host=on_host, reduce_through=reduce_through, between_hosts=hosts is not None)
+    if memory is None:
+        peers.calls.peer_monitor = peers.find_peer_monitor()
+    else:
+        peers.calls.peer_monitor = ChannelPeerMonitor(peers.channel(memory.hosts))
+    communicator = GroupCommunicator(peers.calls, ops)
+    if hosts is not None and between_hosts is not None:
+        return HostsCommunicator(communicator, ops, hosts, between_hosts)
+    if memory is not None:
+        memory.host_group.close()
+    if between_hosts is not None and peers.world_size > 1:
+        if not on_host:
+            between_hosts.refuse(f"parameters on {ops.DEVICE}")
+        is_asked_for = reduce_through == "group"
+        between_hosts.refuse('reduce_through="group"' if is_asked_for else why_not_joined)
+    return communicator
+
+
+def check_group(
+    peers: object, ops: CommunicatorOps[Any], owner: str, *, on_host: bool, reduce_through: str
+) -> None:
+    """Refuse what only the memory of one host could do, and ranks that no process group connects.
+
+    Raises:
+        ConfigError: That is not possible here.
+    """
+    on_device = f"parameters on {ops.DEVICE}"
+    if reduce_through == "memory":
+        raise ConfigError(
+            f'{owner}: reduce_through="memory" is not possible here.',
+            seen="ranks on several hosts" if on_host else on_device,
+            hint='leave reduce_through at "auto"',
+        )
+    if not isinstance(peers, ProcessGroupPeers):
+        raise ConfigError(
+            f"{owner}: a paceline.Group works in host memory only.",
+            seen=f"reduce_through={reduce_through!r}" if on_host else on_device,
+            hint=ops.HOW_TO_FORM_A_GROUP,
+        )
+
+
+class HostReducers:
+    """Makes the reducers of a model.
+
+    Args:
+        hosts: Who is where, and their connections.
+        between_hosts: What is asked of the way between them.
+
+    Attributes:
+        bits: Which runs give gradients of the same bits; see `WrappedModel.bits`.
+    """
+
+    def __init__(self, hosts: Hosts, between_hosts: BetweenHosts) -> None:
+        compression, self._is_exact = between_hosts.compression, between_hosts.deterministic is not None
+        is_as_one_host = self._is_exact or has_bits_of_one_host(hosts.ranks)
+        self.bits = "world" if is_as_one_host else "layout"
+        if compression is not None:
+            self.bits = "buckets"
+        self._hosts = hosts
+        self._encoding = None if compression is None else ENCODINGS[compression]
+        self._codes: CodedSums | None = None
+        self._num_plans = 0
+
+    def make(
+        self, plan: Plan, options: ReductionOptions, instead_of: Reduction[Any] | None
+    ) -> HierarchicalReducer | None:
+        """The reducer of a plan; None: it is one for the process group alone. Collective, over all ranks.
+
+        Args:
+            plan: The same on all ranks.
+            options: The same on all ranks.
+            instead_of: The reduction of the plan before, whose reducer is closed first.
+        """
+        if instead_of is not None:
+            instead_of.reducer.close()
+        if options.skip_unused or not plan.buckets:
+            return None
+        return self.make_next(plan, self._codes)
+
+    def make_next(self, plan: Plan, before: CodedSums | None) -> HierarchicalReducer:
+        """The reducer of a plan that follows on the one before, if there was one. Collective, as above.
+
+        Args:
+            plan: The same on all ranks.
+            before: The codes whose errors are taken over; None: there are none, or nobody does.
+        """
+        self._num_plans += 1
+        generation = self._hosts.model * PLANS + self._num_plans % PLANS
+        reducer = HierarchicalReducer(
+            plan, self._hosts, generation, self._encoding, before, is_exact=self._is_exact
+        )
+        self._codes = reducer.codes
+        return reducer
+
+
+class HostsCommunicator(BesideCommunicator[_Tensor]):
+    """A `Communicator` between several hosts: gradients meet in the memory of each, all else goes over the
+    group.
+
+    Args:
+        communicator: For all else.
+        ops: The framework's functions.
+        hosts: Who is where, and their connections.
+        between_hosts: What is asked of the way between them.
+    """
+
+    most_bucket_bytes: int | None = BUCKET_BYTES
+
+    def __init__(
+        self,
+        communicator: GroupCommunicator[_Tensor],
+        ops: CommunicatorOps[_Tensor],
+        hosts: Hosts,
+        between_hosts: BetweenHosts,
+    ) -> None:
+        super().__init__(communicator)
+        self._reducers = HostReducers(hosts, between_hosts)
+        self.path, self.bits = "hosts", self._reducers.bits
+        self.tell = tell_on_host_too(hosts.group, communicator.peer_monitor)
+        self._communicator, self._ops, self._between_hosts = communicator, ops, between_hosts
+
+    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+        is_exact = self._between_hosts.deterministic is not None
+        (self._communicator.sum_in_order if is_exact else self._communicator.sum)(tensor, timeout_s)
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Sequence[_Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[_Tensor] | None = None,
+    ) -> Reduction[_Tensor]:
+        reducer = self._reducers.make(plan, options, instead_of)
+        if reducer is None:
+            self.path, self.bits = self._communicator.path, self._communicator.bits
+            return self._communicator.make_reduction(plan, parameters, options)
+        places = self._ops.places_at(plan, parameters, reducer.buffer_pointer, reducer.memory)
+        adopt = None if reducer.codes is None else reducer.adopt_errors
+        return Reduction(plan, places, reducer, most_pointer_bytes=MOST_POINTER_BYTES, adopt_errors=adopt)
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[_Tensor]:
+        self._between_hosts.refuse(A_HOOK)
+        return self._communicator.hooked_into(self, hook, process_group)

@@ -1,0 +1,115 @@
+"""One rank's calls over a process group of a framework, each waited for up to a deadline.
+
+A process group says that a connection broke, or nothing at all, and not which rank it has lost. So these
+waits give up at the deadline, ask the peer monitor meanwhile, and name the lost rank wherever it is known.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from paceline.health.peer_monitor import PeerMonitor
+from paceline.reducer.host_reports import GroupReports, Reports
+from paceline.reducer.plan import Plan
+from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
+from paceline.rendezvous.roll_call import Work
+
+_Tensor = TypeVar("_Tensor")
+_Begun = TypeVar("_Begun")
+_Calls = TypeVar("_Calls", bound="ProcessGroupCalls[Any]")
+
+
+class ProcessGroupCalls(ABC, Generic[_Tensor]):
+    """One rank's calls over a process group.
+
+    Args:
+        group: The framework's; None: no other rank is asked over one.
+        rank, world_size: This rank's in the group.
+        waits: How this rank waits for these calls, and words their failures.
+
+    Attributes:
+        group, rank, world_size, waits: The same.
+        reports: How ranks report to each other at the end of a backward. Collective on the first call.
+    """
+
+    def __init__(self, group: Any, rank: int, world_size: int, waits: ProcessGroupWaits) -> None:
+        self.group = group
+        self.rank, self.world_size = rank, world_size
+        self.waits = waits
+        self.reports: Callable[[], Reports] = lambda: GroupReports(self.begin_gather)
+
+    @property
+    def peer_monitor(self) -> PeerMonitor | None:
+        """Names ranks that are lost or late; None: nothing does."""
+        return self.waits.peer_monitor
+
+    @peer_monitor.setter
+    def peer_monitor(self, peer_monitor: PeerMonitor | None) -> None:
+        self.waits.peer_monitor = peer_monitor
+
+    def but(self: _Calls, *, plan: Plan | None = None, timeout_s: float | None = None) -> _Calls:
+        """The same calls for the buckets of a plan, or with another deadline."""
+        calls = copy.copy(self)
+        calls.waits = self.waits.but(plan=plan, timeout_s=timeout_s)
+        return calls
+
+    @abstractmethod
+    def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]:
+        """See `paceline.reducer.communicator.Communicator`."""
+
+    @abstractmethod
+    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+        """See `paceline.reducer.communicator.Communicator`."""
+
+    @abstractmethod
+    def begin_gather(self, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
+        """Begin to collect the arrays of all ranks, of one shape and dtype. Collective, does not block."""
+
+    def begin(self, start: Callable[[], _Begun], what: int | str) -> _Begun:
+        """Begin a call.
+
+        Args:
+            start: Makes the call, and does not wait for it.
+            what: The number of the bucket that it sums, or what it is in words.
+
+        Raises:
+            PeerLostError: The process group lost a connection.
+            CollectiveError: It failed otherwise.
+        """
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self.waits.failed(error, what) from error
+
+    def wait(self, call: Work, what: int | str, *, on_host: bool = True) -> None:
+        """Block until a call is over, at most until the deadline.
+
+        Args:
+            call: The call.
+            what: As for `begin`.
+            on_host: Whether this thread has to wait. Else, on a device, what is computed from now on waits.
+
+        Raises:
+            DeadlineError: It was not over in time.
+            PeerLostError: The process group lost a connection.
+            CollectiveError: It failed otherwise.
+        """
+        if on_host:
+            self.waits.poll(call.is_completed, what)
+        try:
+            call.wait()
+        except RuntimeError as error:
+            raise self.waits.failed(error, what) from error
+
+    def gather(self, array: np.ndarray[Any, Any], what: str = "an exchange of facts") -> np.ndarray[Any, Any]:
+        """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
+        if not array.size:
+            return np.empty((self.world_size, *array.shape), array.dtype)
+        call, rows = self.begin(lambda: self.begin_gather(array), what)
+        self.wait(call, what)
+        return rows()

@@ -1,0 +1,184 @@
+"""The ranks of a framework's process group: small messages between them, and who watches over them."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Generic, TypeVar
+
+import numpy as np
+
+from paceline.collectives.formation import share_on_each_host
+from paceline.errors import RegionError
+from paceline.health.control_channel import ControlChannel
+from paceline.health.peer_monitor import (
+    ChannelPeerMonitor,
+    MemoryPeerMonitor,
+    PeerMonitor,
+    report_no_peer_monitor,
+)
+from paceline.reducer.channels import channel_of
+from paceline.reducer.communicator import gather_bytes
+from paceline.reducer.host_reports import GroupReports, Reports, reports_of
+from paceline.reducer.process_group_calls import ProcessGroupCalls
+from paceline.reducer.process_group_waits import Rows
+from paceline.rendezvous.roll_call import KeyStore, Roll, Work
+from paceline.rendezvous.secret import find_secret
+from paceline.rendezvous.shared_memory import HostMemory
+from paceline.rendezvous.signatures import Signatures, SignedKeyStore
+
+_Tensor = TypeVar("_Tensor")
+_rolls: weakref.WeakKeyDictionary[Any, Roll] = weakref.WeakKeyDictionary()
+
+
+def roll_of(
+    group: Any,
+    rank: int,
+    world_size: int,
+    store: KeyStore | None,
+    *,
+    scope: str,
+    holder: int | None,
+    engine: str,
+) -> Roll:
+    """The roll of a process group: one for each, so that all ranks count its calls alike.
+
+    Args:
+        group: The framework's own.
+        rank, world_size: This rank's in it.
+        store: The store of the group; None: there is none.
+        scope: The name of the group.
+        holder, engine: See `Roll`.
+    """
+    if group not in _rolls:
+        signed = None if store is None else SignedKeyStore(store, Signatures(find_secret().key, scope))
+        _rolls[group] = Roll(signed, rank, world_size, holder, engine)
+    return _rolls[group]
+
+
+class ProcessGroupExchange:
+    """An `Exchange` over a process group that the user has initialised; so Paceline opens no second port.
+
+    Payloads are plain bytes; nothing is pickled.
+
+    Args:
+        rank, world_size: This rank's in the group.
+        begin_gather: See `ProcessGroupCalls.begin_gather`.
+        roll: Names the ranks that do not answer.
+
+    Example:
+        Rank 0 passes b"a" and rank 1 passes b"bc"; both get [b"a", b"bc"].
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        begin_gather: Callable[[np.ndarray[Any, Any]], tuple[Work, Rows]],
+        roll: Roll,
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._begin_gather, self._roll = begin_gather, roll
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        """Return the payloads of all ranks, by rank. Collective; blocks at most `timeout_s`.
+
+        Raises:
+            RendezvousError: The group failed, or some rank was late; names those that do not answer.
+        """
+        deadline = time.monotonic() + timeout_s
+
+        def gather(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            begun: list[Rows] = []
+
+            def start() -> Work:
+                call, rows = self._begin_gather(array)
+                begun.append(rows)
+                return call
+
+            self._roll.complete(start, "all_gather", timeout_s, deadline)
+            return begun[0]()
+
+        return gather_bytes(gather, payload)
+
+
+class ProcessGroupPeers(ABC, Generic[_Tensor]):
+    """The ranks of a framework's process group.
+
+    Args:
+        calls: Over the group.
+        exchange: Small messages between the ranks.
+        name: What the ranks of a host share memory for, in words.
+        timeout_s: Most seconds of a wait for another rank.
+        warn_after_s: Seconds after which a wait is reported.
+
+    Attributes:
+        calls, exchange, timeout_s, warn_after_s: The same.
+        process_group: The framework's own.
+    """
+
+    FRAMEWORK: ClassVar[str]
+    """Its name and version, which must be the same on all ranks: "torch 2.13.0"."""
+
+    def __init__(
+        self,
+        calls: ProcessGroupCalls[_Tensor],
+        exchange: ProcessGroupExchange,
+        name: str,
+        timeout_s: float,
+        warn_after_s: float,
+    ) -> None:
+        self.calls, self.exchange = calls, exchange
+        self.process_group: Any = calls.group
+        self.rank, self.world_size = calls.rank, calls.world_size
+        self.timeout_s, self.warn_after_s = timeout_s, warn_after_s
+        self._name = name
+        calls.reports = self.reports
+
+    @abstractmethod
+    def check_calls(self, owner: str, *, on_host: bool, reduce_through: str, between_hosts: bool) -> None:
+        """Refuse what the group cannot do.
+
+        Args:
+            owner: The class that asks for it, for errors.
+            on_host: Whether it is to move tensors of the CPU.
+            reduce_through: What was asked for.
+            between_hosts: Whether gradients go from host to host.
+
+        Raises:
+            ConfigError: It cannot move such tensors, or not in this way.
+        """
+
+    def share_hosts(self) -> HostMemory:
+        """The memory of this rank's host, and who is on which. Collective."""
+        return share_on_each_host(
+            self.exchange, name=self._name, timeout_s=self.timeout_s, warn_after_s=self.warn_after_s
+        )
+
+    def channel(self, hosts: Sequence[Sequence[int]]) -> ControlChannel:
+        """The control channel of these ranks, which are on several hosts; see `channel_of`. Collective."""
+        return channel_of(self.process_group, self, hosts, self.FRAMEWORK)
+
+    def find_peer_monitor(self) -> PeerMonitor | None:
+        """Memory of all ranks in which no gradient lies, or the channel of several hosts. Collective.
+
+        None: there is neither, so ranks that are lost go unnamed, which rank 0 logs.
+        """
+        try:
+            memory = self.share_hosts()
+        except RegionError as error:  # on every rank; gradients need none of it
+            report_no_peer_monitor(error, self.rank)
+            return None
+        core = memory.of_all_ranks()
+        return ChannelPeerMonitor(self.channel(memory.hosts)) if core is None else MemoryPeerMonitor(core)
+
+    def reports(self) -> Reports:
+        """How these ranks report to each other; see `reports_of`. Collective."""
+        if self.world_size == 1:
+            return self._reports_over_group()  # which a single rank never asks
+        return reports_of(self.process_group, self.share_hosts, self._reports_over_group)
+
+    def _reports_over_group(self) -> Reports:
+        return GroupReports(self.calls.begin_gather)

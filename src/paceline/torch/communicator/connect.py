@@ -1,0 +1,193 @@
+"""The communicator between the ranks of a model of torch; and one between hosts for gradients on devices."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from paceline import _core
+from paceline.health.peer_monitor import (
+    ChannelPeerMonitor,
+    HostPeerMonitor,
+    MemoryPeerMonitor,
+    PeerMonitor,
+)
+from paceline.reducer.between_hosts import hosts_communicator
+from paceline.reducer.between_hosts.hierarchical import Hosts
+from paceline.reducer.between_hosts.hosts_communicator import HostReducers, check_group
+from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts, refuse_other_bits
+from paceline.reducer.between_hosts.routes import BUCKET_BYTES, place_of
+from paceline.reducer.between_hosts.shares import Place, Shares, plan_of_shares, take_over
+from paceline.reducer.between_hosts.sum_formats import CodedSums
+from paceline.reducer.comm_hooks import CommHook
+from paceline.reducer.communicator import (
+    BesideCommunicator,
+    Communicator,
+    GroupCommunicator,
+    Reduction,
+    ReductionOptions,
+    over_group,
+)
+from paceline.reducer.plan import Plan
+from paceline.reducer.process_group import ProcessGroupReducer
+from paceline.torch.communicator import ops
+from paceline.torch.communicator.calls import GroupCalls
+from paceline.torch.communicator.device_copies import DeviceCopies
+from paceline.torch.communicator.find_peers import Peers, ProcessGroupPeers
+from paceline.torch.communicator.gradient_buffer import allocate, buffer_at
+from paceline.torch.communicator.hosts import join_hosts, join_partners
+from paceline.torch.communicator.local_group import LocalCalls, LocalGroup, check_devices, local_group_of
+from paceline.torch.communicator.share_transport import ShareTransport
+
+
+def connect(
+    peers: Peers,
+    *,
+    on_host: bool,
+    reduce_through: str,
+    between_hosts: BetweenHosts,
+    devices: Collection[torch.device] = (),
+) -> Communicator[torch.Tensor]:
+    """See `hosts_communicator.connect`.
+
+    Args:
+        peers, on_host, reduce_through, between_hosts: As there.
+        devices: Where this rank's gradients lie, if they can go through "hosts".
+    """
+    if reduce_through == "hosts" and not on_host:
+        return _connect_devices(peers, devices, between_hosts)
+
+    def calls_of_hooks(core: _core.HostGroup) -> GroupCalls:
+        assert isinstance(peers, ProcessGroupPeers)  # whoever registers a hook was asked for one
+        peers.calls.peer_monitor = MemoryPeerMonitor(core)
+        return peers.calls
+
+    return hosts_communicator.connect(
+        peers,
+        ops,
+        owner=between_hosts.owner,
+        on_host=on_host,
+        reduce_through=reduce_through,
+        between_hosts=between_hosts,
+        join_hosts=functools.partial(join_hosts, peers),
+        why_not_joined="ranks on several hosts without a Gloo group for the CPU",
+        calls_of_hooks=calls_of_hooks,
+    )
+
+
+def _connect_devices(
+    peers: Peers, devices: Collection[torch.device], between_hosts: BetweenHosts
+) -> Communicator[torch.Tensor]:
+    """The communicator for reduce_through="hosts" and parameters on devices. Collective; see `connect`."""
+    owner = between_hosts.owner
+    check_group(peers, ops, owner, on_host=False, reduce_through="hosts")
+    assert isinstance(peers, ProcessGroupPeers)
+    refuse_other_bits(
+        owner, between_hosts.deterministic, "parameters on a GPU, which its process group adds up"
+    )
+    memory = peers.share_hosts()
+    if len(memory.hosts) == 1:
+        peers.calls.peer_monitor = MemoryPeerMonitor(memory.host_group)
+        return GroupCommunicator(peers.calls, ops)
+    check_devices(peers, memory.hosts, devices, owner)
+    control = peers.channel(memory.hosts)
+    (device,) = devices
+    peers.calls.peer_monitor = of_all = ChannelPeerMonitor(control)
+    of_host = HostPeerMonitor(of_all, memory.host_group, memory.hosts[place_of(memory.hosts, peers.rank)[0]])
+    group = local_group_of(peers, memory.hosts, device, of_host)
+    partners = join_partners(peers, memory.hosts, control)
+    communicator = GroupCommunicator(peers.calls, ops)
+    return DevicesCommunicator(
+        communicator, peers, partners, group, memory.host_group, of_host, between_hosts
+    )
+
+
+class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
+    """A `Communicator` between several hosts for gradients on devices; all else goes over the group.
+
+    The process group of each host leaves its ranks a share of each bucket, which they exchange.
+
+    Args:
+        communicator: For all else.
+        peers: The ranks.
+        partners: Who exchanges this rank's shares, as hosts of one rank each.
+        group: The process group of this rank's host.
+        memory: The memory of this rank's host, in which no gradient lies.
+        peer_monitor: Names ranks of this host that are lost or late.
+        between_hosts: What is asked of the way between hosts.
+    """
+
+    path, bits = "hosts", "engine"
+    most_bucket_bytes: int | None = BUCKET_BYTES
+
+    def __init__(
+        self,
+        communicator: GroupCommunicator[torch.Tensor],
+        peers: ProcessGroupPeers,
+        partners: Hosts,
+        group: LocalGroup,
+        memory: _core.HostGroup,
+        peer_monitor: PeerMonitor,
+        between_hosts: BetweenHosts,
+    ) -> None:
+        super().__init__(communicator)
+        self._reducers = HostReducers(partners, between_hosts)
+        self.tell = peer_monitor.tell
+        self._communicator, self._peers, self._between_hosts = communicator, peers, between_hosts
+        self._partners, self._group, self._of_host = partners, group, peer_monitor
+        self._memory = memory
+        self._coded: tuple[CodedSums, Plan] | None = None  # those of the latest plan
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Sequence[torch.Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[torch.Tensor] | None = None,
+    ) -> Reduction[torch.Tensor]:
+        if instead_of is not None:
+            instead_of.reducer.close()
+        if not plan.buckets:
+            self.path = self._communicator.path
+            return self._communicator.make_reduction(plan, parameters, options)
+        gradient_buffer = allocate(plan, parameters, instead_of)
+        device = gradient_buffer.sections[0].device
+        calls = LocalCalls(self._group, self._peers, self._of_host, device, plan)
+        of_shares = plan_of_shares(plan, self._group.size)
+        reducer = self._reducers.make_next(of_shares, None)
+        place = Place(self._group.place, self._group.size)
+        if reducer.codes is not None:
+            if self._coded is not None:
+                take_over(*self._coded, reducer.codes, plan, place, self._memory)
+            self._coded = reducer.codes, plan
+        memory = buffer_at(of_shares, (), reducer.buffer_pointer, reducer.memory)
+        who, num_shares = self._partners.who, len(plan.buckets)
+        shares = Shares(
+            reducer,
+            num_shares,
+            who,
+            self._peers.timeout_s,
+            calls.abort,
+            self._of_host,
+            None if reducer.codes is None else self._memory,
+        )
+        transport = ShareTransport(
+            gradient_buffer,
+            self._peers.calls,
+            options,
+            calls,
+            shares,
+            [memory.bucket(number) for number in range(num_shares)],
+            len(self._partners.ranks),
+            DeviceCopies(device),
+        )
+        adopt = None if reducer.codes is None else functools.partial(shares.adopt_errors, plan, place)
+        reducer_of_all = ProcessGroupReducer(plan, transport, beside=shares)
+        return over_group(gradient_buffer, transport, reducer_of_all, adopt)
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[torch.Tensor]:
+        self._between_hosts.refuse(A_HOOK)
+        return self._communicator.with_hook(hook, process_group)
