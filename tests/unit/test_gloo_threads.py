@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,8 +41,14 @@ def waited_s() -> float:
 
 
 def test_without_such_threads_nothing_is_waited_for(monkeypatch) -> None:
-    monkeypatch.setattr(time, "sleep", pytest.fail)
+    """Other tests of this process may have left threads of Gloo's name, and threads that sleep."""
+    slept: list[float] = []
+    monkeypatch.setattr(gloo_threads, "_NAME", "no_such_thread")
+    monkeypatch.setattr(
+        gloo_threads, "time", types.SimpleNamespace(sleep=slept.append, monotonic=time.monotonic)
+    )
     gloo_threads._wait_until_idle()
+    assert not slept
 
 
 def test_a_thread_that_waits_for_work_is_not_waited_for(monkeypatch) -> None:
