@@ -118,7 +118,7 @@ def _values(item: pytest.Item) -> list[tuple[tuple[str, int], ...]]:
     left = {name: id(value) for name, value in item.callspec.params.items()}
     found = []
     for mark in item.iter_markers("parametrize"):
-        names = mark.args[0]
+        names = mark.args[0] if mark.args else mark.kwargs["argnames"]
         names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
         found.append(tuple((name, left.pop(name)) for name in names))
     return [*found, *(((name, value),) for name, value in left.items())]
