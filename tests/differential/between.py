@@ -47,12 +47,13 @@ def are_apart(op: Op) -> bool:
     return op["op"] == "write" and isinstance(values, list) and len(set(values)) > 1
 
 
-def compare_inputs(program: Program, *, first: list[dict[str, Any]]) -> None:
+def compare_inputs(program: Program, *, first: list[dict[str, Any]], is_wrapped_again: bool) -> None:
     """Let inputs need gradients, and compare those.
 
     Args:
         first: Layers to put before all others of the first model, of which a parameter may get its gradient
             in the memory of the input's, if a batch is of one row.
+        is_wrapped_again: Whether another wrapper has the parameters of the first model, too.
     """
     for _, op in numbered(program["ops"]):
         if op["op"] == "forward":
@@ -60,6 +61,9 @@ def compare_inputs(program: Program, *, first: list[dict[str, Any]]) -> None:
             if first:
                 op["batch"] = 1
     program["models"][0]["layers"][:0] = first
+    if is_wrapped_again:
+        place = next(place for place, op in enumerate(program["ops"]) if op["op"] == "wrap") + 1
+        program["ops"].insert(place, {"op": "wrap", "keep": True})
     if any(op["op"] == "freeze" for _, op in numbered(program["ops"])):
         # Of a model that is frozen whole no backward is averaged, although the input needs a gradient.
         for model in program["models"]:

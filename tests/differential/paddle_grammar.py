@@ -99,7 +99,8 @@ def _compare_inputs(program: Program, rng: random.Random) -> None:
     text = json.dumps([program["models"], program["ops"]])
     may_share = not any(f'"{each}"' in text for each in ("again", "borrow", "recompute", "retain", "hook"))
     shares = may_share and rng.random() < 0.7
-    compare_inputs(program, first=[{"kind": "own", "shares": True}] if shares else [])
+    first = [{"kind": "own", "shares": True}] if shares else []
+    compare_inputs(program, first=first, is_wrapped_again=shares and rng.random() < 0.2)
 
 
 def modes_of(program: Program) -> list[str]:

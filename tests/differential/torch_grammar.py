@@ -65,7 +65,8 @@ def _compare_inputs(program: Program, rng: random.Random) -> None:
     hooks = any(op["op"] == "hook" for _, op in numbered(program["ops"]))
     views = ("unsqueeze", "view", "reshape", "t", "cat")
     first = [{"kind": "trap"}, {"kind": "add", "view": rng.choice(views)}]
-    compare_inputs(program, first=first if rng.random() < 0.5 and not hooks else [])
+    shares = rng.random() < 0.5 and not hooks
+    compare_inputs(program, first=first if shares else [], is_wrapped_again=shares and rng.random() < 0.2)
 
 
 def can_run_in(program: Program, mode: str) -> bool:

@@ -249,6 +249,52 @@ def test_memory_of_a_gradient_that_other_tensors_hold(
             assert_close(parameter.grad, 2 * each)
 
 
+class Beside(nn.Module):
+    """Has parameters that it does not use, and scales its input by one of its own."""
+
+    def __init__(self, unused: nn.ParameterList, size: int) -> None:
+        super().__init__()
+        self.unused = unused
+        self.factor = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+@pytest.mark.parametrize("other", ["wrapper", "behind", "before"])
+@pytest.mark.parametrize("first", ["averaged", "local"])
+@ranks(2, group="gloo")
+def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(
+    rank: int, first: str, other: str
+) -> None:
+    """A model that is wrapped a second time; or another one that has the parameters, in the same backward."""
+    size = 8
+    for places in places_of_gradients(rank, 1):
+        model = Joined(size)
+        model.keeps = other == "before"
+        one = DistributedDataParallel(model, **places)
+        beside = model if other == "wrapper" else Beside(model.halves, size)
+        two = DistributedDataParallel(beside, find_unused_parameters=other != "wrapper", **places)
+        parts = {"wrapper": [two], "behind": [one, two], "before": [two, one]}
+        whole = nn.Sequential(*parts[other])
+        own = torch.arange(1.0, 1.0 + size) * (1 + rank)
+        mean = torch.arange(1.0, 1.0 + size) * 1.5
+        for _ in range(2):
+            whole.zero_grad()
+            x = torch.zeros(1, size, requires_grad=True)
+            loss = loss_of(whole(x), rank)
+            with contextlib.ExitStack() as stack:
+                for each in (one, two) if first == "local" else ():
+                    stack.enter_context(each.no_sync())
+                loss.backward(retain_graph=True)
+            loss.backward()
+            assert_close(x.grad, 2 * own[None])
+            for gradient in model.seen:
+                assert_close(gradient, own[None])
+            for parameter, each in zip(model.halves, mean.split(size // 2), strict=True):
+                assert_close(parameter.grad, 2 * each)
+
+
 @ranks(2, group="gloo")
 def test_gradients_that_the_program_has_put_into_one_tensor_stay_there(rank: int) -> None:
     """Means are written where the user has gradients lie, and whoever holds that memory sees them."""

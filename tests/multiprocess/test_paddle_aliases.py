@@ -270,6 +270,49 @@ def test_memory_of_a_gradient_that_other_tensors_hold(group: Any, who: str) -> N
             assert np.allclose(found, mean), f"{mode}, step {step}: {found} instead of {mean}"
 
 
+class Beside(nn.Layer):
+    """Has a row that it does not use, and scales its input by a parameter of its own."""
+
+    def __init__(self, row: paddle.Tensor) -> None:
+        super().__init__()
+        self.row = row
+        self.factor = self.create_parameter([SIZE], default_initializer=nn.initializer.Constant(1.0))
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return x * self.factor
+
+
+@pytest.mark.parametrize("other", ["wrapper", "behind", "before"])
+@ranks(2)
+def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(group: Any, other: str) -> None:
+    """A model that is wrapped a second time; or another one that has the parameter, in the same backward."""
+    join_paddle(group.rank)
+    mean = np.arange(1.0, 1.0 + SIZE) * 1.5
+    for mode, clear in zip(MODES, itertools.cycle(CLEARS.values())):
+        own = {} if mode.startswith("group") else {"group": group}
+        model = Outsiders("hook" if other == "before" else "input")
+        first = DataParallel(model, **MODES[mode], **own)
+        beside = model if other == "wrapper" else Beside(model.row)
+        second = DataParallel(beside, find_unused_parameters=True, **MODES[mode], **own)
+        # The gradient of the row comes before the backward of what is before.
+        between = [nn.LeakyReLU(1.0) for _ in range(4)]
+        parts = {"wrapper": [second], "behind": [first, second], "before": [second, *between, first]}
+        whole = nn.Sequential(*parts[other])
+        for step in range(3):
+            x = paddle.zeros([1, SIZE])
+            x.stop_gradient = False
+            clear(whole)
+            loss_of(whole(x), group.rank).backward()
+            local = np.arange(1.0, 1.0 + SIZE) * (1 + group.rank)
+            for gradient in model.of_others(x):
+                error = f"{mode}, step {step}: {gradient} instead of {local}"
+                assert np.allclose(gradient.numpy().reshape(-1), local), error
+            for gradient in model.of_others(x):
+                gradient.detach().fill_(7.0)
+            found = model.row.grad.numpy()
+            assert np.allclose(found, mean), f"{mode}, step {step}: {found} instead of {mean}"
+
+
 @ranks(2)
 def test_gradients_that_the_program_has_laid_somewhere_stay_there(group: Any) -> None:
     """Means are written where the user has gradients lie, and whoever holds that memory sees them."""

@@ -117,9 +117,8 @@ class Gradients:
         return [
             index
             for index, place in enumerate(self._places)
-            # Another wrapped model brings its own means to what both have.
-            if index not in self._shared
-            and not (self._live_in_buffer and internals.same_dtype(place.dtype, self._dtypes[index]))
+            if index in self._shared
+            or not (self._live_in_buffer and internals.same_dtype(place.dtype, self._dtypes[index]))
         ]
 
     def _choose_copy_or_view(self, index: int) -> Callable[[int], Callable[[], None]]:
@@ -356,14 +355,30 @@ class Gradients:
         if self.scattered is not None:
             self.scattered.put([*self._state.handed, *missing])
             return
+        staged = self._state.staged
+        if self._shared and (parted := self._parted_by_others(staged)):
+            missing, staged = [*missing, *parted], [index for index in staged if index not in parted]
         with paddle.no_grad():
-            for index in self._state.staged:
+            for index in staged:
                 self._state.handed[index].copy_(self._in_own_dtype(index), True)
             for index in missing:
                 parameter, place = self._parameters[index], self._in_own_dtype(index)
                 is_in_buffer = self._live_in_buffer and index not in self._shared
                 internals.set_gradient(parameter, place if is_in_buffer else place.clone())
                 internals.count_as_gradient(parameter)
+
+    def _parted_by_others(self, indices: Sequence[int]) -> list[int]:
+        """Those whose gradient another wrapped model has given memory of its own.
+
+        Nothing may be written to the old memory: another tensor holds it.
+        """
+        handed = self._state.handed
+        shared = {
+            index: internals.gradient_of(self._parameters[index])
+            for index in indices
+            if index in self._shared
+        }
+        return [i for i, now in shared.items() if now is None or now.data_ptr() != handed[i].data_ptr()]
 
     def _in_own_dtype(self, index: int) -> paddle.Tensor:
         """The mean as the parameter's gradient has it: its place, or a cast of that."""

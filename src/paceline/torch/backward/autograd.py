@@ -152,10 +152,8 @@ class TorchAutograd:
             registered[self._tensors.trigger] = late.with_trigger(registered[self._tensors.trigger])
         self._last_hooks = LastHooks(trainable, registered)
         self._not_last = self._last_hooks.not_last
-        # Another wrapped model brings its own means to what both have, in the same backward.
-        watched = [None if index in self._shared else p for index, p in enumerate(trainable)]
         own = self._gradients.in_own_memory()
-        self._state.handed.watch(watched, "grad", "_version", uses_of_storages(), own)
+        self._state.handed.watch(list(trainable), "grad", "_version", uses_of_storages(), own)
 
     def share(self, indices: set[int]) -> None:
         self._shared = indices

@@ -155,6 +155,8 @@ class Gradients:
             return
         changed_ones, shared = state.handed.look()
         for changed in changed_ones:
+            if changed in self._shared:  # by another wrapped model, which has brought its mean
+                continue
             handed, now = state.handed[changed], trainable[changed].grad
             if handed is not now or not self._shares_version(changed):
                 state.refuse(changed, changed_gradient(names[changed], state.where, handed, now))
@@ -194,15 +196,25 @@ class Gradients:
         if self.scattered is not None:
             self.scattered.put([*self._state.handed, *missing])
             return
-        places = self.reduction.places
+        places, staged = self.reduction.places, self._state.staged
+        if self._shared and (parted := self._parted_by_others(staged)):
+            missing, staged = [*missing, *parted], [index for index in staged if index not in parted]
         with torch.no_grad():
-            self._write_back(self._state.staged)
+            self._write_back(staged)
             for index in missing:
                 if index not in self._tensors.sparse:
                     parameter, place = self._parameters[index], places[index]
                     is_own = self._config.gradients_in_buffer and index not in self._shared
                     is_in_buffer = is_own and place.dtype is parameter.dtype
                     parameter.grad = place if is_in_buffer else place.to(parameter.dtype, copy=True)
+
+    def _parted_by_others(self, indices: Sequence[int]) -> list[int]:
+        """Those whose gradient another wrapped model has given memory of its own.
+
+        Nothing may be written to the old memory: another tensor holds it.
+        """
+        handed, parameters = self._state.handed, self._parameters
+        return [i for i in indices if i in self._shared and parameters[i].grad is not handed[i]]
 
     def _write_back(self, indices: Sequence[int]) -> None:
         """Copy means back to gradients that were copied to their places."""
