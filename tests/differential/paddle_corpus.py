@@ -294,6 +294,15 @@ CORPUS: dict[str, Program] = {
         _op("forward"),
         _op("backward"),
     ),
+    "a parameter that one rank has used is frozen before two backward passes": _program(
+        ["unused", "unused view"],
+        [{"kind": "gate", "ranks": [0], "layers": [{"kind": "add"}]}],
+        _op("forward"),
+        _op("forward", to="b"),
+        _op("freeze", param=1),
+        _op("backward", of=["b"]),
+        _op("backward"),
+    ),
     "buffers differ where the data of all ranks ends at once": _program(
         ["group unused", "unused"],
         [{"kind": "buffer"}],

@@ -586,3 +586,40 @@ def test_a_parameter_of_another_dtype_is_refused_on_every_rank(rank: int, path: 
             ddp.zero_grad()
             ddp().backward()
             assert_close(model.weight.grad, torch.ones(3, 2))
+
+
+class _Gated(nn.Module):
+    """Layers that one of two ranks leaves out: rank 0 the first, rank 1 the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.gates, self.head = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return self.head(torch.tanh(self.gates[1 - rank](x)))
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@kept_ranks(2, group="gloo")
+def test_what_is_left_of_parameters_frozen_after_their_forward_stays(
+    rank: int, path: str, view: bool
+) -> None:
+    """Torch adds nothing to them, but calls their hooks, on the rank that has used them."""
+    x = numbers(4, 4, seed=3)
+    alone = _Gated().double()
+    ddp = DistributedDataParallel(
+        _Gated().double(), reduce_through=path, find_unused_parameters=True, gradient_as_bucket_view=view
+    )
+    for is_frozen in (False, True, True):
+        ours = ddp(share(x, rank, 2), rank).square().mean()
+        theirs = sum(alone(share(x, each, 2), each).square().mean() for each in range(2)) / 2
+        for model in (ddp.module, alone):
+            model.gates.requires_grad_(not is_frozen)
+        ours.backward()
+        theirs.backward()
+        for model in (ddp.module, alone):
+            model.gates.requires_grad_(True)
+        for one, other in zip(ddp.module.parameters(), alone.parameters(), strict=True):
+            assert_close(one.grad, other.grad)

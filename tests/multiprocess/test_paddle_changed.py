@@ -248,3 +248,43 @@ def test_what_a_frozen_parameter_has_in_grad_stays_while_a_rank_has_no_data(
             wrapped(paddle.ones([1, 4])).sum().backward()
             assert_array_equal(model[0].weight.grad.numpy(), before)
     assert_array_equal(model[0].weight.grad.numpy(), before)
+
+
+class Gated(nn.Layer):
+    """Layers that one of two ranks leaves out: rank 0 the first, rank 1 the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        paddle.seed(1)
+        self.gates, self.head = nn.LayerList([nn.Linear(4, 4), nn.Linear(4, 4)]), nn.Linear(4, 2)
+
+    def forward(self, x: paddle.Tensor, rank: int) -> paddle.Tensor:
+        return self.head(paddle.tanh(self.gates[1 - rank](x)))
+
+
+@paths
+@ranks(2, group=None)
+def test_what_is_left_of_parameters_frozen_after_their_forward_is_averaged(
+    rank: int, path: str, view: bool
+) -> None:
+    """Paddle adds to them all the same, on the rank that has used them."""
+    join_paddle(rank)
+    x = batch(4)
+    model, alone = Gated(), Gated()
+    wrapped = DataParallel(
+        model, reduce_through=path, gradient_as_bucket_view=view, find_unused_parameters=True
+    )
+    for _ in range(2):
+        ours = [squares(wrapped(share(x, rank), rank)) for _ in range(3)]
+        theirs = [(squares(alone(share(x, 0), 0)) + squares(alone(share(x, 1), 1))) / 2 for _ in range(3)]
+        for p in (*model.gates.parameters(), *alone.gates.parameters()):
+            p.stop_gradient = True
+        for one, other in zip(ours, theirs):
+            one.backward()
+            other.backward()
+            for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+                assert_allclose(p.grad.numpy(), q.grad.numpy(), rtol=1e-5, atol=1e-7)
+        for p in (*model.gates.parameters(), *alone.gates.parameters()):
+            p.stop_gradient = False
+        for each in (wrapped, alone):
+            each.clear_gradients()

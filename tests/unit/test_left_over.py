@@ -23,15 +23,22 @@ class Model:
         gradients: Parameters that have one.
         frozen: Frozen parameters.
         delayed: Parameters that wait for another one's gradient.
+        frozen_later: Parameters that were frozen after the forward.
     """
 
     def __init__(
-        self, handed: set[int], gradients: set[int], frozen: set[int] = frozenset(), delayed: Any = ()
+        self,
+        handed: set[int],
+        gradients: set[int],
+        frozen: set[int] = frozenset(),
+        delayed: Any = (),
+        frozen_later: set[int] = frozenset(),
     ) -> None:
         self.events: list[tuple[str, Any]] = []
         self.state = BackwardState(0, 2)
         for index in sorted(handed):
             self.state.handed[index] = object()
+        self.state.graphs = SimpleNamespace(frozen=lambda: frozenset(frozen))
         self.variety = GraphVariety(len(NAMES) - len(delayed))
         self.front_end = SimpleNamespace(
             tensors=SimpleNamespace(names=NAMES, delayed=delayed),
@@ -45,7 +52,9 @@ class Model:
                 ),
                 check=lambda: self.events.append(("check", None)),
             ),
-            autograd=SimpleNamespace(frozen_among=set(frozen).intersection, complete=None, find_swapped=list),
+            autograd=SimpleNamespace(
+                frozen_among=(frozen | frozen_later).intersection, complete=None, find_swapped=list
+            ),
             micro_batches=SimpleNamespace(is_used=False),
         )
         self.reducer = SimpleNamespace(mark_ready=lambda index, _: self.events.append(("zeros", index)))
@@ -91,6 +100,15 @@ def test_frozen_parameters_keep_what_they_have_and_are_told():
     allowed = Model({0, 1}, {0, 1, 2}, frozen={2, 3})
     assert ("hand over", 2) not in allowed.end(allow_unused=True)
     assert allowed.state.status.frozen is None
+
+
+def test_what_is_left_of_a_parameter_frozen_after_its_forward_counts_where_it_may_be_unused():
+    model = Model({0, 1}, {0, 1, 2}, frozen_later={2, 3})
+    expected = [("hand over", 2), ("leave out", [3]), ("leave the gradient buffer", [3]), ("check", None)]
+    assert model.end(allow_unused=True) == expected
+    strict = Model({0, 1}, {0, 1, 2}, frozen_later={2, 3})
+    assert strict.end() == [("leave out", [2, 3]), ("leave the gradient buffer", [2, 3]), ("check", None)]
+    assert strict.state.status.frozen == digest_of([2, 3])
 
 
 def test_a_delayed_parameter_without_a_gradient_has_zeros():

@@ -242,10 +242,8 @@ class PaddleAutograd:
         """The thread that has the exception has dropped it."""
 
     def frozen_among(self, indices: Iterable[int]) -> set[int]:
-        frozen, trainable = self._state.graphs.frozen(), self._tensors.trainable
-        if frozen is None:
-            frozen = self._tensors.frozen_now  # of the last forward
-        return {index for index in indices if index in frozen or trainable[index].stop_gradient}
+        trainable = self._tensors.trainable
+        return {index for index in indices if trainable[index].stop_gradient}
 
     def find_swapped(self) -> list[int]:
         """A parameter of Paddle's is the same tensor always."""

@@ -160,7 +160,9 @@ class LeftOver:
             self._variety.note(self._used)
         if len(state.handed) < count:
             missing = [index for index in range(count) if index not in state.handed]
-            frozen = self._autograd.frozen_among(missing)
+            frozen = state.graphs.frozen()
+            if frozen is None:
+                frozen = self._tensors.frozen_now  # of the last forward
             self._hand_over_accumulated(missing, frozen)
             if len(state.handed) < count:
                 self._leave_out([index for index in missing if index not in state.handed], frozen, reducer)
@@ -188,12 +190,14 @@ class LeftOver:
             elif self._gradients.exists(index):
                 self._gradients.hand_over_rest(index)
 
-    def _hand_over_accumulated(self, missing: Sequence[int], frozen: set[int]) -> None:
+    def _hand_over_accumulated(self, missing: Sequence[int], frozen: frozenset[int]) -> None:
         """Hand over gradients that this backward did not touch but that count all the same.
 
         Those of backward passes in no_sync(); and, where unused parameters are allowed, any gradient that is
-        left from before: the others add to theirs, so it must take part in the mean. Not that of a frozen
-        parameter, which stays as it is: a rank without data would take its share of the mean away.
+        left from before: the others add to theirs, so it must take part in the mean. Not that of a parameter
+        that is frozen in all graphs of this backward, which stays as it is: a rank without data would take
+        its share of the mean away. What was frozen after its forward other ranks may hand over: Paddle adds
+        to it all the same, and torch calls its hooks.
         """
         accumulated = self._state.accumulated
         for index in missing:
@@ -201,7 +205,7 @@ class LeftOver:
             if counts and self._gradients.exists(index):
                 self._gradients.hand_over_rest(index)
 
-    def _leave_out(self, missing: Sequence[int], frozen: set[int], reducer: Reducer) -> None:
+    def _leave_out(self, missing: Sequence[int], frozen: frozenset[int], reducer: Reducer) -> None:
         """These have no gradient; delayed ones have one of zeros, as in torch."""
         delayed = [index for index in missing if index in self._tensors.delayed]
         if delayed:
@@ -210,8 +214,8 @@ class LeftOver:
             self._mark_zeros(index, reducer)
         unused = [index for index in missing if index not in self._tensors.delayed]
         self._gradients.leave_out(unused)
-        idle = frozen.intersection(unused)
-        if idle:
+        # One that was frozen after its forward may be unused, too, as where a block is recomputed.
+        if idle := frozen.intersection(unused) | self._autograd.frozen_among(unused):
             if not self._allow_unused:
                 self._state.status.frozen = digest_of(sorted(idle))
             # What is left there stays as it is, while their places become zeros.

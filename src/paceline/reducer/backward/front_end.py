@@ -63,11 +63,13 @@ class Tensors(Protocol):
         all_trainable: Those parameters.
         all_parameters: By name, frozen ones too.
         delayed: Indices of delay_all_reduce_named_params.
+        frozen_now: Indices of trainable parameters that were frozen when a forward last looked.
     """
 
     names: list[str]
     trainable: list[Any]
     all_parameters: dict[str, Any]
+    frozen_now: frozenset[int]
 
     @property
     def all_names(self) -> Sequence[str]: ...
@@ -196,10 +198,7 @@ class Autograd(Protocol):
     """When a framework's backward passes begin and end."""
 
     def frozen_among(self, indices: Iterable[int]) -> set[int]:
-        """Of parameters that this backward has left without a gradient, those that may be, as frozen.
-
-        Frozen where forward built the graphs that the backward runs through, or since then.
-        """
+        """Of these parameters, those that are frozen now."""
         ...
 
     def install(self) -> None:

@@ -295,11 +295,8 @@ class TorchAutograd:
             self._shared_gradients.begin_backward()
 
     def frozen_among(self, indices: Iterable[int]) -> set[int]:
-        frozen, trainable = self._state.graphs.frozen(), self._tensors.trainable
-        if frozen is None:
-            frozen = self._tensors.frozen_now  # of the last forward
-        # What was frozen after its forward gets no gradient from torch, either.
-        return {index for index in indices if index in frozen or not trainable[index].requires_grad}
+        trainable = self._tensors.trainable
+        return {index for index in indices if not trainable[index].requires_grad}
 
     def find_swapped(self) -> list[int]:
         return [] if self._last_hooks is None else self._last_hooks.find_swapped()
