@@ -168,7 +168,9 @@ def test_a_death_is_known_to_all_others(channels, dead):
     for channel, waiter in zip(others, waiters, strict=True):
         error = channel.wait(30.0)
         assert isinstance(error, PeerLostError) and error.lost == (dead,)
-        assert error.summary == f"Rank {dead} of 4 on host node{dead // 2} died."
+        who = f"ank {dead} of 4 on host node{dead // 2}"
+        # A beat that comes to a closed end resets the connection: whoever sent it reads that, and not an end.
+        assert error.summary in (f"R{who} died.", f"The connection to r{who} was reset.")
         assert f"pid {100 + dead}" in error.seen
         assert waiter.called.wait(30.0) and waiter.error is error
 
