@@ -245,13 +245,22 @@ class Outsiders(nn.Layer):
             made.append(self.view.grad)
         return made + self.seen[-1:]
 
+    def check_memory(self, x: paddle.Tensor, rank: int, when: str) -> None:
+        """The row's mean is in none of these tensors, and what is written to them is not in the mean."""
+        own = np.arange(1.0, 1.0 + SIZE) * (1 + rank)
+        for gradient in self.of_others(x):
+            assert np.allclose(gradient.numpy().reshape(-1), own), f"{when}: {gradient} instead of {own}"
+        for gradient in self.of_others(x):
+            gradient.detach().fill_(7.0)
+        found, mean = self.row.grad.numpy(), np.arange(1.0, 1.0 + SIZE) * 1.5
+        assert np.allclose(found, mean), f"{when}: {found} instead of {mean}"
+
 
 @pytest.mark.parametrize("who", ["input", "view", "hook"])
 @ranks(2)
 def test_memory_of_a_gradient_that_other_tensors_hold(group: Any, who: str) -> None:
     """No mean is written to it, and what is written to it does not change a mean."""
     join_paddle(group.rank)
-    mean = np.arange(1.0, 1.0 + SIZE) * 1.5
     for mode, clear in itertools.product(MODES, CLEARS.values()):
         model = Outsiders(who)
         wrapped = DataParallel(model, **MODES[mode], **({} if mode.startswith("group") else {"group": group}))
@@ -260,14 +269,7 @@ def test_memory_of_a_gradient_that_other_tensors_hold(group: Any, who: str) -> N
             x.stop_gradient = False
             clear(model)
             loss_of(wrapped(x), group.rank).backward()
-            own = np.arange(1.0, 1.0 + SIZE) * (1 + group.rank)
-            for gradient in model.of_others(x):
-                error = f"{mode}, step {step}: {gradient} instead of {own}"
-                assert np.allclose(gradient.numpy().reshape(-1), own), error
-            for gradient in model.of_others(x):
-                gradient.detach().fill_(7.0)
-            found = model.row.grad.numpy()
-            assert np.allclose(found, mean), f"{mode}, step {step}: {found} instead of {mean}"
+            model.check_memory(x, group.rank, f"{mode}, step {step}")
 
 
 class Beside(nn.Layer):
@@ -287,7 +289,6 @@ class Beside(nn.Layer):
 def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(group: Any, other: str) -> None:
     """A model that is wrapped a second time; or another one that has the parameter, in the same backward."""
     join_paddle(group.rank)
-    mean = np.arange(1.0, 1.0 + SIZE) * 1.5
     for mode, clear in zip(MODES, itertools.cycle(CLEARS.values())):
         own = {} if mode.startswith("group") else {"group": group}
         model = Outsiders("hook" if other == "before" else "input")
@@ -303,14 +304,7 @@ def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(grou
             x.stop_gradient = False
             clear(whole)
             loss_of(whole(x), group.rank).backward()
-            local = np.arange(1.0, 1.0 + SIZE) * (1 + group.rank)
-            for gradient in model.of_others(x):
-                error = f"{mode}, step {step}: {gradient} instead of {local}"
-                assert np.allclose(gradient.numpy().reshape(-1), local), error
-            for gradient in model.of_others(x):
-                gradient.detach().fill_(7.0)
-            found = model.row.grad.numpy()
-            assert np.allclose(found, mean), f"{mode}, step {step}: {found} instead of {mean}"
+            model.check_memory(x, group.rank, f"{mode}, step {step}")
 
 
 @ranks(2)
