@@ -26,7 +26,7 @@ from paceline.stacks import STOPPED, process_state
 
 SILENCE_VARIABLE = "PACELINE_SILENCE_S"
 FAILURE_BYTES = 1016
-"""Most of such a text. It fits into what the ranks of a host tell each other."""
+"""Bytes of such a text at most. It fits into the message that the ranks of a host publish to each other."""
 _PREFIX = "between hosts: "
 _KINDS = {kind.__name__: kind for kind in (CollectiveError, PeerLostError, DeadlineError, MismatchError)}
 _FIELDS = ("lost", "late")
@@ -54,14 +54,14 @@ class LateRanks:
 def late_error(
     who: str, late: LateRanks, doing: str, where: str, text: str = "", after: str = ""
 ) -> DeadlineError:
-    """The error for ranks of which somebody knows that they are late.
+    """The error for ranks that are known to be late.
 
     Args:
         who: This rank in words.
         late: What is known.
         doing: What it has waited for: "average gradients".
         where: In which bucket or call, in words.
-        text: The engine's own words.
+        text: The process group's own words.
         after: How long it has waited: " after 2.0 s".
     """
     fields: dict[str, Any] = {"late": late.ranks} if late.ranks else {}
@@ -301,10 +301,10 @@ def record_rows(ranks: Sequence[dict[str, Any]]) -> str:
 
 
 def pack_failure(error: BaseException, rank: int) -> str:
-    """What all other ranks are told of a failure; see `unpack_failure`.
+    """The report of a failure that all other ranks receive; see `unpack_failure`.
 
     Args:
-        error: That the rank has met, or of its own.
+        error: The failure that this rank has met or received, or an exception of its own.
         rank: The number of this process.
 
     Returns:
@@ -327,23 +327,28 @@ def pack_failure(error: BaseException, rank: int) -> str:
 
 
 def is_packed(error: CollectiveError) -> bool:
-    """Whether its words are those of `pack_failure`, which nobody should have to read."""
+    """Whether it carries a report of `pack_failure`, which is not meant to be read as it is."""
     return error.seen.startswith(_PREFIX)
 
 
-def unpack_failure(told: CollectiveError, by: str = "") -> CollectiveError:
-    """The failure that another rank has met, of this host or, where `by` tells, of another; else as it is."""
-    if not is_packed(told):
-        return told
+def unpack_failure(received: CollectiveError, by: str = "") -> CollectiveError:
+    """The failure that another rank has reported; an error without a report is returned as it is.
+
+    Args:
+        received: What this rank has received.
+        by: Who has reported it, in words, if that rank is on another host.
+    """
+    if not is_packed(received):
+        return received
     try:
-        facts = json.loads(told.seen[len(_PREFIX) :])
-        kind, told_fields = _KINDS[facts["kind"]], facts["fields"].items()
+        facts = json.loads(received.seen[len(_PREFIX) :])
+        kind, its_fields = _KINDS[facts["kind"]], facts["fields"].items()
         summary = facts["summary"]
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return told  # somebody else's words: shown as they are
+        return received  # words of another program: shown as they are
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
-        for name, value in told_fields
+        for name, value in its_fields
         if name in _FIELDS
     }
     return kind(
