@@ -1,16 +1,17 @@
 // BackwardReports as Python calls it.
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <cstring>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bind/bindings.h"
 #include "core/failure.h"
 #include "reducer/backward_reports.h"
+#include "reducer/reducer.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -48,6 +49,30 @@ void read(BackwardReports& reports, const nb::list& rows) {
   reports.read(std::move(found));
 }
 
+/// `nonfinite` and what follows: as in BackwardResult.
+BackwardResult conclude(const BackwardReports& reports,
+                        std::vector<std::vector<size_t>> unused,
+                        std::vector<std::pair<int, size_t>> nonfinite,
+                        std::vector<size_t> overflowed,
+                        std::vector<size_t> overlapping,
+                        int64_t first_bucket_ns, size_t parameters,
+                        bool allow_globally_unused) {
+  BackwardResult result = reports.result(std::move(unused), parameters);
+  if (!nonfinite.empty()) result.outcome |= kBackwardNonFinite;
+  if (!overflowed.empty()) result.outcome |= kBackwardOverflow;
+  result.nonfinite = std::move(nonfinite);
+  result.overflowed = std::move(overflowed);
+  result.overlapping = std::move(overlapping);
+  result.first_bucket_ns = first_bucket_ns;
+  result.is_void = reports.refuses_unused();
+  if (result.is_void && allow_globally_unused && result.is_unused_alike()) {
+    result.outcome ^= kBackwardUnused | kBackwardGloballyUnused;
+    result.is_void = false;
+  }
+  if ((result.outcome & kBackwardForwardsDiffer) != 0) result.is_void = true;
+  return result;
+}
+
 /// One entry for each rank; none before the first backward.
 template <class Read>
 auto by_rank(Read read) {
@@ -61,6 +86,27 @@ auto by_rank(Read read) {
 }  // namespace
 
 void bind_backward_reports(nb::module_& m) {
+  nb::class_<BackwardTimes>(m, "BackwardTimes")
+      .def(nb::init<size_t>(), "world_size"_a)
+      .def("add", &BackwardTimes::add, "earlier"_a)
+      .def_rw("waited_ns", &BackwardTimes::waited_ns)
+      .def_rw("waited_for_ns", &BackwardTimes::waited_for_ns)
+      .def_rw("backwards", &BackwardTimes::backwards)
+      .def_rw("worked_ns", &BackwardTimes::worked_ns)
+      .def_rw("times_last", &BackwardTimes::times_last)
+      .def_rw("held_up_ns", &BackwardTimes::held_up_ns)
+      .def_rw("recent_ns", &BackwardTimes::recent_ns);
+  nb::class_<BackwardResult>(m, "BackwardResult")
+      .def_ro("outcome", &BackwardResult::outcome)
+      .def_ro("is_void", &BackwardResult::is_void)
+      .def_ro("statuses", &BackwardResult::statuses)
+      .def_ro("notes", &BackwardResult::notes)
+      .def_ro("unused", &BackwardResult::unused)
+      .def_ro("globally_unused", &BackwardResult::globally_unused)
+      .def_ro("nonfinite", &BackwardResult::nonfinite)
+      .def_ro("overflowed", &BackwardResult::overflowed)
+      .def_ro("overlapping", &BackwardResult::overlapping)
+      .def_ro("first_bucket_ns", &BackwardResult::first_bucket_ns);
   nb::class_<BackwardReports> reports(m, "BackwardReports");
   reports.attr("NBYTES") = sizeof(RankReport);
   reports.def(nb::init<size_t>(), "world_size"_a)
@@ -80,20 +126,14 @@ void bind_backward_reports(nb::module_& m) {
       .def("take_new_weights", &BackwardReports::take_new_weights)
       .def_prop_ro("weights",
                    by_rank([](const RankReport& each) { return each.weight; }))
-      .def_prop_ro("statuses", by_rank([](const RankReport& each) {
-                     return BackwardStatus::unpack(each.word);
-                   }))
-      .def_prop_ro("notes",
-                   by_rank([](const RankReport& each) { return each.note; }))
       .def_prop_ro("unused",
                    by_rank([](const RankReport& each) { return each.unused; }))
-      .def_prop_ro("waited_for_ns", &BackwardReports::waited_for_ns)
-      .def_prop_ro("worked_ns", &BackwardReports::worked_ns)
-      .def_prop_ro("arrivals", [](const BackwardReports& self) {
-        const ReportedArrivals& sums = self.arrivals();
-        return std::make_tuple(sums.backwards, sums.worked_ns, sums.times_last,
-                               sums.held_up_ns);
-      });
+      .def_prop_ro("times", &BackwardReports::times,
+                   nb::rv_policy::reference_internal)
+      .def("result", &BackwardReports::result, "unused"_a, "parameters"_a)
+      .def("conclude", &conclude, "unused"_a, "nonfinite"_a, "overflowed"_a,
+           "overlapping"_a, "first_bucket_ns"_a, "parameters"_a,
+           "allow_globally_unused"_a);
 }
 
 }  // namespace paceline

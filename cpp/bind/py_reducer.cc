@@ -30,30 +30,11 @@ void bind_reducer(nb::module_& m) {
           [](PyReducer& r) {
             return reinterpret_cast<Pointer>(r.reducer().gradient_buffer());
           })
-      .def_prop_ro("waited_s",
-                   [](PyReducer& r) {
-                     return static_cast<double>(r.reducer().waited_ns()) * 1e-9;
-                   })
-      .def_prop_ro("waited_for_ns",
-                   [](PyReducer& r) { return r.reducer().waited_for_ns(); })
-      .def_prop_ro("worked_ns",
-                   [](PyReducer& r) { return r.reducer().worked_ns(); })
-      .def_prop_ro("arrivals",
-                   [](PyReducer& r) {
-                     const Reducer::Arrivals& all = r.reducer().arrivals();
-                     return std::tuple(all.backwards, all.worked_ns,
-                                       all.times_last, all.held_up_ns);
-                   })
-      .def("note_first_bucket",
-           [](PyReducer& r) { r.reducer().note_first_bucket(); })
-      .def_prop_ro("first_bucket_ns",
-                   [](PyReducer& r) { return r.reducer().first_bucket_ns(); })
-      .def_prop_ro("backwards",
-                   [](PyReducer& r) { return r.reducer().backwards(); })
-      .def_prop_ro("completed",
-                   [](PyReducer& r) { return r.reducer().completed(); })
-      .def_prop_ro("outcome",
-                   [](PyReducer& r) { return r.reducer().outcome(); })
+      .def_prop_ro(
+          "times",
+          [](PyReducer& r) -> BackwardTimes& { return r.reducer().times(); },
+          nb::rv_policy::reference_internal)
+      .def_prop_ro("last", &PyReducer::last)
       .def_prop_ro("in_backward",
                    [](PyReducer& r) { return r.reducer().in_backward(); })
       .def_prop_ro("num_chunks",
@@ -79,21 +60,8 @@ void bind_reducer(nb::module_& m) {
           "pointer"_a, "nbytes"_a)
       .def("finish", &PyReducer::finish, "status"_a, "allow_unused"_a,
            "allow_globally_unused"_a = false)
-      .def(
-          "unused",
-          [](PyReducer& r, int rank) { return r.reducer().unused(rank); },
-          "rank"_a)
-      .def("globally_unused",
-           [](PyReducer& r) { return r.reducer().globally_unused(); })
-      .def("overlapping",
-           [](PyReducer& r) { return r.reducer().overlapping(); })
-      .def("statuses", [](PyReducer& r) { return r.reducer().statuses(); })
       .def("waiting_ranks",
            [](PyReducer& r) { return r.reducer().waiting_ranks(); })
-      .def("notes_by_rank",
-           [](PyReducer& r) { return r.reducer().notes_by_rank(); })
-      .def("nonfinite", [](PyReducer& r) { return r.reducer().nonfinite(); })
-      .def("overflowed", [](PyReducer& r) { return r.reducer().overflowed(); })
       .def("squared_norm",
            [](PyReducer& r) { return r.reducer().squared_norm(); })
       .def(

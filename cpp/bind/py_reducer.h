@@ -56,18 +56,23 @@ class PyReducer final : public GradientTaker {
       reducer_->mark_copied(parameter, as_pointer(gradient), bytes, is_shared);
     });
   }
-  uint32_t finish(const BackwardStatus& status, bool allow_unused,
-                  bool allow_globally_unused) {
+  nb::object finish(const BackwardStatus& status, bool allow_unused,
+                    bool allow_globally_unused) {
     check_not_nested();
     finishing_ = Turn::this_thread();
     struct Finished {
       Turn::Thread& finishing;
       ~Finished() { finishing = 0; }
     } const finished{finishing_};
-    return group_->call(kUnlockBytes, [&](HostGroup&) {
-      return reducer_->finish(status, allow_unused, allow_globally_unused);
+    last_ = nb::none();
+    group_->call(kUnlockBytes, [&](HostGroup&) {
+      reducer_->finish(status, allow_unused, allow_globally_unused);
     });
+    return last_ = nb::cast(reducer_->result());
   }
+  /// What finish() has returned, for a caller that an exception has kept from
+  /// it; None: it has not.
+  nb::object last() const { return last_; }
   /// This rank goes on with no backward: the others raise.
   void give_up(const char* why) { group_->group().session.abort(why); }
   void close() { reducer_->close(); }
@@ -91,6 +96,7 @@ class PyReducer final : public GradientTaker {
   nb::object owner_;
   PyHostGroup* group_;
   std::unique_ptr<Reducer> reducer_;
+  nb::object last_ = nb::none();
   Turn::Thread finishing_ = 0;  ///< the thread that is in finish(); 0: none
 };
 

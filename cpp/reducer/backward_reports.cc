@@ -8,11 +8,7 @@
 namespace paceline {
 
 BackwardReports::BackwardReports(size_t world)
-    : weights_(world, 1.0), waited_for_ns_(world), worked_(world) {
-  arrivals_.worked_ns.resize(world);
-  arrivals_.times_last.resize(world);
-  arrivals_.held_up_ns.resize(world);
-}
+    : weights_(world, 1.0), times_(world) {}
 
 void BackwardReports::end_backward(int64_t now_ns) {
   own_us_ = 0;
@@ -24,31 +20,25 @@ void BackwardReports::end_backward(int64_t now_ns) {
 
 int BackwardReports::end_averaging(int64_t now_ns, int64_t waited_ns) {
   over_ns_ = now_ns;
+  times_.waited_ns += waited_ns;
   const size_t world = reports_.size();
+  std::vector<int64_t> worked_ns;
+  worked_ns.reserve(world);
   size_t last = 0;
-  int64_t sum_us = 0;
-  bool is_known = own_us_ != 0 && world == worked_.size();
-  for (size_t r = 0; r < world; ++r) {
-    const uint32_t worked_us = reports_[r].worked_us;
-    is_known = is_known && worked_us != 0;
-    sum_us += worked_us;
-    if (worked_us > reports_[last].worked_us) last = r;
+  int64_t sum_ns = 0;
+  bool is_known = own_us_ != 0 && world == times_.worked_ns.size();
+  for (const RankReport& each : reports_) {
+    is_known = is_known && each.worked_us != 0;
+    sum_ns += worked_ns.emplace_back(int64_t{each.worked_us} * 1000);
+    if (worked_ns.back() > worked_ns[last]) last = worked_ns.size() - 1;
   }
   if (!is_known) return -1;  // in the first backward nobody knows
-  const size_t place = arrivals_.backwards % kWorkedBackwards;
-  for (size_t r = 0; r < world; ++r) {
-    const int64_t worked_ns = int64_t{reports_[r].worked_us} * 1000;
-    worked_[r][place] = worked_ns;
-    arrivals_.worked_ns[r] += worked_ns;
-  }
-  const int64_t longest_us = reports_[last].worked_us;
-  const int64_t late_us = (static_cast<int64_t>(world) * longest_us - sum_us) /
-                          std::max<int64_t>(1, static_cast<int64_t>(world) - 1);
-  ++arrivals_.backwards;
-  ++arrivals_.times_last[last];
-  arrivals_.held_up_ns[last] += late_us * 1000;
-  const int64_t behind_ns = (longest_us - int64_t{own_us_}) * 1000;
-  waited_for_ns_[last] += std::max<int64_t>(0, std::min(behind_ns, waited_ns));
+  const int64_t longest_ns = worked_ns[last];
+  times_.note(worked_ns, last,
+              static_cast<int64_t>(world) * longest_ns - sum_ns);
+  const int64_t behind_ns = longest_ns - int64_t{own_us_} * 1000;
+  times_.waited_for_ns[last] +=
+      std::max<int64_t>(0, std::min(behind_ns, waited_ns));
   return static_cast<int>(last);
 }
 
@@ -119,13 +109,18 @@ bool BackwardReports::take_new_weights() {
   return are_new;
 }
 
-std::vector<std::vector<int64_t>> BackwardReports::worked_ns() const {
-  const size_t count = std::min<size_t>(arrivals_.backwards, kWorkedBackwards);
-  std::vector<std::vector<int64_t>> found;
-  for (const auto& row : worked_)
-    found.emplace_back(row.begin(),
-                       row.begin() + static_cast<ptrdiff_t>(count));
-  return found;
+BackwardResult BackwardReports::result(std::vector<std::vector<size_t>> unused,
+                                       size_t parameters) const {
+  BackwardResult result;
+  result.outcome = outcome();
+  for (const RankReport& each : reports_) {
+    result.statuses.push_back(BackwardStatus::unpack(each.word));
+    result.notes.push_back(each.note);
+  }
+  result.unused = std::move(unused);
+  if ((result.outcome & (kBackwardUnused | kBackwardFinished)) != 0)
+    result.globally_unused = result.unused_by_all(parameters);
+  return result;
 }
 
 }  // namespace paceline

@@ -7,13 +7,14 @@
 // same there (ending.cc).
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <utility>
 #include <vector>
 
+#include "reducer/backward_result.h"
 #include "reducer/backward_status.h"
+#include "reducer/backward_times.h"
 
 namespace paceline {
 
@@ -30,14 +31,6 @@ struct RankReport {
   /// How long it has worked since the backward before; 0: there was none.
   uint32_t worked_us = 0;
   uint32_t padding = 0;
-};
-
-/// In which order the ranks came to the ends of their backward passes, in sums.
-struct ReportedArrivals {
-  uint64_t backwards = 0;
-  std::vector<int64_t> worked_ns;  ///< by rank, as all below
-  std::vector<int64_t> times_last;
-  std::vector<int64_t> held_up_ns;
 };
 
 class BackwardReports {
@@ -78,21 +71,19 @@ class BackwardReports {
   /// that.
   bool take_new_weights();
 
-  const std::vector<int64_t>& waited_for_ns() const { return waited_for_ns_; }
-  const ReportedArrivals& arrivals() const { return arrivals_; }
-  /// The last times of each rank between two backward passes, in no order.
-  std::vector<std::vector<int64_t>> worked_ns() const;
+  /// Of the backward passes so far.
+  BackwardTimes& times() { return times_; }
+  /// What the backward has come to, by what the reports tell. `unused`: the
+  /// parameters, of so many, that each rank did not mark.
+  BackwardResult result(std::vector<std::vector<size_t>> unused,
+                        size_t parameters) const;
 
  private:
-  static constexpr size_t kWorkedBackwards = 64;  // as in the reducer
-
   std::vector<RankReport> reports_;
   std::vector<double> weights_;  ///< when they were asked for last
   uint32_t own_us_ = 0;
   int64_t over_ns_ = 0;
-  std::vector<int64_t> waited_for_ns_;
-  std::vector<std::array<int64_t, kWorkedBackwards>> worked_;  ///< by rank
-  ReportedArrivals arrivals_;
+  BackwardTimes times_;
 };
 
 }  // namespace paceline

@@ -2,6 +2,8 @@
 #include <string.h>
 
 #include <algorithm>
+#include <array>
+#include <span>
 
 #include "core/failure.h"
 #include "core/faults.h"
@@ -17,13 +19,10 @@ uint32_t Reducer::finish(const BackwardStatus& status, bool allow_unused,
   if (!in_backward_) begin_backward();
   has_no_means_ = true;  // until it has
   try {
-    const uint32_t outcome =
-        complete_backward(status, allow_unused, allow_globally_unused);
+    outcome_ = complete_backward(status, allow_unused, allow_globally_unused);
     backward_over_ns_ = now_ns();
     slept_before_ns_ = slept_ns;
-    outcome_ = outcome;
-    ++completed_backwards_;
-    return outcome;
+    return outcome_;
   } catch (...) {
     leave();
     keep_buffer();
@@ -209,10 +208,10 @@ uint32_t Reducer::end_backward(const BackwardStatus& status, uint32_t flags) {
     if (count_up(shared.ended_backward, backward_)) ring(kWakeAll);
   }
   own.stage.store(stage(kEnded), std::memory_order_relaxed);
-  const int64_t waited_before_ns = waited_ns_;
+  const int64_t waited_before_ns = times_.waited_ns;
   wait_for(shared.ended_backward, backward_, kEnded,
            [&] { progress(ChunkLimit::kAll); });
-  record_wait(note_arrivals(waited_ns_ - waited_before_ns));
+  record_wait(note_arrivals(times_.waited_ns - waited_before_ns));
   return shared.verdict.load(std::memory_order_relaxed);
 }
 
@@ -220,30 +219,26 @@ uint32_t Reducer::end_backward(const BackwardStatus& status, uint32_t flags) {
 // have ended another backward.
 int Reducer::note_arrivals(int64_t waited_ns) {
   const auto world = static_cast<size_t>(session_.world());
-  const size_t place = worked_backwards_ % kWorkedBackwards;
+  std::array<int64_t, kMaxRanks> worked_ns;
   size_t last = 0;
   bool is_known = true;
+  int64_t last_ns = 0;
   int64_t ended_sum_ns = 0;
   for (size_t r = 0; r < world; ++r) {
     const BackwardHeader& theirs = header(static_cast<int>(r), backward_);
-    if (theirs.ended_ns > header(static_cast<int>(last), backward_).ended_ns)
+    if (theirs.ended_ns > last_ns) {
       last = r;
-    worked_[r * kWorkedBackwards + place] = theirs.worked_ns;
-    arrivals_.worked_ns[r] += theirs.worked_ns;
+      last_ns = theirs.ended_ns;
+    }
+    worked_ns[r] = theirs.worked_ns;
     ended_sum_ns += theirs.ended_ns;
     is_known = is_known && theirs.worked_ns != 0;
   }
-  if (is_known) {
-    ++worked_backwards_;
-    ++arrivals_.backwards;
-    ++arrivals_.times_last[last];
-    const int64_t last_ns = header(static_cast<int>(last), backward_).ended_ns;
-    arrivals_.held_up_ns[last] +=
-        (static_cast<int64_t>(world) * last_ns - ended_sum_ns) /
-        std::max<int64_t>(1, static_cast<int64_t>(world) - 1);
-  }
+  if (is_known)
+    times_.note(std::span(worked_ns).first(world), last,
+                static_cast<int64_t>(world) * last_ns - ended_sum_ns);
   if (static_cast<int>(last) != session_.rank())
-    waited_for_ns_[last] += waited_ns;
+    times_.waited_for_ns[last] += waited_ns;
   return static_cast<int>(last);
 }
 
@@ -314,7 +309,7 @@ void Reducer::wait_until(Stage awaited, Ready ready) {
                (can_reduce && awaited == kEnded &&
                 theirs.assigned_left.load(std::memory_order_relaxed) != 0);
       });
-  waited_ns_ += now_ns() - start_ns - (reducing_ns_ - reducing_before_ns);
+  times_.waited_ns += now_ns() - start_ns - (reducing_ns_ - reducing_before_ns);
 }
 
 }  // namespace paceline

@@ -1,5 +1,6 @@
 // What a finished backward was like; see reducer.h.
-#include <algorithm>
+#include <array>
+#include <bit>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -9,56 +10,62 @@
 
 namespace paceline {
 
-std::vector<size_t> Reducer::unused(int rank) const {
-  const uint64_t* bits = unused_bits(rank, finished_backwards_);
-  std::vector<size_t> found;
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    if ((bits[p / 64] >> (p % 64) & 1) != 0) found.push_back(p);
+BackwardResult Reducer::result() const {
+  const auto world = static_cast<size_t>(session_.world());
+  BackwardResult result;
+  result.outcome = outcome_;
+  result.is_void = has_no_means_;
+  result.overlapping = overlapping_;
+  result.first_bucket_ns = first_bucket_ns_;
+  result.statuses.reserve(world);
+  result.notes.reserve(world);
+  result.unused.resize(world);
+  for (int r = 0; r < session_.world(); ++r) {
+    const BackwardHeader& theirs = header(r, finished_backwards_);
+    result.statuses.push_back(BackwardStatus::unpack(theirs.status));
+    result.notes.push_back(theirs.note);
   }
-  return found;
+  constexpr uint32_t kLeftOut =
+      kBackwardUnused | kBackwardGloballyUnused | kBackwardFinished;
+  if ((outcome_ & kLeftOut) != 0) find_unused(result);
+  constexpr uint32_t kBad = kBackwardNonFinite | kBackwardOverflow;
+  if ((outcome_ & kBad) != 0) find_nonfinite(result);
+  return result;
 }
 
-std::vector<size_t> Reducer::globally_unused() const {
-  std::vector<size_t> found;
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    bool everywhere = true;
-    for (int r = 0; r < session_.world() && everywhere; ++r) {
-      if (BackwardStatus::unpack(header(r, finished_backwards_).status)
-              .finished)
-        continue;
-      everywhere =
-          (unused_bits(r, finished_backwards_)[p / 64] >> (p % 64) & 1) != 0;
+void Reducer::find_unused(BackwardResult& result) const {
+  for (int r = 0; r < session_.world(); ++r) {
+    const uint64_t* bits = unused_bits(r, finished_backwards_);
+    auto& found = result.unused[static_cast<size_t>(r)];
+    for (size_t word = 0; word < unused_words_; ++word) {
+      for (uint64_t rest = bits[word]; rest != 0; rest &= rest - 1)
+        found.push_back(word * 64 +
+                        static_cast<size_t>(std::countr_zero(rest)));
     }
-    if (everywhere) found.push_back(p);
   }
-  return found;
+  result.globally_unused = result.unused_by_all(parameters_.size());
 }
 
-std::vector<std::vector<int64_t>> Reducer::worked_ns() const {
-  const auto count = static_cast<ptrdiff_t>(
-      std::min<uint64_t>(worked_backwards_, kWorkedBackwards));
-  std::vector<std::vector<int64_t>> found;
-  for (size_t r = 0; r < waited_for_ns_.size(); ++r) {
-    const auto first =
-        worked_.begin() + static_cast<ptrdiff_t>(r * kWorkedBackwards);
-    found.emplace_back(first, first + count);
+void Reducer::find_nonfinite(BackwardResult& result) const {
+  const SegmentStats* table = stats(finished_backwards_);
+  const auto saw = [&](uint32_t flag) { return (outcome_ & flag) != 0; };
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    std::array<uint64_t, 2> ranks{};
+    bool has_overflowed = false;
+    for (uint32_t i = parameters_[p].first_segment;
+         i < parameters_[p].end_segment; ++i) {
+      const SegmentStats& each = table[segments_in_order_[i]];
+      ranks[0] |= each.nonfinite_ranks[0];
+      ranks[1] |= each.nonfinite_ranks[1];
+      has_overflowed = has_overflowed || each.has_overflowed != 0;
+    }
+    for (int r = 0; saw(kBackwardNonFinite) && r < session_.world(); ++r) {
+      if ((ranks[static_cast<size_t>(r / 64)] >> (r % 64) & 1) != 0)
+        result.nonfinite.emplace_back(r, p);
+    }
+    if (saw(kBackwardOverflow) && has_overflowed)
+      result.overflowed.push_back(p);
   }
-  return found;
-}
-
-std::vector<BackwardStatus> Reducer::statuses() const {
-  std::vector<BackwardStatus> found;
-  for (int r = 0; r < session_.world(); ++r)
-    found.push_back(
-        BackwardStatus::unpack(header(r, finished_backwards_).status));
-  return found;
-}
-
-std::vector<uint32_t> Reducer::notes_by_rank() const {
-  std::vector<uint32_t> found;
-  for (int r = 0; r < session_.world(); ++r)
-    found.push_back(header(r, finished_backwards_).note);
-  return found;
 }
 
 std::vector<int> Reducer::waiting_ranks() const {
@@ -69,40 +76,6 @@ std::vector<int> Reducer::waiting_ranks() const {
     const uint64_t stage =
         header(r, next).stage.load(std::memory_order_relaxed);
     if (r != session_.rank() && stage == next * 4 + kEnded) found.push_back(r);
-  }
-  return found;
-}
-
-std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
-  std::vector<std::pair<int, size_t>> found;
-  if (finished_backwards_ == 0 || has_no_means_ ||
-      control().nonfinite_backward.load(std::memory_order_relaxed) !=
-          finished_backwards_)
-    return found;
-  const SegmentStats* table = stats(finished_backwards_);
-  for (const uint32_t s : segments_in_order_) {
-    for (int r = 0; r < session_.world(); ++r) {
-      if ((table[s].nonfinite_ranks[r / 64] >> (r % 64) & 1) == 0) continue;
-      const std::pair<int, size_t> pair{r, segments_[s].parameter};
-      if (std::find(found.begin(), found.end(), pair) == found.end())
-        found.push_back(pair);
-    }
-  }
-  return found;
-}
-
-std::vector<size_t> Reducer::overflowed() const {
-  std::vector<size_t> found;
-  if (finished_backwards_ == 0 || has_no_means_ ||
-      control().overflow_backward.load(std::memory_order_relaxed) !=
-          finished_backwards_)
-    return found;
-  const SegmentStats* table = stats(finished_backwards_);
-  for (const uint32_t s : segments_in_order_) {
-    const uint32_t parameter = segments_[s].parameter;
-    if (table[s].has_overflowed != 0 &&
-        (found.empty() || found.back() != parameter))
-      found.push_back(parameter);
   }
   return found;
 }

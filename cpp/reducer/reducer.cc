@@ -24,15 +24,10 @@ Reducer::Reducer(Heap& heap, size_t buffer_bytes,
       session_(heap.session()),
       buffer_bytes_(buffer_bytes),
       holds_gradients_(!assigns_chunks),
-      scatters_(!owned.empty()) {
+      scatters_(!owned.empty()),
+      times_(static_cast<size_t>(session_.world())) {
   for (const ParameterSpan& span : parameters)
     parameters_.push_back({.span = span});
-  const auto world = static_cast<size_t>(session_.world());
-  waited_for_ns_.resize(world);
-  arrivals_.worked_ns.resize(world);
-  arrivals_.times_last.resize(world);
-  arrivals_.held_up_ns.resize(world);
-  worked_.resize(world * kWorkedBackwards);
   plan(buckets, std::move(owned));
   allocate(assigns_chunks);
   assign_chunks();
@@ -76,6 +71,7 @@ void Reducer::begin_backward() {
   enter();
   weights_known_ = false;
   first_open_bucket_ = 0;
+  first_bucket_ns_ = 0;
   for (Bucket& bucket : buckets_) {
     bucket.pending = bucket.parameters;
     bucket.posted = false;
@@ -141,10 +137,7 @@ void Reducer::copy_in(const Parameter& parameter) {
 void Reducer::post(Bucket& bucket, size_t index) {
   fault_point(Point::kBeforePost);
   bucket.posted = true;
-  if (notes_first_bucket_) {
-    notes_first_bucket_ = false;
-    first_bucket_ns_ = now_ns();
-  }
+  if (first_bucket_ns_ == 0) first_bucket_ns_ = now_ns();
   // acq_rel: releases this rank's gradients and header; the last to arrive
   // acquires everybody's. Partners: each other, and the acquire in progress().
   if (Recorder* recorder = Recorder::current(); recorder != nullptr)

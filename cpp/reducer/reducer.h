@@ -67,7 +67,7 @@
 // gradients before its own backward has ended. From then on it reads a gradient
 // where it is and writes the mean there. Gradients that overlap with each other
 // are moved into the gradient buffer at the end of backward, before anything is
-// written; their means stay there, and overlapping() tells which they are.
+// written; their means stay there, and the result tells which they are.
 //
 // A backward that scatters
 //
@@ -96,7 +96,9 @@
 #include "core/session.h"
 #include "core/sizes.h"
 #include "kernels/kernels.h"
+#include "reducer/backward_result.h"
 #include "reducer/backward_status.h"
+#include "reducer/backward_times.h"
 #include "reducer/overlaps.h"
 #include "reducer/settled_count.h"
 
@@ -187,53 +189,15 @@ class Reducer final : OpenBackward {
   /// finished.
   bool in_backward() const { return in_backward_; }
 
-  std::vector<size_t> unused(int rank) const;
-  std::vector<size_t> globally_unused() const;
-  /// Parameters of the last backward whose gradients shared memory with others:
-  /// their means are in the gradient buffer only. Of this rank, in no order.
-  const std::vector<size_t>& overlapping() const { return overlapping_; }
-  /// What the ranks told of the last backward.
-  std::vector<BackwardStatus> statuses() const;
-  std::vector<uint32_t> notes_by_rank() const;
+  /// What the last backward has come to; read before another one ends.
+  BackwardResult result() const;
   /// Ranks that wait at the end of a backward that this rank has not ended.
   std::vector<int> waiting_ranks() const;
-  std::vector<std::pair<int, size_t>> nonfinite() const;
-  /// Parameters whose mean in the last backward is not finite though every
-  /// rank's gradient is: their sum overflowed.
-  std::vector<size_t> overflowed() const;
   /// NaN if the last backward was not averaged.
   double squared_norm() const;
-  int64_t waited_ns() const { return waited_ns_; }
-  /// How much of that was for each rank: the last to end its backward. The rest
-  /// was for chunks in the hands of others.
-  const std::vector<int64_t>& waited_for_ns() const { return waited_for_ns_; }
-  /// What all backward passes tell of each rank, from the second one on.
-  struct Arrivals {
-    uint64_t backwards = 0;
-    /// As worked_ns(), summed.
-    std::vector<int64_t> worked_ns;
-    /// In how many backward passes it was the last to end its backward.
-    std::vector<int64_t> times_last;
-    /// How much later than the others it was then, in the mean over these.
-    std::vector<int64_t> held_up_ns;
-  };
-  const Arrivals& arrivals() const { return arrivals_; }
-  /// How long each rank worked between the end of a backward and the end of its
-  /// next backward, in the last backward passes (kWorkedBackwards at most, in
-  /// no order): by rank. Without what it slept in waits of any group.
-  std::vector<std::vector<int64_t>> worked_ns() const;
-  /// Notes when this rank's first bucket is complete, once, from now on.
-  void note_first_bucket() {
-    notes_first_bucket_ = true;
-    first_bucket_ns_ = 0;
-  }
-  /// As now_ns() tells it; 0: there was none, or nobody had asked.
-  int64_t first_bucket_ns() const { return first_bucket_ns_; }
-  uint64_t backwards() const { return finished_backwards_; }
-  /// How often finish() has returned an outcome, and the last one: for a caller
-  /// whom an exception has kept from the value that it returned.
-  uint64_t completed() const { return completed_backwards_; }
-  uint32_t outcome() const { return outcome_; }
+  /// Since the reducer was made. Work is without what a rank slept in waits of
+  /// any group.
+  BackwardTimes& times() { return times_; }
   size_t num_chunks() const { return total_chunks_; }
   void close();
 
@@ -383,6 +347,8 @@ class Reducer final : OpenBackward {
   uint32_t complete_backward(const BackwardStatus& status, bool allow_unused,
                              bool allow_globally_unused);
   bool is_unused_alike() const;
+  void find_unused(BackwardResult& result) const;
+  void find_nonfinite(BackwardResult& result) const;
   /// Notes who ended its backward last, how long this rank has waited for it,
   /// and how long each rank has worked. Returns the last rank.
   int note_arrivals(int64_t waited_ns);
@@ -472,8 +438,7 @@ class Reducer final : OpenBackward {
   /// The backward that is under way, or else the one that was finished last.
   uint64_t backward_ = 0;
   uint64_t finished_backwards_ = 0;
-  uint64_t completed_backwards_ = 0;
-  uint32_t outcome_ = 0;
+  uint32_t outcome_ = 0;  ///< of that one
   /// Whether the last backward was begun only to be ended, and was not
   /// averaged.
   bool has_no_means_ = false;
@@ -491,20 +456,13 @@ class Reducer final : OpenBackward {
   size_t first_open_bucket_ = 0;
   /// Backward passes that ended without reduction; the same on all ranks.
   uint64_t restarts_ = 0;
-  int64_t waited_ns_ = 0;
   /// When the last wait began; 0: there was none since record_wait().
   int64_t wait_began_ns_ = 0;
-  std::vector<int64_t> waited_for_ns_;
-  Arrivals arrivals_;
-  static constexpr size_t kWorkedBackwards = 64;
-  /// worked_ns of each rank, kWorkedBackwards after each other.
-  std::vector<int64_t> worked_;
-  /// How many backward passes have been noted there.
-  uint64_t worked_backwards_ = 0;
+  BackwardTimes times_;
   /// When this rank's last backward was over, and `slept_ns` at that time.
   int64_t backward_over_ns_ = 0;
   int64_t slept_before_ns_ = 0;
-  bool notes_first_bucket_ = false;
+  /// When this rank's first bucket of the backward was complete.
   int64_t first_bucket_ns_ = 0;
   int64_t reducing_ns_ = 0;
   bool is_buffer_kept_ = false;

@@ -64,7 +64,7 @@ TEST(gradients_elsewhere_stay_as_they_are_until_backward_ends) {
           for (const float element : gradient)
             CHECK_EQ(element, Model::value(group.rank(), 0, 0, 0));
         CHECK_EQ(reducer.finish(1, false), 0u);
-        CHECK(reducer.overlapping().empty());
+        CHECK(reducer.result().overlapping.empty());
         for (const auto& gradient : gradients)
           for (const float element : gradient)
             CHECK_EQ(element,
@@ -141,11 +141,11 @@ TEST(gradients_that_overlap_are_moved_into_the_buffer) {
         }
         CHECK_EQ(one->finish(1, false), 0u);
         CHECK_EQ(two->finish(1, false), 0u);
-        std::vector<size_t> moved = one->overlapping();
+        std::vector<size_t> moved = one->result().overlapping;
         std::sort(moved.begin(), moved.end());
         CHECK(moved == (group.rank() == 0 ? std::vector<size_t>{0, 1, 2}
                                           : std::vector<size_t>{}));
-        CHECK(two->overlapping().empty());  // the other one has let go
+        CHECK(two->result().overlapping.empty());  // the other one has let go
         for (size_t p = 0; p < 6; ++p) {
           const bool is_moved = group.rank() == 0 && p < 3;
           const std::byte* gradient_buffer =

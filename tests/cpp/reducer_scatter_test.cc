@@ -123,7 +123,7 @@ TEST(owners_get_the_mean_and_gradients_stay_as_they_are) {
                     CHECK_EQ(model.reducer().finish(1, false), kBackwardUnused);
                   } else {
                     CHECK_EQ(model.reducer().finish(1, false), 0u);
-                    CHECK(model.reducer().overlapping().empty());
+                    CHECK(model.reducer().result().overlapping.empty());
                     model.check(step);
                   }
                 }

@@ -60,8 +60,9 @@ void run_backwards(int ranks, size_t cap_bytes, int num_backwards,
           CHECK_EQ(flags, expected);
           if (flags == 0) model.check(step);
           if (kind == 0)
-            CHECK_EQ(model.reducer().unused(step % group.world()).size(),
-                     size_t{1});
+            CHECK_EQ(
+                model.reducer().result().unused[step % group.world()].size(),
+                size_t{1});
         }
       },
       {.timeout_s = 60, .spin_us = spin_us});
@@ -90,9 +91,9 @@ TEST(a_nonfinite_gradient_and_an_allowed_unused_parameter) {
       }
       const uint32_t flags = model.reducer().finish(1, true);
       CHECK_EQ(flags, kBackwardUnused | (is_bad ? kBackwardNonFinite : 0));
-      CHECK(model.reducer().unused(1) == std::vector<size_t>{3});
-      CHECK(model.reducer().globally_unused().empty());
-      const auto nonfinite = model.reducer().nonfinite();
+      CHECK(model.reducer().result().unused[1] == std::vector<size_t>{3});
+      CHECK(model.reducer().result().globally_unused.empty());
+      const auto nonfinite = model.reducer().result().nonfinite;
       CHECK_EQ(nonfinite.size(), is_bad ? size_t{1} : size_t{0});
       if (is_bad) CHECK(nonfinite[0] == std::make_pair(2, size_t{2}));
       CHECK_EQ(model.view(0)[0], model.mean(0, 0, step));
@@ -129,7 +130,8 @@ void run_with_globally_unused(int ranks, size_t cap_bytes) {
                              (kind == 2 && ranks > 1 ? kBackwardFinished : 0));
       CHECK_EQ(isnan(model.reducer().squared_norm()), is_void);
       if (is_void) {
-        CHECK(model.reducer().globally_unused() == std::vector<size_t>{2});
+        CHECK(model.reducer().result().globally_unused ==
+              std::vector<size_t>{2});
         continue;
       }
       for (const size_t p : {0, 3, 6})
@@ -137,7 +139,7 @@ void run_with_globally_unused(int ranks, size_t cap_bytes) {
       if (kind == 1) {
         model.check(step);
       } else if (kind == 2 || ranks > 1) {
-        CHECK(model.reducer().globally_unused() == globally_unused);
+        CHECK(model.reducer().result().globally_unused == globally_unused);
       }
     }
   });
@@ -186,15 +188,15 @@ TEST(a_sum_of_finite_gradients_that_overflows_is_told) {
       return reducer.finish(1, false);
     };
     CHECK_EQ(backward(3e38f, 1), kBackwardOverflow);
-    CHECK(reducer.overflowed() == std::vector<size_t>{0});
-    CHECK(reducer.nonfinite().empty());
+    CHECK(reducer.result().overflowed == std::vector<size_t>{0});
+    CHECK(reducer.result().nonfinite.empty());
     CHECK_EQ(singles[kCount - 1], INFINITY);
     CHECK_EQ(backward(1, 1e200), 0u);  // only its square overflows
-    CHECK(reducer.overflowed().empty());
+    CHECK(reducer.result().overflowed.empty());
     CHECK_EQ(backward(-3e38f, 1.5e308), kBackwardOverflow);
-    CHECK(reducer.overflowed() == (std::vector<size_t>{0, 1}));
+    CHECK(reducer.result().overflowed == (std::vector<size_t>{0, 1}));
     CHECK_EQ(backward(group.rank() == 0 ? INFINITY : 1, 1), kBackwardNonFinite);
-    CHECK(reducer.overflowed().empty());
+    CHECK(reducer.result().overflowed.empty());
   });
 }
 

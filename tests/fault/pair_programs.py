@@ -54,7 +54,7 @@ class Backwards(Program):
     def step(self, number: int) -> None:
         for param in range(len(_MODEL)):
             self._got[param] = self._world.mark(param, number, elsewhere=True)
-        assert self._world.reducer.finish(1, False) == 0
+        assert self._world.reducer.finish(1, False).outcome == 0
         self._world.check(self._got, number)
 
     def memory(self) -> Iterable[Array]:
@@ -77,7 +77,7 @@ class BackwardsInBuffer(Program):
 
     def step(self, number: int) -> None:
         got = {param: self._world.mark(param, number) for param in range(len(_MODEL))}
-        assert self._world.reducer.finish(1, False) == 0
+        assert self._world.reducer.finish(1, False).outcome == 0
         self._world.check(got, number)
 
     def memory(self) -> Iterable[Array]:
@@ -107,7 +107,7 @@ class ScatteringBackwards(Program):
 
     def step(self, number: int) -> None:
         got = {param: self._world.mark(param, number) for param in range(len(_MODEL))}
-        assert self._world.reducer.finish(1, False) == 0
+        assert self._world.reducer.finish(1, False).outcome == 0
         for param, begin, end, rank in self._own:
             if rank == self._rank:
                 mean = self._world.mean(param, number)
@@ -132,7 +132,7 @@ class VoidBackwards(Program):
         leaves_out = number % 2 == 1
         for param in range(2 if leaves_out and self._rank == 0 else 3):
             self._got[param] = self._world.mark(param, number, elsewhere=True)
-        assert self._world.reducer.finish(1, False) == int(leaves_out)
+        assert self._world.reducer.finish(1, False).outcome == int(leaves_out)
         if not leaves_out:
             self._world.check(self._got, number)
 
@@ -152,7 +152,7 @@ class NewReducers(Program):
     def step(self, number: int) -> None:
         world = World(self._group, _MODEL[:1], _CAP_BYTES)
         self._got = {0: world.mark(0, number, elsewhere=True)}
-        assert world.reducer.finish(1, False) == 0
+        assert world.reducer.finish(1, False).outcome == 0
         world.check(self._got, number)
 
     def memory(self) -> Iterable[Array]:
@@ -387,7 +387,7 @@ class Training(Program):
         self._steps.step(number)
         for param in range(2):
             self._got[param] = self._world.mark(param, number, elsewhere=True)
-        assert self._world.reducer.finish(1, False) == 0
+        assert self._world.reducer.finish(1, False).outcome == 0
         self._world.check(self._got, number)
 
     def memory(self) -> Iterable[Array]:

@@ -32,7 +32,7 @@ def run_backward(world, step, *, order=None, elsewhere=(), forwards=1, allow_unu
     got = {}
     for param in range(len(world.model)) if order is None else order:
         got[param] = world.mark(param, step, param in elsewhere)
-    return world.reducer.finish(forwards, allow_unused), got
+    return world.reducer.finish(forwards, allow_unused).outcome, got
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -45,10 +45,9 @@ def test_mean_of_all_gradients(group, world_size):
             flags, got = run_backward(world, step, elsewhere=elsewhere)
             assert flags == 0
             world.check(got, step)
-            assert world.reducer.backwards == step + 1
-            assert world.reducer.globally_unused() == world.reducer.unused(0) == []
-            assert world.reducer.nonfinite() == []
-        assert world.reducer.waited_s >= 0
+            assert world.reducer.last.globally_unused == world.reducer.last.unused[0] == []
+            assert world.reducer.last.nonfinite == []
+        assert world.reducer.times.waited_ns >= 0
         world.reducer.close()
 
 
@@ -91,7 +90,7 @@ def test_notes_that_differ_are_told_and_change_nothing(group):
         flags, got = run_backward(world, step)
         assert flags == expected
         world.check(got, step)
-        assert world.reducer.notes_by_rank() == notes
+        assert world.reducer.last.notes == notes
         assert world.reducer.waiting_ranks() == []
         group.barrier()  # or a fast rank may be in the next backward already
 
@@ -129,8 +128,8 @@ def test_unused_parameters(group):
 
     flags, got = run_backward(world, 0, order=order, elsewhere={3}, allow_unused=True)
     assert flags == UNUSED
-    assert [world.reducer.unused(rank) for rank in range(3)] == list(left_out.values())
-    assert world.reducer.globally_unused() == []
+    assert [world.reducer.last.unused[rank] for rank in range(3)] == list(left_out.values())
+    assert world.reducer.last.globally_unused == []
     expected = {
         param: sum(world.gradient(r, param, 0) for r in range(3) if param not in left_out[r]) / 3
         for param in got
@@ -141,13 +140,13 @@ def test_unused_parameters(group):
     for step in range(1, 5):  # a void backward, then a good one, and again
         flags, got = run_backward(world, step, order=order if step % 2 else everything)
         assert flags == (UNUSED if step % 2 else 0)
-        assert world.reducer.unused(2) == (left_out[2] if step % 2 else [])
+        assert world.reducer.last.unused[2] == (left_out[2] if step % 2 else [])
         if flags == 0:
             world.check(got, step)
 
     flags, _ = run_backward(world, 9, order=[p for p in everything if p not in (4, 6)], allow_unused=True)
     assert flags == UNUSED
-    assert world.reducer.globally_unused() == [4, 6]
+    assert world.reducer.last.globally_unused == [4, 6]
     assert_array_equal(world.views[6], 0)
 
 
@@ -172,11 +171,11 @@ def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed(group, ass
     for step, (orders, has_data, expected) in enumerate(cases * 2):
         got = {param: world.mark(param, step, param in (2, 3)) for param in orders[group.rank]}
         status = BackwardStatus(1, finished=not has_data and group.rank == 1)
-        assert world.reducer.finish(status, False, True) == expected, f"backward {step}"
+        assert world.reducer.finish(status, False, True).outcome == expected, f"backward {step}"
         assert np.isnan(world.reducer.squared_norm()) == bool(expected & UNUSED)
         active = [rank for rank in range(3) if has_data or rank != 1]
         unused = set.intersection(*(set(everything) - set(orders[rank]) for rank in active))
-        assert world.reducer.globally_unused() == sorted(unused)
+        assert world.reducer.last.globally_unused == sorted(unused)
         if not expected & UNUSED and (has_data or orders[1]):
             world.check({param: array for param, array in got.items() if param not in unused}, step)
         group.barrier()
@@ -191,7 +190,7 @@ def test_forwards_that_differ(group):
         forwards = step + 1 + (is_void and group.rank == 2)
         flags, got = run_backward(world, step, forwards=forwards, allow_unused=step % 2 == 0)
         assert flags == (FORWARDS_DIFFER if is_void else 0)
-        assert [status.forwards for status in world.reducer.statuses()] == [
+        assert [status.forwards for status in world.reducer.last.statuses] == [
             step + 1,
             step + 1,
             step + 1 + is_void,
@@ -201,7 +200,7 @@ def test_forwards_that_differ(group):
     # A rank that ran no backward at all comes to the end of this one at once.
     flags, _ = run_backward(world, 6, order=[] if group.rank == 1 else None, forwards=group.rank != 1)
     assert flags == UNUSED | FORWARDS_DIFFER
-    assert world.reducer.unused(1) == list(range(len(MODEL)))
+    assert world.reducer.last.unused[1] == list(range(len(MODEL)))
     flags, got = run_backward(world, 7)
     assert flags == 0
     world.check(got, 7)
@@ -219,9 +218,9 @@ def test_nonfinite_gradients_are_told_by_rank_and_parameter(group):
                 world.views[param][:] = world.gradient(group.rank, param, step)
                 world.views[param][-1] = bad[group.rank][param]
                 world.reducer.mark_ready(param, 0)
-        flags = world.reducer.finish(1, False)
+        flags = world.reducer.finish(1, False).outcome
         assert flags == (NONFINITE if step == 1 else 0)
-        assert world.reducer.nonfinite() == ([(0, 2), (2, 2), (2, 7)] if step == 1 else [])
+        assert world.reducer.last.nonfinite == ([(0, 2), (2, 2), (2, 7)] if step == 1 else [])
         if step != 1:
             assert np.isfinite(world.reducer.squared_norm())
 
@@ -269,8 +268,8 @@ def test_several_reducers_in_one_group(group):
         got_one = {param: one.mark(param, step) for param in (5, 3, 0)}
         got_two = {param: two.mark(param, step) for param in (2, 0, 1)}
         got_one |= {param: one.mark(param, step, True) for param in (7, 6, 4, 2, 1)}
-        assert two.reducer.finish(1, False) == 0
-        assert one.reducer.finish(1, False) == 0
+        assert two.reducer.finish(1, False).outcome == 0
+        assert one.reducer.finish(1, False).outcome == 0
         one.check(got_one, step)
         two.check(got_two, step)
         total = np.full(50_000, group.rank)
@@ -317,7 +316,7 @@ def test_long_run_with_random_order_and_delays(group):
             if own.random() < 0.02:
                 time.sleep(own.random() * 0.003)
             got[param] = world.mark(param, step, own.random() < 0.3)
-        flags = world.reducer.finish(1 + (kind == "forwards" and group.rank == 1), False)
+        flags = world.reducer.finish(1 + (kind == "forwards" and group.rank == 1), False).outcome
         assert flags == {"good": 0, "unused": UNUSED, "forwards": FORWARDS_DIFFER}[kind], f"backward {step}"
         if flags == 0:
             world.check(got, step)
@@ -333,7 +332,7 @@ def test_misuse(group):
         world.reducer.mark_ready(2, 0)
     assert world.reducer.in_backward
     world.mark(1, 0)
-    assert world.reducer.finish(1, False) == 0
+    assert world.reducer.finish(1, False).outcome == 0
     world.reducer.close()
     world.reducer.close()
     with pytest.raises(GroupClosedError):

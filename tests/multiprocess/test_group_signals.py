@@ -103,13 +103,13 @@ def test_handlers_run_at_once_and_may_make_collectives_while_a_backward_or_a_mes
     group.barrier()  # both listen
     if group.rank == 0:
         got = {param: world.mark(param, 0) for param in range(len(world.model))}
-        assert world.reducer.finish(1, False) == 0
+        assert world.reducer.finish(1, False).outcome == 0
     else:
         got = {param: world.mark(param, 0) for param in range(4)}
         interrupt(group, 0)
         signal.raise_signal(signal.SIGUSR1)  # meets rank 0, which waits for this rank's gradients
         got |= {param: world.mark(param, 0) for param in range(4, len(world.model))}
-        assert world.reducer.finish(1, False) == 0
+        assert world.reducer.finish(1, False).outcome == 0
     world.check(got, 0)
     assert seen == ["saved"]
 
@@ -149,7 +149,7 @@ def test_a_backward_backward_in_a_handler_within_the_end_of_another_one_raises(g
     if group.rank == 0:
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
-    assert world.reducer.finish(1, False) == 0
+    assert world.reducer.finish(1, False).outcome == 0
     world.check(got, 0)
     assert all("under way: the end of a backward pass" in str(error) for error in told)
     assert len(told) == (2 if group.rank == 0 else 0)

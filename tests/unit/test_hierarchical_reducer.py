@@ -278,7 +278,7 @@ def means(
             for param in (2, 1, 0):
                 place_of(reducer, world.plan, param)[:] = gradient(rank, step, param)
                 reducer.mark_ready(param)
-            assert reducer.finish(BackwardStatus(1), False) == Outcome.GOOD
+            assert reducer.finish(BackwardStatus(1), False).outcome == Outcome.GOOD
             found.append(
                 b"".join(place_of(reducer, world.plan, param).tobytes() for param in range(len(COUNTS)))
             )
@@ -313,7 +313,7 @@ def test_in_each_turn_every_host_is_sent_to_by_one(phase: int) -> None:
     def one_backward(rank: int, reducer: HierarchicalReducer) -> None:
         for param in range(len(COUNTS)):
             reducer.mark_ready(param)
-        assert reducer.finish(BackwardStatus(1), False) == Outcome.GOOD
+        assert reducer.finish(BackwardStatus(1), False).outcome == Outcome.GOOD
 
     world.run(one_backward)
     tag = tag_of(0, phase, 0, 1)
@@ -334,7 +334,7 @@ def test_the_receives_of_the_next_backward_delay_nobody() -> None:
         for step in range(2):
             for param in range(len(COUNTS)):
                 reducer.mark_ready(param)
-            assert reducer.finish(BackwardStatus(1), False) == Outcome.GOOD
+            assert reducer.finish(BackwardStatus(1), False).outcome == Outcome.GOOD
             found += [begun_by[rank].get(timeout=TIMEOUT_S) for _ in range(2 - step)]
         return ["own" if name == own else name for name in found]
 
@@ -434,7 +434,7 @@ def test_gradients_that_travel_as_they_are_take_no_memory_twice(monkeypatch: pyt
         gradient_buffers[rank] = reducer.buffer_pointer, world.plan.buffer_bytes
         for param in range(len(COUNTS)):
             reducer.mark_ready(param)
-        assert reducer.finish(BackwardStatus(1), False) == Outcome.GOOD
+        assert reducer.finish(BackwardStatus(1), False).outcome == Outcome.GOOD
 
     world.run(one_backward)
     large = [each for each in begun if each[2] > 1000]
@@ -454,7 +454,7 @@ def test_a_backward_of_gradients_that_travel_as_they_are_has_three_headers(
     def one_backward(rank: int, reducer: HierarchicalReducer) -> None:
         for param in range(len(COUNTS)):
             reducer.mark_ready(param)
-        assert reducer.finish(BackwardStatus(1), False) == Outcome.GOOD
+        assert reducer.finish(BackwardStatus(1), False).outcome == Outcome.GOOD
 
     world.run(one_backward)
     for rank in range(world.size):
@@ -530,7 +530,7 @@ def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_backward(
                     place[element] = value
                 reducer.mark_ready(param)
             reducer.finish(BackwardStatus(1), False)
-            told.append((reducer.nonfinite(), reducer.overflowed()))
+            told.append((reducer.last.nonfinite, reducer.last.overflowed))
         return told
 
     assert world.run(train) == [[([], [1]), ([], [])]] * 2
@@ -561,7 +561,7 @@ def test_all_ranks_learn_what_each_one_tells(sizes: list[int], random: Any, is_e
                 place[30_000] = np.nan
             reducer.mark_ready(param)
         reducer.finish(BackwardStatus(1), True)
-        return [reducer.unused(each) for each in range(world.size)], reducer.nonfinite()
+        return [reducer.last.unused[each] for each in range(world.size)], reducer.last.nonfinite
 
     with mock.patch.object(routes, "VALUES_BYTES", random.choice([1, 1 << 20])):
         results = world.run(train)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from paceline import _core
 from paceline.reducer.backward.planning import Planning
 from paceline.reducer.backward.statistics import BackwardStatistics
 from paceline.reducer.communicator import Reduction
@@ -80,12 +81,11 @@ class World:
     def _make_reduction(self, plan: Any, parameters: Any, options: Any, instead_of: Any) -> Any:
         self.asked.append((options, instead_of))
         number = len(self.asked)
+        times = _core.BackwardTimes(2)
+        times.waited_ns = 10**9
         reducer = SimpleNamespace(
-            waited_s=1.0,
-            waited_for_ns=[0, 0],
-            arrivals=(0, (0, 0), (0, 0), (0, 0)),
+            times=times,
             squared_norm=lambda: float(number),
-            nonfinite=list,
             close=lambda: self.events.append(f"reducer {number} ends"),
         )
         return Reduction(plan, [], reducer, most_pointer_bytes=0, owned=options.owned)

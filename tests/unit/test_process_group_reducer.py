@@ -173,14 +173,13 @@ def test_the_mean_does_not_depend_on_who_is_ready_when(orders: list[list[int]], 
         for _ in range(2):
             for index in orders[own.rank]:
                 own.mark(index, float(2 * own.rank + index))
-            assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
+            assert own.reducer.finish(BackwardStatus(1), allow_unused=False).outcome == Outcome.GOOD
             assert own.transport.launched == sorted(own.transport.launched)
             own.transport.launched.clear()
             for index in range(len(COUNTS)):
                 np.testing.assert_allclose(own.transport.place(index), len(orders) - 1 + index, rtol=1e-6)
         norm = sum(count * (len(orders) - 1 + index) ** 2 for index, count in enumerate(COUNTS))
         assert own.reducer.squared_norm() == pytest.approx(norm, rel=1e-5)
-        assert own.reducer.backwards == 2
 
     on_ranks(len(orders), body, cap)
 
@@ -200,13 +199,13 @@ def test_an_unused_parameter_is_known_to_all_and_the_next_backward_works() -> No
     def body(own: Rank) -> None:
         for index in (0, 1) if own.rank == 1 else (0, 1, 2, 3):
             own.mark(index, 1.0)
-        assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.UNUSED
-        assert [own.reducer.unused(rank) for rank in (0, 1)] == [[], [2, 3]]
-        assert own.reducer.globally_unused() == []
+        assert own.reducer.finish(BackwardStatus(1), allow_unused=False).outcome == Outcome.UNUSED
+        assert [own.reducer.last.unused[rank] for rank in (0, 1)] == [[], [2, 3]]
+        assert own.reducer.last.globally_unused == []
         for index in range(len(COUNTS)):
             own.mark(index, 3.0)
-        assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
-        assert own.reducer.unused(1) == []
+        assert own.reducer.finish(BackwardStatus(1), allow_unused=False).outcome == Outcome.GOOD
+        assert own.reducer.last.unused[1] == []
         np.testing.assert_allclose(own.transport.place(3), 3.0)
 
     on_ranks(2, body)
@@ -217,9 +216,9 @@ def test_an_unused_parameter_contributes_zero_where_that_is_allowed() -> None:
         own.transport.place(3)[:] = 7.0  # left over from before
         for index in (0, 3) if own.rank == 0 else (0,):
             own.mark(index, 4.0)
-        assert own.reducer.finish(BackwardStatus(1), allow_unused=True) == Outcome.UNUSED
+        assert own.reducer.finish(BackwardStatus(1), allow_unused=True).outcome == Outcome.UNUSED
         np.testing.assert_allclose(own.transport.place(3), 2.0)
-        assert own.reducer.globally_unused() == [1, 2]
+        assert own.reducer.last.globally_unused == [1, 2]
 
     on_ranks(2, body)
 
@@ -237,11 +236,13 @@ def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed() -> None:
             for index in marked[own.rank]:
                 own.mark(index, 4.0 * own.rank)
             status = BackwardStatus(1, finished=not has_data and own.rank != 0)
-            assert own.reducer.finish(status, allow_unused=False, allow_globally_unused=True) == expected
+            assert (
+                own.reducer.finish(status, allow_unused=False, allow_globally_unused=True).outcome == expected
+            )
             assert np.isnan(own.reducer.squared_norm()) == (Outcome.UNUSED in expected)
             if Outcome.UNUSED not in expected:
                 np.testing.assert_allclose(own.transport.place(3), 2.0)
-                assert own.reducer.globally_unused() == (
+                assert own.reducer.last.globally_unused == (
                     [1, 2] if Outcome.GLOBALLY_UNUSED in expected else []
                 )
 
@@ -252,8 +253,8 @@ def test_differing_forwards_are_noticed() -> None:
     def body(own: Rank) -> None:
         for index in range(len(COUNTS)):
             own.mark(index, 1.0)
-        assert own.reducer.finish(BackwardStatus(1 + own.rank), allow_unused=False) == Outcome.SKIPPED
-        assert [status.forwards for status in own.reducer.statuses()] == [1, 2, 3]
+        assert own.reducer.finish(BackwardStatus(1 + own.rank), allow_unused=False).outcome == Outcome.SKIPPED
+        assert [status.forwards for status in own.reducer.last.statuses] == [1, 2, 3]
 
     on_ranks(3, body)
 
@@ -262,7 +263,7 @@ def test_a_backward_that_all_ranks_broke_off_is_void() -> None:
     def body(own: Rank) -> None:
         for index in range(len(COUNTS)):
             own.mark(index, 1.0)
-        outcome = own.reducer.finish(BackwardStatus(interrupted=True), allow_unused=False)
+        outcome = own.reducer.finish(BackwardStatus(interrupted=True), allow_unused=False).outcome
         assert outcome == Outcome.SKIPPED | Outcome.TOLD
         assert np.isnan(own.reducer.squared_norm())
 
@@ -284,7 +285,7 @@ def test_ranks_in_backwards_of_two_models_all_raise_and_go_on() -> None:
             assert np.isnan(reducer.squared_norm())
         for index in range(len(COUNTS)):
             own.mark(index, 2.0 * own.rank)
-        assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
+        assert own.reducer.finish(BackwardStatus(1), allow_unused=False).outcome == Outcome.GOOD
         np.testing.assert_array_equal(own.transport.place(0), 1.0)
 
     on_ranks(2, body)
@@ -305,7 +306,7 @@ def test_buckets_of_two_models_in_another_order_on_one_rank_raise_on_all() -> No
                 with pytest.raises(MismatchError, match="in another order"):
                     own.reducer.finish(BackwardStatus(1), allow_unused=False)
             else:
-                assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
+                assert own.reducer.finish(BackwardStatus(1), allow_unused=False).outcome == Outcome.GOOD
             other.finish(BackwardStatus(1), allow_unused=False)
 
     on_ranks(3, body)
@@ -318,8 +319,8 @@ def test_notes_that_differ_are_told_and_change_nothing() -> None:
                 own.mark(index, float(own.rank))
             own.reducer.set_note(notes[own.rank])
             expected = Outcome.NOTES_DIFFER if notes[0] else Outcome.GOOD
-            assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == expected
-            assert own.reducer.notes_by_rank() == notes
+            assert own.reducer.finish(BackwardStatus(1), allow_unused=False).outcome == expected
+            assert own.reducer.last.notes == notes
             for index in range(len(COUNTS)):
                 np.testing.assert_allclose(own.transport.place(index), 1.0, rtol=1e-6)
 
@@ -330,8 +331,8 @@ def test_nonfinite_gradients_are_known_by_rank() -> None:
     def body(own: Rank) -> None:
         for index in range(len(COUNTS)):
             own.mark(index, float("nan") if (own.rank, index) == (1, 3) else 1.0)
-        assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.NONFINITE
-        assert own.reducer.nonfinite() == [(1, 3)]
+        assert own.reducer.finish(BackwardStatus(1), allow_unused=False).outcome == Outcome.NONFINITE
+        assert own.reducer.last.nonfinite == [(1, 3)]
 
     on_ranks(2, body)
 
@@ -341,14 +342,14 @@ def overflowing_backwards(own: Rank) -> None:
     own.reducer.set_weight(4.0)  # more than was expected: the sum is corrected when it is too late
     for index in range(len(COUNTS)):
         own.mark(index, {0: 1e38, 3: float("inf") if own.rank else 1.0}.get(index, 1.0))
-    outcome = own.reducer.finish(BackwardStatus(1), allow_unused=False)
+    outcome = own.reducer.finish(BackwardStatus(1), allow_unused=False).outcome
     assert outcome == Outcome.NONFINITE | Outcome.OVERFLOWED
-    assert own.reducer.overflowed() == [0]
-    assert own.reducer.nonfinite() == [(1, 3)]
+    assert own.reducer.last.overflowed == [0]
+    assert own.reducer.last.nonfinite == [(1, 3)]
     for index in range(len(COUNTS)):
         own.mark(index, 1e37)
-    assert own.reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
-    assert own.reducer.overflowed() == []
+    assert own.reducer.finish(BackwardStatus(1), allow_unused=False).outcome == Outcome.GOOD
+    assert own.reducer.last.overflowed == []
 
 
 def test_a_sum_that_overflows_is_told_apart() -> None:
@@ -396,10 +397,10 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
                 own.mark(index, 1.0 + own.rank)
             if own.rank in users:
                 own.mark(big, float("inf"))
-            outcome = own.reducer.finish(BackwardStatus(1), allow_unused=True)
+            outcome = own.reducer.finish(BackwardStatus(1), allow_unused=True).outcome
             assert sorted(own.transport.launched) == sorted(sent)
             assert bool(outcome & Outcome.NONFINITE) == bool(users)
-            assert own.reducer.nonfinite() == [(rank, big) for rank in users]
+            assert own.reducer.last.nonfinite == [(rank, big) for rank in users]
             assert np.all(own.transport.place(3) == 1.5)
             assert np.all(own.transport.place(big) == (np.inf if users else 0.0))
 
@@ -424,7 +425,7 @@ def calls_of_a_backward(transport: ArrayTransport, reducer: ProcessGroupReducer)
     transport.begin_all_gather = lambda payload: noting("status", gather(payload))  # type: ignore[method-assign]
     for index in range(len(COUNTS)):
         reducer.mark_ready(index)
-    assert reducer.finish(BackwardStatus(1), allow_unused=False) == Outcome.GOOD
+    assert reducer.finish(BackwardStatus(1), allow_unused=False).outcome == Outcome.GOOD
     return told
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from paceline import _core
-from paceline.reducer.backward.statistics import Arrivals, BackwardStatistics, Statistics
+from paceline.reducer.backward.statistics import BackwardStatistics, Statistics
 from paceline.reducer.protocol import Outcome
 
 NOTHING = Statistics(0, 1, 0, "nothing", "world", 0.0, (0.0,), (), (), (), 0, 0, {}, 0)
@@ -57,19 +57,31 @@ class Ranks:
         return self.seen.end_averaging(now_ns, waited_ns)
 
 
+def times(**sums: Any) -> _core.BackwardTimes:
+    """Of as many ranks as there are times of work."""
+    made = _core.BackwardTimes(len(sums["worked_ns"]))
+    for name, value in sums.items():
+        setattr(made, name, value)
+    return made
+
+
+def sums(of: _core.BackwardTimes) -> tuple[int, list[int], list[int], list[int]]:
+    return of.backwards, of.worked_ns, of.times_last, of.held_up_ns
+
+
 def test_the_wait_for_a_slow_rank_is_told_from_that_for_the_network():
     ranks = Ranks(2)
     ranks.end_backward(1000 * MS, 1000 * MS)
     assert ranks.end_averaging(2000 * MS, 1000 * MS) == -1  # there was no backward before
-    assert ranks.seen.worked_ns == [[], []]
+    assert ranks.seen.times.recent_ns == [[], []]
     ranks.end_backward(2003 * MS, 2010 * MS)
     assert ranks.end_averaging(2011 * MS, 8 * MS) == 1
-    assert ranks.seen.waited_for_ns == [0, 7 * MS]
-    assert ranks.seen.worked_ns == [[3 * MS], [10 * MS]]
+    assert ranks.seen.times.waited_for_ns == [0, 7 * MS]
+    assert ranks.seen.times.recent_ns == [[3 * MS], [10 * MS]]
     ranks.end_backward(2021 * MS, 2020 * MS)
     assert ranks.end_averaging(2022 * MS, 1 * MS) == 0  # this rank is the last: the rest is the network
-    assert ranks.seen.waited_for_ns == [0, 7 * MS]
-    assert ranks.seen.arrivals == (2, [13 * MS, 19 * MS], [1, 1], [1 * MS, 7 * MS])
+    assert ranks.seen.times.waited_for_ns == [0, 7 * MS]
+    assert sums(ranks.seen.times) == (2, [13 * MS, 19 * MS], [1, 1], [1 * MS, 7 * MS])
 
 
 def test_how_late_the_last_rank_is_counts_against_the_mean_of_the_others():
@@ -78,9 +90,15 @@ def test_how_late_the_last_rank_is_counts_against_the_mean_of_the_others():
     ranks.end_averaging(1000 * MS, 0)
     ranks.end_backward(1001 * MS, 1005 * MS, 1009 * MS)
     ranks.end_averaging(1011 * MS, 10 * MS)
-    assert ranks.seen.arrivals == (1, [1 * MS, 5 * MS, 9 * MS], [0, 0, 1], [0, 0, 6 * MS])
-    both = Arrivals.none(3).plus(ranks.seen.arrivals).plus((1, (1, 2, 3), (1, 0, 0), (7, 0, 0)))
-    assert both == (2, [1_000_001, 5_000_002, 9_000_003], [1, 0, 1], [7, 0, 6_000_000])
+    assert sums(ranks.seen.times) == (1, [1 * MS, 5 * MS, 9 * MS], [0, 0, 1], [0, 0, 6 * MS])
+    earlier = times(backwards=1, worked_ns=[1, 2, 3], times_last=[1, 0, 0], held_up_ns=[7, 0, 0])
+    ranks.seen.times.add(earlier)
+    assert sums(ranks.seen.times) == (
+        2,
+        [1_000_001, 5_000_002, 9_000_003],
+        [1, 0, 1],
+        [7, 0, 6_000_000],
+    )
 
 
 def test_the_last_times_of_a_rank_that_was_stopped_for_days_are_kept_within_bounds():
@@ -90,7 +108,7 @@ def test_the_last_times_of_a_rank_that_was_stopped_for_days_are_kept_within_boun
     for _ in range(100):
         ranks.end_backward(10**15)
         ranks.end_averaging(1000 * MS, 0)
-    assert ranks.seen.worked_ns == [[(2**32 - 1) * 1000] * 64]
+    assert ranks.seen.times.recent_ns == [[(2**32 - 1) * 1000] * 64]
 
 
 def test_reports_tell_what_the_ranks_have_found():
@@ -107,7 +125,7 @@ def test_reports_tell_what_the_ranks_have_found():
     assert ranks.seen.counts_any and ranks.seen.counts_nonfinite and ranks.seen.refuses_unused
     assert (ranks.seen.weights, ranks.seen.largest_weight) == ([1.0, 3.0], 3.0)
     assert ranks.seen.take_new_weights() and not ranks.seen.take_new_weights()
-    assert (ranks.seen.notes, ranks.seen.unused) == ([7, 8], [0, 2])
+    assert (ranks.seen.result([[], [1, 3]], 4).notes, ranks.seen.unused) == ([7, 8], [0, 2])
     assert (ranks.seen.unknown_peers(0), ranks.seen.unknown_peers(6)) == ([1], [0])
 
 
@@ -129,7 +147,9 @@ def test_the_statuses_of_all_ranks_make_the_outcome(statuses, outcome):
     told = [_core.BackwardStatus(**each) for each in statuses]
     ranks.read(*(_core.BackwardReports(2).pack(each, 1.0) for each in told))
     assert Outcome(ranks.seen.outcome) == outcome
-    assert ranks.seen.statuses == [_core.BackwardStatus.unpack(each.pack()) for each in told]
+    assert ranks.seen.result([[], []], 4).statuses == [
+        _core.BackwardStatus.unpack(each.pack()) for each in told
+    ]
 
 
 def test_what_is_no_report_is_refused():
@@ -137,21 +157,28 @@ def test_what_is_no_report_is_refused():
         _core.BackwardReports(1).read([b"short"])
 
 
+def result(nonfinite: int, globally_unused: list[int]) -> Any:
+    """A backward in which rank 1 did not use parameter 0, and its gradient of another one was not finite."""
+    return SimpleNamespace(nonfinite=[(1, nonfinite)], globally_unused=globally_unused, unused=[[], [0]])
+
+
 class Model:
     """A model of two dense parameters and a sparse one, on rank 1 of 2."""
 
     def __init__(self, path: str = "memory") -> None:
-        self.norm, self.unused, self.nonfinite = 9.0, [], [(1, 1)]
+        self.norm, self.unused = 9.0, []
         self.are_unchanged = True
         self.reducer = SimpleNamespace(
-            waited_s=2.0,
-            waited_for_ns=[2_000_000_000, 0],
-            worked_ns=[[10**9, 3 * 10**9, 2 * 10**9], []],
-            arrivals=(3, (0, 0), (3, 0), (6_000_000_000, 0)),
+            times=times(
+                waited_ns=2_000_000_000,
+                waited_for_ns=[2_000_000_000, 0],
+                backwards=3,
+                worked_ns=[0, 0],
+                times_last=[3, 0],
+                held_up_ns=[6_000_000_000, 0],
+                recent_ns=[[10**9, 3 * 10**9, 2 * 10**9], []],
+            ),
             squared_norm=lambda: self.norm,
-            nonfinite=lambda: self.nonfinite,
-            globally_unused=lambda: self.unused,
-            unused=lambda rank: [0] if rank == 1 else [],
         )
         self.sparse = SimpleNamespace(squared_norm=16.0, nonfinite=[(1, 2), (0, 2)])
         buckets = [SimpleNamespace(nbytes=64), SimpleNamespace(nbytes=128)]
@@ -166,6 +193,7 @@ class Model:
         statistics = BackwardStatistics(front_end, self.communicator, asks_for_nonfinite=asks_for_nonfinite)
         statistics.fresh.are_unchanged = lambda: self.are_unchanged  # type: ignore[method-assign]
         self.use(statistics, self.reducer)
+        statistics.result = result(1, self.unused)
         return statistics
 
     def use(self, statistics: BackwardStatistics, reducer: Any) -> None:
@@ -215,11 +243,12 @@ def test_the_statistics_are_of_all_reducers():
     model = Model()
     known = model.statistics()
     known.take_over()
+    model.use(known, reducer(0))
     statistics = known.now(6)
     assert (statistics.rank, statistics.world_size, statistics.passes) == (1, 2, 6)
-    assert (statistics.waited_s, statistics.waited_for_s) == (4.0, (4.0, 0.0))
-    assert (statistics.times_last, statistics.held_up_s) == ((6, 0), (12.0, 0.0))
-    assert statistics.worked_s == (2.0,)  # of the reducer in use: the last backward passes
+    assert (statistics.waited_s, statistics.waited_for_s) == (2.0, (2.0, 0.0))
+    assert (statistics.times_last, statistics.held_up_s) == ((3, 0), (6.0, 0.0))
+    assert statistics.worked_s == ()  # of the reducer in use, which has made none
     assert (statistics.num_buckets, statistics.pass_bytes, statistics.num_unused) == (2, 192, 1)
 
 
@@ -230,13 +259,15 @@ def test_before_the_first_good_backward_nothing_is_unused():
 def reducer(scale: int) -> SimpleNamespace:
     """One of two ranks whose figures are multiples of a number."""
     return SimpleNamespace(
-        waited_s=1.0 * scale,
-        worked_ns=[],
-        unused=lambda rank: [],
-        waited_for_ns=[0, 10 * scale],
-        arrivals=(scale, (1 * scale, 2 * scale), (0, scale), (0, 5 * scale)),
+        times=times(
+            waited_ns=10**9 * scale,
+            waited_for_ns=[0, 10 * scale],
+            backwards=scale,
+            worked_ns=[1 * scale, 2 * scale],
+            times_last=[0, scale],
+            held_up_ns=[0, 5 * scale],
+        ),
         squared_norm=lambda: 4.0 * scale,
-        nonfinite=lambda: [(1, scale)],
     )
 
 
@@ -245,28 +276,31 @@ def after(*scales: int) -> BackwardStatistics:
     model = Model()
     model.names = [f"p{index}" for index in range(101)]
     model.sparse = SimpleNamespace(squared_norm=0.0, nonfinite=[])
+    model.reducer = reducer(0)
     statistics = model.statistics()
     for number, scale in enumerate(scales):
         if number:
             statistics.take_over()
         model.use(statistics, reducer(scale))
+        if not number:
+            statistics.result = result(scale, [])
     return statistics
 
 
 def test_without_a_change_of_the_plan_all_is_what_the_reducer_says():
     statistics = after(3)
-    assert (statistics.waited_s, statistics.arrivals()) == (3.0, (3, [3, 6], [0, 3], [0, 15]))
+    assert (statistics.waited_s, sums(statistics.times())) == (3.0, (3, [3, 6], [0, 3], [0, 15]))
     assert (statistics.squared_norm(), statistics.nonfinite()) == (12.0, {1: ("p3",)})
 
 
 def test_what_adds_up_is_added_up():
     statistics = after(1, 10, 100)
-    assert (statistics.waited_s, statistics.arrivals()) == (111.0, (111, [111, 222], [0, 111], [0, 555]))
+    assert (statistics.waited_s, sums(statistics.times())) == (111.0, (111, [111, 222], [0, 111], [0, 555]))
     assert statistics.now(0).waited_for_s == (0.0, 1110e-9)
 
 
 def test_the_last_backward_counts_until_the_next_one_ends():
     statistics = after(1, 100)
     assert (statistics.squared_norm(), statistics.nonfinite()) == (4.0, {1: ("p1",)})
-    statistics.last_backward = None
+    statistics.result, statistics.earlier_norm = result(100, []), None
     assert (statistics.squared_norm(), statistics.nonfinite()) == (400.0, {1: ("p100",)})

@@ -25,7 +25,7 @@ from paceline.errors import (
     format_ranks,
 )
 from paceline.reducer.backward_reports import differ_in_frozen_only, is_all_unused_frozen
-from paceline.reducer.protocol import BackwardStatus, Outcome, Reducer
+from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome, Reducer
 
 _SHOWN_NAMES = 6
 _SHOWN_GROUPS = 8
@@ -78,16 +78,14 @@ class Judge:
 
     def judge(
         self,
-        outcome: Outcome,
-        reducer: Reducer,
+        result: BackwardResult,
         refusal: ConfigError | None = None,
         unweighed: Unweighed | None = None,
     ) -> None:
         """Look at what `reducer.finish` returned; the same on every rank.
 
         Args:
-            outcome: That.
-            reducer: Knows more.
+            result: That.
             refusal: Why a gradient of this rank cannot be averaged.
             unweighed: Why its gradients are not weighed.
 
@@ -97,7 +95,7 @@ class Judge:
             SkippedPassError, UnusedParameterError, GraphChangedError: The backward is void.
             NonFiniteGradientError: The means are in place, but hold an infinity or a NaN.
         """
-        statuses = reducer.statuses()
+        outcome, statuses = Outcome(result.outcome), result.statuses
         if not any(status.interrupted for status in statuses):
             check_weighed(statuses, len(self._names), unweighed, self._all_gather)
             if refusal is not None:
@@ -110,15 +108,15 @@ class Judge:
             check_promises(statuses)
             raise skipped_error(statuses)
         if Outcome.SKIPPED in outcome or (
-            Outcome.UNUSED in outcome and not self._allow_unused and not is_all_unused_frozen(reducer)
+            Outcome.UNUSED in outcome and not self._allow_unused and not is_all_unused_frozen(result)
         ):
-            raise unused_error([reducer.unused(rank) for rank in range(self._world_size)], self._names)
+            raise unused_error(result.unused, self._names)
         if Outcome.GLOBALLY_UNUSED in outcome and not self._has_warned_of_globally_unused:
             self._has_warned_of_globally_unused = True
-            text = globally_unused_warning(reducer.globally_unused(), self._names, self._world_size)
+            text = globally_unused_warning(result.globally_unused, self._names, self._world_size)
             warnings.warn(text, RuntimeWarning, stacklevel=3)
         if outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):
-            self.judge_nonfinite(reducer.nonfinite(), reducer.overflowed())
+            self.judge_nonfinite(result.nonfinite, result.overflowed)
 
     def judge_nonfinite(self, pairs: Sequence[tuple[int, int]], overflowed: Sequence[int] = ()) -> None:
         """Look at (rank, parameter) of each gradient that was not finite, and at sums that are not."""
@@ -139,8 +137,7 @@ def give_up_interrupted(
     Returns:
         What to raise, on this rank as on the others; None: an exception has told each of them already.
     """
-    reducer.finish(BackwardStatus(interrupted=True), allow_unused, allow_globally_unused)
-    statuses = reducer.statuses()
+    statuses = reducer.finish(BackwardStatus(interrupted=True), allow_unused, allow_globally_unused).statuses
     return None if all(status.interrupted for status in statuses) else skipped_error(statuses)
 
 

@@ -326,7 +326,7 @@ class ProcessGroupReducer(ReportingReducer):
 
     def _launch_idle(self) -> None:
         """Reduce what was expected to be idle and is not, and see what is idle now. The same on all ranks."""
-        globally_unused = set(self.globally_unused())
+        globally_unused = set(self._reports.result(self._unused, len(self._plan.parameters)).globally_unused)
         idle = [
             n for n, bucket in enumerate(self._plan.buckets) if globally_unused.issuperset(bucket.parameters)
         ]

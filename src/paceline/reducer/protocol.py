@@ -8,7 +8,6 @@ between them. All give the same answers, so a front end has one code path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntFlag
 from typing import Protocol
 
@@ -16,6 +15,25 @@ from paceline import _core
 
 BackwardStatus = _core.BackwardStatus
 """What a rank tells the others of its backward at its end; `pack()` makes it one word, for them all."""
+BackwardResult = _core.BackwardResult
+"""What a backward has come to, the same on every rank but for `overlapping` and `first_bucket_ns`.
+
+`outcome` is an `Outcome`; `is_void` tells that gradients are no means. By rank: `statuses`, `notes`, and
+`unused`, the parameters that a rank did not mark; `globally_unused`: those that no rank with data marked.
+`nonfinite` has (rank, parameter) of each gradient that was not finite, `overflowed` the parameters whose mean
+is not though every rank's gradient is, `overlapping` those whose gradients shared memory with others' on this
+rank, so that their means lie in the gradient buffer alone. `first_bucket_ns` is when this rank's first bucket
+was complete, as `time.monotonic_ns()` tells it.
+"""
+BackwardTimes = _core.BackwardTimes
+"""When the ranks of one model come to the ends of their backward passes, in sums; by rank in all lists.
+
+`waited_ns` is what this rank has waited there for others, and `waited_for_ns` how much of that was because a
+rank came last. Of `backwards`, all but the first one of each plan: `worked_ns`, how long each rank worked
+from the end of a backward to the end of its next backward, without waiting; `times_last`, in how many it was
+the last to come; `held_up_ns`, how much later than the others it came then, in the mean over these.
+`recent_ns` has the last of the times that `worked_ns` adds up, in no order.
+"""
 
 
 class Outcome(IntFlag):
@@ -48,50 +66,13 @@ class Reducer(Protocol):
     """
 
     @property
-    def waited_s(self) -> float:
-        """Seconds that `finish` spent waiting for other ranks, since the reducer was made."""
+    def times(self) -> BackwardTimes:
+        """When the ranks came to the ends of backward passes, since the reducer was made."""
         ...
 
     @property
-    def waited_for_ns(self) -> list[int]:
-        """For each rank, how much of that was because it ended its backward last."""
-        ...
-
-    @property
-    def worked_ns(self) -> list[list[int]]:
-        """For each rank, how long it worked between two backward passes, for some of the last, in no order.
-
-        From the end of a backward to the end of the next backward, without waiting.
-        """
-        ...
-
-    @property
-    def arrivals(self) -> tuple[int, Sequence[int], Sequence[int], Sequence[int]]:
-        """The fields of `Arrivals` since the reducer was made, but for the first backward."""
-        ...
-
-    def note_first_bucket(self) -> None:
-        """Note when this rank's first bucket is complete, once, from now on."""
-        ...
-
-    @property
-    def first_bucket_ns(self) -> int:
-        """As time.monotonic_ns() tells it; 0: there was none, or nobody had asked."""
-        ...
-
-    @property
-    def backwards(self) -> int:
-        """Backward passes finished so far."""
-        ...
-
-    @property
-    def completed(self) -> int:
-        """How often `finish` has come to an outcome; whoever an exception keeps from it asks here."""
-        ...
-
-    @property
-    def outcome(self) -> int:
-        """The last one."""
+    def last(self) -> BackwardResult | None:
+        """What the last `finish` returned, for a caller that an exception has kept from it; None: nothing."""
         ...
 
     def set_weight(self, weight: float) -> None:
@@ -120,7 +101,7 @@ class Reducer(Protocol):
     def mark_copied(self, param: int, grad_pointer: int, nbytes: int, is_shared: bool = False) -> None:
         """This rank's gradient of `param` is final, and was copied into the gradient buffer from this memory.
 
-        The caller copies the mean back there, unless `overlapping` says that others share the memory.
+        The caller copies the mean back there, unless the result says that others share the memory.
 
         Args:
             param: Index of the parameter.
@@ -137,12 +118,15 @@ class Reducer(Protocol):
     def add_foreign(self, pointer: int, nbytes: int) -> None:
         """A tensor that is no parameter's gradient holds this memory of one that was handed over, too.
 
-        Nothing is written there: that gradient is one of `overlapping`. It is the gradient of an input, say.
+        Nothing is written there: that gradient is one of `BackwardResult.overlapping`. It is the gradient of
+        an input, say.
         """
         ...
 
-    def finish(self, status: BackwardStatus, allow_unused: bool, allow_globally_unused: bool = False) -> int:
-        """End this rank's backward; block until the gradient buffer holds the means. Returns an `Outcome`.
+    def finish(
+        self, status: BackwardStatus, allow_unused: bool, allow_globally_unused: bool = False
+    ) -> BackwardResult:
+        """End this rank's backward; block until the gradient buffer holds the means.
 
         Args:
             status: What this rank tells of the backward. Must be the same on all ranks, but for those without
@@ -154,37 +138,8 @@ class Reducer(Protocol):
         """
         ...
 
-    def unused(self, rank: int) -> list[int]:
-        """Parameters that `rank` did not mark in the last backward."""
-        ...
-
-    def globally_unused(self) -> list[int]:
-        """Parameters that no rank with data marked in the last backward."""
-        ...
-
-    def overlapping(self) -> list[int]:
-        """Parameters of the last backward whose gradients, on this rank, shared memory with others'.
-
-        Of those handed over by pointer or copied. Their means lie in the gradient buffer alone.
-        """
-        ...
-
-    def statuses(self) -> list[BackwardStatus]:
-        """What the ranks told of the last backward, by rank."""
-        ...
-
-    def notes_by_rank(self) -> list[int]: ...
-
     def waiting_ranks(self) -> list[int]:
         """Ranks that wait at the end of a backward that this rank has not ended, if anybody knows."""
-        ...
-
-    def nonfinite(self) -> list[tuple[int, int]]:
-        """(rank, parameter) of each gradient of the last backward that was not finite."""
-        ...
-
-    def overflowed(self) -> list[int]:
-        """Parameters whose mean in the last backward is not finite though every rank's gradient is."""
         ...
 
     def squared_norm(self) -> float:

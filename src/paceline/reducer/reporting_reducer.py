@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 
 from paceline import _core
 from paceline.errors import GroupClosedError, MismatchError
-from paceline.reducer.backward_reports import judge, unused_by_all
 from paceline.reducer.plan import Plan
-from paceline.reducer.protocol import BackwardStatus
+from paceline.reducer.protocol import BackwardResult, BackwardStatus, BackwardTimes
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
 
@@ -39,6 +38,7 @@ class ReportingReducer(ABC):
     Attributes:
         marks: Takes gradients; a hook in C++ hands them over there.
         note_stream: Called when a gradient has come to its place; None: nobody needs to know.
+        last: See `Reducer`.
     """
 
     note_stream: Callable[[], None] | None = None
@@ -49,51 +49,18 @@ class ReportingReducer(ABC):
         # Several threads of the framework may make gradients of one backward.
         self._lock = threading.Lock()
         self._weight, self._note, self._recorded_backward = 1.0, 0, -1
-        self._notes_first_bucket, self._first_bucket_ns = False, 0
-        self._waited_ns = 0
-        self._backwards = self._completed = self._outcome = 0
+        self.last: BackwardResult | None = None
+        self._first_bucket_ns = 0
         self._reports = _core.BackwardReports(world_size)
         self._unused: list[list[int]] = [[] for _ in range(world_size)]
         self._nonfinite: list[tuple[int, int]] = []
         self._overflowed: list[int] = []
         self._has_no_means = False
         self._failure: BaseException | None = None
-        self._overlapping: list[int] = []
 
     @property
-    def waited_s(self) -> float:
-        return self._waited_ns / 1e9
-
-    @property
-    def waited_for_ns(self) -> list[int]:
-        return self._reports.waited_for_ns
-
-    @property
-    def worked_ns(self) -> list[list[int]]:
-        return self._reports.worked_ns
-
-    @property
-    def arrivals(self) -> tuple[int, Sequence[int], Sequence[int], Sequence[int]]:
-        return self._reports.arrivals
-
-    def note_first_bucket(self) -> None:
-        self._notes_first_bucket, self._first_bucket_ns = True, 0
-
-    @property
-    def first_bucket_ns(self) -> int:
-        return self._first_bucket_ns
-
-    @property
-    def backwards(self) -> int:
-        return self._backwards
-
-    @property
-    def completed(self) -> int:
-        return self._completed
-
-    @property
-    def outcome(self) -> int:
-        return self._outcome
+    def times(self) -> BackwardTimes:
+        return self._reports.times
 
     def set_weight(self, weight: float) -> None:
         self._weight = weight
@@ -112,7 +79,9 @@ class ReportingReducer(ABC):
     def add_foreign(self, pointer: int, nbytes: int) -> None:
         self.marks.add_foreign(pointer, nbytes)
 
-    def finish(self, status: BackwardStatus, allow_unused: bool, allow_globally_unused: bool = False) -> int:
+    def finish(
+        self, status: BackwardStatus, allow_unused: bool, allow_globally_unused: bool = False
+    ) -> BackwardResult:
         self._check_usable()
         if (note := recording.note) is not None and self._recorded_backward >= 0:
             note(_BACKWARD_ENDED, self._recorded_backward, status.finished)
@@ -120,11 +89,11 @@ class ReportingReducer(ABC):
         started_ns = time.monotonic_ns()
         self._reports.end_backward(started_ns)
         self._has_no_means = True  # until it has
-        has_met = False
+        self.last, has_met = None, False
         try:
             self._complete(status, allow_unused)
             has_met = True
-            outcome = self._conclude(status, started_ns, allow_globally_unused)
+            result = self._conclude(status, started_ns, allow_globally_unused)
         except BaseException as error:
             # After a mismatch, which all ranks find, the next backward may be good. But what was done of a
             # backward when a signal handler raised, nobody knows.
@@ -132,56 +101,36 @@ class ReportingReducer(ABC):
                 self._fail(error)
                 self.marks.end_backward(keeps_means=True)
             raise
-        self._outcome = outcome
-        self._completed += 1
-        return outcome
+        self.last = result
+        return result
 
-    def _conclude(self, status: BackwardStatus, started_ns: int, allow_globally_unused: bool) -> int:
+    def _conclude(
+        self, status: BackwardStatus, started_ns: int, allow_globally_unused: bool
+    ) -> BackwardResult:
         """All ranks have told of the backward: what it comes to."""
         ended_ns = time.monotonic_ns()
-        waited_ns = ended_ns - started_ns
-        self._waited_ns += waited_ns
-        last = self._reports.end_averaging(ended_ns, waited_ns)
+        last = self._reports.end_averaging(ended_ns, ended_ns - started_ns)
         if (note := recording.note) is not None:
             note(_WAITED, started_ns, last)
         # Whoever caught what has interrupted a backward may have cleared the gradients since.
-        self._overlapping = self.marks.end_backward(status.interrupted)
+        overlapping = self.marks.end_backward(status.interrupted)
+        first_bucket_ns, self._first_bucket_ns = self._first_bucket_ns, 0
         self._begin_backward()
-        self._backwards += 1
         self._check_reports()
-        outcome, is_void = judge(
-            self._reports,
+        result = self._reports.conclude(
             self._unused,
-            allow_globally_unused=allow_globally_unused,
-            nonfinite=bool(self._nonfinite),
-            overflowed=bool(self._overflowed),
+            self._nonfinite,
+            self._overflowed,
+            overlapping,
+            first_bucket_ns,
+            len(self._plan.parameters),
+            allow_globally_unused,
         )
-        if not is_void:
+        if not result.is_void:
             self._finish_means()
             self._has_no_means = False
             self.marks.copy_back()
-        return outcome
-
-    def unused(self, rank: int) -> list[int]:
-        return list(self._unused[rank])
-
-    def globally_unused(self) -> list[int]:
-        return unused_by_all(self._reports, self._unused, len(self._plan.parameters))
-
-    def overlapping(self) -> list[int]:
-        return self._overlapping
-
-    def statuses(self) -> list[BackwardStatus]:
-        return self._reports.statuses
-
-    def notes_by_rank(self) -> list[int]:
-        return self._reports.notes
-
-    def nonfinite(self) -> list[tuple[int, int]]:
-        return list(self._nonfinite)
-
-    def overflowed(self) -> list[int]:
-        return list(self._overflowed)
+        return result
 
     def squared_norm(self) -> float:
         return math.nan if self._has_no_means else self._squared_norm()
@@ -220,8 +169,7 @@ class ReportingReducer(ABC):
         """This rank has all gradients of a bucket."""
         if (note := recording.note) is not None:
             note(_POSTED, number, 0)
-        if self._notes_first_bucket:
-            self._notes_first_bucket, self._first_bucket_ns = False, time.monotonic_ns()
+        self._first_bucket_ns = self._first_bucket_ns or time.monotonic_ns()
 
     # --- pieces for subclasses ---
 

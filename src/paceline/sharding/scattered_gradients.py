@@ -86,7 +86,8 @@ class Scattered(Generic[Tensor]):
 
     def find_nonfinite(self) -> set[int]:
         """Parameters of the last backward that had a gradient, or a mean, that was not finite."""
-        return {*(index for _, index in self._reducer.nonfinite()), *self._reducer.overflowed()}
+        result = self._reducer.last
+        return set() if result is None else {*(index for _, index in result.nonfinite), *result.overflowed}
 
     def forget(self) -> None:
         """A backward begins, and will overwrite the means."""

@@ -10,12 +10,12 @@ from __future__ import annotations
 import math
 import struct
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
-    from paceline._core import BackwardRecords
+    from paceline._core import BackwardRecords, BackwardTimes
 
 
 class Total(IntEnum):
@@ -97,8 +97,7 @@ class ModelTotals:
 
     Args:
         rank: This rank among those of the model.
-        arrivals: Returns how many backward passes there were, and for each rank how long it worked, how often
-            it was last and how long it held the others up.
+        times: A method that returns when the ranks came to the ends of the backward passes so far.
         records: Notes the moments of its backward passes, and sums up what is between backward passes, and
             samples.
 
@@ -106,33 +105,32 @@ class ModelTotals:
         weight: As the total of this name; None: no weight was ever given.
     """
 
-    __slots__ = ("_arrivals", "_last", "_rank", "_records", "weight")
+    __slots__ = ("_last", "_rank", "_records", "_times", "weight")
 
     def __init__(
         self,
         rank: int,
-        arrivals: Callable[[], tuple[int, Sequence[int], Sequence[int], Sequence[int]]],
+        times: Callable[[], BackwardTimes],
         records: BackwardRecords,
     ) -> None:
         self._records = records
         self.weight: float | None = None
         self._rank = rank
         # Weak: a model that nobody holds any more need not wait for the recording to forget it.
-        self._arrivals: weakref.WeakMethod[Any] = weakref.WeakMethod(arrivals)
+        self._times: weakref.WeakMethod[Any] = weakref.WeakMethod(times)
         self._last: Totals = {}
 
     def read(self) -> Totals:
         """The totals now; of a model that is gone, its last."""
-        arrivals = self._arrivals()
-        if arrivals is None:
+        of_model = self._times()
+        if of_model is None:
             return self._last
-        backwards, *rows = arrivals()
-        worked_ns, times_last, held_up_ns = (row[self._rank] for row in rows)
-        found = {
-            Total.BACKWARDS: backwards,
-            Total.WORKED_NS: worked_ns,
-            Total.TIMES_LAST: times_last,
-            Total.HELD_UP_NS: held_up_ns,
+        times: BackwardTimes = of_model()
+        found: dict[Total, float] = {
+            Total.BACKWARDS: times.backwards,
+            Total.WORKED_NS: times.worked_ns[self._rank],
+            Total.TIMES_LAST: times.times_last[self._rank],
+            Total.HELD_UP_NS: times.held_up_ns[self._rank],
             Total.BETWEEN_NS: self._records.between_ns,
         }
         if self._records.samples:

@@ -49,13 +49,13 @@ from paceline.reducer.backward_reports import digest_of
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.owners import agreed_owners, globally_unused, needs_memory, owners, several_models
-from paceline.reducer.protocol import Outcome, Reducer
+from paceline.reducer.protocol import BackwardResult, Outcome, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
 
 _NOT_FINITE = int(Outcome.NONFINITE | Outcome.OVERFLOWED)
-_TOLD = int(Outcome.TOLD)
+_TOLD, _FINISHED = int(Outcome.TOLD), int(Outcome.FINISHED)
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
 _BACKWARD_ENDED = int(Event.AVERAGING_ENDED)
@@ -69,7 +69,7 @@ class Ending:
     Args:
         number: The backward.
         good_backwards, drift_backwards: How many there were before it.
-        outcome: See `Outcome`.
+        result: What the backward has come to.
 
     Attributes:
         stage: What comes next, or is under way.
@@ -101,11 +101,13 @@ class Ending:
     MADE_ONCE = frozenset({IN_STEPS, IN_HOOK, IN_ADOPTION})
     AFTER: ClassVar = {MEANS: STEPS, CLOSE: NEXT}
 
-    __slots__ = ("drift_backwards", "good_backwards", "number", "outcome", "seen_order", "stage")
+    __slots__ = ("drift_backwards", "good_backwards", "number", "result", "seen_order", "stage")
 
-    def __init__(self, number: int, good_backwards: int, drift_backwards: int, outcome: int) -> None:
+    def __init__(
+        self, number: int, good_backwards: int, drift_backwards: int, result: BackwardResult
+    ) -> None:
         self.number, self.good_backwards, self.drift_backwards = number, good_backwards, drift_backwards
-        self.outcome = outcome
+        self.result = result
         self.stage = self.JUDGE
         self.seen_order: list[int] | None = None
 
@@ -287,7 +289,7 @@ class BackwardSync(Generic[AnyAutograd]):
         )
         self._fresh = self.statistics.fresh
         self._log = BackwardLog(
-            communicator.rank, communicator.world_size, tensors.names, self.statistics.arrivals
+            communicator.rank, communicator.world_size, tensors.names, self.statistics.times
         )
         self._backward_id = self._log.before_first + 1
         self.good_backwards = 0
@@ -702,10 +704,11 @@ class BackwardSync(Generic[AnyAutograd]):
         """
         state, planning, config = self.state, self.planning, self._config
         reducer, number = planning.reduction.reducer, self._backward_id
-        self.statistics.last_backward = None
+        statistics = self.statistics
+        statistics.result = statistics.earlier_norm = None
         if self._fresh.is_used:
             self._fresh.forget()
-        completed = reducer.completed
+        before = reducer.last
         self._ending = None
         try:
             self.autograd.raise_kept()
@@ -725,8 +728,8 @@ class BackwardSync(Generic[AnyAutograd]):
             allow_unused = config.allow_unused or status.frozen is not None
             if (order := planning.reduction.order) is not None:
                 order.give_up_before(self)
-            outcome = reducer.finish(status, allow_unused, config.allow_globally_unused)
-            self._ending = Ending(number, self.good_backwards, self.drift.backwards, outcome)
+            result = reducer.finish(status, allow_unused, config.allow_globally_unused)
+            self._ending = Ending(number, self.good_backwards, self.drift.backwards, result)
             self._conclude(self._ending)
         except PacelineError as error:
             is_lost = isinstance(error, CollectiveError)
@@ -740,8 +743,8 @@ class BackwardSync(Generic[AnyAutograd]):
             raise
         except BaseException as error:
             # Of a signal handler, say. If the ranks know no outcome yet, the backward is interrupted.
-            if self._ending is None and reducer.completed != completed:
-                self._ending = Ending(number, self.good_backwards, self.drift.backwards, reducer.outcome)
+            if self._ending is None and (last := reducer.last) is not None and last is not before:
+                self._ending = Ending(number, self.good_backwards, self.drift.backwards, last)
             if self._ending is not None:
                 self._conclude_after(error, self._ending)
             raise
@@ -757,15 +760,16 @@ class BackwardSync(Generic[AnyAutograd]):
         the middle: called again, it goes on where `ending` says that it is. What is made twice then does no
         harm; what must not be, a call of all ranks or of the user's code, is marked as under way.
         """
-        state, planning, outcome, number = self.state, self.planning, ending.outcome, ending.number
-        reducer = planning.reduction.reducer
+        state, planning, result, number = self.state, self.planning, ending.result, ending.number
+        outcome = result.outcome
+        self.statistics.result = result
         if ending.stage == Ending.JUDGE:
             self.active = self._all_ranks
             if outcome:
-                self._log.note_nonfinite(number, reducer.nonfinite)
-                self._note_active(Outcome(outcome))
-                self._judge.judge(Outcome(outcome), reducer, state.refusal, self.micro_batches.unweighed)
-                if outcome & _TOLD and any(each.wrote_buffers for each in reducer.statuses()):
+                self._log.note_nonfinite(number, result)
+                self._note_active(result)
+                self._judge.judge(result, state.refusal, self.micro_batches.unweighed)
+                if outcome & _TOLD and any(each.wrote_buffers for each in result.statuses):
                     ending.stage = Ending.IN_WRITES
                     where = f"the end of backward {number - self._log.before_first}"
                     self.buffers.check_writes(self.active, where)
@@ -773,7 +777,7 @@ class BackwardSync(Generic[AnyAutograd]):
         if ending.stage == Ending.MEANS:
             ending.seen_order = None if planning.is_order_final else list(state.handed)
             if self.active:
-                self._write_back_means()
+                self._write_back_means(result)
             if recording.keeps_all and (note := recording.note) is not None:
                 note(_WROTE_BACK, number, 0)
             if self.active and self._has_sparse:
@@ -823,7 +827,7 @@ class BackwardSync(Generic[AnyAutograd]):
                 drift.backwards = ending.drift_backwards + 1
                 if differ or drift.is_due:
                     ending.stage = Ending.IN_DRIFT
-                    drift.look(reducer.notes_by_rank if differ else None)
+                    drift.look(result.notes if differ else None)
             ending.stage = Ending.REST
         if len(self.active) == self.world_size:
             self.notes.begin(self._begun_forwards)
@@ -898,7 +902,8 @@ class BackwardSync(Generic[AnyAutograd]):
         """Where gradients are encoded, keep what that took from good ones, which are finite."""
         if (adopt_errors := self.planning.reduction.adopt_errors) is not None:
             is_good = is_good and not (self._has_sparse and self.sparse.nonfinite)
-            adopt_errors(self.reducer.globally_unused() if is_good else None)
+            result = self.statistics.result
+            adopt_errors(result.globally_unused if is_good and result is not None else None)
 
     def complete(self, backward: int) -> None:
         """Hand over what this backward has left, if this model takes part in it, once."""
@@ -907,24 +912,23 @@ class BackwardSync(Generic[AnyAutograd]):
             self._is_complete = True
             self._left_over.hand_over(self.reducer)
 
-    def _note_active(self, outcome: Outcome) -> None:
-        if Outcome.FINISHED in outcome:
-            statuses = self.reducer.statuses()
+    def _note_active(self, result: BackwardResult) -> None:
+        if result.outcome & _FINISHED:
+            statuses = result.statuses
             self.active = [rank for rank, status in enumerate(statuses) if not status.finished]
             if self.refuses_uneven and self.active:
                 raise uneven_error(statuses)
 
-    def _write_back_means(self) -> None:
+    def _write_back_means(self, result: BackwardResult) -> None:
         """Make every parameter's gradient the mean."""
         state, planning = self.state, self.planning
-        reducer = planning.reduction.reducer
-        if overlapping := reducer.overlapping():
+        if overlapping := result.overlapping:
             self._part_overlapping(overlapping)
         if self._static_graph is not None:
             self._static_graph.end_good()
         missing: Sequence[int] = ()
         if len(state.handed) < len(self._names):
-            globally_unused = set(reducer.globally_unused())
+            globally_unused = set(result.globally_unused)
             missing = [
                 i for i in range(len(self._names)) if i not in state.handed and i not in globally_unused
             ]
@@ -1005,16 +1009,16 @@ class BackwardSync(Generic[AnyAutograd]):
             order.give_up_before(self)
         self.autograd.forget()
         self.graphs.end_backward()
-        self.statistics.last_backward = None
+        self.statistics.result = self.statistics.earlier_norm = None
         self._fresh.forget()
         self.buffers.give_up_backward()
         reducer = self.reducer
-        completed = reducer.completed
+        before = reducer.last
         try:
             return give_up_interrupted(reducer, self._config.allow_unused, self._config.allow_globally_unused)
         finally:
             is_lost = isinstance(sys.exc_info()[1], PacelineError)
-            if is_lost or reducer.completed != completed:  # else the ranks do not know yet
+            if is_lost or reducer.last not in (None, before):  # else the ranks do not know yet
                 self.end_turn()
                 self._adopt_errors(is_good=False)
                 self.state.begin_next()

@@ -156,14 +156,14 @@ class DriftWatch:
         """Whether to compare the replicas at the end of this backward whatever the ranks' notes say."""
         return self._every is not None and self._every > 0 and self.backwards % self._every == 0
 
-    def look(self, notes: Callable[[], Sequence[int]] | None) -> None:
+    def look(self, notes: Sequence[int] | None) -> None:
         """Compare the replicas if there is a reason. Collective then.
 
         Args:
             notes: All ranks', by rank; None: they agree.
         """
         if notes is not None:
-            reported = [Note.unpack(note) for note in notes()]
+            reported = [Note.unpack(note) for note in notes]
             known = [note for note in reported if note is not None]
             if len(known) == len(reported):
                 self._compare(known)

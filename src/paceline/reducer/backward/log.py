@@ -17,6 +17,7 @@ from paceline.health import lifetime
 from paceline.reducer.backward.state import EndOfBackward
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.plan import Plan
+from paceline.reducer.protocol import BackwardResult, BackwardTimes
 from paceline.trace.batches import samples_in
 from paceline.trace.recording import recording
 from paceline.trace.records import Event, backward_id, float_bits
@@ -33,7 +34,7 @@ class BackwardLog:
     Args:
         rank, world_size: This rank, and the number of ranks that train the model.
         names: The names of the parameters, by index in the plan.
-        arrivals: A method that returns the fields of `Arrivals`, of all backward passes so far.
+        times: A method that returns those of all backward passes so far.
 
     Attributes:
         records: Notes the moments of each backward. Ask `recording.note` first.
@@ -46,11 +47,11 @@ class BackwardLog:
         rank: int,
         world_size: int,
         names: Sequence[str],
-        arrivals: Callable[[], tuple[int, Sequence[int], Sequence[int], Sequence[int]]],
+        times: Callable[[], BackwardTimes],
     ) -> None:
         self._rank, self._world_size, self._names = rank, world_size, names
         self.records = _core.BackwardRecords(samples_in)
-        self.totals = ModelTotals(rank, arrivals, self.records)
+        self.totals = ModelTotals(rank, times, self.records)
         recording.begin_if_asked(rank, world_size)
         if recording.note is not None:
             lifetime.at_failure(recording.tell_failure)
@@ -68,14 +69,9 @@ class BackwardLog:
             buckets.append([bucket.nbytes, first if first == last else f"{first} ... {last}"])
         recording.tell("buckets", self._model, buckets=buckets)
 
-    def note_nonfinite(self, number: int, found: Callable[[], Sequence[tuple[int, int]]]) -> None:
-        """Note how many gradients of this backward were not finite, and of which rank first.
-
-        Args:
-            number: The backward.
-            found: Returns (rank, parameter) of each; called only while something is recorded.
-        """
-        if (note := recording.note) is not None and (pairs := found()):
+    def note_nonfinite(self, number: int, result: BackwardResult) -> None:
+        """Note how many gradients of this backward were not finite, and of which rank first."""
+        if (note := recording.note) is not None and (pairs := result.nonfinite):
             note(_NONFINITE, number, len(pairs) << 32 | min(rank for rank, _ in pairs))
 
     def sample(self, now_ns: int, number: int, squared_norm: Callable[[], float] | None) -> None:

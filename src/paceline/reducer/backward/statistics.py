@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import add
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from paceline import _core
 from paceline.reducer.backward.front_end import Fingerprint, FrontEnd, Memory
 from paceline.reducer.backward_errors import names_by_rank
 from paceline.reducer.communicator import Communicator, Reduction
-from paceline.reducer.protocol import Reducer
+from paceline.reducer.protocol import BackwardResult, BackwardTimes
 
 _CLEARLY = 1.05
 """A rank that works so many times as long as the others is called slow."""
@@ -79,37 +78,6 @@ class Statistics:
         return slowest if self.worked_s[slowest] > _CLEARLY * statistics.median(others) else None
 
 
-class Arrivals(NamedTuple):
-    """In which order the ranks of a model came to the ends of their backward passes, summed.
-
-    Attributes:
-        backwards: How many backward passes.
-        worked_ns: For each rank, how long it worked from the end of a backward to the end of its next
-            backward.
-        times_last: In how many backward passes it was the last to come.
-        held_up_ns: How much later than the others it came then, in the mean over these.
-
-    Example:
-        Of three ranks, rank 2 was last in the only backward pass, 4 ms after rank 0 and 6 ms after rank 1:
-        `times_last` is (0, 0, 1) and `held_up_ns` (0, 0, 5_000_000).
-    """
-
-    backwards: int
-    worked_ns: Sequence[int]
-    times_last: Sequence[int]
-    held_up_ns: Sequence[int]
-
-    @staticmethod
-    def none(world_size: int) -> Arrivals:
-        """What is known before the first backward."""
-        return Arrivals(0, *([0] * world_size for _ in range(3)))
-
-    def plus(self, other: Iterable[int | Sequence[int]]) -> Arrivals:
-        """These and others of the same ranks, such as those of a further reducer."""
-        backwards, *rows = Arrivals(*other)  # type: ignore[arg-type]
-        return Arrivals(self.backwards + backwards, *(list(map(add, *pair)) for pair in zip(self[1:], rows)))
-
-
 class FreshGradients:
     """Whether gradients are still what the last backward made them, so that its norm is theirs.
 
@@ -168,58 +136,51 @@ class BackwardStatistics:
 
     Attributes:
         fresh: Whether gradients are still those of the last backward.
-        last_backward: The squared norm, and (rank, parameter) of each gradient that was not finite, of the
-            last backward; None: the reducer in use has averaged it, and knows. `BackwardSync` clears it at
-            each end.
+        result: What the last backward has come to; None: there was none, or it has raised. `BackwardSync`
+            writes it, and clears both at each end.
+        earlier_norm: The squared norm of the last backward, where its reducer has been replaced since.
     """
 
     def __init__(
         self, front_end: FrontEnd[Any], communicator: Communicator[Any], *, asks_for_nonfinite: bool
     ) -> None:
         self.fresh = FreshGradients(front_end.gradients.fingerprint, front_end.gradients.memory)
-        self.last_backward: tuple[float, list[tuple[int, int]]] | None = None
+        self.result: BackwardResult | None = None
         self._tensors, self._sparse = front_end.tensors, front_end.sparse
         self._communicator, self._asks_for_nonfinite = communicator, asks_for_nonfinite
         self._reduction: Reduction[Any]
-        # Of the reducers of earlier plans.
-        self._waited_s = 0.0
-        self._waited_for_ns = [0] * communicator.world_size
-        self._arrivals = Arrivals.none(communicator.world_size)
+        self._times = BackwardTimes(communicator.world_size)
+        self.earlier_norm: float | None = None
 
     def use(self, communicator: Communicator[Any], reduction: Reduction[Any]) -> None:
         """A plan comes into use."""
         self._communicator, self._reduction = communicator, reduction
+        earlier, self._times = self._times, reduction.reducer.times
+        self._times.add(earlier)
 
     def take_over(self) -> None:
         """Another reducer will take the place of the one in use, which is not closed yet."""
-        self.last_backward = self._reducer.squared_norm(), self._reducer.nonfinite()
-        self._waited_s, self._waited_for_ns, self._arrivals = (
-            self.waited_s,
-            self._all_waited_for_ns(),
-            self.arrivals(),
-        )
+        self.earlier_norm = self._reduction.reducer.squared_norm()
 
-    @property
-    def _reducer(self) -> Reducer:
-        return self._reduction.reducer
+    def times(self) -> BackwardTimes:
+        """When the ranks have come to the ends of their backward passes."""
+        return self._times
 
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent waiting for the others at the end of backward, so far."""
-        return self._waited_s + self._reducer.waited_s
-
-    def arrivals(self) -> Arrivals:
-        """How the ranks have come to the ends of their backward passes."""
-        return self._arrivals.plus(self._reducer.arrivals)
+        return self._times.waited_ns / 1e9
 
     def squared_norm(self) -> float:
         """The squared norm of the last backward's mean gradient; NaN if that backward was void, or raised."""
-        of_plan = self._reducer.squared_norm() if self.last_backward is None else self.last_backward[0]
-        return of_plan + self._sparse.squared_norm
+        norm = self.earlier_norm
+        if norm is None:
+            norm = self._reduction.reducer.squared_norm()
+        return norm + self._sparse.squared_norm
 
     def known_norm(self) -> float | None:
         """The 2-norm of all gradients that the plan lists, if it is that of the last backward's means."""
-        if not self.fresh.are_unchanged() or self._reducer.globally_unused():
+        if not self.fresh.are_unchanged() or self.result is None or self.result.globally_unused:
             return None
         norm = math.sqrt(self.squared_norm())
         return None if math.isnan(norm) else norm  # of a void backward, too
@@ -231,7 +192,7 @@ class BackwardStatistics:
 
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
         """Names of parameters whose gradient was not finite in the last backward, by rank."""
-        pairs = self._reducer.nonfinite() if self.last_backward is None else self.last_backward[1]
+        pairs = () if self.result is None else self.result.nonfinite
         found = names_by_rank(pairs, self._tensors.names)
         for rank, names in names_by_rank(self._sparse.nonfinite, self._tensors.all_names).items():
             found[rank] = (*found.get(rank, ()), *names)
@@ -239,9 +200,8 @@ class BackwardStatistics:
 
     def now(self, good_backwards: int) -> Statistics:
         """All that is known of the backward passes so far, of which so many were good."""
-        communicator, plan, reducer = self._communicator, self._reduction.plan, self._reducer
-        arrivals = self.arrivals()
-        worked = [statistics.median(times) / 1e9 for times in reducer.worked_ns if times]
+        communicator, plan, times = self._communicator, self._reduction.plan, self._times
+        unused = () if self.result is None else self.result.unused[communicator.rank]
         return Statistics(
             rank=communicator.rank,
             world_size=communicator.world_size,
@@ -249,16 +209,12 @@ class BackwardStatistics:
             path=communicator.path,
             bits=communicator.bits,
             waited_s=self.waited_s,
-            waited_for_s=tuple(ns / 1e9 for ns in self._all_waited_for_ns()),
-            worked_s=tuple(worked),
-            times_last=tuple(arrivals.times_last),
-            held_up_s=tuple(ns / 1e9 for ns in arrivals.held_up_ns),
+            waited_for_s=tuple(ns / 1e9 for ns in times.waited_for_ns),
+            worked_s=tuple(statistics.median(recent) / 1e9 for recent in times.recent_ns if recent),
+            times_last=tuple(times.times_last),
+            held_up_s=tuple(ns / 1e9 for ns in times.held_up_ns),
             num_buckets=len(plan.buckets),
             pass_bytes=sum(bucket.nbytes for bucket in plan.buckets),
             nonfinite=self.nonfinite() if self.looks_for_nonfinite else {},
-            num_unused=len(reducer.unused(communicator.rank)) if good_backwards else 0,
+            num_unused=len(unused) if good_backwards else 0,
         )
-
-    def _all_waited_for_ns(self) -> list[int]:
-        """How much of `waited_s` was for each rank."""
-        return list(map(add, self._waited_for_ns, self._reducer.waited_for_ns))

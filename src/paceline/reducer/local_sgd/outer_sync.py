@@ -36,7 +36,7 @@ from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Communicator, ReductionOptions
 from paceline.reducer.local_sgd.options import LocalSGD, outer_step
 from paceline.reducer.plan import BucketCaps, CappedBuckets, ParameterSpec, plan_gradients
-from paceline.reducer.protocol import BackwardStatus, Outcome
+from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome
 from paceline.reducer.replica_check import Entry, check_replicas
 
 _Tensor = TypeVar("_Tensor", bound=Any)
@@ -290,18 +290,19 @@ class OuterSync(Generic[_Tensor]):
             for index, before in enumerate(self._values)
             if tensors.is_trained(index) or tensors.has_changed(index, before)
         ]
-        outcome, notes = self._average(trained, self._weight, why)
+        result = self._average(trained, self._weight, why)
+        notes = result.notes
         active = [rank for rank, note in enumerate(notes) if note & _HAS_TRAINED]
         if not active and any(note & _HAS_STEPPED for note in notes):
             # All backward passes have weighed nothing, but optimizers have stepped: by momentum, or weight
             # decay.
-            outcome, notes = self._average(trained, self.since, why)
+            result = self._average(trained, self.since, why)
+            notes = result.notes
             active = [rank for rank, note in enumerate(notes) if note & _HAS_STEPPED]
         if active:
-            reducer = self._reduction.reducer
-            if outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):
-                raise self._nonfinite(reducer.nonfinite(), reducer.overflowed())
-            self._step(set(range(len(tensors.names))).difference(reducer.globally_unused()))
+            if result.outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):
+                raise self._nonfinite(result.nonfinite, result.overflowed)
+            self._step(set(range(len(tensors.names))).difference(result.globally_unused))
             self.buffers.end_backward(active)
         self.number += 1
         self.since, self._weight = 0, 0.0
@@ -309,8 +310,8 @@ class OuterSync(Generic[_Tensor]):
             tell(f"after sync {self.number} of local SGD")
         return all(note & _IS_FINISHED for note in notes)
 
-    def _average(self, trained: Sequence[int], weight: float, why: int) -> tuple[Outcome, Sequence[int]]:
-        """Average the changes of these parameters; what came of it, and the notes of all ranks."""
+    def _average(self, trained: Sequence[int], weight: float, why: int) -> BackwardResult:
+        """Average the changes of these parameters."""
         reducer, places = self._reduction.reducer, self._reduction.places
         for index in trained:
             self._tensors.put_change(index, self._values[index], places[index])
@@ -320,18 +321,18 @@ class OuterSync(Generic[_Tensor]):
         reducer.set_note(_MEETS | why | sum(flag for flag, holds in flags.items() if holds))
         for index in trained:
             reducer.mark_ready(index, 0)
-        outcome = Outcome(reducer.finish(BackwardStatus(self.number + 1), True, True))
-        notes = reducer.notes_by_rank()
+        result = reducer.finish(BackwardStatus(self.number + 1), True, True)
+        outcome, notes = Outcome(result.outcome), result.notes
         is_uneven = all(any(note & flag for note in notes) for flag in (_IN_FORWARD, _ON_DEMAND))
         fails = is_uneven or outcome & (Outcome.SKIPPED | Outcome.NONFINITE | Outcome.OVERFLOWED)
         if (adopt_errors := self._reduction.adopt_errors) is not None:
             # After a failure the next sync sends the whole change again, so nothing of it is kept besides.
-            adopt_errors(None if fails else reducer.globally_unused())
+            adopt_errors(None if fails else result.globally_unused)
         if Outcome.SKIPPED in outcome:
-            raise self._mismatch([status.forwards for status in reducer.statuses()])
+            raise self._mismatch([status.forwards for status in result.statuses])
         if is_uneven:
             raise self._uneven(notes)
-        return outcome, notes
+        return result
 
     def _step(self, indices: set[int]) -> None:
         for index in sorted(indices):

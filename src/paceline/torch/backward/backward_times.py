@@ -73,13 +73,13 @@ class BackwardTimes:
     def timed(self, end: Callable[[], None], reducer: Reducer) -> Callable[[], None]:
         """The end of the backward that begins now, which notes how long it all took, if it is good."""
         self.is_begun = False
-        reducer.note_first_bucket()
         begun_ns = time.monotonic_ns()
 
         def call() -> None:
             computed_ns = time.monotonic_ns()
             end()
-            self._add(begun_ns, computed_ns, reducer.first_bucket_ns or computed_ns, time.monotonic_ns())
+            launched_ns = 0 if reducer.last is None else reducer.last.first_bucket_ns
+            self._add(begun_ns, computed_ns, launched_ns or computed_ns, time.monotonic_ns())
 
         return call
 

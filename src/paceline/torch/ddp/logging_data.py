@@ -124,7 +124,8 @@ def _of_buckets(ddp: TorchNames) -> dict[str, Any]:
         return facts
     now = backward_sync.planning.reduction.plan
     reducer = backward_sync.reducer
-    unused = reducer.unused(ddp._peers.rank) if ddp._peers is not None else []
+    result, peers = backward_sync.statistics.result, ddp._peers
+    unused = result.unused[peers.rank] if result is not None and peers is not None else []
     return facts | {
         "has_rebuilt_buckets": int(backward_sync.planning.is_order_final),
         "rebuilt_bucket_sizes": _sizes(now),
