@@ -140,6 +140,10 @@ class Hosts:
         """Undo `cut`."""
         _run("ip", "-n", self._bridge, "link", "set", f"port{host}", "master", "bridge0")
 
+    def switch_off(self, host: int) -> None:
+        """Switch a host's interface off: it has no way to the others any more, and its own kernel says so."""
+        _run("ip", "-n", self._names[host], "link", "set", "eth0", "down")
+
     def cut_one_way(self, source: int, destination: int) -> None:
         """From now on packets of one host to another vanish, and those in the other direction arrive."""
         _run("ip", "-n", self._names[source], "route", "add", "blackhole", f"{self.address(destination)}/32")

@@ -180,6 +180,18 @@ def test_a_cut_link(hosts: Hosts, framework: str, path: str) -> None:
         assert_of_the_link(error, 1 - host)
 
 
+@pytest.mark.parametrize("host, path", [(0, "auto"), (1, "auto"), (1, "group")])
+def test_an_interface_that_is_switched_off(hosts: Hosts, host: int, path: str) -> None:
+    """Its own host knows no way to the other any more, which is no sign of life of that one."""
+    ranks = start(hosts, "cut", path)
+    at = time.monotonic()
+    hosts.switch_off(host)
+    for rank, its_host in zip(ranks, TWO_AND_TWO):
+        when, error = noticed(rank)
+        assert when - at < AT_ONCE_S, error
+        assert_of_the_link(error, 1 - its_host)
+
+
 ONE_WAY = pytest.mark.parametrize("source", [0, 1])
 
 

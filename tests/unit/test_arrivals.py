@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -63,6 +65,23 @@ def is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_host_that_refuses_a_new_connection_is_there(ends: tuple[socket.socket, socket.socket]) -> None:
     assert not any(seen(ends[0], 20.0))
+
+
+def test_an_address_without_a_route_does_not_answer() -> None:
+    """As that of every other host where the network interface is switched off: no connection begins."""
+    trial = arrivals._Trial(socket.AF_INET, ("255.255.255.255", 9), time.monotonic())
+    assert not trial.is_answered()
+    trial.close()
+
+
+def test_no_descriptor_for_a_new_connection_is_no_answer(
+    ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> socket.socket:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socket", refuse)
+    assert [3] in seen(ends[0], 4.0)
 
 
 @pytest.mark.usefixtures("is_cut")

@@ -12,6 +12,7 @@ life; as a rule it is that no program listens there.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import math
@@ -93,16 +94,25 @@ class _Trial:
 
     def __init__(self, family: int, address: tuple[Any, ...], now: float) -> None:
         self.began_s = now
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        self._socket.connect_ex(address)
+        self._socket: socket.socket | None = None  # None: this host can't even try
+        with contextlib.suppress(OSError):  # no descriptor is left
+            self._socket = socket.socket(family, socket.SOCK_STREAM)
+            self._socket.setblocking(False)
+            # Where this host has no route to the other any more, the call fails by itself, and nothing of it
+            # is left to be seen at the socket.
+            if self._socket.connect_ex(address) not in (errno.EINPROGRESS, *_ANSWERS):
+                self.close()
 
     def close(self) -> None:
         """Give it up."""
-        self._socket.close()
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
 
     def is_answered(self) -> bool:
         """Whether something has come back. Does not block."""
+        if self._socket is None:
+            return False
         watched = select.poll()
         watched.register(self._socket, select.POLLOUT)
         return (
