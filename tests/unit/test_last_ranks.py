@@ -17,9 +17,9 @@ class Clock:
         assert pids == [7]
         return self.used
 
-    def run(self, busy_until: float = 0.0) -> list[float | None]:
+    def run(self, busy_until: float = 0.0, *, is_most: bool = False) -> list[float | None]:
         """Look whenever it is due, until the ranks have hung or an hour is over; when they were reported."""
-        self.watch.begin([7])
+        self.watch.begin([7], is_most=is_most)
         reports: list[float | None] = []
         while self.now < 3700:
             seconds = self.watch.seconds_to_look()
@@ -55,6 +55,13 @@ def test_a_rank_may_hang_after_it_has_worked() -> None:
     clock = Clock()
     assert clock.run(busy_until=550) == [30, 60, 120, 300, 600, 900, None]
     assert 950 <= clock.now <= 1400
+
+
+def test_most_of_a_job_is_reported_if_it_is_idle() -> None:
+    assert Clock().run(is_most=True) == [30, 60, 120, 300, None]
+    assert Clock().run(busy_until=5000, is_most=True) == []
+    clock = Clock()
+    assert clock.run(busy_until=550, is_most=True) == [None]
 
 
 def test_another_end_begins_anew() -> None:

@@ -17,7 +17,9 @@ _IDLE_SHARE = 0.01  # of one core: less than any evaluation, upload or compilati
 
 
 class LastRanks:
-    """Watches the ranks that are left when at least half of the job has ended without an error.
+    """Watches the ranks that are left when others have ended without an error.
+
+    As long as most of the job runs, ranks that work are not reported: they may have more data.
 
     Args:
         timeout_s: How long they may be idle.
@@ -34,17 +36,19 @@ class LastRanks:
         self._timeout_s = timeout_s
         self._now = now
         self._used = used
-        self._since: float | None = None  # None: most of the job runs
+        self._since: float | None = None  # None: all of the job runs
+        self._is_most = False  # most of the job runs
         self._idle_since = 0.0
         self._sample = (0.0, 0.0)  # when, and the processor time used by then
         self._num_reports = 0
 
-    def begin(self, pids: Sequence[int]) -> None:
-        """Start, or start again: another rank has ended, and these are left."""
+    def begin(self, pids: Sequence[int], *, is_most: bool = False) -> None:
+        """Start, or start again: another rank has ended, and these are left, which may be most of all."""
         now = self._now()
         self._since = self._idle_since = now
         self._sample = (now, self._used(pids))
         self._num_reports = 0
+        self._is_most = is_most
 
     def seconds_to_look(self) -> float | None:
         """When `look` has something to do, counted from now; None: never, as far as is known."""
@@ -68,8 +72,9 @@ class LastRanks:
             self._idle_since = now
         self._sample = (now, used)
         after_s = self._next_report_s()
-        is_report = now >= self._since + after_s
-        self._num_reports += is_report
+        is_due = now >= self._since + after_s
+        self._num_reports += is_due
+        is_report = is_due and (self._idle_since == self._since or not self._is_most)
         return after_s if is_report else None, now >= self._idle_since + self._timeout_s
 
     def _next_report_s(self) -> float:

@@ -238,8 +238,9 @@ class Supervisor:
             grace_s = self._plan.options.grace_s
             self._stop = _Stop(None, (signal.SIGTERM, signal.SIGKILL), ended_at + grace_s, grace_s)
         running = self._running()
-        if self._stop is None and running and 2 * len(running) <= self._plan.nprocs:
-            self._last_ranks.begin([other.process.pid for other in running])
+        if self._stop is None and running:
+            is_most = 2 * len(running) > self._plan.nprocs
+            self._last_ranks.begin([other.process.pid for other in running], is_most=is_most)
 
     def _caught_exception(self, rank: int) -> str:
         """The traceback that a rank of `spawn` left for us."""
