@@ -146,3 +146,11 @@ def test_a_log_is_not_written_through_a_link(launcher: Launcher) -> None:
     assert done.returncode == 2
     assert "log of rank 1" in done.stderr and f"a link to {precious}" in done.stderr
     assert precious.read_text() == "still here"
+
+
+def test_a_log_does_not_wait_for_the_reader_of_a_pipe(launcher: Launcher) -> None:
+    (launcher.folder / "logs").mkdir()
+    os.mkfifo(launcher.folder / "logs/rank1.log")
+    done = launcher.run("-n", "2", "--log-dir", "logs", "script.py", script="print('out')")
+    assert done.returncode == 2
+    assert "log of rank 1" in done.stderr and "a pipe" in done.stderr

@@ -206,3 +206,27 @@ def test_started_without_standard_streams(tmp_path: Path) -> None:
     done = subprocess.run(command, shell=True, cwd=tmp_path, timeout=WITHIN_S)
     assert done.returncode == 0
     assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}
+
+
+def test_a_full_disk_behind_a_stream_of_the_programs_own_does_not_end_the_job(python: Run) -> None:
+    """As where a program has sent its output to a file by `contextlib.redirect_stdout`."""
+    done = python(
+        """
+        import contextlib, os, sys, paceline
+
+        def train(rank):
+            for line in range(1000):
+                print("x" * 200, flush=True)
+            os.close(os.open(f"trained{rank}", os.O_CREAT))
+
+        if __name__ == "__main__":
+            full = open("/dev/full", "w")
+            with contextlib.redirect_stdout(full):
+                paceline.spawn(train, nprocs=2)
+            with contextlib.suppress(OSError):
+                full.close()
+            assert {"trained0", "trained1"} <= set(os.listdir())
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("the output of the ranks cannot be written: No space left on device") == 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -217,14 +218,26 @@ def _make_log_dir(path: str, nprocs: int) -> None:
         raise Arguments("").refuse("log_dir", path, "a folder that can be made", hint, seen=reason) from None
     for rank in range(nprocs):
         log = folder / f"rank{rank}.log"
-        if log.is_symlink():
+        if found := _what_is_no_log(log):
             raise ConfigError(
-                f"The log of rank {rank} would be written through a symbolic link.",
+                f"The log of rank {rank} can't be written where {found.partition(' to ')[0]} is.",
                 where=str(log),
                 expected="no file of that name, or one of an earlier run",
-                got=f"a link to {os.readlink(log)}",
-                hint="remove the link, or pass another folder as --log-dir",
+                got=found,
+                hint="remove it, or pass another folder as --log-dir",
             )
+
+
+def _what_is_no_log(path: Path) -> str:
+    """What is found in the place of a log that another user may have put there; "": nothing is wrong."""
+    try:
+        mode = path.lstat().st_mode
+    except OSError:  # nothing is there, or opening it will say what is wrong
+        return ""
+    if stat.S_ISLNK(mode):
+        return f"a link to {os.readlink(path)}"
+    kinds = {stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket", stat.S_ISDIR: "a folder"}
+    return next((name for is_one, name in kinds.items() if is_one(mode)), "")
 
 
 def _choose_master(options: Options, nprocs: int) -> MasterAddress:

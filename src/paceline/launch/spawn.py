@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TextIO
@@ -214,21 +215,42 @@ def _start_guardian(
 
 
 def _relay(pipe: Any, stream: TextIO | None) -> None:
-    """Write what comes, at once and in whole lines; many together where they come fast."""
+    """Write what comes, at once and in whole lines; many together where they come fast.
+
+    A stream that cannot be written is reported once. The pipe is read on, or the ranks would wait.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     started: list[str] = []  # pieces of a line: a long one is joined once
+    data, is_reported = None, False
     with pipe:
-        while data := pipe.read1(_MOST_AT_ONCE):
-            text = decoder.decode(data)
-            end = text.rfind("\n") + 1
-            if end:
-                _show("".join([*started, text[:end]]), stream)
+        while data != b"":
+            data = pipe.read1(_MOST_AT_ONCE)
+            text = decoder.decode(data, final=not data)
+            end = text.rfind("\n") + 1 if data else len(text)
+            if end or not data:
+                try:
+                    _show("".join([*started, text[:end]]), stream)
+                except (OSError, ValueError) as error:  # a full disk; a stream that the program has closed
+                    if not is_reported:
+                        is_reported = True
+                        _say_it_is_lost(error)
                 started = []
             started.append(text[end:])
-        _show("".join(started) + decoder.decode(b"", final=True), stream)
 
 
 def _show(text: str, stream: TextIO | None) -> None:
     if text and stream is not None:
         stream.write(with_cell_names(text))
         stream.flush()
+
+
+def _say_it_is_lost(error: OSError | ValueError) -> None:
+    """On the process's own standard error: the stream that Python has now may be the one that fails."""
+    reason = getattr(error, "strerror", None) or str(error)
+    with suppress(OSError, ValueError, AttributeError):  # Python was started without it
+        print(
+            f"paceline: the output of the ranks cannot be written: {reason}. "
+            "The job goes on; what the ranks print is lost as long as this lasts",
+            file=sys.__stderr__,
+            flush=True,
+        )

@@ -40,8 +40,9 @@ class RankLog:
         self._screen = screen
         self._is_reported = False
         self._fd: int | None = None
-        # Not through a link: in a folder that others can write to, it may lead to any file of ours.
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        # In a folder that others can write to, a link may lead to any file of ours, and a pipe without a
+        # reader would make us wait.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             self._fd = os.open(path, flags, 0o666)
         except OSError as error:
