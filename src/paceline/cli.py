@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -21,11 +22,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _COMMANDS[name](arguments[1:])
         return _no_command(arguments)
     except PacelineError as error:
-        print(f"paceline {name}: {error}", file=sys.stderr)
+        print(f"paceline {name}: {_printable(str(error))}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+
+
+def _printable(text: str) -> str:
+    """Lines that may hold names of other users' files, or words of their processes."""
+    from paceline.trace.ring_file import printable
+
+    return printable(text, "\n\t")
 
 
 def _run(arguments: Sequence[str]) -> int:
+    # What schedulers send as a warning would end this process; it waits until somebody can pass it on.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
     from paceline.launch import cli
 
     options, command = cli.split_command(arguments)
@@ -41,7 +53,7 @@ def _stacks(arguments: Sequence[str]) -> int:
         prog="paceline stacks", description="Show where the Python threads of a process are."
     )
     parser.add_argument("pid", type=int, help="a rank's process id, as errors and reports show it")
-    print(stacks.ask(parser.parse_args(arguments).pid), end="")
+    print(_printable(stacks.ask(parser.parse_args(arguments).pid)), end="")
     return 0
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 
 import pytest
@@ -258,6 +260,23 @@ def test_a_schedulers_warning_reaches_the_ranks_that_want_it(launcher: Launcher,
     _, stderr = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 0
     assert f"{name} was not passed on to rank 1 of 3, which would have ended by it" in stderr
+
+
+def test_a_schedulers_warning_does_not_end_a_launcher_that_still_imports(launcher: Launcher) -> None:
+    """It comes while the launcher imports this module in the place of the standard library's."""
+    module = """
+        import os, signal
+        if "RANK" not in os.environ:
+            signal.raise_signal(signal.SIGUSR1)
+            os.close(os.open("raised", os.O_CREAT))
+        def get_close_matches(*args, **options):
+            return []
+    """
+    (launcher.folder / "difflib.py").write_text(textwrap.dedent(module))
+    environment = {**os.environ, "PYTHONPATH": str(launcher.folder)}
+    done = launcher.run("-n", "2", "script.py", script="print('done')", env=environment)
+    assert done.returncode == 0 and done.stdout.count("done") == 2, done.stderr
+    assert (launcher.folder / "raised").exists()
 
 
 def test_a_rank_that_hangs_after_all_others_is_named_and_stopped(launcher: Launcher) -> None:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from paceline import stacks
+from paceline.cli import main as paceline_command
 from paceline.errors import ConfigError
 from paceline.launch.trace_file import JobRecording
 from paceline.monitor import top
@@ -166,6 +168,20 @@ def test_no_text_of_a_recording_controls_the_terminal(own_jobs: Path, capsys):
     plain = json.dumps(json.loads(capsys.readouterr().out), ensure_ascii=False)
     assert not set(plain) & set(ESCAPE) - set("]0;owned[31m")
     shown.encode()
+
+
+def test_no_name_of_a_folder_controls_the_terminal(own_jobs: Path, tmp_path: Path, capsys, monkeypatch):
+    """As of one in another user's folder, which a shell's `*` has named. Nor do words of a process."""
+    folder = tmp_path / f"job{ESCAPE}"
+    folder.mkdir()
+    assert paceline_command(["trace", str(folder)]) == 2
+    assert paceline_command(["trace", f"{folder}/none"]) == 2
+    assert paceline_command(["top", str(folder), "--once"]) == 0
+    monkeypatch.setattr(stacks, "ask", lambda _: ESCAPE + "\n")
+    assert paceline_command(["stacks", "1"]) == 0
+    shown = "".join(capsys.readouterr())
+    assert shown.count("job") >= 3
+    assert not set(shown) & set(ESCAPE) - set("]0;owned[31m")
 
 
 # --- damaged files ---

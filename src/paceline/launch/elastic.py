@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -201,13 +202,17 @@ class _RendezvousPoint:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # nobody reads it, or the disk is full: no reason to end the job
+        print(line, file=sys.stderr, flush=True)
 
 
 def _pass_on(agent: int, signum: int) -> None:
     """Give the ranks of an agent a signal that schedulers send as a warning; no process ends by it."""
-    deaf = pass_on(children(agent), signum)
-    if deaf:
+    ranks = children(agent)
+    deaf = pass_on(ranks, signum)
+    if not ranks:
+        _say(f"paceline: {signal.Signals(signum).name} came while no rank runs, and reaches none")
+    elif deaf:
         _say(report.not_passed_on(signum, f"pid {', '.join(map(str, deaf))}"))
 
 
@@ -225,17 +230,20 @@ def _run_watched(
     watch.recording.begin()
     if watch.dashboard is not None:
         watch.dashboard.begin()
-    agent = subprocess.Popen(
-        words,
-        env={**environment, **watch.variables},
-        preexec_fn=lambda: die_with_parent(own_pid, signal.SIGTERM),
-    )
+    warnings = (signal.SIGUSR1, signal.SIGUSR2)  # blocked up to here
+
+    def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, warnings)
+        die_with_parent(own_pid, signal.SIGTERM)
+
+    agent = subprocess.Popen(words, env={**environment, **watch.variables}, preexec_fn=prepare)
     ended = os.pidfd_open(agent.pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda received, _: agent.send_signal(received))
-    for signum in (signal.SIGUSR1, signal.SIGUSR2):  # the agent would end by them
+    for signum in warnings:  # the agent would end by them
         signal.signal(signum, lambda received, _: _pass_on(agent.pid, received))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, warnings)
     while not wait_readable([ended], min(watch.recording.seconds_to_look(), rendezvous.seconds_to_look())):
         watch.recording.look()
         rendezvous.look(agent.pid)

@@ -128,6 +128,7 @@ def _catch_signals(signals: Sequence[int]) -> int:
     for signum in signals:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a shell's background job
             signal.signal(signum, _nothing)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # `paceline run` has blocked some up to here
     return wakeup
 
 

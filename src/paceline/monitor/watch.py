@@ -33,6 +33,7 @@ from paceline.trace.ring_file import (
     notes_end,
     open_regular,
     paths_in,
+    printable,
     read_header,
     read_notes,
     read_start,
@@ -70,7 +71,7 @@ class JobWatch:
     @property
     def id(self) -> str:
         """What `paceline trace` calls the job."""
-        return self.folder.name
+        return printable(self.folder.name)
 
     @property
     def is_gone(self) -> bool:
