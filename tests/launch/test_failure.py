@@ -240,6 +240,28 @@ def test_a_rank_that_saves_for_too_long_is_killed(launcher: Launcher) -> None:
     seconds_until_gone(pids)
 
 
+def test_sigterm_to_all_processes_of_a_launcher_reaches_a_rank_once(launcher: Launcher) -> None:
+    """As service managers send it; the ranks' own is left out here. SIGUSR1 comes behind it."""
+    script = """
+        got = []
+        signal.signal(signal.SIGTERM, lambda *_: (got.append("SIGTERM"), print("saving")))
+        signal.signal(signal.SIGUSR1, lambda *_: got.append("SIGUSR1"))
+        print("pid", os.getpid(), os.getppid())
+        while "SIGUSR1" not in got:
+            time.sleep(0.01)
+        print(got)
+    """
+    process = launcher.start("-n", "1", "script.py", script=script)
+    _, supervisor = read_pids(process, 2)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None and process.stdout.readline() == "saving\n"
+    os.kill(supervisor, signal.SIGTERM)
+    process.send_signal(signal.SIGUSR1)
+    stdout, stderr = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 143 and stdout == "['SIGTERM', 'SIGUSR1']\n", stdout
+    assert stderr.count("SIGTERM: stopping") == 1
+
+
 @pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
 def test_a_schedulers_warning_reaches_the_ranks_that_want_it(launcher: Launcher, name: str) -> None:
     script = f"""

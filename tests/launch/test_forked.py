@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -292,3 +293,16 @@ def test_with_torch_itself(launcher):
     lines = sorted(done.stdout.splitlines())
     assert lines[:2] == ["gradient 6.0"] * 2
     assert lines[2] != lines[3]  # as torch draws it for each process that asks for none
+
+
+def test_a_limit_of_addresses(launcher, fake_torch):
+    """What is to be done is read in pieces, and not into memory of 1 GiB."""
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (600 << 20, 600 << 20))
+
+    script = "import torch\nimport os\nprint(torch.IMPORTED_BY, os.getpid())"
+    done = launch(launcher, script, fake_torch, preexec_fn=limit)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    importers = [line.split()[0] for line in done.stdout.splitlines()]
+    assert len(importers) == 2 and len(set(importers)) == 1  # not each rank, as where that fails

@@ -9,6 +9,7 @@ import tempfile
 from paceline.errors import ConfigError
 from paceline.rendezvous.limits import explain
 
+_PIECE_BYTES = 1 << 24
 _REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 
 
@@ -52,7 +53,8 @@ def _open(name: str) -> int:
 
 def read_memory_file(fd: int) -> bytes:
     """All of the file. Its position is shared with whoever inherited it, and left alone."""
-    data = bytearray()
-    while piece := os.pread(fd, 1 << 30, len(data)):  # Linux reads 2 GiB at most at once
+    data, size = bytearray(), os.fstat(fd).st_size
+    # In pieces, for each of which Python takes memory before it reads: addresses may be limited.
+    while piece := os.pread(fd, min(_PIECE_BYTES, size - len(data)), len(data)):
         data += piece
     return bytes(data)

@@ -201,6 +201,10 @@ class Supervisor:
             self._screen.say(report.not_passed_on(signum, f"{format_ranks(deaf)} of {self._plan.nprocs}"))
 
     def _on_request_to_stop(self, signum: int) -> None:
+        if signum == signal.SIGTERM and self._stop is not None and self._stop.exit_status == 128 + signum:
+            # As from a service manager that sends it to all processes of a job: we get it twice, and a rank
+            # that saves its work must not be interrupted once more.
+            return
         name, options = signal.Signals(signum).name, self._plan.options
         text = f"paceline: {name}: stopping {self._plan.nprocs} ranks"
         if signum == signal.SIGTERM:
