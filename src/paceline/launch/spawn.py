@@ -29,6 +29,7 @@ from paceline.launch.job_secret import with_secret
 from paceline.launch.memory_file import write_memory_file
 from paceline.launch.plan import Options, launch_seconds, make_plan
 from paceline.launch.process import open_missing_streams, python_command
+from paceline.rendezvous.limits import start_thread
 
 _MOST_AT_ONCE = 1 << 16  # bytes of output
 
@@ -84,6 +85,7 @@ def spawn(
 
     Raises:
         ConfigError: An argument is wrong; nothing was started.
+        RegionError: No thread can be started that shows the output of the ranks (in a notebook).
         LaunchError: A rank failed. It carries the first failing rank, its traceback, exit status and signal.
 
     Example:
@@ -206,11 +208,11 @@ def _start_guardian(
     if not is_relayed:
         return guardian, []
     relays = [
-        threading.Thread(target=_relay, args=(pipe, stream), daemon=True)
+        threading.Thread(target=_relay, args=(pipe, stream), name="paceline-output", daemon=True)
         for pipe, stream in zip((guardian.stdout, guardian.stderr), streams, strict=True)
     ]
     for relay in relays:
-        relay.start()
+        start_thread(relay)
     return guardian, relays
 
 
