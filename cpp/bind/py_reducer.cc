@@ -52,6 +52,7 @@ void bind_reducer(nb::module_& m) {
       .def("mark_ready", &PyReducer::mark_ready, "param"_a, "grad_pointer"_a)
       .def("mark_copied", &PyReducer::mark_copied, "param"_a, "grad_pointer"_a,
            "nbytes"_a, "is_shared"_a = false)
+      .def("mark_unused", &PyReducer::mark_unused, "param"_a)
       .def(
           "add_foreign",
           [](PyReducer& r, Pointer begin, size_t nbytes) {

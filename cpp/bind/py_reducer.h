@@ -56,6 +56,11 @@ class PyReducer final : public GradientTaker {
       reducer_->mark_copied(parameter, as_pointer(gradient), bytes, is_shared);
     });
   }
+  void mark_unused(size_t parameter) {
+    check_not_nested();
+    group_->call_without_waiting(
+        [&](HostGroup&) { reducer_->mark_unused(parameter); });
+  }
   nb::object finish(const BackwardStatus& status, bool allow_unused,
                     bool allow_globally_unused) {
     check_not_nested();

@@ -134,13 +134,14 @@ void Reducer::move_into_buffer(Parameter& parameter) {
   parameter.copy_back = nullptr;
 }
 
-// A parameter without a gradient counts as zeros; its buckets can be posted
-// after all.
+// A parameter without a gradient counts as zeros, or as what mark_unused() was
+// told of; its buckets can be posted after all.
 void Reducer::add_unused() {
   for (Parameter& parameter : parameters_) {
     if (parameter.ready_in_backward == backward_) continue;
     const auto [offset, count, dtype] = parameter.span;
-    memset(gradient_buffer() + offset, 0, count * dtype_bytes(dtype));
+    if (parameter.counts_in_backward != backward_)
+      memset(gradient_buffer() + offset, 0, count * dtype_bytes(dtype));
     parameter.copy_back = nullptr;
     post_complete(parameter);
   }

@@ -112,6 +112,14 @@ void Reducer::mark_copied(size_t index, void* gradient, size_t bytes,
   add_copied(index, gradient, bytes, is_shared);
 }
 
+void Reducer::mark_unused(size_t index) {
+  check_usable();
+  if (!in_backward_) begin_backward();
+  if (index >= parameters_.size())
+    misuse("no parameter " + std::to_string(index));
+  parameters_[index].counts_in_backward = backward_;
+}
+
 bool Reducer::post_complete(const Parameter& parameter) {
   bool posted = false;
   for (uint32_t i = parameter.first_part; i < parameter.end_part; ++i) {

@@ -180,6 +180,9 @@ class Reducer final : OpenBackward {
   /// buffer already). Its memory is read until finish() returns, and written
   /// only within finish(); if means are scattered, it is never written.
   void mark_ready(size_t index, void* gradient);
+  /// This backward has not used the parameter, but what its place in the
+  /// gradient buffer holds counts in the mean, instead of zeros.
+  void mark_unused(size_t index);
   /// Ends this rank's backward; blocks until the backward is complete
   /// everywhere. Returns kBackward... flags. Globally unused: unused on all
   /// ranks that have data.
@@ -229,6 +232,8 @@ class Reducer final : OpenBackward {
     uint32_t end_part = 0;
     /// The last backward in which its gradient was marked ready.
     uint64_t ready_in_backward = 0;
+    /// The last backward in which it was unused, and its place counts.
+    uint64_t counts_in_backward = 0;
     /// Where the mean goes; null: it stays in the gradient buffer.
     std::byte* copy_back = nullptr;
   };

@@ -101,6 +101,35 @@ TEST(a_nonfinite_gradient_and_an_allowed_unused_parameter) {
   });
 }
 
+// Rank 0 has used a parameter, of which the others have something left.
+TEST(what_is_left_of_an_unused_parameter_counts_where_it_is_marked_unused) {
+  for (const size_t cap_bytes : {size_t{1}, size_t{50'000}, size_t{1} << 30}) {
+    run_group(3, [&](HostGroup& group) {
+      Model model(group, cap_bytes);
+      for (int step = 0; step < 6; ++step) {
+        const bool counts = step % 2 == 0;
+        for (size_t p = 0; p < kParameters; ++p) {
+          const bool is_used = p != 2 && (p != 3 || group.rank() == 0);
+          if (is_used) {
+            model.mark(p, step);
+          } else {
+            std::fill_n(model.view(p), kSizes[p], 7.0F);
+            if (counts) model.reducer().mark_unused(p);
+          }
+        }
+        CHECK_EQ(model.reducer().finish(1, true), kBackwardUnused);
+        const BackwardResult& result = model.reducer().result();
+        CHECK(result.unused[1] == (std::vector<size_t>{2, 3}));
+        CHECK(result.globally_unused == std::vector<size_t>{2});
+        const float used = Model::value(0, 3, 0, step);
+        const float mean = (used + (counts ? 14 : 0)) / 3;
+        CHECK(fabsf(model.view(3)[0] - mean) < 1e-5F);
+        CHECK_EQ(model.view(0)[0], model.mean(0, 0, step));
+      }
+    });
+  }
+}
+
 // Void backward passes, good ones, and those in which a rank without data marks
 // all.
 void run_with_globally_unused(int ranks, size_t cap_bytes) {

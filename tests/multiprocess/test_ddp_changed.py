@@ -623,3 +623,46 @@ def test_what_is_left_of_parameters_frozen_after_their_forward_stays(
             model.gates.requires_grad_(True)
         for one, other in zip(ddp.module.parameters(), alone.parameters(), strict=True):
             assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@kept_ranks(2, group="gloo")
+def test_what_is_left_of_a_parameter_that_one_rank_has_used_in_no_sync_counts_when_it_is_frozen(
+    rank: int, path: str, view: bool, is_alone: bool
+) -> None:
+    """Torch's DDP adds up what all ranks have left of it, too, if one has used it since the last step."""
+    x = numbers(4, 4, seed=3)
+    ours = DistributedDataParallel(
+        _Gated().double(), reduce_through=path, find_unused_parameters=True, gradient_as_bucket_view=view
+    )
+    ranks_alone = [_Gated().double() for _ in range(2)]
+
+    def micro_batch(each: int, model: nn.Module) -> None:
+        model(share(x, each, 2), each).square().mean().backward()
+
+    def average() -> None:
+        for pair in zip(*(model.parameters() for model in ranks_alone), strict=True):
+            left = [p.grad for p in pair if p.grad is not None]
+            for p in pair:
+                p.grad = sum(left[1:], left[0]) / 2
+
+    micro_batch(rank, ours)
+    for each in range(2):
+        micro_batch(each, ranks_alone[each])
+    average()
+    for each in (0,) if is_alone else (0, 1):
+        if each == rank:
+            with ours.no_sync():
+                micro_batch(each, ours)
+        micro_batch(each, ranks_alone[each])
+    for model in (ours.module, *ranks_alone):
+        model.gates.requires_grad_(False)
+    for _ in range(2):  # in the second one nobody has used them: they stay
+        micro_batch(rank, ours)
+        for each in range(2):
+            micro_batch(each, ranks_alone[each])
+        average()
+        for one, other in zip(ours.module.parameters(), ranks_alone[0].parameters(), strict=True):
+            assert_close(one.grad, other.grad)

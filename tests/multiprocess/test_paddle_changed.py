@@ -288,3 +288,44 @@ def test_what_is_left_of_parameters_frozen_after_their_forward_is_averaged(
             p.stop_gradient = False
         for each in (wrapped, alone):
             each.clear_gradients()
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+@paths
+@ranks(2, group=None)
+def test_what_is_left_of_a_parameter_that_one_rank_has_used_in_no_sync_counts_when_it_is_frozen(
+    rank: int, path: str, view: bool, is_alone: bool
+) -> None:
+    """As in the mean of all that the ranks have left of it."""
+    join_paddle(rank)
+    x = batch(4)
+    model, ranks_alone = Gated(), [Gated(), Gated()]
+    ours = DataParallel(model, reduce_through=path, gradient_as_bucket_view=view, find_unused_parameters=True)
+
+    def micro_batch(each: int, used: nn.Layer) -> None:
+        squares(used(share(x, each), each)).backward()
+
+    def average() -> None:
+        for pair in zip(*(each.parameters() for each in ranks_alone), strict=True):
+            left = [p.grad.numpy() for p in pair if p.grad is not None]
+            for p in pair:
+                p.grad = paddle.to_tensor(sum(left) / 2)
+
+    micro_batch(rank, ours)
+    for each in range(2):
+        micro_batch(each, ranks_alone[each])
+    average()
+    for each in (0,) if is_alone else (0, 1):
+        if each == rank:
+            with ours.no_sync():
+                micro_batch(each, ours)
+        micro_batch(each, ranks_alone[each])
+    for p in [p for each in (model, *ranks_alone) for p in each.gates.parameters()]:
+        p.stop_gradient = True
+    for _ in range(2):  # in the second one nobody has used them: they stay
+        micro_batch(rank, ours)
+        for each in range(2):
+            micro_batch(each, ranks_alone[each])
+        average()
+        for p, q in zip(model.parameters(), ranks_alone[0].parameters(), strict=True):
+            assert_allclose(p.grad.numpy(), q.grad.numpy(), rtol=1e-5, atol=1e-7)

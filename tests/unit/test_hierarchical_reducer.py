@@ -304,6 +304,30 @@ def test_means_on_hosts_of_any_sizes(layout: Layout, is_weighted: bool) -> None:
         np.testing.assert_allclose(np.frombuffer(packed, np.float32), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_left_of_an_unused_parameter_counts_where_it_is_marked_unused(layout: Layout) -> None:
+    world = World(layout, 1 << 14)
+
+    def train(rank: int, reducer: HierarchicalReducer) -> list[float]:
+        found = []
+        for step in range(2):
+            for param in range(len(COUNTS)):
+                place_of(reducer, world.plan, param)[:] = 6.0
+            reducer.mark_ready(0)
+            if rank == 0:
+                reducer.mark_ready(1)
+            elif step == 0:
+                reducer.mark_unused(1)
+            result = reducer.finish(BackwardStatus(1), True)
+            assert result.outcome == Outcome.UNUSED
+            assert result.globally_unused == [2] and 1 in result.unused[world.size - 1]
+            found.append(float(place_of(reducer, world.plan, 1)[0]))
+        return found
+
+    for found in world.run(train):
+        np.testing.assert_allclose(found, [6.0, 6.0 / world.size], rtol=1e-6)
+
+
 @pytest.mark.parametrize("phase", [0, 1])
 def test_in_each_turn_every_host_is_sent_to_by_one(phase: int) -> None:
     """Else three links of four are idle while all send to the first host."""

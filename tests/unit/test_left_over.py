@@ -50,6 +50,7 @@ class Model:
                 leave_buffer=lambda indices: self.events.append(
                     ("leave the gradient buffer", sorted(indices))
                 ),
+                count_unused=lambda indices: self.events.append(("count", sorted(indices))),
                 check=lambda: self.events.append(("check", None)),
             ),
             autograd=SimpleNamespace(
@@ -97,18 +98,27 @@ def test_frozen_parameters_keep_what_they_have_and_are_told():
     model = Model({0, 1}, {0, 1, 2}, frozen={2, 3})
     assert model.end() == [("leave out", [2, 3]), ("leave the gradient buffer", [2, 3]), ("check", None)]
     assert model.state.status.frozen == digest_of([2, 3])
-    allowed = Model({0, 1}, {0, 1, 2}, frozen={2, 3})
-    assert ("hand over", 2) not in allowed.end(allow_unused=True)
-    assert allowed.state.status.frozen is None
+    later = Model({0, 1}, {0, 1, 2}, frozen_later={2, 3})
+    assert later.end() == model.events
+    assert later.state.status.frozen == digest_of([2, 3])
 
 
-def test_what_is_left_of_a_parameter_frozen_after_its_forward_counts_where_it_may_be_unused():
-    model = Model({0, 1}, {0, 1, 2}, frozen_later={2, 3})
-    expected = [("hand over", 2), ("leave out", [3]), ("leave the gradient buffer", [3]), ("check", None)]
-    assert model.end(allow_unused=True) == expected
-    strict = Model({0, 1}, {0, 1, 2}, frozen_later={2, 3})
-    assert strict.end() == [("leave out", [2, 3]), ("leave the gradient buffer", [2, 3]), ("check", None)]
-    assert strict.state.status.frozen == digest_of([2, 3])
+@pytest.mark.parametrize("when", ["frozen", "frozen_later"])
+def test_what_is_left_of_frozen_parameters_counts_unused_where_that_is_allowed(when):
+    model = Model({0, 1}, {0, 1, 2}, **{when: {2, 3}})
+    assert model.end(allow_unused=True) == [
+        ("leave out", [2, 3]),
+        ("leave the gradient buffer", [2, 3]),
+        ("count", [2, 3]),
+        ("check", None),
+    ]
+    assert model.state.status.frozen is None
+
+
+def test_what_no_sync_has_left_of_a_frozen_parameter_is_handed_over():
+    model = Model({0, 1}, {0, 1, 2}, frozen={2, 3})
+    model.state.accumulated.add(2)
+    assert model.end(allow_unused=True)[:2] == [("hand over", 2), ("leave out", [3])]
 
 
 def test_a_delayed_parameter_without_a_gradient_has_zeros():

@@ -223,6 +223,23 @@ def test_an_unused_parameter_contributes_zero_where_that_is_allowed() -> None:
     on_ranks(2, body)
 
 
+def test_what_is_left_of_an_unused_parameter_counts_where_it_is_marked_unused() -> None:
+    def body(own: Rank) -> None:
+        for step in range(2):
+            own.transport.place(3)[:] = own.transport.place(2)[:] = 6.0
+            for index in (0, 3) if own.rank == 0 else (0,):
+                own.mark(index, 4.0)
+            if own.rank == 1 and step == 0:
+                own.reducer.mark_unused(3)
+                own.reducer.mark_unused(2)
+            assert own.reducer.finish(BackwardStatus(1), allow_unused=True).outcome == Outcome.UNUSED
+            np.testing.assert_allclose(own.transport.place(3), 2.0 if step else 5.0)
+            assert own.reducer.last.unused[1] == [1, 2, 3]
+            assert own.reducer.last.globally_unused == [1, 2]
+
+    on_ranks(2, body)
+
+
 def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed() -> None:
     cases = [  # what each rank marks, whether rank 1 has data, what comes out
         ([(0, 3), (0, 3)], True, Outcome.GLOBALLY_UNUSED),

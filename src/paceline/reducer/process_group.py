@@ -307,6 +307,14 @@ class ProcessGroupReducer(ReportingReducer):
             self.note_stream()
         super().mark_copied(param, grad_pointer, nbytes, is_shared)
 
+    def mark_unused(self, param: int) -> None:
+        if self.note_stream is not None:
+            self.note_stream()
+        super().mark_unused(param)
+
+    def _clear(self, param: int) -> None:
+        self._transport.clear(param)
+
     def _take_complete(self) -> bool:
         try:
             return self._launch_complete()
@@ -346,10 +354,7 @@ class ProcessGroupReducer(ReportingReducer):
 
     def _complete(self, status: BackwardStatus, allow_unused: bool) -> None:
         """Launch what is missing, and wait for all buckets and everybody's status."""
-        unused = self.marks.unmarked()
-        for index in unused:
-            self._transport.clear(index)
-            self.marks.leave_out(index)
+        unused = self._leave_out_unmarked()
         if len(self._pending) < len(self._sequence):
             self._launch_complete(is_last=True)
         self._num_launched = len(self._pending)

@@ -115,6 +115,14 @@ class Reducer(Protocol):
         """
         ...
 
+    def mark_unused(self, param: int) -> None:
+        """This backward has not used `param`, but what its place in the gradient buffer holds counts.
+
+        `param` stays unmarked: for `unused` and `globally_unused` it is as any other that is unused, but its
+        place is not filled with zeros by `finish`. To be called after the last gradient.
+        """
+        ...
+
     def add_foreign(self, pointer: int, nbytes: int) -> None:
         """A tensor that is no parameter's gradient holds this memory of one that was handed over, too.
 

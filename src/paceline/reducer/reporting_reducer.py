@@ -49,6 +49,7 @@ class ReportingReducer(ABC):
         # Several threads of the framework may make gradients of one backward.
         self._lock = threading.Lock()
         self._weight, self._note, self._recorded_backward = 1.0, 0, -1
+        self._counting_unused: set[int] = set()
         self.last: BackwardResult | None = None
         self._first_bucket_ns = 0
         self._reports = _core.BackwardReports(world_size)
@@ -75,6 +76,9 @@ class ReportingReducer(ABC):
     def mark_copied(self, param: int, grad_pointer: int, nbytes: int, is_shared: bool = False) -> None:
         self._check_usable()
         self.marks.mark_copied(param, grad_pointer, nbytes, is_shared)
+
+    def mark_unused(self, param: int) -> None:
+        self._counting_unused.add(param)
 
     def add_foreign(self, pointer: int, nbytes: int) -> None:
         self.marks.add_foreign(pointer, nbytes)
@@ -147,10 +151,14 @@ class ReportingReducer(ABC):
 
     @abstractmethod
     def _complete(self, status: BackwardStatus, allow_unused: bool) -> None:
-        """Give zeros for what was not marked; wait until the gradient buffer holds the sums or means of all.
+        """Call `_leave_out_unmarked`; wait until the gradient buffer holds the sums or means of all.
 
         Reads `_reports`, and sets `_unused`, `_nonfinite` and `_overflowed`.
         """
+
+    @abstractmethod
+    def _clear(self, param: int) -> None:
+        """Fill the parameter's place with zeros."""
 
     def _check_reports(self) -> None:  # noqa: B027  # nothing to look for is an answer
         """Raise where the reports show that the backward is of no use; the next one can still be good."""
@@ -172,6 +180,16 @@ class ReportingReducer(ABC):
         self._first_bucket_ns = self._first_bucket_ns or time.monotonic_ns()
 
     # --- pieces for subclasses ---
+
+    def _leave_out_unmarked(self) -> list[int]:
+        """Give zeros for what was not marked, or what its place holds. Returns these parameters."""
+        unmarked = self.marks.unmarked()
+        for index in unmarked:
+            if index not in self._counting_unused:
+                self._clear(index)
+            self.marks.leave_out(index)
+        self._counting_unused.clear()
+        return unmarked
 
     def _report(
         self,

@@ -177,6 +177,20 @@ class Gradients:
         self.count(index)
         self.hand_over[index]()
 
+    def count_unused(self, indices: Collection[int]) -> None:
+        if self.scattered is not None:
+            return
+        with paddle.no_grad():
+            for index in indices:
+                gradient, place = OPS.gradient(self._parameters[index]), self._places[index]
+                if gradient is None or isinstance(gradient, ScatteredGradient):
+                    continue
+                if internals.is_sparse(gradient):
+                    continue
+                if gradient.shape == self._shapes[index]:
+                    place.copy_(gradient.cast(place.dtype), True)
+                    self._reduction.reducer.mark_unused(index)
+
     def clear(self, index: int) -> None:
         self._places[index].zero_()
 

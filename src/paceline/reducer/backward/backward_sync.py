@@ -165,6 +165,8 @@ class LeftOver:
             frozen = state.graphs.frozen()
             if frozen is None:
                 frozen = self._tensors.frozen_now  # of the last forward
+            # One that was frozen after its forward may be unused, too, as where a block is recomputed.
+            frozen = frozen | self._autograd.frozen_among(missing)
             self._hand_over_accumulated(missing, frozen)
             if len(state.handed) < count:
                 self._leave_out([index for index in missing if index not in state.handed], frozen, reducer)
@@ -196,10 +198,8 @@ class LeftOver:
         """Hand over gradients that this backward did not touch but that count all the same.
 
         Those of backward passes in no_sync(); and, where unused parameters are allowed, any gradient that is
-        left from before: the others add to theirs, so it must take part in the mean. Not that of a parameter
-        that is frozen in all graphs of this backward, which stays as it is: a rank without data would take
-        its share of the mean away. What was frozen after its forward other ranks may hand over: Paddle adds
-        to it all the same, and torch calls its hooks.
+        left from before: the others add to theirs, so it must take part in the mean. For that of a frozen
+        parameter see `_leave_out`.
         """
         accumulated = self._state.accumulated
         for index in missing:
@@ -208,7 +208,13 @@ class LeftOver:
                 self._gradients.hand_over_rest(index)
 
     def _leave_out(self, missing: Sequence[int], frozen: frozenset[int], reducer: Reducer) -> None:
-        """These have no gradient; delayed ones have one of zeros, as in torch."""
+        """These have no gradient; delayed ones have one of zeros, as in torch.
+
+        What is left of a frozen parameter stays as it is if no rank hands it over: a rank without data would
+        take its share of the mean away. Others hand it over that have used it in no_sync() before, or after
+        whose forward it was frozen: Paddle adds to it all the same, and torch calls its hooks. Then this
+        rank's part counts, too.
+        """
         delayed = [index for index in missing if index in self._tensors.delayed]
         if delayed:
             self._gradients.leave_out(delayed)
@@ -216,12 +222,13 @@ class LeftOver:
             self._mark_zeros(index, reducer)
         unused = [index for index in missing if index not in self._tensors.delayed]
         self._gradients.leave_out(unused)
-        # One that was frozen after its forward may be unused, too, as where a block is recomputed.
-        if idle := frozen.intersection(unused) | self._autograd.frozen_among(unused):
-            if not self._allow_unused:
-                self._state.status.frozen = digest_of(sorted(idle))
-            # What is left there stays as it is, while their places become zeros.
+        if idle := frozen.intersection(unused):
+            # What is left there stays as it is, while their places become zeros, or get a copy.
             self._gradients.leave_buffer(idle)
+            if self._allow_unused:
+                self._gradients.count_unused(idle)
+            else:  # no rank has used them, or the backward is void
+                self._state.status.frozen = digest_of(sorted(idle))
 
     def _mark_zeros(self, index: int, reducer: Reducer) -> None:
         self._gradients.clear(index)

@@ -108,6 +108,13 @@ class Gradients(Protocol):
         """Give a gradient to the reducer that its hook has not given."""
         ...
 
+    def count_unused(self, indices: Collection[int]) -> None:
+        """Let what is left of these parameters count in the means, although this backward has not used them.
+
+        Called after the last gradient of a backward, where none of theirs is in the gradient buffer.
+        """
+        ...
+
     def clear(self, index: int) -> None:
         """Fill the parameter's place in the gradient buffer with zeros."""
         ...

@@ -254,12 +254,13 @@ class HierarchicalReducer(ReportingReducer):
             self._raise_reason(error)
         control.tell_again(before)
 
+    def _clear(self, param: int) -> None:
+        plan = self._plan
+        ctypes.memset(self.buffer_pointer + plan.offsets[param], 0, plan.parameters[param].nbytes)
+
     def _launch_rest(self, status: BackwardStatus, allow_unused: bool) -> None:
         """Post and launch what is missing."""
-        plan, unused = self._plan, self.marks.unmarked()
-        for index in unused:
-            ctypes.memset(self.buffer_pointer + plan.offsets[index], 0, plan.parameters[index].nbytes)
-            self.marks.leave_out(index)
+        plan, unused = self._plan, self._leave_out_unmarked()
         if unused:
             self._post_complete()
 

@@ -142,6 +142,19 @@ class Gradients:
     def hand_over_rest(self, index: int) -> None:
         self.hooks[index](self._parameters[index])
 
+    def count_unused(self, indices: Collection[int]) -> None:
+        if self.scattered is not None:
+            return
+        places, mark_unused = self.reduction.places, self.reduction.reducer.mark_unused
+        with torch.no_grad():
+            for index in indices:
+                gradient = self._parameters[index].grad
+                if gradient is None or gradient.is_sparse or index in self._tensors.sparse:
+                    continue
+                if gradient.shape == self._shapes[index]:  # else the parameter is refused
+                    places[index].copy_(gradient)
+                    mark_unused(index)
+
     def clear(self, index: int) -> None:
         self.reduction.places[index].zero_()
 
