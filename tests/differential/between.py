@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from tests.differential.programs import Op, Program, numbered
@@ -20,9 +21,11 @@ def write_buffers(program: Program, rng: random.Random, *, may_differ: bool = Tr
     layers.insert(rng.randint(0, len(layers)), {"kind": "factor"})
     ranks = program["ranks"]
     is_apart = rng.random() < 0.5 and may_differ
-    # After a backward that raises, ranks have statistics of their own; the reference knows of no broadcast.
-    raises = any(op["op"] == "try" for _, op in numbered(program["ops"]))
-    if is_apart and rng.random() < 0.5 and not raises:
+    # After a backward that raises, or a forward that has none, ranks have statistics of their own; the
+    # reference knows of no broadcast.
+    ops_of_some = [(op["op"], op.get("how")) for _, op in numbered(program["ops"])]
+    may_part = any(name == "try" or (name, how) == ("evaluate", "train") for name, how in ops_of_some)
+    if is_apart and rng.random() < 0.5 and not may_part:
         program.setdefault("options", {})["forward_sync_buffers"] = True
     kind = rng.choice(["alone", "alone", "each"])
     writer = rng.choice([0, 0, ranks - 1])
@@ -100,6 +103,50 @@ def freeze_around(ops: list[Op], rng: random.Random) -> None:
         ops.insert(first, {"op": "evaluate", "how": "grad", **where})
     elif alone == "trained":
         ops.insert(first, {"op": "forward", "to": "lost", "batch": 2, "data": 800 + len(ops)})
+
+
+def freeze_gated(program: Program, rng: random.Random, *, modes: Sequence[str], clearing: str) -> bool:
+    """Freeze parameters, twice, of which some are of layers that one rank alone uses, and clear less often.
+
+    What is left of these before they are frozen is of one rank, of all, or of none; in some programs a rank
+    has added to it alone, in a backward that the others do not make.
+
+    Not where ranks run out of data or a backward raises: what they have left then differs, and nobody
+    averages what is frozen. Nor where tensors are exchanged, nor under weights, which a backward that only
+    one rank makes would have to have.
+
+    Args:
+        modes: Those of them that allow unused parameters.
+        clearing: The name of the op that clears gradients.
+
+    Returns:
+        Whether the program was one for it.
+    """
+    ops: list[Op] = program["ops"]
+    names = {op["op"] for _, op in numbered(ops)}
+    if names & {"iterate", "try", "swap", "replace", "convert", "weight"} or "forward" not in names:
+        return False
+    if program.get("options", {}).get("forward_sync_buffers"):  # the reference knows of no broadcast
+        return False
+    layers = program["models"][0]["layers"]
+    count = rng.randint(0, len(layers))
+    user = rng.randrange(program["ranks"])
+    gate = {"kind": "gate", "ranks": [user], "layers": [*layers[:count], {"kind": "add"}]}
+    # Of a model that is frozen whole no backward is averaged.
+    program["models"][0]["layers"] = [gate, *layers[count:], {"kind": "linear"}]
+    program["modes"] = rng.sample(modes, 2)
+    ops[:] = [op for op in ops if op["op"] != clearing or rng.random() < 0.4]
+    for _ in range(2):
+        freeze_around(ops, rng)
+    # Of several models another one's backward might come next, which does not average what it has not used.
+    if rng.random() < 0.5 and len(program["models"]) == 1:
+        place = rng.choice([place for place, op in enumerate(ops) if op["op"] == "forward"])
+        alone = {"ranks": [rng.choice([user, rng.randrange(program["ranks"])])], "no_sync": True}
+        ops[place:place] = [
+            {"op": "forward", "to": "own", "batch": 2, "data": 700 + len(ops), **alone},
+            {"op": "backward", "of": ["own"], **alone},
+        ]
+    return True
 
 
 def vary_weighted(program: Program, rng: random.Random, *, clipping: str) -> None:

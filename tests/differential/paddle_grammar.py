@@ -13,7 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.device import paddle as device
-from tests.differential.between import compare_inputs, freeze_around, set_flags, vary_weighted, write_buffers
+from tests.differential.between import (
+    compare_inputs,
+    freeze_around,
+    freeze_gated,
+    set_flags,
+    vary_weighted,
+    write_buffers,
+)
 from tests.differential.orders import of_episodes, out_of_order
 from tests.differential.programs import Op, Program, numbered
 
@@ -82,9 +89,13 @@ def generate(seed: int) -> Program:
         freeze_around(program["ops"], rng)
     if '"norm"' not in json.dumps(program["models"]):  # frozen in part, it calls hooks without a gradient
         vary_weighted(program, random.Random(f"weighted {seed}"), clipping="tensor clip")
+    is_gated, rng = False, random.Random(f"gated {seed}")
+    if rng.random() < 1 / 10:
+        is_gated = freeze_gated(program, rng, modes=(*UNUSED_MODES, "hosts unused"), clearing="clear")
     _compare_inputs(program, random.Random(f"inputs {seed}"))
     if device.IS_THERE:
-        _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
+        needs_unused = writer.needs_unused or is_gated
+        _put_on_device(program, random.Random(f"device {seed}"), needs_unused=needs_unused)
     return program
 
 

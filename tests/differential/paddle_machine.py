@@ -144,9 +144,13 @@ class Machine(Walker):
     def _op_freeze(self, op: Op, label: str) -> None:
         p = parameter_of(self._net(op), op.get("param", 0))
         p.stop_gradient = not op.get("on", False)
-        if self.has_finished and p.stop_gradient:
-            # Backward passes without data left what each rank had, and nobody averages it any more.
-            p.clear_gradient(set_to_zero=False)
+        if self.has_parted:
+            self._drop_frozen(op.get("model", 0) % len(self.nets))
+
+    def _drop_frozen(self, model: int) -> None:
+        for p in self.trainable.get(model, []):
+            if p.stop_gradient:
+                put(p, None)
 
     def _op_replace(self, op: Op, label: str) -> None:
         net, model = self._net(op), op.get("model", 0) % len(self.nets)
@@ -334,7 +338,7 @@ class Machine(Walker):
                 layer.clear_gradients(set_to_zero=zero)
             for p in net.parameters():
                 if self._tainted and p.stop_gradient:  # Paddle leaves what the backward that has raised made
-                    p.clear_gradient(set_to_zero=False)
+                    put(p, None)
         self._tainted = False
         self.weight_so_far.clear()
 

@@ -15,6 +15,7 @@ from tests import accelerator
 from tests.differential.between import (
     compare_inputs,
     freeze_around,
+    freeze_gated,
     set_flags,
     step_directly,
     vary_weighted,
@@ -49,9 +50,11 @@ def generate(seed: int) -> Program:
     _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)
     _add_between(program, random.Random(f"between {seed}"))
     vary_weighted(program, random.Random(f"weighted {seed}"), clipping="tensor clamp")
+    is_gated = _freeze_gated(program, random.Random(f"gated {seed}"))
     _compare_inputs(program, random.Random(f"inputs {seed}"))
     if accelerator.IS_THERE:
-        _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
+        needs_unused = writer.needs_unused or is_gated
+        _put_on_device(program, random.Random(f"device {seed}"), needs_unused=needs_unused)
     return program
 
 
@@ -67,6 +70,14 @@ def _compare_inputs(program: Program, rng: random.Random) -> None:
     first = [{"kind": "trap"}, {"kind": "add", "view": rng.choice(views)}]
     shares = rng.random() < 0.5 and not hooks
     compare_inputs(program, first=first if shares else [], is_wrapped_again=shares and rng.random() < 0.2)
+
+
+def _freeze_gated(program: Program, rng: random.Random) -> bool:
+    if rng.random() > 1 / 10 or any(mode.startswith("scatter") for mode in program["modes"]):
+        return False
+    modes = [mode for mode in (*UNUSED_MODES, "hosts unused") if mode != "static"]
+    modes = [mode for mode in modes if can_run_in(program, mode)]
+    return freeze_gated(program, rng, modes=modes, clearing="zero_grad")
 
 
 def can_run_in(program: Program, mode: str) -> bool:

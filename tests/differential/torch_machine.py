@@ -209,9 +209,13 @@ class Machine(Walker):
     def _op_freeze(self, op: Op, label: str) -> None:
         p = parameter_of(self._net(op), op.get("param", 0))
         p.requires_grad_(bool(op.get("on", False)))
-        if self.has_finished and not p.requires_grad:
-            # Backward passes without data left what each rank had, and nobody averages it any more
-            p.grad = None
+        if self.has_parted:
+            self._drop_frozen(op.get("model", 0) % len(self.nets))
+
+    def _drop_frozen(self, model: int) -> None:
+        for p in self.nets[model].parameters():
+            if not p.requires_grad:
+                p.grad = None
 
     def _op_replace(self, op: Op, label: str) -> None:
         net, model = self._net(op), op.get("model", 0) % len(self.nets)

@@ -21,6 +21,11 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
     ("a layer of a converted model in another one", ("RuntimeError",), "torch multiplies no two dtypes"),
     ("op freeze", ("ConfigError",), "unfrozen after wrapping"),
     ("op freeze, a forward of some ranks", ("UnusedParameterError",), "unused on some ranks only"),
+    (
+        "op freeze, layer checkpoint",
+        ("CheckpointError",),
+        "torch: a block that is run again saves other tensors with other parameters frozen",
+    ),
     ("op replace", ("ConfigError", "UnusedParameterError"), "parameters must not be replaced afterwards"),
     ("layer gate", ("UnusedParameterError", "GraphChangedError"), "unused parameters without the option"),
     ("mode static", ("GraphChangedError", "UnusedParameterError"), "a promise that the program breaks"),
@@ -76,6 +81,8 @@ def features_of(program: Program, mode: str) -> set[str]:
         found.update(_layers(model["layers"]))
     if {"op freeze", "a forward of some ranks"} <= found:
         found.add("op freeze, a forward of some ranks")
+    if {"op freeze", "layer checkpoint"} <= found:
+        found.add("op freeze, layer checkpoint")
     if {"op convert", "layer borrow"} <= found:
         found.add("a layer of a converted model in another one")
     return found

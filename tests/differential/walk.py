@@ -111,7 +111,7 @@ class Walker:
         self.weights: dict[int, float] = {}
         self.weight_so_far: dict[int, float] = {}
         self.weighed_so_far: dict[int, set[int]] = {}  # parameters to whose gradients it applies
-        self.has_finished = False  # some data have ended
+        self.has_parted = False  # what ranks have left in gradients may differ
         self.at = ""
         self._visits: dict[str, int] = {}
         self._tainted = False
@@ -150,6 +150,7 @@ class Walker:
 
     def _op_try(self, op: Op, label: str) -> Run:
         body = op.get("body", [])
+        self._part()
         try:
             yield from self._run_ops(body, f"{label}.", 0)
         except Exception as error:
@@ -161,6 +162,17 @@ class Walker:
             self.weight_so_far.clear()
             self.weights.clear()
             yield from self._run_ops(op.get("otherwise", []), f"{label}.", len(body))
+        self._part()
+
+    def _part(self) -> None:
+        """From here on ranks may have left other gradients than others, or cleared them.
+
+        Some have run out of data before others, or may raise alone. What is trained is averaged again, but
+        nobody averages what is frozen.
+        """
+        self.has_parted = True
+        for model in range(len(self.nets)):
+            self._drop_frozen(model)
 
     def _op_iterate(self, op: Op, label: str) -> Run:
         model, how = op.get("model", 0), op.get("how", "finished")
@@ -179,7 +191,7 @@ class Walker:
             self.subject.finished(wrapper, step)
         steps = [] if step is None else [optimizer]
         yield Sync("finished", [model], joins=how == "join", steps=steps)
-        self.has_finished = True
+        self._part()
         self.at = label
         self._note_parameters(model)
 
@@ -211,6 +223,10 @@ class Walker:
         return self.subject.backwards(self.wrappers[model]) if model in self.wrappers else 0
 
     # --- what is told ---
+
+    def _drop_frozen(self, model: int) -> None:
+        """Drop gradients of frozen parameters."""
+        raise NotImplementedError
 
     def _note_parameters(self, model: int) -> None:
         raise NotImplementedError
