@@ -97,12 +97,3 @@ def test_paddle_digits_trains_the_model_of_one_process(tmp_path):
     assert several.keys() == alone.keys()
     for name, weights in several.items():
         np.testing.assert_allclose(weights, alone[name], rtol=0, atol=2e-5, err_msg=name)
-
-
-def test_gpt_learns_and_writes():
-    small = ["--steps", "20", "--characters", "30000", "--width", "32", "--layers", "1", "--sample", "40"]
-    shown = run(*paceline_run(warm_python("torch")), str(EXAMPLES / "gpt.py"), *small)
-    assert "2 processes" in shown
-    bits = next(line for line in shown.splitlines() if "bits per character" in line)
-    assert float(bits.rpartition(" ")[2]) < 6.6  # better than blind
-    assert "def " in shown
