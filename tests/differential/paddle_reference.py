@@ -78,6 +78,7 @@ def make_reference(rank: int, world_size: int, job: str, folder: Path) -> Run:
     warnings.simplefilter("ignore")
 
     def run(program: Program, options: dict[str, Any]) -> Any:
+        paddle.set_grad_enabled(True)  # an error in a backward of the program before may have left them off
         return ReferenceRun(Ranks(program, options["refused"], options["parting"]).run())
 
     return run
