@@ -155,6 +155,10 @@ _LAUNCHED = (
     ),
 )
 
+# What is made of some of these by another generator, so that a seed makes the plan that it made before.
+_STREAM = Kind("full disk: stream", "full disk", _FINE, 0, ("start",))
+_WARNED = Kind("launcher SIGUSR1", "the launcher itself", _FINE, 0, ("outside",))
+
 LAUNCHERS = ("paceline run", "paceline.spawn", "torchrun")
 
 
@@ -315,6 +319,8 @@ def plan_of(seed: int, framework: str = "torch", *, launched: bool = False) -> P
         fault = _fault(chance, job, kind)
         if fault is not None:
             break
+    if launched:
+        fault = _varied(random.Random(f"launched {seed}"), job, fault)
     plan = Plan(seed, job, fault)
     if plan.is_late or (kind.expected is _EITHER and fault.place != "start"):
         return Plan(seed, job, fault, SHORT_S)
@@ -364,6 +370,17 @@ def _fault(chance: random.Random, job: Job, kind: Kind) -> Fault | None:
     if job.framework == "paddle" and kind.name == "model: another dtype":
         return None  # Paddle's layers of another dtype don't multiply inputs of this one
     return Fault(kind, rank, step, place, amount, also)
+
+
+def _varied(chance: random.Random, job: Job, fault: Fault) -> Fault:
+    """A fault under a launcher, or another one that only this launcher can be given."""
+    if job.launcher == "paceline.spawn" and fault.kind.family == "full disk" and chance.random() < 0.5:
+        return replace(fault, kind=_STREAM)
+    # A signal that schedulers send as a warning: `spawn` has no process of its own that would pass it on.
+    is_run = job.launcher == "paceline run"
+    if is_run and fault.kind.family == "the launcher itself" and chance.random() < 0.3:
+        return replace(fault, kind=_WARNED)
+    return fault
 
 
 def for_torch(plan: Plan) -> Plan | None:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.chaos.board import Board
-from tests.chaos.plans import Fault
+from tests.chaos.plans import Expected, Fault
 
 _OUTSIDE_THE_LOOP = ("import", "start", "wrapping", "destroy", "exit")
 _CHILD_LIVES_S = 0.5
@@ -58,7 +58,8 @@ class Striker:
         if not self._is_mine or self._has_struck:
             return
         fault = self._fault
-        if fault.kind.name.startswith("launcher ") and (place, step) == ("before forward", fault.step):
+        is_ended = fault.kind.name.startswith("launcher ") and fault.kind.expected is Expected.ENDED
+        if is_ended and (place, step) == ("before forward", fault.step):
             time.sleep(_UNTIL_STRUCK_S)  # the job must still be under way
         if fault.place.startswith("core") and (place, step) == ("before forward", max(fault.step, 0)):
             self._has_struck = True
