@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.chaos.plans import Expected, Plan
+from tests.chaos.plans import PATIENT_S, Expected, Plan
 from tests.chaos.rank import Array, Report
 from tests.chaos.reference import weights_after
 from tests.chaos.trial import Ended, Result
@@ -131,6 +131,13 @@ def _may_be_too_late(result: Result) -> bool:
 def was_early(result: Result) -> bool:
     """Somebody gave up on a rank before anybody was struck: it got no core for as long as the time-out."""
     reports = [_report(ended) for ended in result.ranks]
+    if not result.was_struck and result.plan.timeout_s < PATIENT_S:
+        late = ("gave up", "did not arrive", "did not come")
+        return any(
+            report.kind in ("DeadlineError", "RendezvousError")
+            and any(words in report.text for words in late)
+            for report in reports
+        )
     return any(
         report.kind in ("DeadlineError", "RendezvousError")
         and result.struck_s

@@ -261,6 +261,11 @@ def test_an_innocent_rank_that_is_late_on_a_busy_machine_says_nothing():
     assert judge(stop).is_void
     impatient = replace(stop, plan=replace(stop.plan, timeout_s=0.5))  # so it was the one that was stopped
     assert any("blames [2]" in each for each in judge(impatient).wrong)
+    text = "Rank 1 of 3 did not come within 2.0 s."
+    absent = said(kind="RendezvousError", text=text, ranks=(1,), at_s=5.5)
+    forming = result("SIGSTOP", absent, absent, absent, was_struck=False)
+    assert judge(forming).wrong
+    assert judge(replace(forming, plan=replace(forming.plan, timeout_s=2.0))).is_void
 
 
 @pytest.mark.parametrize(

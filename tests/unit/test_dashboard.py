@@ -283,6 +283,18 @@ def test_connections_without_the_token_keep_nobody_from_reading(page):
             each.close()
 
 
+def test_a_connection_without_the_token_gets_one_answer(page):
+    """However many requests it has sent: to answer all of them would keep the page from others."""
+    port, *_ = page
+    with socket.create_connection(("127.0.0.1", port), timeout=240) as asking:
+        asking.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 3)
+        answers = b""
+        with contextlib.suppress(ConnectionResetError):  # because of what was not read, and perhaps at once
+            while piece := asking.recv(1 << 16):
+                answers += piece
+    assert answers.count(b"HTTP/1.1 403") <= 1
+
+
 def test_who_asks_for_too_long_is_sent_away(page, monkeypatch):
     """However many bytes it sends meanwhile."""
     monkeypatch.setattr(dashboard, "_SLOWEST_S", 0.3)

@@ -196,9 +196,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         address = urlsplit(self.path)
         if not self._is_for_us():
-            self._say(403, "This page is served under the names of this machine only.")
+            self._refuse("This page is served under the names of this machine only.")
         elif not self._knows_token(address.query):
-            self._say(403, "The address needs its token: `paceline run` has printed it.")
+            self._refuse("The address needs its token: `paceline run` has printed it.")
         else:
             self.server.trust(self.connection)
             self._answer(address.path)
@@ -244,6 +244,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"event: {name}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode())
             if name == "trouble":
                 time.sleep(_EVERY_S)
+
+    def _refuse(self, text: str) -> None:
+        """One answer for each connection: further requests on it would keep this process busy."""
+        self.close_connection = True
+        self._send(403, "text/plain; charset=utf-8", text.encode() + b"\n", {"Connection": "close"})
 
     def _say(self, status: int, text: str) -> None:
         self._send(status, "text/plain; charset=utf-8", text.encode() + b"\n")
