@@ -158,7 +158,8 @@ def main() -> int:
             f"The machine is busy: {others:.0f} other threads want its {cores} cores. So there is one round, "
             f"of {epochs} epochs instead of {framework.epochs}, which may take minutes."
         )
-    print(f"Trains {framework.model}, {rounds} times in each of {len(ways)} ways.\n", flush=True)
+    often = "once" if rounds == 1 else f"{rounds} times"
+    print(f"Trains {framework.model}, {often} in each of {len(ways)} ways.\n", flush=True)
     runs = run_all(framework, ways, rounds, epochs)
     show(framework, ways, runs)
     if others > cores / 2:
@@ -380,7 +381,7 @@ def conclusion(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequenc
     gain, over_theirs = ratio(ours, alone), ratio(ours, theirs)
     ranks = ways[0].ranks
     if gain is None:
-        text = f"Whether it pays here {NOT_MEASURED}: other programs leave this machine too little time."
+        text = f"Whether it is faster here {NOT_MEASURED}: other programs leave this machine too little time."
     elif len(ours) < LEAST_ROUNDS:
         text = f"Fewer than {LEAST_ROUNDS} rounds tell nothing for sure: --rounds {LEAST_ROUNDS}."
     elif gain.low > 1:
@@ -393,8 +394,8 @@ def conclusion(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequenc
         )
     else:
         text = (
-            f"Whether it pays here can't be told: {ranks} processes reach {gain} of one process with all "
-            "cores. Other programs may be running; --rounds 10 tells more."
+            f"Whether it is faster here can't be told: {ranks} processes reach {gain} of one process with "
+            "all cores. Other programs may be running; --rounds 10 tells more."
         )
     if over_theirs is not None and over_theirs.low > 1 and len(ours) >= LEAST_ROUNDS:
         text += f" They train {over_theirs} as fast as with {framework.wrapper}."

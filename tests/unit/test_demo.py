@@ -40,7 +40,9 @@ def test_it_pays_only_if_every_round_says_so(demo: ModuleType) -> None:
     assert pays.startswith("It pays here: 2 processes train 1.60x (1.50 to 1.70) as fast as one process")
     assert "They train 2.00x (1.88 to 2.12) as fast as with torch's DDP." in pays
     unsure = said(demo, [150, 160, 90], [100, 100, 100], [80, 200, 80])
-    assert unsure.startswith("Whether it pays here can't be told: 2 processes reach 1.50x (0.90 to 1.60)")
+    assert unsure.startswith(
+        "Whether it is faster here can't be told: 2 processes reach 1.50x (0.90 to 1.60)"
+    )
     assert "Against torch's DDP: 1.12x (0.80 to 1.88)." in unsure
     assert said(demo, [80, 81, 82], [100] * 3, [50] * 3).startswith(
         "It does not pay here: 2 processes reach 0.81x"
@@ -62,7 +64,7 @@ def test_runs_of_other_bits_are_told(demo: ModuleType) -> None:
 
 
 def test_what_could_not_be_measured_is_said(demo: ModuleType, capsys) -> None:
-    assert said(demo, [None], [100], [50]).startswith("Whether it pays here could not be measured")
+    assert said(demo, [None], [100], [50]).startswith("Whether it is faster here could not be measured")
     text = said(demo, [150, 160, 170], [100, None, 100], [None, None, None])
     assert text.startswith("It pays here: 2 processes train 1.60x (1.50 to 1.70)")
     assert "Against torch's DDP: could not be measured." in text

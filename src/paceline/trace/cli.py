@@ -30,9 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="paceline trace", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("job", nargs="*", help="an id, a process id, or folders")
-    parser.add_argument(
-        "--output", metavar="FILE", help="write a trace for ui.perfetto.dev or chrome://tracing"
-    )
+    parser.add_argument("--output", metavar="FILE", help="write a trace for ui.perfetto.dev")
     parser.add_argument("--passes", type=int, default=5, metavar="N", help="how many to show (default: 5)")
     parsed = parser.parse_args(arguments)
     if not parsed.job:
