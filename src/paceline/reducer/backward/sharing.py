@@ -31,9 +31,13 @@ class _Registry:
         # In the order in which they were wrapped, which is the same on all ranks.
         self._holders: weakref.WeakKeyDictionary[Holder, None] = weakref.WeakKeyDictionary()
 
+    def _all(self) -> list[Holder]:
+        """All of them now. A copy, because a garbage collection may end one of them at any time."""
+        return [holder for find in self._holders.keyrefs() if (holder := find()) is not None]
+
     def join(self, holder: Holder) -> None:
         """One more: the others learn of it at once."""
-        others = list(self._holders)
+        others = self._all()
         self._holders[holder] = None
         self.version += 1
         for other in others:
@@ -46,7 +50,7 @@ class _Registry:
 
     def complete_all(self, backward: int) -> None:
         """The first model ends its part of this backward: its means may come to what others must read."""
-        for holder in list(self._holders):
+        for holder in self._all():
             holder.complete(backward)
 
     def begin_member(self, holder: Holder, member: str) -> None:
@@ -61,7 +65,7 @@ class _Registry:
 
     def member_of(self, parameters: Sequence[object]) -> str:
         """The `member` of a holder of any of these parameters; empty: no holder has one."""
-        apart = [holder for holder in self._holders if holder.member]
+        apart = [holder for holder in self._all() if holder.member]
         known = {id(parameter) for parameter in parameters} if apart else set()
         return next(
             (each.member for each in apart if not known.isdisjoint(map(id, each.trainable))),
@@ -73,7 +77,7 @@ class _Registry:
 
         The longest, where several wrappers have parameters in common.
         """
-        asked = {each: each.asked_timeout_s for each in self._holders}
+        asked = {each: each.asked_timeout_s for each in self._all()}
         known = {id(parameter) for parameter in parameters} if any(asked.values()) else set()
         found = [
             timeout_s
@@ -84,7 +88,7 @@ class _Registry:
 
     def shared_by_others(self, holder: Holder) -> set[int]:
         """Indices of the holder's parameters that others hold as well."""
-        held = Counter(id(p) for each in self._holders for p in each.trainable)
+        held = Counter(id(p) for each in self._all() for p in each.trainable)
         return {index for index, p in enumerate(holder.trainable) if held[id(p)] > 1}
 
 
