@@ -28,8 +28,8 @@ from paceline.errors import (
     PeerLostError,
     ReplicasDifferError,
 )
+from paceline.reducer.local_sgd.outer_tensors import OuterTensors
 from paceline.torch import DistributedDataParallel, LocalSGD
-from paceline.torch.backward.outer_parameters import OuterParameters
 from paceline.torch.communicator.hosts import GlooTransport
 from tests.harness import kept_ranks, ranks
 from tests.local_sgd_reference import Outer, meet, values_of
@@ -912,7 +912,7 @@ def test_a_rank_that_is_killed_is_named_at_the_sync_and_no_parameter_changes(ran
     train(ddp, optimizer, range(3), rank, 4)
     torch.distributed.barrier()
     if rank == 3 and is_in_sync:
-        OuterParameters.put_change = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        OuterTensors.put_change = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     elif rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     if rank < 2 and not is_in_sync:  # the other host waits for nobody until it meets

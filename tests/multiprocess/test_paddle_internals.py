@@ -24,7 +24,7 @@ from paceline.errors import ConfigError
 from paceline.health.connections import connected_sockets, copy_of
 from paceline.paddle import internals, versions
 from paceline.paddle.backward import graphs
-from paceline.paddle.communicator.ops import places_at
+from paceline.paddle.ops import OPS
 from paceline.reducer.plan import ParameterSpec, plan_buckets
 from tests.multiprocess.paddle_models import drop_grad, keeps_empty_gradients, ranks
 
@@ -305,7 +305,7 @@ def test_places_are_views_of_one_memory(rank: int) -> None:
     ]
     plan = plan_buckets(specs, bucket_cap_bytes=1 << 20, first_bucket_bytes=1 << 20)
     memory = ctypes.create_string_buffer(plan.buffer_bytes + 64)
-    views = places_at(plan, model, ctypes.addressof(memory), memory)
+    views = OPS.places_at(plan, model, ctypes.addressof(memory), memory)
     for view, like, offset in zip(views, model, plan.offsets):
         assert (view.shape, view.dtype) == (like.shape, like.dtype)
         assert view.data_ptr() == ctypes.addressof(memory) + offset

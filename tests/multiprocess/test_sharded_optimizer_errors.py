@@ -25,7 +25,7 @@ from paceline.errors import (
 )
 from paceline.sharding.step_exchange import MemoryTravel
 from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer
-from paceline.torch.sharding.tensor_ops import OPS
+from paceline.torch.ops import OPS
 from tests.harness import ranks
 from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.multiprocess.test_local_sgd import network, place, rows

@@ -57,6 +57,7 @@ ROOMS = {
         ("backward", "backend", "compression", "sync_batch_norm"),
         ("sharding",),
         ("communicator", "data_parallel", "tensorboard"),
+        ("ops",),
         ("model", "versions"),
     ),
     "paddle": (
@@ -65,6 +66,7 @@ ROOMS = {
         ("backward", "compression"),
         ("sharding",),
         ("communicator",),
+        ("ops",),
         ("model",),
         ("internals", "versions"),
     ),

@@ -19,7 +19,7 @@ from paceline import _core  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
 from paceline.reducer.backward.state import BackwardState  # noqa: E402
 from paceline.torch import DistributedDataParallel  # noqa: E402
-from paceline.torch.backward import gradient_hooks, replica_state  # noqa: E402
+from paceline.torch.backward import autograd, gradient_hooks  # noqa: E402
 from tests.alive import syncs_alive  # noqa: E402
 
 IS_THERE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
@@ -31,7 +31,7 @@ def has_exchange_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     if request.param and not IS_THERE:
         pytest.skip("this torch has no DLPack exchange API")
     monkeypatch.setattr(gradient_hooks, "HAS_EXCHANGE_API", request.param)
-    monkeypatch.setattr(replica_state, "HAS_EXCHANGE_API", request.param)
+    monkeypatch.setattr(autograd, "HAS_EXCHANGE_API", request.param)
     return request.param
 
 

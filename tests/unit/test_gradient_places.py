@@ -9,8 +9,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from paceline.reducer.plan import plan_buckets  # noqa: E402
-from paceline.torch.communicator.gradient_buffer import allocate, is_dense  # noqa: E402
+from paceline.torch.model.inner_tensors import is_dense  # noqa: E402
 from paceline.torch.model.parameters import ManagedTensors  # noqa: E402
+from paceline.torch.ops import OPS  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -35,7 +36,7 @@ def test_views_lie_where_the_plan_says_and_as_the_parameter_does() -> None:
     )
     tensors = ManagedTensors(model)
     plan = plan_buckets(tensors.specs(), bucket_cap_bytes=100, first_bucket_bytes=64)
-    gradient_buffer = allocate(plan, tensors.trainable)
+    gradient_buffer = OPS.allocate(plan, tensors.trainable)
     for index, (parameter, view) in enumerate(zip(tensors.trainable, gradient_buffer.places)):
         assert (view.shape, view.stride(), view.dtype) == (
             parameter.shape,

@@ -20,9 +20,9 @@ from paceline.reducer.protocol import BackwardStatus  # noqa: E402
 from paceline.torch.communicator import calls as calls_module  # noqa: E402
 from paceline.torch.communicator.calls import GroupCalls  # noqa: E402
 from paceline.torch.communicator.finite import FiniteChecks  # noqa: E402
-from paceline.torch.communicator.gradient_buffer import allocate  # noqa: E402
 from paceline.torch.communicator.streams import Streams  # noqa: E402
 from paceline.torch.communicator.transport import ProcessGroupTransport  # noqa: E402
+from paceline.torch.ops import OPS  # noqa: E402
 
 DEVICE = torch.device("meta")
 COUNT = 4
@@ -110,7 +110,7 @@ def make(monkeypatch):
 
     def world(**options):
         parameters = [torch.empty(2, 3, device=DEVICE) for _ in specs]
-        gradient_buffer, reports = allocate(plan, parameters), Reports()
+        gradient_buffer, reports = OPS.allocate(plan, parameters), Reports()
         calls = GroupCalls(group, ranks)
         calls.reports = lambda: reports
         options = {"checks_finite": True, "waits_for_finite": False, **options}

@@ -24,9 +24,9 @@ from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
 from paceline.reducer.protocol import BackwardStatus  # noqa: E402
 from paceline.torch.communicator import calls as calls_module  # noqa: E402
 from paceline.torch.communicator.calls import GroupCalls  # noqa: E402
-from paceline.torch.communicator.gradient_buffer import allocate  # noqa: E402
 from paceline.torch.communicator.share_transport import ShareTransport  # noqa: E402
 from paceline.torch.communicator.streams import Streams  # noqa: E402
+from paceline.torch.ops import OPS  # noqa: E402
 from tests.unit.test_gradients_on_a_device import DEVICE, Device, OnStream, Reports  # noqa: E402
 
 COUNT = 4
@@ -130,7 +130,7 @@ def world(monkeypatch):
     specs = [ParameterSpec(f"p{n}", 6, "float32", 4, "meta") for n in range(COUNT)]
     plan = plan_buckets(specs, bucket_cap_bytes=128, first_bucket_bytes=128)
     assert len(plan.buckets) == 2
-    gradient_buffer = allocate(plan, [torch.empty(2, 3, device=DEVICE) for _ in specs])
+    gradient_buffer = OPS.allocate(plan, [torch.empty(2, 3, device=DEVICE) for _ in specs])
     calls, copies, exchange = Calls(device), Copies(device), Exchange()
     peer_monitor: Any = SimpleNamespace(tell_waiting=lambda: None, tell_done=lambda: None)
     shares = Shares(exchange, len(plan.buckets), "rank 1 of 2", WAIT_S, calls.abort, peer_monitor)

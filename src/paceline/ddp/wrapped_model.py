@@ -6,26 +6,30 @@ import contextlib
 import math
 import os
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 from paceline.arguments import Arguments
 from paceline.ddp.traced import recorded
 from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.backward.backward_sync import BackwardSync
+from paceline.reducer.backward.front_end import Tensors
 from paceline.reducer.backward.micro_batches import as_weight
 from paceline.reducer.backward.statistics import Statistics
 from paceline.reducer.backward.uneven import take_over_model, take_part_until_all_finished
-from paceline.reducer.between_hosts.options import BetweenHosts
+from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
-from paceline.reducer.communicator import Communicator
-from paceline.reducer.local_sgd.members import Members
+from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
+from paceline.reducer.communicator import Communicator, MemoryCommunicator
+from paceline.reducer.framework_ops import FrameworkOps
+from paceline.reducer.local_sgd.members import join_member
 from paceline.reducer.local_sgd.outer_sync import (
     OuterSync,
-    OuterTensors,
     Warmup,
     carried_by,
     check_same_state,
@@ -33,7 +37,9 @@ from paceline.reducer.local_sgd.outer_sync import (
     state_before,
     state_of_copy,
 )
+from paceline.reducer.local_sgd.outer_tensors import OuterTensors
 from paceline.reducer.plan import BucketLayout, bucket_layout
+from paceline.sharding.moving import move, move_out, refuse_strange
 from paceline.sharding.partial_steps import torn
 from paceline.sharding.shared_parameters import SharedStorage, written
 
@@ -45,6 +51,8 @@ class WrappedModel:
     """A model on one of several ranks.
 
     Attributes:
+        _ops: The framework's operations.
+        _tensors: The model's parameters and buffers.
         _backward_sync: None: this rank is the only one, and averages nothing.
         _config: What the arguments ask for.
         _arguments: The arguments as they were passed, by name.
@@ -54,9 +62,13 @@ class WrappedModel:
         _earlier_steps: Good backward passes of the run whose state was loaded.
         _syncs_backward: `require_backward_grad_sync`. Of a backward under way `BackwardState.is_syncing` says
             it.
+        _comm_hook: The hook of the user's; None: there is none.
+        _on_drop: Tells the backward passes that the wrapper is gone.
         _carried: What a copy that is not connected yet goes on with in local SGD; None: nothing.
     """
 
+    _ops: ClassVar[FrameworkOps[Any]]
+    _tensors: Tensors
     _backward_sync: BackwardSync[Any] | None
     _config: WrapperOptions
     _arguments: dict[str, Any]
@@ -66,6 +78,13 @@ class WrappedModel:
     _earlier_steps = 0
     _carried: Mapping[str, Any] | None = None
     _syncs_backward = True
+    _comm_hook: CommHook | None = None
+    _on_drop: weakref.finalize[Any, Any] | None = None
+
+    if TYPE_CHECKING:
+
+        @property
+        def module(self) -> Any: ...
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -100,50 +119,136 @@ class WrappedModel:
     # --- what a front end adds ---
 
     @abstractmethod
-    def _guard_model(self) -> None:
-        """Let state_dict() of the model itself, and of its parts, raise as long as a step is torn."""
+    def _ranks(self) -> Any:
+        """The ranks that train the model."""
 
     @abstractmethod
-    def _sync_to_weigh(self) -> BackwardSync[Any]:
-        """Its backward passes; a single rank has none until its micro-batches are to be weighed."""
-
-    @abstractmethod
-    def _own_squared_norm(self) -> float:
-        """The squared norm of this rank's gradients."""
-
-    @abstractmethod
-    def _own_nonfinite(self) -> tuple[str, ...]:
-        """Parameters of which this rank's gradient holds an infinity or a NaN."""
+    def _make_communicator(self, peers: Any) -> Communicator[Any]:
+        """The communicator between these ranks. Collective."""
 
     @abstractmethod
     def _make_sync(self, communicator: Communicator[Any]) -> BackwardSync[Any]:
         """The backward passes of the ranks of a communicator. Collective, over them."""
 
     @abstractmethod
-    def _join_member(
-        self, between: str, communicator: Communicator[Any]
-    ) -> tuple[Communicator[Any], Members]:
-        """The communicator between the ranks that train as one in local SGD, and the ranks of each such
-        member.
+    def _guard_model(self) -> None:
+        """Let state_dict() of the model itself, and of its parts, raise as long as a step is torn."""
 
-        Collective, over all ranks.
+    @staticmethod
+    @abstractmethod
+    def _is_in_backward() -> bool:
+        """Whether this thread runs a backward."""
+
+    # --- its backward passes ---
+
+    def _check_model(self, peers: Any) -> None:
+        """Raise on every rank if the ranks have wrapped different models. Collective."""
+        parameters, buffers = self._tensors.describe()
+        options = self._config.agreed_options() | self._tensors.agreed_options()
+        if self._config.local_sgd is not None:
+            of_copy = self._carried is not None
+            options["local SGD begins with"] = "those of a copy" if of_copy else "new parameters"
+        if peers.world_size > 1:
+            check_agreement(ModelDescription(parameters, buffers, options), peers.exchange, peers.timeout_s)
+
+    def _begin_sync(self, *, is_first: bool = True) -> Any:
+        """Begin to keep the model in step with the other ranks'. Collective.
 
         Args:
-            between: A `LocalSGD.between`.
-            communicator: Between all ranks.
+            is_first: False: other backward passes begin, and no value is broadcast.
+
+        Returns:
+            Its backward passes.
         """
+        peers, config, tensors = self._ranks(), self._config, self._tensors
+        communicator = self._make_communicator(peers)
+        owner = f"{type(self).__name__}(share_parameters=True)"
+        is_sharing = config.share_parameters and peers.world_size > 1
+        if is_sharing:
+            refuse_strange(owner, self.module, tensors.all_parameters, peers, self._ops)
+        move_out(self.module)  # what another wrapper shares is not this one's to write to
+        are_equal = config.init_sync and is_first and self._carried is None
+        if are_equal:
+            buffers = tensors.buffers.values() if config.init_sync_buffers else ()
+            communicator.broadcast([*tensors.all_parameters.values(), *buffers])
+        if is_sharing:
+            self._storage = move(
+                owner,
+                tensors.all_parameters,
+                peers,
+                peers.share_hosts(),
+                self._ops,
+                self._is_in_backward,
+                are_equal=are_equal,
+                allows_writing=True,
+            )
+        backward_sync = self._sync_over(communicator)
+        backward_sync.shares_parameters = self._storage is not None
+        torn.call_guard(self._guard_model)
+        # The hooks are the parameters', which may live on and be wrapped again.
+        self._on_drop = weakref.finalize(self, backward_sync.graphs.drop_wrapper)
+        self._on_drop.atexit = False
+        return backward_sync
 
-    @abstractmethod
-    def _outer(self, communicator: Communicator[Any]) -> tuple[OuterTensors[Any], BufferSync]:
-        """What syncs over a communicator read and write, and what keeps buffers in step over it."""
-
-    @abstractmethod
-    def _begin_again(self) -> BackwardSync[Any]:
+    def _begin_again(self) -> Any:
         """Other backward passes in place of those that there are; no value is broadcast. Collective."""
+        if self._backward_sync is not None:
+            self._backward_sync.end()
+        if self._on_drop is not None:
+            self._on_drop.detach()
+        return self._begin_sync(is_first=False)
 
-    @abstractmethod
-    def _note_steps(self) -> None:
-        """Note optimizer steps and batches of data loaders from now on, as far as the framework lets us."""
+    def _sync_to_weigh(self) -> BackwardSync[Any]:
+        """Its backward passes; a single rank has none until its micro-batches are to be weighed."""
+        if self._backward_sync is None:
+            self._backward_sync = self._begin_sync()
+            self._backward_sync.sync_next_backward(self._syncs_backward)
+        return self._backward_sync
+
+    def _register_hook(
+        self, chosen: CommHook, check: Callable[[Any], None], peers: Any, process_group: Any
+    ) -> None:
+        """Give buckets to a hook from now on. Collective.
+
+        Args:
+            chosen: The hook.
+            check: Refuses what cannot be a hook.
+            peers: The ranks; None: there is one.
+            process_group: For the hook.
+        """
+        known = None if peers is None else (peers.exchange, peers.timeout_s)
+        with telling_peers(lambda: known, doing="register a hook"):
+            check(chosen.call)
+            check_is_first(self._comm_hook)
+            self._refuse_with_local_sgd("a communication hook averages gradients over all ranks")
+            refuse_other_bits(type(self).__name__, self._config.deterministic, A_HOOK)
+            self._refuse_scattering("a communication hook gives every rank whole gradients")
+        if known is not None and peers.world_size > 1:
+            agree_on_hook(chosen, *known)
+        self._sync_to_weigh().use_hook(chosen, process_group)
+        self._comm_hook = chosen
+
+    def _clip_by_known_norm(self, max_norm: Any, norm_type: float) -> float | None:
+        """Scale gradients so that their norm is at most `max_norm`, if it is known.
+
+        Returns:
+            The norm that they had; None: it is not known, and nothing was scaled.
+        """
+        backward_sync = self._backward_sync
+        if backward_sync is None:
+            return None
+        statistics = backward_sync.statistics
+        scattered = backward_sync.autograd.scattered_in_place()
+        if scattered is not None:
+            norm: float = scattered.clip(max_norm, norm_type, statistics.squared_norm())
+            return norm
+        known = statistics.known_norm() if norm_type == 2.0 else None
+        if known is not None:
+            # As the frameworks do: a NaN stays a NaN, and a norm that is small enough changes nothing.
+            factor = max_norm / (known + 1e-6)
+            if not factor >= 1.0:
+                self._ops.scale([gradient for _, gradient in self._own_gradients()], factor)
+        return known
 
     # --- what users call ---
 
@@ -280,7 +385,14 @@ class WrappedModel:
         """
         if self._backward_sync is not None:
             return math.sqrt(self._backward_sync.statistics.squared_norm())
-        return math.sqrt(self._own_squared_norm())
+        return math.sqrt(sum(self._ops.squared_norm(gradient) for _, gradient in self._own_gradients()))
+
+    def _own_gradients(self) -> Iterator[tuple[str, Any]]:
+        """This rank's gradients, with the names of their parameters."""
+        for name, parameter in zip(self._tensors.names, self._tensors.trainable):
+            gradient = self._ops.gradient(parameter)
+            if gradient is not None:
+                yield name, gradient
 
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
         """Return which gradients held an infinity or a NaN in the last backward: {rank: (parameter names)}.
@@ -296,7 +408,7 @@ class WrappedModel:
         """
         backward_sync = self._backward_sync
         if backward_sync is None:
-            names = self._own_nonfinite()
+            names = tuple(name for name, each in self._own_gradients() if not self._ops.is_finite(each))
             return {0: names} if names else {}
         if self._outer_sync is not None:
             member = self._outer_sync.member
@@ -401,6 +513,20 @@ class WrappedModel:
         elif self._backward_sync is None:  # a copy, that is connected later
             self._carried = carried_by(state)
 
+    def _check_join(self, where: str, *flags: Any) -> tuple[bool, bool, bool]:
+        """Refuse join() where ranks without data would be missed, and arguments that are no flags."""
+        if self._storage is not None:
+            raise ConfigError(
+                "join: ranks that are out of data would not take part in the steps of the others.",
+                seen="share_parameters=True: all ranks of a host step together",
+                hint=f"call {self._ops.names.variable}.finish(after_pass=step) on each rank when its data "
+                "ends, where step() makes the optimizer's step as in the loop",
+            )
+        self._refuse_scattering(f"in {where} a rank without data needs the gradients of another")
+        names = "divide_by_initial_world_size", "enable", "throw_on_early_termination"
+        divide, is_on, throws = map(Arguments("join").flag, names, flags)
+        return divide, is_on, throws
+
     def _require_local_sgd(self, call: str) -> None:
         if self._config.local_sgd is None:
             raise ConfigError(
@@ -452,10 +578,21 @@ class WrappedModel:
             backward_sync = self._make_sync(communicator)
             self._warmup = None if options is None else Warmup(options.warmup_steps - steps, backward_sync)
             return backward_sync
-        member_communicator, members = self._join_member(options.between, communicator)
+        peers = self._ranks()
+        member_communicator, members = join_member(
+            communicator,
+            peers.exchange,
+            options.between,
+            lambda core: MemoryCommunicator(core, self._ops),
+            owner=type(self).__name__,
+            on_host=self._tensors.is_on_host,
+            timeout_s=peers.timeout_s,
+            warn_after_s=peers.warn_after_s,
+        )
         backward_sync = self._make_sync(member_communicator)
         backward_sync.state.where = f"rank {communicator.rank} of {communicator.world_size}"
-        tensors, buffers = self._outer(communicator)
+        tensors = OuterTensors(self._ops, self._tensors.all_names, self._tensors.all_trainable)
+        buffers = BufferSync(self._tensors, communicator, self._config, self._ops)
         self._outer_sync = OuterSync(
             options, tensors, communicator, members, backward_sync, buffers, self._config
         )
@@ -608,7 +745,7 @@ class WrappedModel:
             )
             yield
             return
-        self._note_steps()
+        self._ops.note_steps()
         with recorded(self._backward_sync.communicator, path):
             yield
 

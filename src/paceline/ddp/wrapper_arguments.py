@@ -18,12 +18,13 @@ from paceline.reducer.backward_errors import shorten
 from paceline.reducer.between_hosts.sum_formats import ENCODINGS
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.local_sgd.options import LocalSGD
+from paceline.reducer.precision import Precision
 
 _Parameter = TypeVar("_Parameter")
 
 MIB = 1 << 20
-NONFINITE_POLICIES = ("warn", "raise", "ignore")
 REDUCE_THROUGH = ("auto", "memory", "group")
+NONFINITE_POLICIES = ("warn", "raise", "ignore")
 HOSTS = "hosts"
 """What `reduce_through` may be besides, in a front end that has such a communicator."""
 REDUCE = ("mean", "scatter")
@@ -32,6 +33,7 @@ DETERMINISTIC = ("world",)
 
 SHARED_NAMES = (
     "broadcast_buffers",
+    "bucket_cap_mb_list",
     "buffers",
     "check_replicas_every",
     "compress_between_hosts",
@@ -43,7 +45,9 @@ SHARED_NAMES = (
     "init_sync_buffers",
     "local_sgd",
     "nonfinite",
+    "reduce",
     "reduce_through",
+    "share_parameters",
     "skip_all_reduce_unused_params",
     "static_graph",
     "timeout_s",
@@ -82,6 +86,8 @@ class WrapperOptions:
         deterministic: "world": the bits of one host, wherever the ranks are; None: no such promise.
         local_sgd: How hosts train on their own, and when they meet; None: they average in each step.
         scatters: Each mean gradient comes to the ranks that own it, and to no others.
+        share_parameters: The ranks of each host have one copy of the parameters.
+        precision: The dtypes of parameters in forward, of averaged gradients, of buffers.
     """
 
     bucket_cap_bytes: int
@@ -106,10 +112,15 @@ class WrapperOptions:
     deterministic: str | None
     local_sgd: LocalSGD | None
     scatters: bool
+    share_parameters: bool
+    precision: Precision[Any]
 
-    def agreed_shared(self) -> dict[str, str]:
+    def agreed_options(self) -> dict[str, str]:
         """Those that must be the same on all ranks, or their collectives would not match."""
         return {
+            "bucket_cap_mb": str(self.bucket_cap_bytes / MIB),
+            "mixed_precision": str(self.precision),
+            "share_parameters": str(self.share_parameters),
             "bucket_cap_mb_list": str([cap / MIB for cap in self.bucket_caps_bytes]),
             "init_sync": str(self.init_sync),
             "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
@@ -226,11 +237,16 @@ class WrapperArguments:
         )
         return None, forward_sync_buffers
 
-    def shared(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The fields of `WrapperOptions` but for the sizes of buckets, from checked arguments.
+    def shared(
+        self, arguments: Mapping[str, Any], precision: Precision[Any], cap_bytes: int, first_bytes: int
+    ) -> dict[str, Any]:
+        """The fields of `WrapperOptions`, from checked arguments.
 
         Args:
             arguments: The arguments of the constructor, with all of SHARED_NAMES.
+            precision: From mixed_precision.
+            cap_bytes: The largest bucket, if bucket_cap_mb_list is None.
+            first_bytes: The largest first bucket.
 
         Raises:
             ConfigError: One has a value that is not supported or makes no sense.
@@ -244,7 +260,21 @@ class WrapperArguments:
         static_graph = check.flag("static_graph", given.static_graph)
         skip_unused = check.flag("skip_all_reduce_unused_params", given.skip_all_reduce_unused_params)
         broadcasts = broadcast_buffers is not False
+        caps_bytes = self.caps(given.bucket_cap_mb_list)
+        cap_bytes = max(caps_bytes, default=cap_bytes)
+        shares = check.flag("share_parameters", given.share_parameters)
+        if shares:
+            hint = "leave out one of the two"
+            expected = "None with share_parameters=True: at a sync each rank writes to its own parameters"
+            check.require(given.local_sgd is None, "local_sgd", given.local_sgd, expected, hint)
+        in_other_dtype = precision.reduce_dtype is not None
         return {
+            "bucket_cap_bytes": cap_bytes,
+            "first_bucket_bytes": min(cap_bytes, first_bytes),
+            "bucket_caps_bytes": caps_bytes,
+            "precision": precision,
+            "share_parameters": shares,
+            "scatters": self.scatters(given.reduce, arguments, in_other_dtype=in_other_dtype),
             "init_sync": check.flag("init_sync", given.init_sync),
             "init_sync_buffers": broadcasts if init_sync_buffers is None else init_sync_buffers,
             "broadcast_buffers": broadcasts and forward_sync_buffers is not False,

@@ -262,18 +262,16 @@ def _weighted_sum(gradient: paddle.Tensor, exchange: _Exchange) -> paddle.Tensor
         )
         raise_after_backward(error)
         return paddle.zeros_like(gradient)
-    weight = exchange.weight.now()
-    if weight != 1.0:
-        # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
-        gradient = gradient * weight if weight else paddle.zeros_like(gradient)
-    try:
-        total = _summed(gradient, exchange.communicator, exchange.timeout_s)
-    except PacelineError as error:
-        keep_as_it_is(error)
-        raise
-    if weight == 0.0 and exchange.samples and bool(total.any()):
-        exchange.weight.refuse_lost(exchange.samples)
-    return total / weight if weight not in (0.0, 1.0) else total
+
+    def sum_over_ranks(own: paddle.Tensor) -> paddle.Tensor:
+        try:
+            return _summed(own, exchange.communicator, exchange.timeout_s)
+        except PacelineError as error:
+            keep_as_it_is(error)
+            raise
+
+    total: paddle.Tensor = exchange.weight.sum(gradient, sum_over_ranks, paddle.zeros_like, exchange.samples)
+    return total
 
 
 def _summed(

@@ -130,7 +130,7 @@ def _failure_of(models: Sequence[ModelDescription]) -> ConfigError | None:
         return None
     return ConfigError(
         f"{format_ranks(failed).capitalize()} of {len(models)} could not {models[failed[0]].doing}.",
-        seen=_by_ranks([model.failure or "waited for the others" for model in models]),
+        seen=by_ranks([model.failure or "waited for the others" for model in models]),
         expected="the same arguments, and the same model, on every rank",
         likely="an argument, or the model, depends on the rank",
         hint=f"mend what {format_ranks(failed)} was given",
@@ -165,7 +165,7 @@ def _difference_at(
     present = [entry for entry in entries if entry is not None]
     name = present[0].name
     what, likely = _kind_of_difference(entries, models)
-    seen = _by_ranks(
+    seen = by_ranks(
         [str(entry) if entry else f"no such {kind}: the model ends before it" for entry in entries]
     )
     return ModelMismatchError(
@@ -229,14 +229,14 @@ def _options_difference(options: Sequence[dict[str, str]], doing: str) -> ModelM
     rows = [", ".join(f"{key}={option.get(key, 'absent')}" for key in keys) for option in options]
     return ModelMismatchError(
         f"The ranks {doing} with different arguments: {which} differ{'s' * (len(keys) == 1)}.",
-        seen=_by_ranks(rows),
+        seen=by_ranks(rows),
         likely="an argument that depends on the rank",
         hint=f"pass the same {which} on every rank",
         parameter=keys[0],
     )
 
 
-def _by_ranks(texts: Sequence[str]) -> str:
+def by_ranks(texts: Sequence[str]) -> str:
     """One line for each distinct text, with the ranks that have it."""
     ranks: dict[str, list[int]] = {}
     for rank, text in enumerate(texts):

@@ -19,10 +19,7 @@ from paceline.errors import ReplicasDifferError, format_ranks
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.buffer_policy import BufferPolicies
 from paceline.reducer.communicator import Communicator
-from paceline.reducer.replica_check import Entry
-
-HashModel = Callable[[Mapping[str, Any], Mapping[str, Any], Any], Sequence[Entry]]
-"""Hashes of parameters, buffers and an optimizer's state, by name."""
+from paceline.reducer.framework_ops import FrameworkOps
 
 _all_writes: weakref.WeakSet[BufferWrites] = weakref.WeakSet()  # of this process
 
@@ -137,7 +134,7 @@ class BufferWrites:
     Args:
         tensors: The model's.
         names: Names of those to look at, as they are now.
-        hash_model: Hashes buffers.
+        ops: The framework's operations.
         world_size: Number of ranks that train the model.
 
     Attributes:
@@ -151,7 +148,7 @@ class BufferWrites:
         self,
         tensors: BufferedModel,
         names: Callable[[], set[str]],
-        hash_model: HashModel,
+        ops: FrameworkOps[Any],
         *,
         world_size: int,
     ) -> None:
@@ -159,7 +156,7 @@ class BufferWrites:
         self.unread: dict[str, list[int]] = {}
         self._tensors = tensors
         self._names = names
-        self._hash_model = hash_model
+        self._ops = ops
         self._world_size = world_size
         # Written, and not yet used by a forward that is trained, each with its hash at the beginning of the
         # first forward since: one that is not trained, or another model's, may write the buffer itself.
@@ -331,7 +328,7 @@ class BufferWrites:
         """Hashes of the values that these buffers have now."""
         names, now = list(names), self._tensors.current_buffers()
         held = {name: now[name] for name in names if name in now}
-        found = {entry.name: entry.hash for entry in self._hash_model({}, held, None)}
+        found = {entry.name: entry.hash for entry in self._ops.hash_model({}, held, None)}
         whole = {name: found.get(name, _GONE) for name in names}
         for name in names:  # one that consists of other tensors
             parts = [str(value) for part, value in found.items() if part.startswith(f"{name}.")]
@@ -347,10 +344,7 @@ class BufferSync:
         tensors: The model's.
         communicator: Between the ranks that train it.
         options: What is done with buffers, and when.
-        average: Replaces buffers of floating-point numbers by their means over some ranks. Collective.
-        hash_model: Hashes buffers.
-        refuses_writes: Whether buffers that the user's program sets to other values on some ranks are an
-            error, and not a warning.
+        ops: The framework's operations.
 
     Attributes:
         hook: Does it instead, where a user has registered one.
@@ -363,10 +357,7 @@ class BufferSync:
         tensors: BufferedModel,
         communicator: Communicator[Any],
         options: BufferOptions,
-        average: Callable[[Communicator[Any], Sequence[Any], Sequence[int]], None],
-        hash_model: HashModel,
-        *,
-        refuses_writes: bool = True,
+        ops: FrameworkOps[Any],
     ) -> None:
         self.hook: BufferHook | None = None
         self.writes: BufferWrites | None = None
@@ -375,11 +366,9 @@ class BufferSync:
         self._communicator = communicator
         self._patterns = options.buffers
         self._broadcasts = options.broadcast_buffers
-        self._average = average
-        self._hash_model = hash_model
+        self._ops = ops
         self.is_alone = communicator.world_size == 1
         self._in_forward = options.syncs_forward and not self.is_alone
-        self._refuses_writes = refuses_writes
         self._has_warned = self._is_forward_synced = False
         self._were_statistics_read = False  # by an evaluation with gradients, since the last synchronisation
         # Whether any forward since the last backward was in training mode (None: there was none), and before
@@ -401,7 +390,7 @@ class BufferSync:
         self.writes = BufferWrites(
             self._tensors,
             lambda: self._policies.broadcast(on_demand=False),
-            self._hash_model,
+            self._ops,
             world_size=self._communicator.world_size,
         )
         is_unread = self._tensors.is_unread
@@ -536,7 +525,7 @@ class BufferSync:
             {n: row.get(n, others.get(n, [])) for n in names if n in row or n in others}
             for row, others, _ in told
         ]
-        if self._refuses_writes:
+        if self._ops.refuses_writes:
             before_forward = _not_on_all([told[rank][2] for rank in active])
             self._syncs_next = before_forward | _not_on_all([rows[rank] for rank in active])
         differing = [n for n in names if len({tuple(rows[rank].get(n, ())) for rank in active}) > 1]
@@ -564,7 +553,7 @@ class BufferSync:
                 writers[name] = tuple(rank for rank in active if name in rows[rank])
         if not writers:
             return
-        if self._refuses_writes:
+        if self._ops.refuses_writes:
             where += "; the gradients of this backward are of no use, on any rank"
             raise _written_apart(writers, self._communicator.world_size, where)
         if not self._has_warned:
@@ -608,7 +597,7 @@ class BufferSync:
             prepared = self._prepared = _Prepared(now, chosen, averages_of, self._communicator)
         prepared.broadcast(active[0])
         if prepared.averaged:
-            self._average(self._communicator, prepared.averaged, active)
+            self._ops.average_buffers(self._communicator, prepared.averaged, active)
         self._were_statistics_read = False
         self._left = {name: value for name, value in self._left.items() if name not in chosen}
         if written is not None:

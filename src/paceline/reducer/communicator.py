@@ -4,7 +4,7 @@ The one idea: the memory that the ranks of one host share and a process group of
 things, so nothing above knows which it is. There is a `MemoryCommunicator`, a `GroupCommunicator`, a
 `HookCommunicator`, which gives buckets to a user's hook and leaves all else to another communicator, and one
 between hosts, whose reducer sums within each host first (`between_hosts/hosts_communicator.py`). They ask a
-framework for the few functions of `CommunicatorOps`, and for the calls of its process groups.
+framework for the few functions of `FrameworkOps`, and for the calls of its process groups.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 
@@ -21,7 +21,8 @@ from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.health.peer_monitor import MemoryPeerMonitor, PeerMonitor, Tell
 from paceline.reducer.call_order import CallOrder
-from paceline.reducer.comm_hooks import CommHook, HookedBuckets
+from paceline.reducer.comm_hooks import CommHook
+from paceline.reducer.framework_ops import FrameworkOps, Tensor, dtype_name, nbytes, numel
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.owners import Ranges
 from paceline.reducer.plan import Plan
@@ -29,8 +30,6 @@ from paceline.reducer.process_group import ProcessGroupReducer, Transport
 from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.sum_order import join_in_order
-
-_Tensor = TypeVar("_Tensor")
 
 CORE_DTYPES = {name: _core.DTYPES[name] for name in ("float32", "float64", "float16", "bfloat16")}
 """Gradients that the core averages."""
@@ -61,7 +60,7 @@ class ReductionOptions:
 
 
 @dataclass(frozen=True)
-class Reduction(Generic[_Tensor]):
+class Reduction(Generic[Tensor]):
     """The gradients' memory and who averages it; made anew whenever the plan changes.
 
     Attributes:
@@ -82,17 +81,17 @@ class Reduction(Generic[_Tensor]):
     """
 
     plan: Plan
-    places: Sequence[_Tensor]
+    places: Sequence[Tensor]
     reducer: Reducer
     most_pointer_bytes: int
-    sections: Sequence[_Tensor] = ()
-    waiting: dict[int, _Tensor] | None = None
+    sections: Sequence[Tensor] = ()
+    waiting: dict[int, Tensor] | None = None
     order: CallOrder | None = None
     owned: tuple[Ranges, ...] = ()
     adopt_errors: Callable[[Collection[int] | None], None] | None = None
 
 
-class Communicator(ABC, Generic[_Tensor]):
+class Communicator(ABC, Generic[Tensor]):
     """Between all ranks that train a model. Its methods are collective, but for `tell` and `with_hook`.
 
     Attributes:
@@ -114,7 +113,7 @@ class Communicator(ABC, Generic[_Tensor]):
     wants_whole_buckets = False
     most_bucket_bytes: int | None = None
 
-    def broadcast(self, tensors: Sequence[_Tensor], root: int = 0) -> None:
+    def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
         """Replace the values of `tensors` by those of the rank `root`.
 
         Example:
@@ -123,7 +122,7 @@ class Communicator(ABC, Generic[_Tensor]):
         self.prepare_broadcast(tensors)(root)
 
     @abstractmethod
-    def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]:
+    def prepare_broadcast(self, tensors: Sequence[Tensor]) -> Callable[[int], None]:
         """Get ready to broadcast these tensors again and again. Not collective.
 
         Returns:
@@ -132,7 +131,7 @@ class Communicator(ABC, Generic[_Tensor]):
         """
 
     @abstractmethod
-    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+    def sum(self, tensor: Tensor, timeout_s: float | None = None) -> None:
         """Replace a contiguous tensor of float32 or float64 by its sum over the ranks.
 
         Args:
@@ -152,10 +151,10 @@ class Communicator(ABC, Generic[_Tensor]):
     def make_reduction(
         self,
         plan: Plan,
-        parameters: Sequence[_Tensor],
+        parameters: Sequence[Tensor],
         options: ReductionOptions,
-        instead_of: Reduction[_Tensor] | None = None,
-    ) -> Reduction[_Tensor]:
+        instead_of: Reduction[Tensor] | None = None,
+    ) -> Reduction[Tensor]:
         """A gradient buffer for this plan, filled with zeros, and what averages it.
 
         Args:
@@ -166,7 +165,7 @@ class Communicator(ABC, Generic[_Tensor]):
         """
 
     @abstractmethod
-    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[_Tensor]:
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[Tensor]:
         """A communicator that gives buckets to a hook of the user's, and does all else as this one.
 
         Args:
@@ -175,87 +174,7 @@ class Communicator(ABC, Generic[_Tensor]):
         """
 
 
-class CommunicatorOps(Protocol[_Tensor]):
-    """What communicators ask of a framework: functions of its tensors, which a module of each has."""
-
-    @property
-    def DEVICE(self) -> str:
-        """Where tensors lie that are not on the CPU, in words: "a GPU"."""
-        ...
-
-    @property
-    def HOW_TO_FORM_A_GROUP(self) -> str:
-        """How a user gets a process group of the framework, in words."""
-        ...
-
-    def plain_tensors(self, tensors: Sequence[_Tensor]) -> Sequence[_Tensor]:
-        """The tensors with memory of their own in which the values of these lie."""
-        ...
-
-    def on_host(self, tensor: _Tensor) -> _Tensor:
-        """The tensor itself, if its elements lie on the CPU one after the other; else a copy that does."""
-        ...
-
-    def copy(self, source: _Tensor, target: _Tensor) -> None:
-        """Write the values of one to the other, wherever they lie. Autograd does not notice."""
-        ...
-
-    def place_of(self, tensor: _Tensor) -> tuple[int, int]:
-        """Address and bytes of what `on_host` returns."""
-        ...
-
-    def kind_of(self, tensor: _Tensor) -> tuple[str, int]:
-        """The name of its dtype, as "float32", and how many elements it has."""
-        ...
-
-    def as_array(self, tensor: _Tensor) -> np.ndarray[Any, Any]:
-        """A copy of its values."""
-        ...
-
-    def from_array(self, array: np.ndarray[Any, Any]) -> _Tensor:
-        """A tensor of these values, on the CPU."""
-        ...
-
-    def places_at(
-        self, plan: Plan, parameters: Sequence[_Tensor], pointer: int, owner: object
-    ) -> Sequence[_Tensor]:
-        """Each parameter's place in a gradient buffer at this address. All keep `owner` alive."""
-        ...
-
-    def allocate(
-        self,
-        plan: Plan,
-        parameters: Sequence[_Tensor],
-        instead_of: Reduction[_Tensor] | None = None,
-    ) -> GradientBuffer[_Tensor]:
-        """A gradient buffer in memory of this rank alone, on the parameters' own devices, of zeros.
-
-        Args:
-            plan: Where each gradient lies.
-            parameters: Those that the plan lists.
-            instead_of: The reduction of another plan of the same parameters, whose memory may be used again.
-        """
-        ...
-
-    @property
-    def make_transport(self) -> Callable[..., Transport[_Tensor]]:
-        """Makes what sums the buckets over a process group, or gives them to a hook. Collective.
-
-        Given the gradient buffer, the calls over the group, the options, and a `HookedBuckets` or None.
-        """
-        ...
-
-    @property
-    def make_hooked(self) -> Callable[..., HookedBuckets[_Tensor]]:
-        """Makes what gives buckets to a hook.
-
-        Given the hook, the gradient buffer, the parameters, the calls of the hook, and the process group of
-        the wrapped model.
-        """
-        ...
-
-
-class MemoryCommunicator(Communicator[_Tensor]):
+class MemoryCommunicator(Communicator[Tensor]):
     """A `Communicator` through the memory that all ranks share. The parameters are on the CPU.
 
     Args:
@@ -272,8 +191,8 @@ class MemoryCommunicator(Communicator[_Tensor]):
     def __init__(
         self,
         core: _core.HostGroup,
-        ops: CommunicatorOps[_Tensor],
-        calls_of_hooks: Callable[[_core.HostGroup], ProcessGroupCalls[_Tensor]] | None = None,
+        ops: FrameworkOps[Tensor],
+        calls_of_hooks: Callable[[_core.HostGroup], ProcessGroupCalls[Tensor]] | None = None,
     ) -> None:
         self.rank, self.world_size = core.rank, core.world_size
         self.tell: Tell | None = core.set_activity
@@ -281,14 +200,14 @@ class MemoryCommunicator(Communicator[_Tensor]):
         self.core = core
         self._ops, self._calls_of_hooks = ops, calls_of_hooks
 
-    def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]:
+    def prepare_broadcast(self, tensors: Sequence[Tensor]) -> Callable[[int], None]:
         return _MemoryBroadcast(self.core, self._ops, tensors)
 
-    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+    def sum(self, tensor: Tensor, timeout_s: float | None = None) -> None:
         on_host = self._ops.on_host(tensor)
-        (address, _), (dtype, count) = self._ops.place_of(on_host), self._ops.kind_of(on_host)
         limit_s = -1.0 if timeout_s is None else timeout_s
-        self.core.all_reduce(address, count, CORE_DTYPES[dtype], ReduceOp.SUM, timeout_s=limit_s)
+        dtype = CORE_DTYPES[dtype_name(on_host)]
+        self.core.all_reduce(on_host.data_ptr(), numel(on_host), dtype, ReduceOp.SUM, timeout_s=limit_s)
         if on_host is not tensor:
             self._ops.copy(on_host, tensor)
 
@@ -301,31 +220,29 @@ class MemoryCommunicator(Communicator[_Tensor]):
     def make_reduction(
         self,
         plan: Plan,
-        parameters: Sequence[_Tensor],
+        parameters: Sequence[Tensor],
         options: ReductionOptions,
-        instead_of: Reduction[_Tensor] | None = None,
-    ) -> Reduction[_Tensor]:
+        instead_of: Reduction[Tensor] | None = None,
+    ) -> Reduction[Tensor]:
         reducer = make_host_reducer(self.core, plan, options, instead_of)
         places = self._ops.places_at(plan, parameters, reducer.buffer_pointer, reducer)
         return Reduction(plan, places, reducer, most_pointer_bytes=sys.maxsize, owned=options.owned)
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[_Tensor]:
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[Tensor]:
         assert self._calls_of_hooks is not None
         return HookCommunicator(self, self._calls_of_hooks(self.core), self._ops, hook, process_group)
 
 
-class _MemoryBroadcast(Generic[_Tensor]):
+class _MemoryBroadcast(Generic[Tensor]):
     """See `Communicator.prepare_broadcast`; by addresses in the memory of this process."""
 
-    def __init__(
-        self, core: _core.HostGroup, ops: CommunicatorOps[_Tensor], tensors: Sequence[_Tensor]
-    ) -> None:
+    def __init__(self, core: _core.HostGroup, ops: FrameworkOps[Tensor], tensors: Sequence[Tensor]) -> None:
         self._core, self._copy = core, ops.copy
         tensors = ops.plain_tensors(tensors)
         self._on_host = [ops.on_host(tensor) for tensor in tensors]
         self._copies = [(tensor, copy) for tensor, copy in zip(tensors, self._on_host) if copy is not tensor]
-        places = [ops.place_of(each) for each in self._on_host]
-        self._pieces, self._sizes = [address for address, _ in places], [size for _, size in places]
+        self._pieces = [each.data_ptr() for each in self._on_host]
+        self._sizes = [nbytes(each) for each in self._on_host]
 
     def __call__(self, root: int) -> None:
         for tensor, copy in self._copies:
@@ -335,7 +252,7 @@ class _MemoryBroadcast(Generic[_Tensor]):
             self._copy(copy, tensor)
 
 
-class GroupCommunicator(Communicator[_Tensor]):
+class GroupCommunicator(Communicator[Tensor]):
     """A `Communicator` through a process group of the framework.
 
     Args:
@@ -345,19 +262,19 @@ class GroupCommunicator(Communicator[_Tensor]):
 
     path, bits = "group", "engine"
 
-    def __init__(self, calls: ProcessGroupCalls[_Tensor], ops: CommunicatorOps[_Tensor]) -> None:
+    def __init__(self, calls: ProcessGroupCalls[Tensor], ops: FrameworkOps[Tensor]) -> None:
         self.rank, self.world_size = calls.rank, calls.world_size
         self.peer_monitor = calls.peer_monitor
         self.tell: Tell | None = None if self.peer_monitor is None else self.peer_monitor.tell
         self._calls, self._ops = calls, ops
 
-    def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]:
+    def prepare_broadcast(self, tensors: Sequence[Tensor]) -> Callable[[int], None]:
         return self._calls.prepare_broadcast(tensors)
 
-    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+    def sum(self, tensor: Tensor, timeout_s: float | None = None) -> None:
         self._calls.sum(tensor, timeout_s)
 
-    def sum_in_order(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+    def sum_in_order(self, tensor: Tensor, timeout_s: float | None = None) -> None:
         """As `sum`, with the bits of a sum in the memory of one host. Collective.
 
         Every rank gets the tensors of all, which is fit for what is small.
@@ -373,49 +290,49 @@ class GroupCommunicator(Communicator[_Tensor]):
     def make_reduction(
         self,
         plan: Plan,
-        parameters: Sequence[_Tensor],
+        parameters: Sequence[Tensor],
         options: ReductionOptions,
-        instead_of: Reduction[_Tensor] | None = None,
-    ) -> Reduction[_Tensor]:
+        instead_of: Reduction[Tensor] | None = None,
+    ) -> Reduction[Tensor]:
         gradient_buffer = self._ops.allocate(plan, parameters, instead_of)
-        transport = self._ops.make_transport(gradient_buffer, self._calls, options, None)
+        transport = self._calls.make_transport(gradient_buffer, options)
         reducer = ProcessGroupReducer(plan, transport, skip_unused=options.skip_unused)
         return over_group(gradient_buffer, transport, reducer)
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[_Tensor]:
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[Tensor]:
         return self.hooked_into(self, hook, process_group)
 
     def hooked_into(
-        self, communicator: Communicator[_Tensor], hook: CommHook, process_group: Any
-    ) -> Communicator[_Tensor]:
+        self, communicator: Communicator[Tensor], hook: CommHook, process_group: Any
+    ) -> Communicator[Tensor]:
         """A communicator that gives buckets to a hook, which uses this process group."""
         return HookCommunicator(communicator, self._calls, self._ops, hook, process_group)
 
 
-class BesideCommunicator(Communicator[_Tensor]):
+class BesideCommunicator(Communicator[Tensor]):
     """A `Communicator` that averages gradients in a way of its own, and does all else as another one.
 
     Args:
         other: The other one, between the same ranks.
     """
 
-    def __init__(self, other: Communicator[_Tensor]) -> None:
+    def __init__(self, other: Communicator[Tensor]) -> None:
         self.rank, self.world_size = other.rank, other.world_size
         self.peer_monitor = other.peer_monitor
         self.tell: Tell | None = None if self.peer_monitor is None else self.peer_monitor.tell
         self._other = other
 
-    def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]:
+    def prepare_broadcast(self, tensors: Sequence[Tensor]) -> Callable[[int], None]:
         return self._other.prepare_broadcast(tensors)
 
-    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
+    def sum(self, tensor: Tensor, timeout_s: float | None = None) -> None:
         self._other.sum(tensor, timeout_s)
 
     def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return self._other.gather(array)
 
 
-class HookCommunicator(BesideCommunicator[_Tensor]):
+class HookCommunicator(BesideCommunicator[Tensor]):
     """A `Communicator` that gives buckets to a user's hook.
 
     Args:
@@ -431,9 +348,9 @@ class HookCommunicator(BesideCommunicator[_Tensor]):
 
     def __init__(
         self,
-        other: Communicator[_Tensor],
-        calls: ProcessGroupCalls[_Tensor],
-        ops: CommunicatorOps[_Tensor],
+        other: Communicator[Tensor],
+        calls: ProcessGroupCalls[Tensor],
+        ops: FrameworkOps[Tensor],
         hook: CommHook,
         process_group: Any,
     ) -> None:
@@ -441,33 +358,33 @@ class HookCommunicator(BesideCommunicator[_Tensor]):
         self._calls, self._ops = calls, ops
         self._hook, self._process_group = hook, process_group
 
-    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[_Tensor]:
+    def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[Tensor]:
         return self._other.with_hook(hook, process_group)
 
     def make_reduction(
         self,
         plan: Plan,
-        parameters: Sequence[_Tensor],
+        parameters: Sequence[Tensor],
         options: ReductionOptions,
-        instead_of: Reduction[_Tensor] | None = None,
-    ) -> Reduction[_Tensor]:
+        instead_of: Reduction[Tensor] | None = None,
+    ) -> Reduction[Tensor]:
         """In memory of its own: a hook's gradient buffer has no gaps, and so another size than any other."""
         if instead_of is not None:
             instead_of.reducer.close()
-        ops, calls = self._ops, self._calls
-        gradient_buffer = ops.allocate(plan, parameters)
-        hook = ops.make_hooked(self._hook, gradient_buffer, parameters, calls, self._process_group)
-        transport = ops.make_transport(gradient_buffer, calls, options, hook)
+        calls = self._calls
+        gradient_buffer = self._ops.allocate(plan, parameters)
+        hook = calls.make_hooked(self._hook, gradient_buffer, parameters, self._process_group)
+        transport = calls.make_transport(gradient_buffer, options, hook)
         reducer = ProcessGroupReducer(plan, transport, skip_unused=options.skip_unused)
         return over_group(gradient_buffer, transport, reducer, hook.shown.end)
 
 
 def over_group(
-    gradient_buffer: GradientBuffer[_Tensor],
-    transport: Transport[_Tensor],
+    gradient_buffer: GradientBuffer[Tensor],
+    transport: Transport[Tensor],
     reducer: ProcessGroupReducer,
     adopt_errors: Callable[[Collection[int] | None], None] | None = None,
-) -> Reduction[_Tensor]:
+) -> Reduction[Tensor]:
     """The reduction of a gradient buffer over a process group."""
     return Reduction(
         gradient_buffer.plan,

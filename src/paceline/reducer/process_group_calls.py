@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -18,6 +18,12 @@ from paceline.reducer.host_reports import GroupReports, Reports
 from paceline.reducer.plan import Plan
 from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
 from paceline.rendezvous.roll_call import Work
+
+if TYPE_CHECKING:
+    from paceline.reducer.comm_hooks import CommHook, HookedBuckets
+    from paceline.reducer.communicator import ReductionOptions
+    from paceline.reducer.gradient_buffer import GradientBuffer
+    from paceline.reducer.process_group import Transport
 
 _Tensor = TypeVar("_Tensor")
 _Begun = TypeVar("_Begun")
@@ -69,6 +75,32 @@ class ProcessGroupCalls(ABC, Generic[_Tensor]):
     @abstractmethod
     def begin_gather(self, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
         """Begin to collect the arrays of all ranks, of one shape and dtype. Collective, does not block."""
+
+    @abstractmethod
+    def make_transport(
+        self,
+        gradient_buffer: GradientBuffer[_Tensor],
+        options: ReductionOptions,
+        hook: HookedBuckets[_Tensor] | None = None,
+    ) -> Transport[_Tensor]:
+        """What sums the buckets over the group, or gives them to a hook. Collective."""
+
+    @abstractmethod
+    def make_hooked(
+        self,
+        hook: CommHook,
+        gradient_buffer: GradientBuffer[_Tensor],
+        parameters: Sequence[_Tensor],
+        process_group: Any,
+    ) -> HookedBuckets[_Tensor]:
+        """What gives buckets to a hook; see `HookedBuckets`.
+
+        Args:
+            hook: The hook, which makes these calls.
+            gradient_buffer: With whole parameters in its buckets.
+            parameters: Those that the plan lists.
+            process_group: That of the wrapped model, for the hook.
+        """
 
     def begin(self, start: Callable[[], _Begun], what: int | str) -> _Begun:
         """Begin a call.

@@ -17,8 +17,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic
 
 from paceline.collectives.whole_exchange import WholeExchange
+from paceline.reducer.framework_ops import Tensor, numel
 from paceline.rendezvous.model_memory import share_model_memory
-from paceline.sharding.framework_ops import Tensor, numel
 from paceline.sharding.journal_layout import Layout, Slot, aligned, lay_out_journal, slot_bytes
 from paceline.sharding.optimizer_arguments import no_journal
 from paceline.sharding.shards import Shards

@@ -16,8 +16,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from paceline.reducer.framework_ops import Tensor, numel
 from paceline.sharding.cuts import CUT_ELEMENTS
-from paceline.sharding.framework_ops import Tensor, numel
 from paceline.sharding.optimizer_arguments import coupled, no_step
 
 _STEPS = 6

@@ -13,6 +13,7 @@ from typing import Any
 from paceline import _core
 from paceline.collectives.whole_exchange import WholeExchange
 from paceline.errors import ConfigError, format_ranks
+from paceline.reducer.framework_ops import FrameworkOps, Tensor, nbytes, numel
 from paceline.reducer.peers import Ranks
 from paceline.reducer.replica_check import Entry, check_replicas
 from paceline.rendezvous.exchange import Exchange
@@ -20,7 +21,6 @@ from paceline.rendezvous.messages import gather_objects
 from paceline.rendezvous.model_memory import share_model_memory
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.sharding.announced_writes import OneCopy, lay_out
-from paceline.sharding.framework_ops import FrameworkOps, Tensor, nbytes, numel
 from paceline.sharding.shared_parameters import SharedStorage, refuse_step, storage_of, storages_of
 
 _watched: list[object] = []
@@ -95,8 +95,7 @@ def share_to_read(
     owner: str,
     model: Any,
     tensors: Mapping[str, Tensor],
-    peers: Ranks,
-    memory: HostMemory,
+    peers: Any,
     ops: FrameworkOps[Tensor],
 ) -> None:
     """Let all ranks of a host compute with one copy of a model, rank 0's. Collective.
@@ -104,15 +103,16 @@ def share_to_read(
     Args:
         owner: Who asks for it, for errors.
         model: Has `parameters()` and `buffers()`.
-        tensors: What is shared of it, by name; alike on all ranks. `refuse_strange` has looked at them.
+        tensors: What is shared of it, by name; alike on all ranks.
         peers: The ranks.
-        memory: Theirs, on this host.
         ops: The framework's operations.
 
     Raises:
-        ConfigError: The ranks are on several hosts.
+        ConfigError: The ranks are on several hosts, or a tensor can't be shared.
         RegionError: There is not enough memory; on every rank.
     """
+    refuse_strange(owner, model, tensors, peers, ops)
+    memory: HostMemory = peers.share_hosts()
     if len(memory.hosts) > 1:
         raise ConfigError(
             f"{owner}: the ranks are on several hosts, and share no memory.",
@@ -124,27 +124,21 @@ def share_to_read(
 
 
 def refuse_strange(
-    owner: str,
-    tensors: Mapping[str, Tensor],
-    why_not: Callable[[str, Tensor], str | None],
-    rescaled: Iterable[tuple[str, Tensor]],
-    peers: Ranks,
-    ops: FrameworkOps[Tensor],
+    owner: str, model: Any, tensors: Mapping[str, Tensor], peers: Ranks, ops: FrameworkOps[Tensor]
 ) -> None:
-    """Refuse tensors that can't be shared. Collective.
+    """Refuse tensors of a model that can't be shared. Collective.
 
     Args:
         owner: Who is to share them, for errors.
+        model: The model.
         tensors: By name.
-        why_not: Why the framework can't share one of this name, and what to do in a second line.
-        rescaled: Embeddings that change their weight in a forward: name and max_norm as text, and the weight.
         peers: The ranks.
         ops: The framework's operations.
 
     Raises:
         ConfigError: A rank has one; on every rank.
     """
-    problem = next(_problems(tensors, why_not, rescaled, ops), "")
+    problem = next(_problems(model, tensors, ops), "")
     told = [each["problem"] for each in gather_objects(peers.exchange, {"problem": problem}, peers.timeout_s)]
     found = next((text for text in told if text), "")
     if found:
@@ -156,21 +150,16 @@ def refuse_strange(
         )
 
 
-def _problems(
-    tensors: Mapping[str, Tensor],
-    why_not: Callable[[str, Tensor], str | None],
-    rescaled: Iterable[tuple[str, Tensor]],
-    ops: FrameworkOps[Tensor],
-) -> Iterator[str]:
+def _problems(model: Any, tensors: Mapping[str, Tensor], ops: FrameworkOps[Tensor]) -> Iterator[str]:
     """Why these tensors can't be shared, each with what to do in a second line."""
     for name, tensor in tensors.items():
-        if problem := why_not(name, tensor):
+        if problem := ops.why_not_shared(name, tensor):
             yield problem
         elif (storage := storage_of(tensor)) is not None and storage.is_writing:
             yield f"'{name}' is being written to\nleave `writing()` first"
     yield from overlapping((t.data_ptr(), name, ops.extent(t)) for name, t in tensors.items() if numel(t))
     shared = {id(tensor) for tensor in tensors.values()}
-    for embedding, weight in rescaled:
+    for embedding, weight in ops.rescaled(model):
         if id(weight) in shared:
             yield (
                 f"the embedding {embedding}: forward changes its weight\n"

@@ -15,7 +15,7 @@ from typing import Generic
 from paceline.errors import ConfigError
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.communicator import Reduction
-from paceline.sharding.framework_ops import FrameworkOps, Names, Tensor, numel
+from paceline.reducer.framework_ops import FrameworkOps, Names, Tensor, numel
 
 NO_BACKWARD = -1
 """The backward of a stand-in that none has put in place yet."""

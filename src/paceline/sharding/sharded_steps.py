@@ -12,13 +12,15 @@ from dataclasses import replace
 from typing import Any, Generic, TypeAlias
 
 from paceline.errors import ConfigError
+from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.communicator import Communicator
+from paceline.reducer.framework_ops import FrameworkOps, Tensor
 from paceline.sharding.cuts import Extent, Piece, deal
-from paceline.sharding.framework_ops import Tensor
 from paceline.sharding.journal import Journal, Part, storage_of_all
 from paceline.sharding.journal_layout import Slot, split
 from paceline.sharding.kinds import Kind
-from paceline.sharding.optimizer_arguments import no_journal, refuse_copies
+from paceline.sharding.optimizer_arguments import OWNER, no_journal, refuse_copies
 from paceline.sharding.shards import Shards
 from paceline.sharding.shared_parameters import SharedStorage
 from paceline.sharding.shared_step import SharedStep
@@ -28,6 +30,9 @@ from paceline.sharding.whole_state import Whole, gather_states, put_together
 
 JournalPlan: TypeAlias = tuple[SharedStorage[Tensor], list[list[Slot]]]
 """Where a journal is to be made, and what the optimizer remembers of each parameter."""
+
+MAKING = "make the optimizer"
+"""What the constructor does, in the errors of other ranks."""
 
 
 class ShardedSteps(Generic[Tensor]):
@@ -39,6 +44,7 @@ class ShardedSteps(Generic[Tensor]):
         _shards: The pieces of all parameters.
         _keeps_journal: Whether its steps go through a journal.
         _journal: None: there is none (yet).
+        _communicator: Between the ranks; None: there is one rank.
     """
 
     rank: int
@@ -46,31 +52,65 @@ class ShardedSteps(Generic[Tensor]):
     _shards: Shards[Tensor]
     _keeps_journal: bool
     _journal: Journal[Tensor] | None = None
+    _communicator: Communicator[Tensor] | None
+
+    def _begin(self, peers: Any, optimizer_class: type[Any], reduce_through: str, journal: bool) -> None:
+        """Take the ranks, and what they are asked to do."""
+        self._peers, self._reduce_through = peers, reduce_through
+        self.rank, self.world_size = peers.rank, peers.world_size
+        self._keeps_journal = journal and self.world_size > 1
+        self._agreed = {
+            "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
+            "reduce_through": reduce_through,
+            "journal": str(journal),
+        }
+
+    def _agree(
+        self,
+        ops: FrameworkOps[Tensor],
+        names: Sequence[str],
+        parameters: Sequence[Tensor],
+        options: Mapping[str, str],
+        doing: str = MAKING,
+    ) -> None:
+        """Raise on every rank if the ranks have passed different parameters. Collective."""
+        if self.world_size == 1:
+            return
+        described = tuple(
+            description
+            for name, parameter in zip(names, parameters, strict=True)
+            for description in ops.describe(name, parameter, ops.is_trained(parameter))
+        )
+        description = ModelDescription(described, (), {**self._agreed, **options}, doing=doing)
+        check_agreement(description, self._peers.exchange, self._peers.timeout_s)
 
     def _start(
         self,
         shards: Shards[Tensor],
-        communicator: Communicator[Tensor] | None,
-        timeout_s: float,
+        connect: Callable[..., Communicator[Tensor]],
         on_host: bool,
         look: Callable[[], object],
         spell: Callable[[], dict[str, str]],
     ) -> None:
-        """Begin with no pieces.
+        """Begin with no pieces. Collective.
 
         Args:
             shards: Theirs.
-            communicator: Between the ranks; None: there is one rank.
-            timeout_s: How long to wait for other ranks.
+            connect: The framework's; see `hosts_communicator.connect`.
             on_host: Whether all parameters lie on the CPU.
             look, spell: As of `SharedStep`.
         """
-        self._shards, self._communicator, self._timeout_s = shards, communicator, timeout_s
+        self._shards, self._communicator, exchange = shards, None, None
         self._loads = [0] * self.world_size
-        exchange = None
-        if communicator is not None:
-            exchange = exchange_over(communicator, shards.ops, on_host=on_host)
-        self._steps: SharedStep[Whole] = SharedStep(shards, communicator, exchange, look, spell)
+        if self.world_size > 1:
+            self._communicator = connect(
+                self._peers,
+                on_host=on_host,
+                reduce_through=self._reduce_through,
+                between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
+            )
+            exchange = exchange_over(self._communicator, shards.ops, on_host=on_host)
+        self._steps: SharedStep[Whole] = SharedStep(shards, self._communicator, exchange, look, spell)
 
     def _deal(
         self,
@@ -204,7 +244,7 @@ class ShardedSteps(Generic[Tensor]):
     def _begin_journal(self, to_make: JournalPlan[Tensor] | None) -> None:
         """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
         if to_make is not None:
-            self._journal = Journal(self._shards, *to_make, self._timeout_s)
+            self._journal = Journal(self._shards, *to_make, self._peers.timeout_s)
         if self._journal is not None and not self._journal.is_ready:
             self._journal.make_ready(self._own_part({}))
 

@@ -7,16 +7,15 @@ share is read-only where it lies: its pieces are in the same memory where it may
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic
 
 from paceline.errors import ConfigError
 from paceline.reducer.communicator import Communicator
+from paceline.reducer.framework_ops import FrameworkOps, Tensor, nbytes, numel
 from paceline.reducer.owners import Owned, OwnedRange, owners
 from paceline.sharding.cuts import Extent, Piece
-from paceline.sharding.framework_ops import FrameworkOps, Tensor, nbytes, numel
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.optimizer_arguments import OWNER
 from paceline.sharding.shared_parameters import (
@@ -45,7 +44,7 @@ class _Run:
     sizes: list[int]
 
 
-class Shards(ABC, Generic[Tensor]):
+class Shards(Generic[Tensor]):
     """All pieces of an optimizer's parameters, on one rank.
 
     Args:
@@ -184,13 +183,23 @@ class Shards(ABC, Generic[Tensor]):
                 gradient.of.part(gradient.number, run.begin, run.end)
         return found
 
-    @abstractmethod
     def _find_gradients(self) -> list[Any]:
         """What is in the place of each parameter's gradient.
 
         Raises:
-            ConfigError: One is sparse, or kept elsewhere.
+            ConfigError: One is sparse.
         """
+        ops = self.ops
+        found = ops.step_gradients(self.parameters)
+        for name, gradient in zip(self.names, found):
+            if gradient is not None and type(gradient) is not ops.stand_in and ops.is_sparse(gradient):
+                raise ConfigError(
+                    f"{OWNER}: the gradient of parameter '{name}' is sparse.",
+                    expected="dense gradients",
+                    hint="nn.Embedding(..., sparse=False); or an optimizer of its own for this parameter, "
+                    "which is not sharded, on every rank",
+                )
+        return found
 
     def lend_gradients(self, gradients: Sequence[Any], numbers: Sequence[int] | None = None) -> None:
         """Give pieces their parts of the gradients.

@@ -20,8 +20,8 @@ from typing import Any, Generic, cast
 from paceline import _core
 from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.backward_errors import shorten
+from paceline.reducer.framework_ops import FrameworkOps, Tensor
 from paceline.sharding.announced_writes import OneCopy, Place
-from paceline.sharding.framework_ops import FrameworkOps, Tensor
 from paceline.sharding.partial_steps import torn, torn_error
 
 

@@ -22,6 +22,7 @@ from paceline.errors import (
     UnusedParameterError,
     format_ranks,
 )
+from paceline.reducer.agreement import by_ranks
 from paceline.reducer.backward.sharing import registry
 from paceline.reducer.backward_errors import shorten
 
@@ -146,7 +147,7 @@ def difference(told: Sequence[Facts], numbers: Sequence[int], owner: str) -> Pac
         return ConfigError(
             f"{owner}.step: {format_ranks(refused)} of {len(told)} cannot make the step.",
             where=f"{where}; {unchanged}",
-            seen=_by_rank([each.failure or "waited for the others" for each in told]),
+            seen=by_ranks([each.failure or "waited for the others" for each in told]),
             hint=f"mend what {format_ranks(refused)} says",
             ranks=tuple(refused),
         )
@@ -156,7 +157,7 @@ def difference(told: Sequence[Facts], numbers: Sequence[int], owner: str) -> Pac
         return MismatchError(
             f"{owner}: the ranks call different methods of the optimizer.",
             where=f"{where}; {unchanged}",
-            seen=_by_rank(met),
+            seen=by_ranks(met),
             likely="a rank has skipped a step, or has made one more",
             hint="every rank calls step() and consolidate_state_dict() as often, in the same order",
         )
@@ -165,7 +166,7 @@ def difference(told: Sequence[Facts], numbers: Sequence[int], owner: str) -> Pac
         return ConfigError(
             f"{owner}: the ranks that share the optimizer do not train the same model.",
             where=f"{where}; {unchanged}",
-            seen=_by_rank([each or "a model without local_sgd" for each in members]),
+            seen=by_ranks([each or "a model without local_sgd" for each in members]),
             likely="the model was wrapped with local_sgd, and the optimizer made for all ranks: each gets "
             "parts of the others' parameters in each step",
             hint="a whole optimizer on each rank; or process_group=, a group of the ranks of one host; or no "
@@ -179,7 +180,7 @@ def difference(told: Sequence[Facts], numbers: Sequence[int], owner: str) -> Pac
         return MismatchError(
             f"{owner}.step: the ranks have different hyperparameters: {shorten(differing)}.",
             where=f"{where}; {unchanged}",
-            seen=_by_rank([f"{name}: {each.options.get(name, 'absent')}" for each in told]),
+            seen=by_ranks([f"{name}: {each.options.get(name, 'absent')}" for each in told]),
             likely="a learning rate scheduler that sees a rank's own loss, or an argument that depends on "
             "the rank",
             hint="set the same value on every rank; average what decides about it first",
@@ -241,10 +242,3 @@ def _is_plain(value: object) -> bool:
     if isinstance(value, (tuple, list)):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, (bool, int, float, complex, str))
-
-
-def _by_rank(texts: Sequence[str]) -> str:
-    ranks: dict[str, list[int]] = {}
-    for rank, text in enumerate(texts):
-        ranks.setdefault(text, []).append(rank)
-    return "\n".join(f"{format_ranks(who)}: {text}" for text, who in ranks.items())

@@ -15,7 +15,7 @@ import numpy as np
 from paceline import _core
 from paceline.health.peer_monitor import MemoryPeerMonitor
 from paceline.reducer.communicator import Communicator
-from paceline.sharding.framework_ops import FrameworkOps, Tensor, nbytes
+from paceline.reducer.framework_ops import FrameworkOps, Tensor, nbytes
 from paceline.sharding.step_barriers import NUMBERS_BYTES
 
 IDLE = 1

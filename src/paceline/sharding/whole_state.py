@@ -13,8 +13,8 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.reducer.communicator import Communicator
+from paceline.reducer.framework_ops import FrameworkOps, Tensor, dtype_name
 from paceline.sharding.cuts import Piece
-from paceline.sharding.framework_ops import FrameworkOps, Tensor, dtype_name
 from paceline.sharding.optimizer_arguments import OWNER
 from paceline.sharding.shards import Shards, part_of
 

@@ -8,6 +8,7 @@ ranks (`reducer.backward.exchanges`).
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -106,15 +107,10 @@ def _weighted_sum(exchange: _Exchange, gradient: torch.Tensor, row: int | None =
             seen=f"torch.no_grad() or inference_mode() around forward on {who} only",
             hint="run forward and backward in the same mode on every rank; or evaluate with model.eval()",
         )
-    weight = exchange.weight.now()
-    if weight != 1.0:
-        # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
-        gradient = gradient * weight if weight else torch.zeros_like(gradient)
-    total: torch.Tensor = _SumOverRanks.apply(exchange, gradient)  # type: ignore[no-untyped-call]
-    own = total if row is None else total[row]
-    if weight == 0.0 and exchange.rows and bool(own.any()):
-        exchange.weight.refuse_lost(exchange.rows)
-    return own / weight if weight not in (0.0, 1.0) else own
+    total: torch.Tensor = exchange.weight.sum(
+        gradient, functools.partial(_SumOverRanks.apply, exchange), torch.zeros_like, exchange.rows, row
+    )
+    return total
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):

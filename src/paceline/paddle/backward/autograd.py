@@ -23,15 +23,13 @@ from paceline.paddle.backward import graphs
 from paceline.paddle.backward.gradients import Gradients
 from paceline.paddle.backward.graphs import calls, listen, may_hide_tensors, tensors_in
 from paceline.paddle.backward.micro_batches import PaddleWeights
-from paceline.paddle.backward.recorded_steps import note_steps
-from paceline.paddle.backward.replica_state import hash_model, make_sampler
 from paceline.paddle.backward.sparse import SparseMeans
-from paceline.paddle.communicator.ops import average_buffers
 from paceline.paddle.model.config import DataParallelConfig
+from paceline.paddle.model.gradient_stand_in import Scattered
 from paceline.paddle.model.parameters import ManagedTensors
-from paceline.paddle.sharding.gradient_stand_in import Scattered
-from paceline.paddle.sharding.tensor_ops import OPS
+from paceline.paddle.ops import OPS
 from paceline.reducer.backward.backward_sync import BackwardSync
+from paceline.reducer.backward.drift import sampled, sampler
 from paceline.reducer.backward.front_end import FrontEnd
 from paceline.reducer.backward.log import LocalBackward
 from paceline.reducer.backward.state import RUNNING, BackwardState, EndOfBackward, Graph
@@ -50,14 +48,12 @@ class PaddleAutograd:
         gradients: Handed over by its hooks.
 
     Attributes:
-        has_ended: Whether init_reducer() has put other backward passes in place of these.
         weights: The weights of this rank's micro-batches.
     """
 
     weights: PaddleWeights
 
     def __init__(self, tensors: ManagedTensors, state: BackwardState, gradients: Gradients) -> None:
-        self.has_ended = False
         self._tensors = tensors
         self._state = state
         self._ways = gradients.hand_over
@@ -144,7 +140,7 @@ class PaddleAutograd:
             if not state.is_syncing:
                 if self.weights.is_used:
                     self.weights.watch_local()
-            elif calls.depth and self.has_ended:
+            elif calls.depth and self._is_closed:
                 raise ConfigError(
                     "The outputs of this backward are older than the last init_reducer().",
                     where=self._state.where,
@@ -312,19 +308,11 @@ def make_sync(
         SparseMeans(tensors, communicator),
         autograd,
         autograd.weights,
-        make_buffer_sync(tensors, communicator, config),
-        _core.IterationNotes(None, make_sampler(tensors.trainable)),
-        hash_model,
+        BufferSync(tensors, communicator, config, OPS),
+        _core.IterationNotes(None, sampler(OPS, sampled(OPS, tensors.trainable))),
+        OPS.hash_model,
     )
     backward_sync = BackwardSync(front_end, state, communicator, config)
     if recording.keeps_all:
-        note_steps()
+        OPS.note_steps()
     return backward_sync
-
-
-def make_buffer_sync(
-    tensors: ManagedTensors, communicator: Communicator[paddle.Tensor], config: DataParallelConfig
-) -> BufferSync:
-    """What keeps the running statistics and buffers of `tensors` in step over the ranks of `communicator`."""
-    # No error: each rank has used its own, as it would under Paddle's class.
-    return BufferSync(tensors, communicator, config, average_buffers, hash_model, refuses_writes=False)

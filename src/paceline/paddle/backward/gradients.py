@@ -19,11 +19,12 @@ import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.model.parameters import ManagedTensors, dtype_name, nbytes
-from paceline.paddle.sharding.gradient_stand_in import Scattered, ScatteredGradient
-from paceline.paddle.sharding.tensor_ops import OPS
+from paceline.paddle.model.gradient_stand_in import Scattered, ScatteredGradient
+from paceline.paddle.model.parameters import ManagedTensors, dtype_name
+from paceline.paddle.ops import OPS
 from paceline.reducer.backward.state import BackwardState
 from paceline.reducer.communicator import Reduction
+from paceline.reducer.framework_ops import nbytes
 from paceline.reducer.plan import ParameterSpec
 from paceline.sharding.scattered_gradients import left_over, scatter
 

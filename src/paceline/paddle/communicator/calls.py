@@ -23,9 +23,15 @@ from paceline import _core
 from paceline.collectives.ops import DTYPE_NUMBERS, ReduceOp
 from paceline.errors import ConfigError
 from paceline.paddle import internals
+from paceline.paddle.communicator.comm_hook import PaddleHook
+from paceline.paddle.communicator.transport import PaddleTransport
 from paceline.paddle.internals import GLOO_LIMIT_S
-from paceline.paddle.model.parameters import dtype_name, nbytes
-from paceline.reducer.communicator import pack
+from paceline.paddle.model.parameters import dtype_name
+from paceline.paddle.ops import OPS
+from paceline.reducer.comm_hooks import CommHook, HookedBuckets
+from paceline.reducer.communicator import ReductionOptions, pack
+from paceline.reducer.framework_ops import nbytes
+from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
 from paceline.rendezvous.limits import start_thread
@@ -102,7 +108,7 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
         wire = self._to_wire(tensor)
         calls.wait(calls.begin(lambda: self.all_reduce(wire), what), what)
         if wire is not tensor:
-            copy(wire, tensor)
+            OPS.copy(wire, tensor)
 
     def prepare_broadcast(self, tensors: Sequence[paddle.Tensor]) -> Callable[[int], None]:
         def broadcast(root: int) -> None:
@@ -112,7 +118,7 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
                     self._broadcast([wires[index][1] for index in run], root)
                 for tensor, wire in wires:
                     if wire.data_ptr() != tensor.data_ptr():
-                        copy(internals.from_bytes(wire, tensor.dtype).reshape(tensor.shape), tensor)
+                        OPS.copy(internals.from_bytes(wire, tensor.dtype).reshape(tensor.shape), tensor)
 
         return broadcast
 
@@ -130,6 +136,23 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
                 end = begin + int(piece.size)
                 paddle.assign(packed[begin:end], piece)
                 begin = end
+
+    def make_transport(
+        self,
+        gradient_buffer: GradientBuffer[paddle.Tensor],
+        options: ReductionOptions,
+        hook: HookedBuckets[paddle.Tensor] | None = None,
+    ) -> PaddleTransport:
+        return PaddleTransport(gradient_buffer, self, options, hook)
+
+    def make_hooked(
+        self,
+        hook: CommHook,
+        gradient_buffer: GradientBuffer[paddle.Tensor],
+        parameters: Sequence[paddle.Tensor],
+        process_group: Any,
+    ) -> PaddleHook:
+        return PaddleHook(hook, gradient_buffer, parameters, self, process_group)
 
     def begin_gather(self, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
         words = np.zeros(-(-array.nbytes // 4), np.int32)  # not every engine moves bytes
@@ -197,15 +220,6 @@ class MemoryCalls(GroupCalls):
     def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Work:
         self._core.all_gather(tensor.data_ptr(), out.data_ptr(), nbytes(tensor))
         return _Done()
-
-
-def copy(source: paddle.Tensor, target: paddle.Tensor) -> None:
-    """Write the values of one to the other, wherever they lie."""
-    with paddle.no_grad():
-        if internals.same_place(source.place, target.place):
-            paddle.assign(source, target)
-        else:
-            target.copy_(source, True)
 
 
 def _as_bytes(tensor: paddle.Tensor) -> paddle.Tensor:

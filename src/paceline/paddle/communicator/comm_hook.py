@@ -7,15 +7,17 @@ A hook gets a state and a `GradBucket`, and returns the tensor that replaces the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import paddle
 
 from paceline.errors import ConfigTypeError
 from paceline.paddle import internals
-from paceline.paddle.communicator.calls import GroupCalls
 from paceline.reducer.comm_hooks import CommHook, HookedBucket, HookedBuckets, wrong_result
 from paceline.reducer.gradient_buffer import GradientBuffer
+
+if TYPE_CHECKING:
+    from paceline.paddle.communicator.calls import GroupCalls
 
 _Value = TypeVar("_Value")
 _Next = TypeVar("_Next")

@@ -9,11 +9,11 @@ from typing import Any
 
 import paddle
 
-from paceline.paddle.communicator import ops
 from paceline.paddle.communicator.calls import LoneCalls, MemoryCalls
 from paceline.paddle.communicator.find_peers import DEFAULT_OWNER, LonePeers, PaddlePeers, Peers, find_peers
 from paceline.paddle.communicator.hosts import MOST_HOSTS, join_hosts
 from paceline.paddle.internals import GLOO_LIMIT_S
+from paceline.paddle.ops import OPS
 from paceline.reducer.between_hosts import hosts_communicator
 from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.communicator import Communicator, GroupCommunicator, MemoryCommunicator
@@ -30,17 +30,16 @@ def connect(
     on_host: bool,
     reduce_through: str = "auto",
     between_hosts: BetweenHosts | None = None,
-    owner: str = DEFAULT_OWNER,
 ) -> Communicator[paddle.Tensor]:
     """See `hosts_communicator.connect`. Collective."""
     if isinstance(peers, LonePeers):
         if on_host and reduce_through != "group":
-            return MemoryCommunicator(peers.share_hosts().host_group, ops, MemoryCalls)
-        return GroupCommunicator(LoneCalls(on_host=on_host), ops)
+            return MemoryCommunicator(peers.share_hosts().host_group, OPS, MemoryCalls)
+        return GroupCommunicator(LoneCalls(on_host=on_host), OPS)
     communicator = hosts_communicator.connect(
         peers,
-        ops,
-        owner=owner,
+        OPS,
+        owner=DEFAULT_OWNER if between_hosts is None else between_hosts.owner,
         on_host=on_host,
         reduce_through=reduce_through,
         between_hosts=between_hosts,

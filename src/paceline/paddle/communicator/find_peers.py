@@ -72,7 +72,7 @@ class PaddlePeers(ProcessGroupPeers[paddle.Tensor]):
 class LonePeers:
     """A process that trains alone, and yet weighs its micro-batches, say."""
 
-    rank, world_size, timeout_s = 0, 1, math.inf
+    rank, world_size, timeout_s, warn_after_s = 0, 1, math.inf, WARN_AFTER_S
     group = None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -49,29 +50,15 @@ class DistributedDataParallel(DataParallel):
         forward_sync_buffers: bool | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(
-            module,
-            device_ids=device_ids,
-            output_device=output_device,
-            dim=dim,
-            broadcast_buffers=broadcast_buffers,
-            init_sync=init_sync,
-            process_group=process_group,
-            bucket_cap_mb=bucket_cap_mb,
-            find_unused_parameters=find_unused_parameters,
-            check_reduction=check_reduction,
-            gradient_as_bucket_view=gradient_as_bucket_view,
-            static_graph=static_graph,
-            delay_all_reduce_named_params=delay_all_reduce_named_params,
-            param_to_hook_all_reduce=param_to_hook_all_reduce,
-            mixed_precision=mixed_precision,
-            device_mesh=device_mesh,
-            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
-            bucket_cap_mb_list=bucket_cap_mb_list,
-            batched_grad_copy=batched_grad_copy,
-            forward_sync_buffers=forward_sync_buffers,
-            **options,
-        )
+        given = {name: value for name, value in locals().items() if name in _ARGUMENTS}
+        super().__init__(module, **given, **options)
+
+
+_ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).parameters) - {
+    "self",
+    "module",
+    "options",
+}
 
 
 def init_parallel_env() -> Group | None:

@@ -8,9 +8,9 @@ users hold.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -21,14 +21,9 @@ from paddle import nn
 from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import WrappedModel, checked_norms
 from paceline.errors import ConfigError
-from paceline.paddle import internals
-from paceline.paddle.backward.autograd import PaddleBackwardSync, make_buffer_sync, make_sync
+from paceline.paddle.backward.autograd import PaddleBackwardSync, make_sync
 from paceline.paddle.backward.exchanges import forwards
 from paceline.paddle.backward.graphs import calls
-from paceline.paddle.backward.outer_parameters import OuterParameters
-from paceline.paddle.backward.recorded_steps import note_steps
-from paceline.paddle.communicator import ops
-from paceline.paddle.communicator.calls import WARN_AFTER_S, MemoryCalls
 from paceline.paddle.communicator.comm_hook import GradBucket
 from paceline.paddle.communicator.connect import connect
 from paceline.paddle.communicator.find_peers import LonePeers, Peers, find_peers, known_exchange
@@ -39,26 +34,21 @@ from paceline.paddle.model.arguments import check_views, checked_group, checked_
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
-from paceline.paddle.sharding.shared_storage import StateDictGuard, refuse_strange
-from paceline.paddle.sharding.tensor_ops import OPS
-from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.paddle.ops import OPS
+from paceline.paddle.sharding.shared_storage import StateDictGuard
+from paceline.reducer.agreement import telling_peers
 from paceline.reducer.backward.micro_batches import as_weight
 from paceline.reducer.backward.uneven import joining
-from paceline.reducer.between_hosts.options import A_HOOK, refuse_other_bits
-from paceline.reducer.buffers import BufferSync
-from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
-from paceline.reducer.communicator import Communicator, MemoryCommunicator
-from paceline.reducer.local_sgd.members import Members, join_member
+from paceline.reducer.comm_hooks import CommHook, check_callable
+from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.start import refuse_latecomers
-from paceline.sharding.moving import move, move_out
 from paceline.sharding.partial_steps import torn
 from paceline.sharding.shared_parameters import written
 from paceline.trace.recording import recording
 
 _DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
-_SHARING = "DataParallel(share_parameters=True)"
 _NORMS = (2.0, 1.0, 0.0, math.inf)
 _NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__", _DELAY[1])
 
@@ -162,9 +152,10 @@ class DataParallel(WrappedModel, PaddleNames):
         >>> model(batch).sum().backward()   # rank 0's gradient was 1, rank 1's was 3: now 2 on both
     """
 
+    _ops = OPS
+    _tensors: ManagedTensors
     _backward_sync: PaddleBackwardSync | None
     _config: DataParallelConfig
-    _comm_hook: CommHook | None = None
     _has_looked_outward = False
 
     def __init__(
@@ -234,7 +225,8 @@ class DataParallel(WrappedModel, PaddleNames):
                 check_views("DataParallel")
         if peers is not None:
             self._peers = peers
-            self._backward_sync = self._begin_sync(peers)
+            self._check_model(peers)
+            self._backward_sync = self._begin_sync()
         recording.begin_if_batches_count(*((0, 1) if peers is None else (peers.rank, peers.world_size)))
         self._tell_of_unused_compression(0 if peers is None else peers.rank)
 
@@ -256,43 +248,17 @@ class DataParallel(WrappedModel, PaddleNames):
         delayed = self._tensors.delay(*(arguments[name] for name in _DELAY))
         self._arguments = arguments | {"group": group, _DELAY[0]: delayed}
 
-    def _begin_sync(self, peers: Peers, *, is_first: bool = True) -> PaddleBackwardSync:
-        parameters, buffers = self._tensors.describe()
-        options = self._config.agreed_options() | self._tensors.agreed_options()
-        description = ModelDescription(parameters, buffers, options)
-        check_agreement(description, peers.exchange, peers.timeout_s)
-        communicator = connect(
+    def _ranks(self) -> Peers:
+        return self._peers or LonePeers()
+
+    def _make_communicator(self, peers: Peers) -> Communicator[paddle.Tensor]:
+        check_views("DataParallel")
+        return connect(
             peers,
             on_host=self._tensors.is_on_host,
             reduce_through=self._config.reduce_through,
             between_hosts=self._between_hosts(),
         )
-        is_sharing = self._config.share_parameters and peers.world_size > 1
-        if is_sharing:
-            refuse_strange(_SHARING, self._layers, self._tensors.all_parameters, peers)
-        move_out(self._layers)  # what another wrapper shares is not this one's to write to
-        if self._config.init_sync and is_first:
-            values = list(self._tensors.all_parameters.values())
-            if self._config.init_sync_buffers:
-                values += self._tensors.buffers.values()
-            communicator.broadcast(values)
-        if is_sharing:
-            self._storage = move(
-                _SHARING,
-                self._tensors.all_parameters,
-                peers,
-                peers.share_hosts(),
-                OPS,
-                lambda: bool(calls.depth),
-                are_equal=self._config.init_sync and is_first,
-                allows_writing=True,
-            )
-        backward_sync: PaddleBackwardSync = self._sync_over(communicator)
-        backward_sync.shares_parameters = self._storage is not None
-        torn.call_guard(self._guard_model)
-        # The hooks are the parameters', which may live on and be wrapped again.
-        weakref.finalize(self, backward_sync.graphs.drop_wrapper).atexit = False
-        return backward_sync
 
     def _guard_model(self) -> None:
         for layer in self._layers.sublayers(include_self=True):
@@ -301,27 +267,9 @@ class DataParallel(WrappedModel, PaddleNames):
     def _make_sync(self, communicator: Any) -> PaddleBackwardSync:
         return make_sync(self._tensors, communicator, self._config)
 
-    def _join_member(self, between: str, communicator: Any) -> tuple[Communicator[paddle.Tensor], Members]:
-        peers = self._peers or LonePeers()
-        return join_member(
-            communicator,
-            peers.exchange,
-            between,
-            lambda core: MemoryCommunicator(core, ops, MemoryCalls),
-            owner=type(self).__name__,
-            on_host=self._tensors.is_on_host,
-            timeout_s=peers.timeout_s,
-            warn_after_s=self._config.warn_after_s or WARN_AFTER_S,
-        )
-
-    def _outer(self, communicator: Any) -> tuple[OuterParameters, BufferSync]:
-        return OuterParameters(self._tensors), make_buffer_sync(self._tensors, communicator, self._config)
-
-    def _begin_again(self) -> PaddleBackwardSync:
-        if self._backward_sync is not None:
-            self._backward_sync.autograd.has_ended = True
-            self._backward_sync.end()
-        return self._begin_sync(self._peers or LonePeers(), is_first=False)
+    @staticmethod
+    def _is_in_backward() -> bool:
+        return bool(calls.depth)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; where gradients will be needed, get ready to average them.
@@ -416,9 +364,6 @@ class DataParallel(WrappedModel, PaddleNames):
         finally:
             forwards.backward_sync = outer
 
-    def _note_steps(self) -> None:
-        note_steps()
-
     def init_reducer(self) -> None:
         """Average from now on the gradients of the parameters that the model trains now. Collective.
 
@@ -435,20 +380,11 @@ class DataParallel(WrappedModel, PaddleNames):
         tensors = ManagedTensors(self._layers)
         tensors.check_trainable()
         tensors.delay(*(self._arguments[name] for name in _DELAY))
-        if self._backward_sync is not None:
-            self._backward_sync.autograd.has_ended = True
-            self._backward_sync.end()
         self._tensors = tensors
-        self._backward_sync = self._begin_sync(self._peers or LonePeers(), is_first=False)
+        self._check_model(self._ranks())
+        self._backward_sync = self._begin_again()
         if self._comm_hook is not None:
             self._backward_sync.use_hook(self._comm_hook, self.group)
-
-    def _sync_to_weigh(self) -> PaddleBackwardSync:
-        if self._backward_sync is None:  # alone, there still are micro-batches
-            check_views("DataParallel")
-            self._backward_sync = self._begin_sync(LonePeers())
-            self._backward_sync.sync_next_backward(self._syncs_backward)
-        return self._backward_sync
 
     def join(
         self,
@@ -480,18 +416,10 @@ class DataParallel(WrappedModel, PaddleNames):
             ...     for batch in batches:
             ...         train_step(batch)
         """
-        if self._storage is not None:
-            raise ConfigError(
-                "join: ranks that are out of data would not take part in the steps of the others.",
-                seen="share_parameters=True: all ranks of a host step together",
-                hint="call model.finish(after_pass=step) on each rank when its data ends, where step() makes "
-                "the optimizer's step as in the loop",
-            )
-        self._refuse_scattering("in join() a rank without data needs the gradients of another")
-        flag = Arguments("join").flag
-        divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
-        throws = flag("throw_on_early_termination", throw_on_early_termination)
-        if not flag("enable", enable) or self._backward_sync is None:
+        divide, is_on, throws = self._check_join(
+            "join()", divide_by_initial_world_size, enable, throw_on_early_termination
+        )
+        if not is_on or self._backward_sync is None:
             return contextlib.nullcontext()
         self._refuse_with_local_sgd(
             "join() counts the backward passes of all ranks; finish() and iterate() don't"
@@ -523,21 +451,9 @@ class DataParallel(WrappedModel, PaddleNames):
             ...     return sums.then(lambda f: f.value() / bucket.world_size)
             >>> model.register_comm_hook(None, hook)
         """
-        peers = self._peers
-        with telling_peers(
-            lambda: None if peers is None else (peers.exchange, peers.timeout_s), doing="register a hook"
-        ):
-            hint = "paceline.paddle.compression has some"
-            check_callable(hook, returns="a tensor, or a future of one", hint=hint)
-            check_is_first(self._comm_hook)
-            self._refuse_with_local_sgd("a communication hook averages gradients over all ranks")
-            refuse_other_bits(type(self).__name__, self._config.deterministic, A_HOOK)
-            self._refuse_scattering("a communication hook gives every rank whole gradients")
-        chosen = CommHook(state, hook)
-        if peers is not None:
-            agree_on_hook(chosen, peers.exchange, peers.timeout_s)
-        self._sync_to_weigh().use_hook(chosen, self.group)
-        self._comm_hook = chosen
+        hint = "paceline.paddle.compression has some"
+        check = functools.partial(check_callable, returns="a tensor, or a future of one", hint=hint)
+        self._register_hook(CommHook(state, hook), check, self._peers, self.group)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
         """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.
@@ -558,26 +474,11 @@ class DataParallel(WrappedModel, PaddleNames):
         if norm_type not in _NORMS:
             expected, hint = "0, 1, 2 or math.inf, as Paddle has it", "norm_type=2.0"
             raise Arguments("clip_grad_norm_").refuse("norm_type", norm_type, expected, hint)
-        backward_sync = self._backward_sync
-        if (
-            backward_sync is not None
-            and (scattered := backward_sync.autograd.scattered_in_place()) is not None
-        ):
-            return paddle.to_tensor(
-                scattered.clip(max_norm, norm_type, backward_sync.statistics.squared_norm())
-            )
-        known = None
-        if self._backward_sync is not None and norm_type == 2.0:
-            known = self._backward_sync.statistics.known_norm()
-        return _clip(self._tensors.trainable, max_norm, known, norm_type)
-
-    def _own_squared_norm(self) -> float:
-        gradients = [p.grad.astype("float64") for p in self._tensors.trainable if p.grad is not None]
-        return sum(float(gradient.square().sum()) for gradient in gradients)
-
-    def _own_nonfinite(self) -> tuple[str, ...]:
-        parameters = zip(self._tensors.names, self._tensors.trainable)
-        return tuple(n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all()))
+        norm = self._clip_by_known_norm(max_norm, norm_type)
+        if norm is not None:
+            return paddle.to_tensor(norm)
+        found: paddle.Tensor = nn.utils.clip_grad_norm_(self._tensors.trainable, max_norm, norm_type)
+        return found
 
     @property
     def weight(self) -> Any:
@@ -684,25 +585,3 @@ def _asks_for_one_rank(strategy: Any) -> bool:
 def _warn_of_deprecated(name: str) -> None:
     text = f"DataParallel.{name}() does nothing: gradients are averaged by backward(). Remove the call."
     warnings.warn(text, DeprecationWarning, stacklevel=3)
-
-
-def _clip(
-    parameters: Sequence[paddle.Tensor], max_norm: float, known_norm: float | None, norm_type: float
-) -> paddle.Tensor:
-    """Scale gradients so that their norm is at most `max_norm`; returns the norm that they had.
-
-    Args:
-        known_norm: Their 2-norm; None: to be computed.
-    """
-    if known_norm is None:
-        norm: paddle.Tensor = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        return norm
-    # As Paddle's: a NaN stays a NaN, and a norm that is small enough changes nothing.
-    factor = max_norm / (known_norm + 1e-6)
-    if not factor >= 1.0:
-        with paddle.no_grad():
-            for parameter in parameters:
-                gradient = internals.gradient_of(parameter)
-                if gradient is not None:
-                    gradient.scale_(factor)
-    return paddle.to_tensor(known_norm)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from paceline.arguments import show
 from paceline.ddp.wrapper_arguments import MIB, WrapperArguments, WrapperOptions
 from paceline.errors import ConfigError
-from paceline.paddle.model.precision import Precision, as_precision
+from paceline.paddle.model.precision import as_precision
 
 _arguments = WrapperArguments("DataParallel")
 
@@ -33,25 +33,19 @@ class DataParallelConfig(WrapperOptions):
 
     Attributes:
         devices: What device_ids and output_device name, if they name any.
-        precision: The dtypes of parameters in forward, of averaged gradients, of buffers.
-        share_parameters: The ranks of each host have one copy of the parameters.
     """
 
     devices: Mapping[str, Any]
-    precision: Precision
-    share_parameters: bool
     # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
     allow_globally_unused: ClassVar[bool] = True
 
     def agreed_options(self) -> dict[str, str]:
-        """The options that must be the same on all ranks, or their collectives would not match."""
+        options = super().agreed_options()
         return {
-            "bucket_cap_mb or comm_buffer_size": str(self.bucket_cap_bytes / MIB),
+            "bucket_cap_mb or comm_buffer_size": options.pop("bucket_cap_mb"),
+            **options,
             "last_comm_buffer_size": str(self.first_bucket_bytes / MIB),
-            "mixed_precision": str(self.precision),
-            "share_parameters": str(self.share_parameters),
             "gradient_as_bucket_view": str(self.gradients_in_buffer),
-            **self.agreed_shared(),
         }
 
     def check_devices(self, place: Any) -> None:
@@ -77,10 +71,7 @@ def make_config(
     bucket_cap_mb: float | None,
     device_ids: Sequence[Any] | None,
     output_device: Any,
-    bucket_cap_mb_list: Sequence[float] | None,
     mixed_precision: Any,
-    share_parameters: bool = False,
-    reduce: str = "mean",
     **others: Any,  # those of SHARED_NAMES; `ManagedTensors` looks at any others that are not in HARMLESS
 ) -> DataParallelConfig:
     """Check the constructor's arguments; see `DataParallel` for what they mean.
@@ -95,29 +86,8 @@ def make_config(
     else:
         cap_bytes = _arguments.mebibytes("bucket_cap_mb", bucket_cap_mb)
     last_bytes = _arguments.mebibytes("last_comm_buffer_size", last_comm_buffer_size)
-    caps_bytes = _arguments.caps(bucket_cap_mb_list)
-    cap_bytes = max(caps_bytes, default=cap_bytes)
-    precision = as_precision(mixed_precision)
-    return DataParallelConfig(
-        bucket_cap_bytes=cap_bytes,
-        first_bucket_bytes=min(cap_bytes, last_bytes),
-        bucket_caps_bytes=caps_bytes,
-        devices=_named_devices(device_ids, output_device),
-        precision=precision,
-        share_parameters=_checked_sharing(share_parameters, others),
-        scatters=_arguments.scatters(reduce, others, in_other_dtype=precision.reduce_dtype is not None),
-        **_arguments.shared(others),
-    )
-
-
-def _checked_sharing(share_parameters: Any, others: Mapping[str, Any]) -> bool:
-    shares = _arguments.check.flag("share_parameters", share_parameters)
-    if shares:
-        hint = "leave out one of the two"
-        expected = "None with share_parameters=True: at a sync each rank writes to its own parameters"
-        given = others.get("local_sgd")
-        _arguments.check.require(given is None, "local_sgd", given, expected, hint)
-    return shares
+    options = _arguments.shared(others, as_precision(mixed_precision), cap_bytes, last_bytes)
+    return DataParallelConfig(devices=_named_devices(device_ids, output_device), **options)
 
 
 def _check_harmless(name: str, value: Any) -> None:

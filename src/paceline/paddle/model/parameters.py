@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -36,14 +35,6 @@ def dtype_name(dtype: paddle.dtype) -> str:
         'float32'
     """
     return str(dtype).removeprefix("paddle.")
-
-
-def nbytes(tensor: paddle.Tensor) -> int:
-    """The size of a tensor, for which Paddle has no attribute.
-
-    Not from Paddle's `size`, which asks numpy and takes 12 us, because every gradient hook comes here.
-    """
-    return math.prod(tensor.shape) * int(tensor.element_size())
 
 
 class ManagedTensors:

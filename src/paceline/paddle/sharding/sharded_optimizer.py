@@ -23,9 +23,10 @@ from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.communicator.connect import connect
-from paceline.paddle.communicator.find_peers import Peers, find_peers, known_exchange
+from paceline.paddle.communicator.find_peers import LonePeers, find_peers, known_exchange
 from paceline.paddle.model.arguments import checked_group
-from paceline.paddle.model.parameters import describe_tensor, dtype_name
+from paceline.paddle.model.parameters import dtype_name
+from paceline.paddle.ops import OPS
 from paceline.paddle.sharding.optimizer_steps import PaddlePart, kind_of, slots_of
 from paceline.paddle.sharding.param_groups import (
     check_tensors,
@@ -36,17 +37,16 @@ from paceline.paddle.sharding.param_groups import (
     maker_of_trials,
     spelled_options,
 )
+from paceline.paddle.sharding.piece_parameters import PaddleShards
 from paceline.paddle.sharding.state_names import LoadedState, make_state, named, remembered
-from paceline.paddle.sharding.tensor_ops import Shards
-from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.agreement import telling_peers
 from paceline.reducer.backward.sharing import registry
-from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.journal_layout import Slot, blocks_of
 from paceline.sharding.kinds import Kind, checked_kind
 from paceline.sharding.optimizer_arguments import OWNER, as_entries, check_class, no_journal
 from paceline.sharding.partial_steps import torn
-from paceline.sharding.sharded_steps import JournalPlan, ShardedSteps
+from paceline.sharding.sharded_steps import MAKING, JournalPlan, ShardedSteps
 
 _Found = TypeVar("_Found")
 _OF_ALL_PARAMETERS = ("_parameter_list", "_param_groups", "_grad_clip", "_default_dict")
@@ -107,7 +107,7 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
         >>> optimizer.clear_grad()
     """
 
-    _shards: Shards
+    _shards: PaddleShards
 
     def __init__(
         self,
@@ -121,11 +121,11 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
         **defaults: Any,
     ) -> None:
         # Not Paddle's constructor: what it would set is in two optimizers of the class that was asked for.
-        with telling_peers(lambda: known_exchange(group), "make the optimizer"):
+        with telling_peers(lambda: known_exchange(group), MAKING):
             check = Arguments(OWNER)
             limit_s = check.optional_seconds("timeout_s", timeout_s)
             reduce_through = check.choice("reduce_through", reduce_through, REDUCE_THROUGH)
-            is_journaled = check.flag("journal", journal)
+            check.flag("journal", journal)
             check_class(optimizer_class, paddle.optimizer.Optimizer, "Paddle's", "paddle.optimizer.AdamW")
             checked_group(OWNER, group)
             whole = make_whole(
@@ -135,43 +135,32 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
             everything = [parameter for each in groups for parameter in each["params"]]
             check_tensors(everything)
             limit_s = registry.timeout_of(everything) if limit_s is None else limit_s
-            peers = find_peers(group, limit_s, owner=OWNER)
-            kinds = [] if peers is None else _kinds_of(whole, defaults)
-            if is_journaled and Kind.PARAMETERS in kinds:
+            peers = find_peers(group, limit_s, owner=OWNER) or LonePeers()
+            self._begin(peers, optimizer_class, reduce_through, journal)
+            kinds = [Kind.PARAMETERS] * len(everything)
+            if self.world_size > 1:
+                kinds = _kinds_of(whole, defaults)
+            if self._keeps_journal and Kind.PARAMETERS in kinds:
                 raise no_journal(f"{optimizer_class.__name__}, which gets whole parameters")
-        self.rank: int = 0 if peers is None else peers.rank
-        self.world_size: int = 1 if peers is None else peers.world_size
-        self._keeps_journal = is_journaled and peers is not None
         self._defaults = defaults
         self._clips = internals.clips_gradients(whole)
-        names = [parameter.name for parameter in everything]
-        communicator, on_host = None, _are_on_host(everything)
-        if peers is not None:
-            agreed = {
-                "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
-                "reduce_through": reduce_through,
-                "journal": str(journal),
-                "parameters": str([len(each["params"]) for each in groups]),
-                "cut": str([kind.value for kind in kinds]),
-                **{name: str(value) for name, value in spelled_options(whole).items()},
-            }
-            names = _agree(everything, agreed, peers)
-            communicator = connect(
-                peers,
-                on_host=on_host,
-                reduce_through=reduce_through,
-                between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
-                owner=OWNER,
-            )
+        options = {
+            "parameters": str([len(each["params"]) for each in groups]),
+            "cut": str([kind.value for kind in kinds]),
+            **{name: str(value) for name, value in spelled_options(whole).items()},
+        }
+        # Not by their names: a rank that has made another model before has other ones.
+        self._agree(OPS, [f"parameter {number}" for number in range(len(everything))], everything, options)
+        own = {"names": [parameter.name for parameter in everything]}
+        names = list(gather_objects(peers.exchange, own, peers.timeout_s)[0]["names"])
         self._start(
-            Shards(self.rank, self.world_size),
-            communicator,
-            0.0 if peers is None else peers.timeout_s,
-            on_host,
+            PaddleShards(self.rank, self.world_size),
+            connect,
+            bool(everything[0].place.is_cpu_place()),
             lambda: spelled_options(whole),
             lambda: {name: repr(value) for name, value in spelled_options(whole).items()},
         )
-        self._deal(everything, names, kinds or [Kind.PARAMETERS] * len(everything))
+        self._deal(everything, names, kinds)
         self._part = self._make_part(whole, self._blocks_of(self.rank))
         self.optims = self._part.optimizers
         for each in self.optims:
@@ -481,21 +470,3 @@ def _found_by_trials(
                 known[key] = find(maker_of_trials(whole, group, defaults, parameter), parameter)
             found.append(known[key])
     return found
-
-
-def _are_on_host(parameters: list[paddle.Tensor]) -> bool:
-    """Whether they lie on the CPU."""
-    return bool(parameters[0].place.is_cpu_place())
-
-
-def _agree(parameters: list[paddle.Tensor], options: dict[str, str], peers: Peers) -> list[str]:
-    """Raise on every rank if the ranks have passed different parameters; the names on rank 0. Collective."""
-    described = tuple(
-        # Not by its name: a rank that has made another model before has other names.
-        describe_tensor(f"parameter {number}", parameter, not parameter.stop_gradient)
-        for number, parameter in enumerate(parameters)
-    )
-    description = ModelDescription(described, (), options, doing="make the optimizer")
-    check_agreement(description, peers.exchange, peers.timeout_s)
-    names = [parameter.name for parameter in parameters]
-    return list(gather_objects(peers.exchange, {"names": names}, peers.timeout_s)[0]["names"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -14,37 +13,14 @@ from paceline.paddle import internals
 from paceline.paddle.communicator.find_peers import find_peers, known_exchange
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.parameters import describe_tensor
-from paceline.paddle.sharding.tensor_ops import OPS
+from paceline.paddle.ops import OPS
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
-from paceline.reducer.peers import Ranks
-from paceline.sharding import moving, shared_parameters
+from paceline.sharding import shared_parameters
 from paceline.sharding.moving import share_to_read
 from paceline.sharding.shared_parameters import check_whole
 
 _Layer = TypeVar("_Layer", bound=Any)  # Paddle's class is Any to mypy
 SharedStorage = shared_parameters.SharedStorage[paddle.Tensor]
-
-
-def refuse_strange(owner: str, layer: nn.Layer, tensors: Mapping[str, paddle.Tensor], peers: Ranks) -> None:
-    """Refuse tensors of a layer that can't be shared: see `paceline.sharding.moving`. Collective."""
-    rescaled = [
-        (f"'{name}' has a max_norm", child.weight)
-        for name, child in layer.named_sublayers(include_self=True)
-        if isinstance(child, nn.Embedding) and internals.has_max_norm(child)
-    ]
-    moving.refuse_strange(owner, tensors, _why_not_shared, rescaled, peers, OPS)
-
-
-def _why_not_shared(name: str, tensor: paddle.Tensor) -> str | None:
-    leave = "set parameter.no_sync = True; or train without sharing parameters"
-    if not tensor.is_dense():
-        return f"'{name}' is no dense tensor\n{leave}"
-    if not tensor.place.is_cpu_place():
-        hint = 'paddle.set_device("cpu") before the model is built'
-        return f"'{name}' is on {tensor.place}, and not in the memory of the host\n{hint}"
-    if not tensor.is_contiguous():
-        return f"the elements of '{name}' do not lie one after the other\n{leave}"
-    return None
 
 
 class StateDictGuard:
@@ -116,9 +92,7 @@ def share(layers: _Layer, group: Any = None, *, timeout_s: float | timedelta | N
     buffers = {name: b for name, b in named if internals.has_memory(b)}
     description = ModelDescription(_described(parameters), _described(buffers), {}, doing="share the model")
     check_agreement(description, peers.exchange, peers.timeout_s)
-    tensors = parameters | buffers
-    refuse_strange("share", layers, tensors, peers)
-    share_to_read("share", layers, tensors, peers, peers.share_hosts(), OPS)
+    share_to_read("share", layers, parameters | buffers, peers, OPS)
     return layers
 
 

@@ -15,7 +15,7 @@ import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.sharding.tensor_ops import OPS
+from paceline.paddle.ops import OPS
 from paceline.reducer.backward_errors import shorten
 from paceline.sharding.cuts import Piece
 from paceline.sharding.optimizer_arguments import OWNER

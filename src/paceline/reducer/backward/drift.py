@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from paceline import _core
 from paceline.errors import ReplicasDifferError, format_ranks
+from paceline.reducer.framework_ops import FrameworkOps, nbytes
 from paceline.reducer.replica_check import Entry, Gather, check_replicas
 
 NOTHING = 0
@@ -61,6 +62,24 @@ class Note(NamedTuple):
         if note == NOTHING:
             return None
         return cls(note >> 10 & 0x3FF, note >> 20, note >> 2 & 0xFF, bool(note >> 1 & 1))
+
+
+def sampled(ops: FrameworkOps[Any], parameters: Sequence[Any]) -> list[tuple[Any, int, int]]:
+    """Some of these parameters, with the first byte and the number of bytes of what is looked at there."""
+    sizes = [nbytes(each) if ops.is_readable(each) else 0 for each in parameters]
+    return [(parameters[index], begin, size) for index, begin, size in places_to_sample(sizes)]
+
+
+def sampler(ops: FrameworkOps[Any], places: Sequence[tuple[Any, int, int]]) -> Callable[[], int]:
+    """A function that hashes these bytes: microseconds. 0: they can't be read, or have changed."""
+    lengths = [size for *_, size in places]
+
+    def take() -> int:
+        if not all(ops.is_readable(each) and nbytes(each) >= begin + size for each, begin, size in places):
+            return 0
+        return _core.sample_all([each.data_ptr() + begin for each, begin, _ in places], lengths)
+
+    return take
 
 
 def places_to_sample(sizes: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -77,7 +77,34 @@ class ExchangeWeight:
             )
         return weight
 
-    def refuse_lost(self, rows: str) -> None:
+    def sum(
+        self,
+        gradient: Any,
+        sum_over_ranks: Callable[[Any], Any],
+        zeros_like: Callable[[Any], Any],
+        rows: str,
+        row: int | None = None,
+    ) -> Any:
+        """The sum of all ranks' gradients, each times its rank's weight, in units of this rank's weight.
+
+        Args:
+            gradient: This rank's.
+            sum_over_ranks: Collective.
+            zeros_like: Makes a tensor of zeros.
+            rows: What the rank has put in, in words; empty: nothing.
+            row: Only this row of the sum is needed; None: all of it.
+        """
+        weight = self.now()
+        if weight != 1.0:
+            # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
+            gradient = gradient * weight if weight else zeros_like(gradient)
+        total = sum_over_ranks(gradient)
+        own = total if row is None else total[row]
+        if weight == 0.0 and rows and bool(own.any()):
+            self._refuse_lost(rows)
+        return own / weight if weight not in (0.0, 1.0) else own
+
+    def _refuse_lost(self, rows: str) -> None:
         """Refuse this backward: the rank has weight 0, so the part of the gradient is lost that comes
         from other ranks' losses through its samples.
 

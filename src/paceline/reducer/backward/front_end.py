@@ -11,9 +11,10 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from paceline import _core
 from paceline.errors import PacelineError
+from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.backward.log import LocalBackward
 from paceline.reducer.backward.micro_batches import MicroBatchWeights
-from paceline.reducer.buffers import BufferSync
+from paceline.reducer.buffers import BufferedModel, BufferSync
 from paceline.reducer.communicator import Reduction
 from paceline.reducer.plan import BucketCaps, ParameterSpec
 from paceline.reducer.replica_check import Entry
@@ -53,7 +54,7 @@ class BackwardOptions(PlanOptions, Protocol):
     def timeout_s(self) -> float | None: ...
 
 
-class Tensors(Protocol):
+class Tensors(BufferedModel, Protocol):
     """The parameters and buffers of a model.
 
     Attributes:
@@ -77,7 +78,13 @@ class Tensors(Protocol):
     def all_trainable(self) -> Sequence[Any]: ...
     @property
     def delayed(self) -> Collection[int]: ...
-    def current_buffers(self) -> Mapping[str, Any]: ...
+    @property
+    def is_on_host(self) -> bool:
+        """Whether all trained parameters are on the CPU."""
+        ...
+
+    def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]: ...
+    def agreed_options(self) -> dict[str, str]: ...
 
 
 class Gradients(Protocol):

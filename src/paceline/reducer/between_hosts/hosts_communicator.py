@@ -19,12 +19,12 @@ from paceline.reducer.communicator import (
     MOST_POINTER_BYTES,
     BesideCommunicator,
     Communicator,
-    CommunicatorOps,
     GroupCommunicator,
     MemoryCommunicator,
     Reduction,
     ReductionOptions,
 )
+from paceline.reducer.framework_ops import FrameworkOps
 from paceline.reducer.peers import GroupPeers
 from paceline.reducer.plan import Plan
 from paceline.reducer.process_group_calls import ProcessGroupCalls
@@ -36,7 +36,7 @@ _Tensor = TypeVar("_Tensor")
 
 def connect(
     peers: ProcessGroupPeers[_Tensor] | GroupPeers,
-    ops: CommunicatorOps[_Tensor],
+    ops: FrameworkOps[_Tensor],
     *,
     owner: str,
     on_host: bool,
@@ -83,21 +83,21 @@ def connect(
         memory.host_group.close()
     if between_hosts is not None and peers.world_size > 1:
         if not on_host:
-            between_hosts.refuse(f"parameters on {ops.DEVICE}")
+            between_hosts.refuse(f"parameters on {ops.names.device}")
         is_asked_for = reduce_through == "group"
         between_hosts.refuse('reduce_through="group"' if is_asked_for else why_not_joined)
     return communicator
 
 
 def check_group(
-    peers: object, ops: CommunicatorOps[Any], owner: str, *, on_host: bool, reduce_through: str
+    peers: object, ops: FrameworkOps[Any], owner: str, *, on_host: bool, reduce_through: str
 ) -> None:
     """Refuse what only the memory of one host could do, and ranks that no process group connects.
 
     Raises:
         ConfigError: That is not possible here.
     """
-    on_device = f"parameters on {ops.DEVICE}"
+    on_device = f"parameters on {ops.names.device}"
     if reduce_through == "memory":
         raise ConfigError(
             f'{owner}: reduce_through="memory" is not possible here.',
@@ -108,7 +108,7 @@ def check_group(
         raise ConfigError(
             f"{owner}: a paceline.Group works in host memory only.",
             seen=f"reduce_through={reduce_through!r}" if on_host else on_device,
-            hint=ops.HOW_TO_FORM_A_GROUP,
+            hint=ops.names.forming,
         )
 
 
@@ -182,7 +182,7 @@ class HostsCommunicator(BesideCommunicator[_Tensor]):
     def __init__(
         self,
         communicator: GroupCommunicator[_Tensor],
-        ops: CommunicatorOps[_Tensor],
+        ops: FrameworkOps[_Tensor],
         hosts: Hosts,
         between_hosts: BetweenHosts,
     ) -> None:

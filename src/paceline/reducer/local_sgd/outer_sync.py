@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 from paceline.errors import (
     ConfigError,
@@ -35,9 +35,10 @@ from paceline.reducer.backward_errors import names_by_rank, shorten
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Communicator, ReductionOptions
 from paceline.reducer.local_sgd.options import LocalSGD, outer_step
-from paceline.reducer.plan import BucketCaps, CappedBuckets, ParameterSpec, plan_gradients
+from paceline.reducer.local_sgd.outer_tensors import OuterTensors
+from paceline.reducer.plan import BucketCaps, CappedBuckets, plan_gradients
 from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome
-from paceline.reducer.replica_check import Entry, check_replicas
+from paceline.reducer.replica_check import check_replicas
 
 _Tensor = TypeVar("_Tensor", bound=Any)
 
@@ -89,48 +90,6 @@ class Warmup:
     def _note_backward(self, weight: float) -> None:
         self.left -= 1
         self._modes.end_backward()
-
-
-class OuterTensors(Protocol[_Tensor]):
-    """The parameters of one model, as an outer optimizer sees them: 16 bits as float32, complex as pairs.
-
-    Attributes:
-        names: Names of the parameters that are trained.
-    """
-
-    names: Sequence[str]
-
-    def specs(self) -> list[ParameterSpec]:
-        """The parameters as a plan knows them."""
-        ...
-
-    def is_trained(self, index: int) -> bool:
-        """Whether the parameter is not frozen now."""
-        ...
-
-    def copy(self, index: int) -> _Tensor:
-        """Its values, in memory of their own."""
-        ...
-
-    def has_changed(self, index: int, before: _Tensor) -> bool:
-        """Whether the parameter has other values than when it was made `before`."""
-        ...
-
-    def put_change(self, index: int, before: _Tensor, place: _Tensor) -> None:
-        """Fill `place` with what has been taken from the parameter since it was made `before`."""
-        ...
-
-    def write(self, index: int, values: _Tensor) -> None:
-        """Make these the parameter's values."""
-        ...
-
-    def like(self, index: int, values: Any) -> _Tensor | None:
-        """A copy of values that were loaded, as `copy` would make it; None: they are no tensor."""
-        ...
-
-    def hashes(self, values: Mapping[str, _Tensor]) -> Sequence[Entry]:
-        """Their hashes."""
-        ...
 
 
 @final

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from paceline.torch.communicator.gradient_buffer import extent
+from paceline.torch.model.inner_tensors import extent
 
 
 def part_accumulated(

@@ -20,6 +20,7 @@ from torch.autograd import Variable, profiler
 from paceline import _core
 from paceline.errors import PacelineError
 from paceline.reducer.backward.backward_sync import BackwardSync
+from paceline.reducer.backward.drift import sampled, sampler
 from paceline.reducer.backward.front_end import FrontEnd
 from paceline.reducer.backward.log import LocalBackward
 from paceline.reducer.backward.state import RUNNING, BackwardState, EndOfBackward, Graph
@@ -29,7 +30,7 @@ from paceline.sharding.scattered_gradients import refuse_sparse
 from paceline.torch.backward.accumulated import part_accumulated
 from paceline.torch.backward.backward_times import BackwardTimes, profiled
 from paceline.torch.backward.direct_gradients import DirectGradients
-from paceline.torch.backward.gradient_hooks import SharedGradients
+from paceline.torch.backward.gradient_hooks import HAS_EXCHANGE_API, SharedGradients
 from paceline.torch.backward.gradients import Gradients
 from paceline.torch.backward.graphs import (
     RunningCall,
@@ -42,16 +43,13 @@ from paceline.torch.backward.last_hooks import LastHooks
 from paceline.torch.backward.late import LateGradients
 from paceline.torch.backward.micro_batches import TorchWeights
 from paceline.torch.backward.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
-from paceline.torch.backward.recorded_steps import note_steps
-from paceline.torch.backward.replica_state import hash_model, make_notes
 from paceline.torch.backward.sparse import SparseMeans
 from paceline.torch.backward.storage_uses import uses_of_storages
-from paceline.torch.communicator.ops import average_buffers
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
+from paceline.torch.model.gradient_stand_in import Scattered, ScatteredGradient
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.sharding.gradient_stand_in import Scattered, ScatteredGradient
-from paceline.torch.sharding.tensor_ops import OPS
+from paceline.torch.ops import OPS
 from paceline.trace.recording import recording
 
 _DROPPED_WITHIN_S = 5.0  # by autograd's thread, which needs the interpreter's lock for it
@@ -336,7 +334,7 @@ def make_sync(
         refuse_sparse(OPS.names, [tensors.names[index] for index in sorted(tensors.sparse)])
     weights = TorchWeights(tensors.trainable, state)
     sparse = [(index, tensors.trainable[index]) for index in sorted(tensors.sparse)]
-    buffers, notes = make_buffer_sync(tensors, communicator, config), make_notes(tensors.trainable)
+    buffers, notes = BufferSync(tensors, communicator, config, OPS), _make_notes(tensors.trainable)
     autograd = TorchAutograd(
         tensors,
         state,
@@ -355,19 +353,22 @@ def make_sync(
         weights,
         buffers,
         notes,
-        hash_model,
+        OPS.hash_model,
     )
     backward_sync = BackwardSync(front_end, state, communicator, config)
     if recording.keeps_all:
-        note_steps()
+        OPS.note_steps()
     return backward_sync
 
 
-def make_buffer_sync(
-    tensors: ManagedTensors, communicator: Communicator[torch.Tensor], config: DDPConfig
-) -> BufferSync:
-    """What keeps the buffers of `tensors` in step over the ranks of `communicator`."""
-    return BufferSync(tensors, communicator, config, average_buffers, hash_model)
+def _make_notes(parameters: Sequence[torch.Tensor]) -> _core.IterationNotes:
+    """Notes of writes to three of them, but for those through .data; and of a few bytes of some."""
+    counted = [parameters[0], parameters[len(parameters) // 2], parameters[-1]]
+    places = sampled(OPS, parameters)
+    if HAS_EXCHANGE_API:
+        looked_at, begins, lengths = (list(each) for each in zip(*places)) if places else ([], [], [])
+        return _core.IterationNotes(counted, "_version", looked_at, begins, lengths)
+    return _core.IterationNotes(lambda: sum(each._version for each in counted), sampler(OPS, places))
 
 
 @untraced

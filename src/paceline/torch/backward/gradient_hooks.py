@@ -22,11 +22,11 @@ from paceline.reducer.backward.state import RUNNING, BackwardState
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.reporting_reducer import ReportingReducer
 from paceline.sharding.scattered_gradients import left_over
-from paceline.torch.communicator.gradient_buffer import extent
 from paceline.torch.model.compiling import untraced
+from paceline.torch.model.gradient_stand_in import ScatteredGradient
+from paceline.torch.model.inner_tensors import extent
 from paceline.torch.model.parameters import other_gradients
-from paceline.torch.sharding.gradient_stand_in import ScatteredGradient
-from paceline.torch.sharding.tensor_ops import OPS
+from paceline.torch.ops import OPS
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[BackwardState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]

@@ -29,12 +29,11 @@ from paceline.torch.backward.gradient_hooks import (
     taking_hook,
     view_hook,
 )
-from paceline.torch.communicator.gradient_buffer import extent
 from paceline.torch.model.config import DDPConfig
-from paceline.torch.model.inner_tensors import is_plain
+from paceline.torch.model.gradient_stand_in import Scattered
+from paceline.torch.model.inner_tensors import extent, is_plain
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.sharding.gradient_stand_in import Scattered
-from paceline.torch.sharding.tensor_ops import OPS
+from paceline.torch.ops import OPS
 
 
 class Gradients:

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from torch._C._distributed_c10d import AllgatherOptions
 from paceline.errors import CollectiveError
 from paceline.health.peer_monitor import ChannelPeerMonitor, PeerMonitor
 from paceline.reducer.channels import known_channel
+from paceline.reducer.comm_hooks import CommHook, HookedBuckets
+from paceline.reducer.communicator import ReductionOptions
+from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.process_group_waits import (
     ProcessGroupWaits,
@@ -27,8 +30,9 @@ from paceline.reducer.process_group_waits import (
 )
 from paceline.rendezvous.roll_call import Work
 from paceline.torch.communicator.broadcast import PreparedBroadcast
+from paceline.torch.communicator.comm_hook import TorchHook
+from paceline.torch.communicator.transport import ProcessGroupTransport, asynchronous
 
-_Options = TypeVar("_Options")
 _kept: deque[tuple[torch.Tensor, ...]] | None = deque(maxlen=64) if torch.__version__ < "2.8" else None
 _BRIEFLY = timedelta(milliseconds=20)
 
@@ -121,6 +125,23 @@ class GroupCalls(ProcessGroupCalls[torch.Tensor]):
             "a broadcast of values",
         )
 
+    def make_transport(
+        self,
+        gradient_buffer: GradientBuffer[torch.Tensor],
+        options: ReductionOptions,
+        hook: HookedBuckets[torch.Tensor] | None = None,
+    ) -> ProcessGroupTransport:
+        return ProcessGroupTransport(gradient_buffer, self, options, hook)
+
+    def make_hooked(
+        self,
+        hook: CommHook,
+        gradient_buffer: GradientBuffer[torch.Tensor],
+        parameters: Sequence[torch.Tensor],
+        process_group: Any,
+    ) -> TorchHook:
+        return TorchHook(hook, gradient_buffer, parameters, self, process_group)
+
     def begin_gather(self, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
         return gather_over(self.group, transport_device(self.group), array)
 
@@ -131,13 +152,6 @@ class GroupCalls(ProcessGroupCalls[torch.Tensor]):
             what: The call, in words.
         """
         return _naming(self.waits, what)
-
-
-def asynchronous(options: _Options) -> _Options:
-    """Options of a call that is waited for later; torch before 2.8 calls none otherwise."""
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = True
-    return options
 
 
 _GATHERING = asynchronous(AllgatherOptions())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,10 @@ from paceline.arguments import Arguments
 from paceline.errors import ConfigError, ConfigTypeError
 from paceline.reducer.comm_hooks import CommHook, HookedBucket, HookedBuckets, check_callable, wrong_result
 from paceline.reducer.gradient_buffer import GradientBuffer
-from paceline.torch.communicator.calls import GroupCalls
 from paceline.torch.communicator.transport import as_real
+
+if TYPE_CHECKING:
+    from paceline.torch.communicator.calls import GroupCalls
 
 _HINT = "return work.get_future().then(lambda f: f.value()[0] / world_size)"
 

@@ -33,14 +33,13 @@ from paceline.reducer.communicator import (
 )
 from paceline.reducer.plan import Plan
 from paceline.reducer.process_group import ProcessGroupReducer
-from paceline.torch.communicator import ops
 from paceline.torch.communicator.calls import GroupCalls
 from paceline.torch.communicator.device_copies import DeviceCopies
 from paceline.torch.communicator.find_peers import Peers, ProcessGroupPeers
-from paceline.torch.communicator.gradient_buffer import allocate, buffer_at
 from paceline.torch.communicator.hosts import join_hosts, join_partners
 from paceline.torch.communicator.local_group import LocalCalls, LocalGroup, check_devices, local_group_of
 from paceline.torch.communicator.share_transport import ShareTransport
+from paceline.torch.ops import OPS
 
 
 def connect(
@@ -67,7 +66,7 @@ def connect(
 
     return hosts_communicator.connect(
         peers,
-        ops,
+        OPS,
         owner=between_hosts.owner,
         on_host=on_host,
         reduce_through=reduce_through,
@@ -83,7 +82,7 @@ def _connect_devices(
 ) -> Communicator[torch.Tensor]:
     """The communicator for reduce_through="hosts" and parameters on devices. Collective; see `connect`."""
     owner = between_hosts.owner
-    check_group(peers, ops, owner, on_host=False, reduce_through="hosts")
+    check_group(peers, OPS, owner, on_host=False, reduce_through="hosts")
     assert isinstance(peers, ProcessGroupPeers)
     refuse_other_bits(
         owner, between_hosts.deterministic, "parameters on a GPU, which its process group adds up"
@@ -91,7 +90,7 @@ def _connect_devices(
     memory = peers.share_hosts()
     if len(memory.hosts) == 1:
         peers.calls.peer_monitor = MemoryPeerMonitor(memory.host_group)
-        return GroupCommunicator(peers.calls, ops)
+        return GroupCommunicator(peers.calls, OPS)
     check_devices(peers, memory.hosts, devices, owner)
     control = peers.channel(memory.hosts)
     (device,) = devices
@@ -99,7 +98,7 @@ def _connect_devices(
     of_host = HostPeerMonitor(of_all, memory.host_group, memory.hosts[place_of(memory.hosts, peers.rank)[0]])
     group = local_group_of(peers, memory.hosts, device, of_host)
     partners = join_partners(peers, memory.hosts, control)
-    communicator = GroupCommunicator(peers.calls, ops)
+    communicator = GroupCommunicator(peers.calls, OPS)
     return DevicesCommunicator(
         communicator, peers, partners, group, memory.host_group, of_host, between_hosts
     )
@@ -153,7 +152,7 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
         if not plan.buckets:
             self.path = self._communicator.path
             return self._communicator.make_reduction(plan, parameters, options)
-        gradient_buffer = allocate(plan, parameters, instead_of)
+        gradient_buffer = OPS.allocate(plan, parameters, instead_of)
         device = gradient_buffer.sections[0].device
         calls = LocalCalls(self._group, self._peers, self._of_host, device, plan)
         of_shares = plan_of_shares(plan, self._group.size)
@@ -163,7 +162,7 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
             if self._coded is not None:
                 take_over(*self._coded, reducer.codes, plan, place, self._memory)
             self._coded = reducer.codes, plan
-        memory = buffer_at(of_shares, (), reducer.buffer_pointer, reducer.memory)
+        memory = OPS.buffer_at(of_shares, (), reducer.buffer_pointer, reducer.memory)
         who, num_shares = self._partners.who, len(plan.buckets)
         shares = Shares(
             reducer,

@@ -7,6 +7,7 @@ made once.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,10 +18,14 @@ from paceline.reducer.communicator import ReductionOptions
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.process_group import Transport
 from paceline.rendezvous.roll_call import Work
-from paceline.torch.communicator.calls import GroupCalls, asynchronous
 from paceline.torch.communicator.finite import FiniteChecks
 from paceline.torch.communicator.streams import Streams
 from paceline.torch.model.parameters import DTYPES
+
+if TYPE_CHECKING:
+    from paceline.torch.communicator.calls import GroupCalls
+
+_Options = TypeVar("_Options")
 
 _CODES = {DTYPES[name]: code for name, code in _core.DTYPES.items() if name in DTYPES}
 
@@ -145,6 +150,13 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
         if not math.isfinite(real.sum(dtype=self._wide[bucket]).item()):
             pieces = self._pieces[bucket]
             self._nonfinite.update(param for param, piece in pieces if not self._is_finite(piece))
+
+
+def asynchronous(options: _Options) -> _Options:
+    """Options of a call that is waited for later; torch before 2.8 calls none otherwise."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = True
+    return options
 
 
 def scale_alike(flat: torch.Tensor, factor: float) -> None:

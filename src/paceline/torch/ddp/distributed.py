@@ -10,7 +10,6 @@ What it does is elsewhere: `model` (arguments, and what is kept in step), `commu
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,22 +22,15 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import WrappedModel, checked_norms
 from paceline.errors import ConfigError, PacelineError
-from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.agreement import telling_peers
 from paceline.reducer.backward.micro_batches import as_weight
-from paceline.reducer.between_hosts.options import A_HOOK, refuse_other_bits
-from paceline.reducer.buffers import BufferSync
-from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
-from paceline.reducer.communicator import Communicator, MemoryCommunicator
-from paceline.reducer.local_sgd.members import Members, join_member
+from paceline.reducer.comm_hooks import CommHook
+from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.rendezvous.start import refuse_latecomers
-from paceline.sharding.moving import move, move_out
 from paceline.sharding.partial_steps import torn
 from paceline.torch.backend.init_process_group import membership_of_default_group
-from paceline.torch.backward.autograd import TorchBackwardSync, make_buffer_sync, make_sync
-from paceline.torch.backward.outer_parameters import OuterParameters
-from paceline.torch.backward.recorded_steps import note_steps
-from paceline.torch.communicator import ops
+from paceline.torch.backward.autograd import TorchBackwardSync, make_sync
 from paceline.torch.communicator.comm_hook import check_hook
 from paceline.torch.communicator.connect import connect
 from paceline.torch.communicator.find_peers import Peers, find_peers, known_exchange
@@ -51,16 +43,14 @@ from paceline.torch.model.compiling import refuse_compiled_autograd, untraced, u
 from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.model.precision import cast_buffers, run_in
-from paceline.torch.sharding.shared_storage import check_before_state_dict, is_in_backward, refuse_strange
-from paceline.torch.sharding.tensor_ops import OPS
+from paceline.torch.ops import OPS
+from paceline.torch.sharding.shared_storage import check_before_state_dict, is_in_backward
 from paceline.trace.recording import recording
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from paceline.collectives.group import Group
-
-_SHARING = "DistributedDataParallel(share_parameters=True)"
 
 
 @hide_torchs_own
@@ -165,6 +155,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     """
 
     module: nn.Module
+    _ops = OPS
+    _tensors: ManagedTensors
     _backward_sync: TorchBackwardSync | None
     _config: DDPConfig
     _has_looked_outward = False
@@ -265,93 +257,39 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         return peers
 
     def _check_model(self, peers: Peers) -> None:
-        parameters, buffers = self._tensors.describe()
-        options = self._config.agreed_options() | self._tensors.agreed_options()
-        if self._config.local_sgd is not None:
-            options["local SGD begins with"] = (
-                "new parameters" if self._carried is None else "those of a copy"
-            )
-        description = ModelDescription(parameters, buffers, options)
-        if peers.world_size > 1:
-            check_agreement(description, peers.exchange, peers.timeout_s)
+        super()._check_model(peers)
         self._tensors.check_trainable()
         self._tensors.check_averaged(self._config.buffers)
 
-    def _begin_sync(self, *, is_first: bool = True) -> TorchBackwardSync:
-        peers = self._peers
-        assert peers is not None
-        on_host = self._tensors.device_kinds == {"cpu"}
-        communicator = connect(
+    def _ranks(self) -> Peers:
+        assert self._peers is not None
+        return self._peers
+
+    def _make_communicator(self, peers: Peers) -> Communicator[torch.Tensor]:
+        return connect(
             peers,
-            on_host=on_host,
+            on_host=self._tensors.is_on_host,
             reduce_through=self._config.reduce_through,
             between_hosts=self._between_hosts(),
             devices={parameter.device for parameter in self._tensors.trainable},
         )
-        is_sharing = self._config.share_parameters and peers.world_size > 1
-        if is_sharing:
-            refuse_strange(_SHARING, self.module, self._tensors.all_parameters, peers)
-        move_out(self.module)  # what another wrapper shares is not this one's to write to
-        are_equal = self._config.init_sync and is_first and self._carried is None
-        if are_equal:
-            buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
-            values = [*self._tensors.all_parameters.values(), *buffers]
-            communicator.broadcast(values)
-        if is_sharing:
-            self._storage = move(
-                _SHARING,
-                self._tensors.all_parameters,
-                peers,
-                peers.share_hosts(),
-                OPS,
-                is_in_backward,
-                are_equal=are_equal,
-                allows_writing=True,
-            )
-        backward_sync: TorchBackwardSync = self._sync_over(communicator)
-        backward_sync.shares_parameters = self._storage is not None
+
+    def _make_sync(self, communicator: Communicator[torch.Tensor]) -> TorchBackwardSync:
+        return make_sync(self._tensors, communicator, self._config)
+
+    def _begin_sync(self, *, is_first: bool = True) -> TorchBackwardSync:
+        backward_sync: TorchBackwardSync = super()._begin_sync(is_first=is_first)
         backward_sync.autograd.errors = self._errors
         if self._sample_rate is not None:
             backward_sync.autograd.times.use_rate(self._sample_rate, backward_sync.good_backwards)
-        torn.call_guard(self._guard_model)
         backward_sync.use_ends_by_hand(self._ends_by_hand)  # a copy's, or after regrouping
-        # The hooks are the parameters', which may live on and be wrapped again.
-        self._on_drop = weakref.finalize(self, backward_sync.graphs.drop_wrapper)
-        self._on_drop.atexit = False
         return backward_sync
 
     def _guard_model(self) -> None:
         for module in self.module.modules():
             module.register_state_dict_pre_hook(check_before_state_dict)  # type: ignore[no-untyped-call]
 
-    def _make_sync(self, communicator: Communicator[torch.Tensor]) -> TorchBackwardSync:
-        return make_sync(self._tensors, communicator, self._config)
-
-    def _join_member(
-        self, between: str, communicator: Communicator[torch.Tensor]
-    ) -> tuple[Communicator[torch.Tensor], Members]:
-        peers = self._peers
-        assert peers is not None
-        return join_member(
-            communicator,
-            peers.exchange,
-            between,
-            lambda core: MemoryCommunicator(core, ops),
-            owner=type(self).__name__,
-            on_host=self._tensors.device_kinds == {"cpu"},
-            timeout_s=peers.timeout_s,
-            warn_after_s=peers.warn_after_s,
-        )
-
-    def _outer(self, communicator: Communicator[torch.Tensor]) -> tuple[OuterParameters, BufferSync]:
-        return OuterParameters(self._tensors), make_buffer_sync(self._tensors, communicator, self._config)
-
-    def _begin_again(self) -> TorchBackwardSync:
-        if self._backward_sync is not None:
-            self._backward_sync.end()
-        if self._on_drop is not None:
-            self._on_drop.detach()
-        return self._begin_sync(is_first=False)
+    _is_in_backward = staticmethod(is_in_backward)
 
     @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -440,16 +378,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
                 if recording.keeps_all and not backward_sync.state.is_forward_averaged:
                     backward_sync.watch_local(output)
 
-    def _sync_to_weigh(self) -> TorchBackwardSync:
+    def _sync_to_weigh(self) -> Any:
         if not self._is_connected:
             self._connected()
-        if self._backward_sync is None:  # alone, there still are micro-batches
-            self._backward_sync = self._begin_sync()
-            self._backward_sync.sync_next_backward(self._syncs_backward)
-        return self._backward_sync
-
-    def _note_steps(self) -> None:
-        note_steps()
+        return super()._sync_to_weigh()
 
     @noting_errors
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
@@ -475,25 +407,17 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             >>> model.register_comm_hook(None, fp16_compress_hook)  # half the bytes on the wire
         """
         peers = self._connected()
-        with telling_peers(lambda: (peers.exchange, peers.timeout_s), doing="register a hook"):
-            check_hook(hook)
-            self._refuse_with_local_sgd("a communication hook averages gradients over all ranks")
-            check_is_first(self._comm_hook)
-            refuse_other_bits(type(self).__name__, self._config.deterministic, A_HOOK)
-            self._refuse_scattering("a communication hook gives every rank whole gradients")
-        if peers.process_group is None:
-            raise ConfigError(
-                "register_comm_hook: a communication hook needs a process group of torch.",
-                seen="a paceline.Group",
-                hint='torch.distributed.init_process_group("paceline") makes one in shared memory',
-            )
-        chosen = CommHook(state, hook)
-        if peers.world_size > 1:
-            agree_on_hook(chosen, peers.exchange, peers.timeout_s)
-        if self._backward_sync is None:
-            self._backward_sync = self._begin_sync()
-        self._backward_sync.use_hook(chosen, peers.process_group)
-        self._comm_hook = chosen
+
+        def check(given: Any) -> None:
+            check_hook(given)
+            if peers.process_group is None:
+                raise ConfigError(
+                    "register_comm_hook: a communication hook needs a process group of torch.",
+                    seen="a paceline.Group",
+                    hint='torch.distributed.init_process_group("paceline") makes one in shared memory',
+                )
+
+        self._register_hook(CommHook(state, hook), check, peers, peers.process_group)
 
     def clip_grad_norm_(
         self,
@@ -523,25 +447,11 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             hint = "the GradScaler that scaled the loss, or None"
             raise Arguments("clip_grad_norm_").refuse("scaler", scaler, "a GradScaler", hint, is_type=True)
         scale = 1.0 if scaler is None else scaler.get_scale()
-        backward_sync = self._backward_sync
-        if (
-            backward_sync is not None
-            and (scattered := backward_sync.autograd.scattered_in_place()) is not None
-        ):
-            norm = scattered.clip(max_norm * scale, norm_type, backward_sync.statistics.squared_norm())
-            return torch.tensor(norm) / scale
-        known = None
-        if self._backward_sync is not None and norm_type == 2.0:
-            known = self._backward_sync.statistics.known_norm()
-        return _clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
-
-    def _own_squared_norm(self) -> float:
-        squares = [p.grad.double().square().sum() for p in self._tensors.trainable if p.grad is not None]
-        return sum(float(square) for square in squares)
-
-    def _own_nonfinite(self) -> tuple[str, ...]:
-        parameters = zip(self._tensors.names, self._tensors.trainable)
-        return tuple(n for n, p in parameters if p.grad is not None and not torch.isfinite(p.grad).all())
+        norm = self._clip_by_known_norm(max_norm * scale, norm_type)
+        if norm is None:
+            return nn.utils.clip_grad_norm_(self._tensors.trainable, max_norm * scale, norm_type) / scale
+        _, gradient = next(self._own_gradients(), (None, None))
+        return torch.tensor(norm, device=None if gradient is None else gradient.device) / scale
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a synchronised backward brings buffers in step."""
@@ -551,22 +461,3 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     def process_group(self) -> dist.ProcessGroup | None:
         """Torch's process group, or None where a `paceline.Group` connects the ranks."""
         return None if self._peers is None else self._peers.process_group
-
-
-def _clip(
-    parameters: Sequence[nn.Parameter], max_norm: float, known_norm: float | None, norm_type: float
-) -> torch.Tensor:
-    """Scale gradients so that their norm is at most `max_norm`; returns the norm that they had.
-
-    Args:
-        known_norm: Their 2-norm; None: to be computed.
-    """
-    if known_norm is None:
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    # As in torch: a NaN stays a NaN, and a norm that is small enough changes nothing.
-    factor = max_norm / (known_norm + 1e-6)
-    if not factor >= 1.0:
-        with torch.no_grad():
-            torch._foreach_mul_(gradients, factor)
-    return torch.tensor(known_norm, device=gradients[0].device if gradients else None)

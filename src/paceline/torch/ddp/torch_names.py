@@ -91,9 +91,9 @@ class TorchNames(TorchDDP):
     _join_config: Any
     _joining: Joining | None
     _has_joined = False
-    _comm_hook: CommHook | None = None
+    _comm_hook: CommHook | None
     _builtin_hook: str | None = None  # what torch calls the hook, if it is one of those in C++
-    _on_drop: weakref.finalize[Any, Any] | None = None  # tells the `BackwardSync` that the wrapper is gone
+    _on_drop: weakref.finalize[Any, Any] | None
     # before the backward passes of the present group; None: some were not counted
     _good_backwards: int | None = 0
     _are_hooks_removed = False
@@ -111,6 +111,10 @@ class TorchNames(TorchDDP):
         def _connect(self, peers: Peers, *, is_first: bool = True) -> None: ...
 
         def _connected(self) -> Peers: ...
+
+        def _check_join(
+            self, where: str, divide: Any, enable: Any, throws: Any
+        ) -> tuple[bool, bool, bool]: ...
 
         def _refuse_with_local_sgd(self, what: str) -> None: ...
 
@@ -543,18 +547,10 @@ class TorchNames(TorchDDP):
         Raises:
             ConfigError: The ranks are connected by a `paceline.Group`; torch's Join needs a process group.
         """
-        if self._storage is not None:
-            raise ConfigError(
-                "join: ranks that are out of data would not take part in the steps of the others.",
-                seen="share_parameters=True: all ranks of a host step together",
-                hint="call ddp.finish(after_pass=step) on each rank when its data ends, where step() makes "
-                "the optimizer's step as in the loop",
-            )
-        self._refuse_scattering("in torch's Join a rank without data needs the gradients of another")
-        flag = Arguments("join").flag
-        divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
-        throw = flag("throw_on_early_termination", throw_on_early_termination)
-        return NamingJoin(self, flag("enable", enable), throw, divide)
+        divide, is_on, throws = self._check_join(
+            "torch's Join", divide_by_initial_world_size, enable, throw_on_early_termination
+        )
+        return NamingJoin(self, is_on, throws, divide)
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
         """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""

@@ -25,7 +25,7 @@ from paceline.ddp.wrapper_arguments import (
 )
 from paceline.errors import ConfigError, ConfigTypeError
 from paceline.torch.model.arguments import as_device, check_devices
-from paceline.torch.model.precision import Precision, as_precision
+from paceline.torch.model.precision import as_precision
 
 Weight = float | int | torch.Tensor
 """A finite number that is not negative: of samples, of tokens."""
@@ -64,29 +64,17 @@ class DDPConfig(WrapperOptions):
 
     Attributes:
         device: Inputs are moved there; None: they are taken as they are.
-        precision: The dtypes of parameters in forward, of reduced gradients, of buffers.
-        share_parameters: The ranks of each host have one copy of the parameters.
     """
 
     device: torch.device | None
-    precision: Precision
-    share_parameters: bool
     # Whether parameters that no rank uses are let be. No: they raise, as in torch.
     allow_globally_unused: ClassVar[bool] = False
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
         """In which gradients are averaged; None: in that of each parameter."""
-        return self.precision.reduce_dtype
-
-    def agreed_options(self) -> dict[str, str]:
-        """The options that must be the same on all ranks, or their collectives would not match."""
-        return {
-            "bucket_cap_mb": str(self.bucket_cap_bytes / MIB),
-            "mixed_precision": str(self.precision),
-            "share_parameters": str(self.share_parameters),
-            **self.agreed_shared(),
-        }
+        dtype: torch.dtype | None = self.precision.reduce_dtype
+        return dtype
 
 
 def make_config(
@@ -94,11 +82,8 @@ def make_config(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
     bucket_cap_mb: float | None,
-    bucket_cap_mb_list: Sequence[float] | None,
     mixed_precision: Any,
     batched_grad_copy: bool,
-    share_parameters: bool = False,
-    reduce: str = "mean",
     dim: int = 0,
     check_reduction: bool = False,
     lazy_bucket_allocation: bool = False,
@@ -115,27 +100,15 @@ def make_config(
     check.whole("dim", dim)
     check.flag("check_reduction", check_reduction)
     check.flag("lazy_bucket_allocation", lazy_bucket_allocation)
-    caps_bytes = _arguments.caps(bucket_cap_mb_list)
     cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
-    cap_bytes = _arguments.mebibytes("bucket_cap_mb", cap_mb)
-    cap_bytes = max(caps_bytes, default=cap_bytes)
-    shares = check.flag("share_parameters", share_parameters)
-    if shares:
-        hint = "leave out one of the two"
-        expected = "None with share_parameters=True: at a sync each rank writes to its own parameters"
-        check.require(others.get("local_sgd") is None, "local_sgd", others.get("local_sgd"), expected, hint)
     check.flag("batched_grad_copy", batched_grad_copy)  # over a process group gradients are always copied so
-    precision = as_precision(mixed_precision)
-    return DDPConfig(
-        device=_single_device(device_ids, output_device),
-        bucket_cap_bytes=cap_bytes,
-        first_bucket_bytes=min(cap_bytes, DEFAULT_FIRST_BUCKET_BYTES),
-        bucket_caps_bytes=caps_bytes,
-        precision=precision,
-        share_parameters=shares,
-        scatters=_arguments.scatters(reduce, others, in_other_dtype=precision.reduce_dtype is not None),
-        **_arguments.shared(others),
+    options = _arguments.shared(
+        others,
+        as_precision(mixed_precision),
+        _arguments.mebibytes("bucket_cap_mb", cap_mb),
+        DEFAULT_FIRST_BUCKET_BYTES,
     )
+    return DDPConfig(device=_single_device(device_ids, output_device), **options)
 
 
 def _single_device(

@@ -165,6 +165,14 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last; of no memory that other tensors have."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.itemsize
+
+
 def is_disjoint(tensor: torch.Tensor) -> bool:
     """Whether no two elements lie at the same place: enough, and true of all that people make."""
     end = 1

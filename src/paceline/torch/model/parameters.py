@@ -113,6 +113,10 @@ class ManagedTensors:
         return self.trainable
 
     @property
+    def is_on_host(self) -> bool:
+        return self.device_kinds == {"cpu"}
+
+    @property
     def device_kinds(self) -> set[str]:
         return {p.device.type for p in self.trainable}
 

@@ -16,8 +16,8 @@ from paceline.sharding.journal import Part, slots_from
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.kinds import Kind
 from paceline.sharding.optimizer_arguments import no_journal
+from paceline.sharding.shards import Shards
 from paceline.torch.sharding.param_groups import bare_step
-from paceline.torch.sharding.tensor_ops import Shards
 
 _TRIAL_STEPS = 4
 
@@ -75,7 +75,7 @@ class TorchPart(Part[torch.Tensor]):
         kwargs: For its step().
     """
 
-    def __init__(self, shards: Shards, optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, shards: Shards[torch.Tensor], optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
         self._tensors, self._optimizer, self._kwargs = shards.tensors, optimizer, kwargs
         self._step = bare_step(optimizer)
         self._groups = [(group, group["params"]) for group in optimizer.param_groups]

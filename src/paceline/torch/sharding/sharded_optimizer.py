@@ -21,24 +21,22 @@ from torch.optim import Optimizer
 from paceline.arguments import Arguments
 from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
-from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.agreement import telling_peers
 from paceline.reducer.backward.sharing import registry
-from paceline.reducer.between_hosts.options import BetweenHosts
-from paceline.reducer.communicator import Communicator
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import CACHED_BYTES, Piece, fit_into_caches
 from paceline.sharding.journal import storage_of_all
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.kinds import Kind, checked_kind
 from paceline.sharding.optimizer_arguments import OWNER, no_journal
-from paceline.sharding.sharded_steps import ShardedSteps
-from paceline.sharding.shards import part_of
+from paceline.sharding.sharded_steps import MAKING, ShardedSteps
+from paceline.sharding.shards import Shards, part_of
 from paceline.sharding.shared_parameters import check_step_allowed, storages_of
 from paceline.sharding.step_barriers import spell_options
 from paceline.torch.communicator.connect import connect
 from paceline.torch.communicator.find_peers import find_peers, known_exchange
-from paceline.torch.communicator.gradient_buffer import is_dense
-from paceline.torch.model.parameters import describe_tensors
+from paceline.torch.model.inner_tensors import is_dense
+from paceline.torch.ops import OPS
 from paceline.torch.sharding.optimizer_steps import TorchPart, kind_of, slots_of
 from paceline.torch.sharding.param_groups import (
     NO_OPTIONS,
@@ -56,7 +54,6 @@ from paceline.torch.sharding.param_groups import (
     refuse_overlap,
     with_stand_ins,
 )
-from paceline.torch.sharding.tensor_ops import OPS, Shards
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group
@@ -119,7 +116,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         >>> optimizer.step()   # rank 0 updates one half, rank 1 the other; now both have all of it
     """
 
-    _shards: Shards
+    _shards: Shards[torch.Tensor]
     steps_shared_parameters = True  # see `watch_steps`: its ranks write to parts of them, and meet
 
     def __init__(
@@ -137,13 +134,13 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
     ) -> None:
         self._is_ready = False
         self._arguments = defaults
-        with telling_peers(lambda: known_exchange(process_group, None), "make the optimizer"):
+        with telling_peers(lambda: known_exchange(process_group, None), MAKING):
             check = Arguments(OWNER)
             limit_s = check.optional_seconds("timeout_s", timeout_s)
             reduce_through = check.choice("reduce_through", reduce_through, REDUCE_THROUGH)
+            check.flag("journal", journal)
             check.flag("parameters_as_bucket_view", parameters_as_bucket_view)
             refuse_overlap(check.flag("overlap_with_ddp", overlap_with_ddp))
-            check.flag("journal", journal)
             check_class(optimizer_class)
             groups = as_groups(params)
             # As torch's own class fills and checks arguments; of small stand-ins, because some make their
@@ -158,29 +155,18 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
             check_tensors([parameter for group in filled for parameter in group["params"]])
             Optimizer.__init__(self, filled, self._template.defaults)
             Joinable.__init__(self)
-            if limit_s is None:
-                limit_s = registry.timeout_of(p for group in filled for p in group["params"])
+            limit_s = registry.timeout_of(parameters_of(self)) if limit_s is None else limit_s
             peers = find_peers(process_group, None, limit_s, None, owner=OWNER)
-            self._agreed = {
-                "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
-                "reduce_through": reduce_through,
-                "journal": str(journal),
-            }
-            self.rank: int = peers.rank
-            self.world_size: int = peers.world_size
-            self._keeps_journal = journal and self.world_size > 1
+            self._begin(peers, optimizer_class, reduce_through, journal)
             self._kinds: dict[str, Kind] = {}
             kinds = self._kinds_of(self.param_groups)
-        self._peers = peers
-        self.process_group = peers.process_group
-        self._agree(self.param_groups, kinds)
+        self.process_group = self._peers.process_group
+        self._agree_on(self.param_groups, kinds)
         self._cached_bytes = CACHED_BYTES * self._most_threads()
-        on_host = all(parameter.is_cpu for parameter in parameters_of(self))
         self._start(
             Shards(OPS, self.rank, self.world_size),
-            None if self.world_size == 1 else self._connect(reduce_through, on_host),
-            peers.timeout_s,
-            on_host,
+            connect,
+            all(parameter.is_cpu for parameter in parameters_of(self)),
             lambda: looked_at(self.param_groups),
             lambda: spell_options(plain_options(self.param_groups)),
         )
@@ -228,7 +214,10 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         return loss
 
     def _step(self, kwargs: Mapping[str, Any], *, has_data: bool = True) -> None:
-        self._shards.count_writes(self._make_step(kwargs, has_data=has_data))
+        has_gradient = self._make_step(kwargs, has_data=has_data)
+        # A piece is made through .data, and so counts its writes by itself. Each rank writes to other
+        # elements, and all ranks must count the same number of writes to each parameter.
+        OPS.count_writes([each for each, has in zip(self._shards.parameters, has_gradient) if has])
 
     def _tells_writes(self) -> Callable[[], bool] | None:
         if self._journal is not None:
@@ -334,7 +323,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
                 if self._journal is not None:
                     storage_of_all(parameters_of(self), self.world_size)
                     self._slots()
-            self._agree(added, kinds)
+            self._agree_on(added, kinds)
         except BaseException:
             del self.param_groups[num_groups:], self._template.param_groups[num_groups:]
             raise
@@ -373,26 +362,16 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
             self._kinds[key] = kind
         return self._kinds[key]
 
-    def _agree(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
+    def _agree_on(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
         """Raise on every rank if the ranks have passed different parameters. Collective."""
-        if self.world_size == 1:
-            return
-        names = self._names_of(groups)
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        described = tuple(
-            description
-            for name, parameter in zip(names, parameters, strict=True)
-            for description in describe_tensors(name, parameter, requires_grad=parameter.requires_grad)
-        )
         options = {
-            **self._agreed,
             "params": str([len(group["params"]) for group in groups]),
             "cut": str([kind.value for kind in kinds]),
             **spell_options(plain_options(groups), len(self.param_groups) - len(groups)),
         }
-        doing = "add a group" if self._is_ready else "make the optimizer"
-        description = ModelDescription(described, (), options, doing=doing)
-        check_agreement(description, self._peers.exchange, self._peers.timeout_s)
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        doing = "add a group" if self._is_ready else MAKING
+        self._agree(OPS, self._names_of(groups), parameters, options, doing)
 
     def _most_threads(self) -> int:
         """The most threads of any rank, because all ranks must know of the same pieces. Collective."""
@@ -401,15 +380,6 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
             return threads
         told = gather_objects(self._peers.exchange, {"threads": threads}, self._peers.timeout_s)
         return max(int(each["threads"]) for each in told)
-
-    def _connect(self, reduce_through: str, on_host: bool) -> Communicator[torch.Tensor]:
-        """Connect the ranks. Collective."""
-        return connect(
-            self._peers,
-            on_host=on_host,
-            reduce_through=reduce_through,
-            between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
-        )
 
     def _add_pieces(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
         """Deal the parameters of new groups to the ranks."""

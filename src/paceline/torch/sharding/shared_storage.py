@@ -5,7 +5,6 @@ Only `.data` of each parameter changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,48 +14,19 @@ from torch import nn
 
 from paceline.arguments import Arguments
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
-from paceline.reducer.peers import Ranks
-from paceline.sharding import moving, shared_parameters
+from paceline.sharding import shared_parameters
 from paceline.sharding.moving import share_to_read
 from paceline.sharding.shared_parameters import check_whole
 from paceline.torch.communicator.find_peers import find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
-from paceline.torch.model.inner_tensors import is_disjoint, is_wrapper
 from paceline.torch.model.parameters import ManagedTensors
-from paceline.torch.sharding.tensor_ops import OPS
+from paceline.torch.ops import OPS
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group
 
 _Module = TypeVar("_Module", bound=nn.Module)
 SharedStorage = shared_parameters.SharedStorage[torch.Tensor]
-
-
-def refuse_strange(owner: str, module: nn.Module, tensors: Mapping[str, torch.Tensor], peers: Ranks) -> None:
-    """Refuse tensors of a module that can't be shared: see `paceline.sharding.moving`. Collective."""
-    rescaled = [
-        (f"'{name}' has max_norm={child.max_norm}", child.weight)
-        for name, child in module.named_modules()
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None
-    ]
-    moving.refuse_strange(owner, tensors, _why_not_shared, rescaled, peers, OPS)
-
-
-def _why_not_shared(name: str, tensor: torch.Tensor) -> str | None:
-    kind = (type(tensor) if is_wrapper(tensor) else type(tensor.data)).__name__
-    if kind != "Tensor" or tensor.layout is not torch.strided or tensor.is_quantized:
-        return (
-            f"'{name}' is no plain dense tensor: {kind}, {tensor.layout}, {tensor.dtype}\n"
-            "name it in module._ddp_params_and_buffers_to_ignore; or train without sharing parameters"
-        )
-    if not tensor.is_cpu:
-        return f"'{name}' is on {tensor.device}, and not in the memory of the host\nmodel.cpu()"
-    if not is_disjoint(tensor):
-        return (
-            f"several elements of '{name}' lie in the same memory (strides {tensor.stride()})\n"
-            "contiguous() makes a parameter of it whose elements are its own"
-        )
-    return None
 
 
 def is_in_backward() -> bool:
@@ -116,6 +86,5 @@ def share(
         check_agreement(ModelDescription(parameters, buffers, {}), peers.exchange, peers.timeout_s)
     shared: dict[str, torch.Tensor] = dict(tensors.all_parameters)
     shared |= {name: buffer for name, buffer in module.named_buffers() if name in tensors.buffers}
-    refuse_strange("share", module, shared, peers)
-    share_to_read("share", module, shared, peers, peers.share_hosts(), OPS)
+    share_to_read("share", module, shared, peers, OPS)
     return module
