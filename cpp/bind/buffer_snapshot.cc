@@ -25,7 +25,10 @@ constexpr size_t kPiece = 64;
 /// The dictionaries in which a module and its children keep their buffers, and
 /// what each was when it was last noted: which object, its version, and a
 /// sample of its bytes, because numpy and `.data` write without a new version.
-/// Every forward asks what has changed since.
+/// Every forward asks what has changed since. All bytes are compared where the
+/// last note has looked at all, as that of a synchronisation does. That of a
+/// forward looks at a sample, so that large buffers are read twice in each
+/// step, and not four times.
 ///
 /// The bytes of running statistics are not looked at while their layer trains
 /// them: every forward writes them, and none reads them.
@@ -43,13 +46,14 @@ class BufferSnapshot {
     if (dicts_.size() != owners_.size())
       misuse("BufferSnapshot: dicts and owners must have the same length");
     if (!example.is_none()) borrow_ = dlpack::find_borrow(example);
-    take();
+    take(/*whole=*/true);
   }
 
-  void note() {
+  void note(bool whole) {
     if (!dicts_.is_valid()) return;  // the garbage collector was here
-    if (!holds_same()) return take();
-    for (Held& each : held_) each.look = look(each.value.ptr(), each.owner);
+    if (!holds_same()) return take(whole);
+    for (Held& each : held_)
+      each.look = look(each.value.ptr(), each.owner, whole);
   }
 
   /// Number of the dictionary, and key, of each that was added, removed,
@@ -108,11 +112,14 @@ class BufferSnapshot {
   struct Look {
     int64_t version = 0;
     uint64_t sample = 0;
+    uint64_t whole = 0;
     bool has_sample = false;
+    bool has_whole = false;
 
     bool operator==(const Look& other) const {
       return version == other.version &&
-             (sample == other.sample || !has_sample || !other.has_sample);
+             (sample == other.sample || !has_sample || !other.has_sample) &&
+             (whole == other.whole || !has_whole || !other.has_whole);
     }
   };
   struct Held {
@@ -122,7 +129,7 @@ class BufferSnapshot {
     Look look;
   };
 
-  void take() {
+  void take(bool whole) {
     std::vector<Held> held;
     held.reserve(held_.size());
     std::vector<size_t> ends;
@@ -136,7 +143,7 @@ class BufferSnapshot {
         nb::object owner =
             nb::borrow(PyDict_GetItemWithError(owners.ptr(), key));
         if (PyErr_Occurred() != nullptr) PyErr_Clear();
-        const Look now = look(value, owner);
+        const Look now = look(value, owner, whole);
         held.push_back(
             {nb::borrow(key), nb::borrow(value), std::move(owner), now});
       }
@@ -146,14 +153,14 @@ class BufferSnapshot {
     ends_.swap(ends);
   }
 
-  Look look(PyObject* value, const nb::object& owner) {
+  Look look(PyObject* value, const nb::object& owner, bool whole) {
     Look found;
     if (value == Py_None) return found;
     const nb::object version = nb::steal(version_.get(value));
     if (version.is_valid()) found.version = PyLong_AsLongLong(version.ptr());
     if (PyErr_Occurred() != nullptr) PyErr_Clear();  // it counts no writes
     found.has_sample = !owner.is_valid() || !is_training(owner);
-    if (found.has_sample) found.sample = sample(value);
+    if (found.has_sample) look_at_bytes(value, whole, found);
     return found;
   }
 
@@ -163,21 +170,26 @@ class BufferSnapshot {
     return flag.is_valid() && flag.is(Py_True);
   }
 
-  uint64_t sample(PyObject* value) const {
+  void look_at_bytes(PyObject* value, bool whole, Look& found) const {
     dlpack::Tensor tensor;
-    if (borrow_ == nullptr) return 0;
+    if (borrow_ == nullptr) return;
     if (borrow_(value, &tensor) != 0) {
       PyErr_Clear();
-      return 0;
+      return;
     }
     const size_t size =
         tensor.device.type == dlpack::kCpu ? tensor.nbytes_in_a_row() : 0;
     const auto* begin = static_cast<const std::byte*>(tensor.begin());
-    if (size == 0 || begin == nullptr) return 0;
-    if (size <= kWhole) return sample_hash(begin, size, 0);
+    if (size == 0 || begin == nullptr) return;
+    if (size <= kWhole) {
+      found.sample = sample_hash(begin, size, 0);
+      return;
+    }
     uint64_t hash = sample_hash(begin, kPiece, 0);
     hash = sample_hash(begin + size / 2, kPiece, hash);
-    return sample_hash(begin + size - kPiece, kPiece, hash);
+    found.sample = sample_hash(begin + size - kPiece, kPiece, hash);
+    found.has_whole = whole;
+    if (whole) found.whole = xxh64(begin, size);
   }
 
   void compare(PyObject* dict, size_t number, size_t begin, size_t end,
@@ -188,7 +200,7 @@ class BufferSnapshot {
     while (PyDict_Next(dict, &at, &key, &value) != 0) {
       const Held* before = find(key, i, begin, end);
       if (before == nullptr || before->value.ptr() != value ||
-          !(before->look == look(value, before->owner)))
+          !(before->look == look(value, before->owner, before->look.has_whole)))
         found.emplace_back(number, nb::borrow(key));
       ++i;
     }
@@ -231,7 +243,7 @@ void bind_buffer_snapshot(nb::module_& m) {
   nb::class_<BufferSnapshot>(m, "BufferSnapshot", nb::type_slots(slots))
       .def(nb::init<nb::list, nb::list, const std::string&, nb::object>(),
            "dicts"_a, "owners"_a, "version"_a, "example"_a.none())
-      .def("note", &BufferSnapshot::note)
+      .def("note", &BufferSnapshot::note, "whole"_a = false)
       .def("changed", &BufferSnapshot::changed)
       .def("holds_same", &BufferSnapshot::holds_same);
 }

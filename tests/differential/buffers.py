@@ -3,12 +3,13 @@
     make fuzz WHAT=buffers SEEDS=0:200
 
 A buffer that some ranks alone write between two steps is an error on every rank. What a forward writes is
-none, however it does it: in place, by reassigning, through `.data`, an index or `out=`; with and without
-gradients, in training and in evaluation. So no program here may raise or warn but where its last operation
-writes on some ranks only: then all ranks raise. Gradients, and rank 0's buffers, must be those of torch's
-class. It broadcasts buffers at the start of each forward, and Paceline after each backward, so gradients are
-compared where one forward follows one backward. They are not where ranks have other values in between:
-after evaluations that write, uneven data, and forwards of another wrapped model with the same layers.
+none, however it does it: in place, by reassigning, through `.data`, an index or `out=`, with and without
+gradients, in training and in evaluation; the whole of a buffer or a part of a larger one. So no program here
+may raise or warn but where its last operation writes on some ranks only, the framework being told or not:
+then all ranks raise. Gradients, and rank 0's buffers, must be those of torch's class. It broadcasts buffers
+at the start of each forward, and Paceline after each backward, so gradients are compared where one forward
+follows one backward. They are not where ranks have other values in between: after evaluations that write,
+uneven data, and forwards of another wrapped model with the same layers.
 
 Paddle's class leaves buffers to each rank, so a write on some ranks only is a warning there. The programs of
 Paddle, in `buffers_paddle.py`, go on behind it, beside both ranks in one process.
@@ -33,6 +34,8 @@ from tests.harness import run_ranks
 
 FRAMEWORKS = ("torch", "paddle")
 WIDTH = 3
+LARGE, PLACE = 200, 40
+"""Size of a larger buffer, and where in it the mean lies: not among the bytes that a glance sees."""
 LR = 0.05
 WAYS = ("in place", "reassigned", "data", "index", "out", "set", "twice", "detached")
 APART = ("train", "train", "other", "uneven")
@@ -98,7 +101,17 @@ def generate(seed: int, framework: str = "torch") -> Program:
         "options": options,
         "ends_apart": ends_apart,
         "ends_with_evaluation": random_.random() < 0.3,
+        # By another generator, as above.
+        **_large(layers, random.Random(f"large {seed}")),
     }
+
+
+def _large(layers: list[dict[str, Any]], random_: random.Random) -> dict[str, Any]:
+    """Let means be parts of larger buffers, which are written at last without the framework's notice."""
+    for layer in layers:
+        if layer["kind"] == "writer" and random_.random() < 0.4:
+            layer["is_large"] = True
+    return {"ends_by": random_.choice(["add_", "numpy", "data"])}
 
 
 def _for_paddle(ops: list[dict[str, Any]], options: dict[str, Any], random_: random.Random) -> None:
@@ -117,40 +130,46 @@ class Writer(nn.Module):
     def __init__(self, spec: dict[str, Any]) -> None:
         super().__init__()
         self.spec = spec
-        self.register_buffer("mean", torch.zeros(WIDTH), persistent=spec["is_persistent"])
+        self.place = slice(PLACE, PLACE + WIDTH) if spec.get("is_large") else slice(None)
+        size = LARGE if spec.get("is_large") else WIDTH
+        self.register_buffer("mean", torch.zeros(size), persistent=spec["is_persistent"])
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         reads = self.spec["reads"]
         if reads == "before":
-            x = x + 0.3 * self.mean.clone()
+            x = x + 0.3 * self.mean[self.place].clone()
         if self.training or self.spec["in_eval"]:
             with contextlib.nullcontext() if self.spec["with_grad"] else torch.no_grad():
                 self._write(x.detach())
-        return x + 0.3 * self.mean.clone() if reads == "after" else x
+        return x + 0.3 * self.mean[self.place].clone() if reads == "after" else x
 
     def _write(self, x: torch.Tensor) -> None:
         way = self.spec["way"]
-        now = 0.5 * self.mean + 0.5 * x.mean(0)
+        mean = self.mean[self.place]
+        now = 0.5 * mean + 0.5 * x.mean(0)
+        if way in ("reassigned", "set"):
+            whole = self.mean.clone()
+            whole[self.place] = now
         if way == "reassigned":
-            self.mean, self.count = now, self.count + 1
+            self.mean, self.count = whole, self.count + 1
             return
         self.count += 1
         if way == "data":
-            self.mean.data.copy_(now)
+            self.mean.data[self.place] = now
         elif way == "index":
             for place in range(WIDTH):
-                self.mean[place] = now[place]
+                mean[place] = now[place]
         elif way == "out":
-            torch.mul(now, 1.0, out=self.mean)
+            torch.mul(now, 1.0, out=mean)
         elif way == "set":
-            self.mean.set_(now.clone())
+            self.mean.set_(whole)
         elif way == "detached":
-            self.mean.detach().copy_(now)
+            mean.detach().copy_(now)
         else:
-            self.mean.copy_(now)
+            mean.copy_(now)
             if way == "twice":
-                self.mean.mul_(0.9).add_(0.1)
+                mean.mul_(0.9).add_(0.1)
 
 
 def network(program: Program) -> nn.Sequential:
@@ -214,8 +233,8 @@ def run(rank: int, program: Program, is_torchs: bool) -> Seen:
         if rank == 0:
             seen.append(("buffers", [_array(buffer) for buffer in net.buffers()]))
     if program["ends_apart"] is not None and not is_torchs:
-        for buffer in net.buffers() if rank == program["ends_apart"] else ():
-            buffer.add_(1)
+        if rank == program["ends_apart"]:
+            _write_at_last(net, program["ends_by"])
         if program["ends_with_evaluation"]:
             with torch.no_grad():
                 loss(wrapped)
@@ -224,6 +243,18 @@ def run(rank: int, program: Program, is_torchs: bool) -> Seen:
         except ReplicasDifferError:
             seen.append(("an error", []))
     return seen
+
+
+def _write_at_last(net: nn.Module, way: str) -> None:
+    large = [layer for layer in net.modules() if isinstance(layer, Writer) and layer.spec.get("is_large")]
+    if way == "add_" or not large:
+        for buffer in net.buffers():
+            buffer.add_(1)
+    for layer in large:
+        if way == "numpy":
+            layer.mean.numpy()[layer.place] += 1
+        elif way == "data":
+            layer.mean.data[layer.place] += 1
 
 
 def _another(net: nn.Sequential, seed: int) -> nn.Sequential:

@@ -72,6 +72,14 @@ def put_in_a_part(model: Scaled, value: float) -> None:
     model.large[:40] = value
 
 
+def put_data_in_a_part(model: Scaled, value: float) -> None:
+    model.large.data[100:140] = value
+
+
+def put_numpy_in_a_part(model: Scaled, value: float) -> None:
+    model.large.numpy()[101] = value
+
+
 def load(model: Scaled, value: float) -> None:
     model.load_state_dict(model.state_dict() | {"factor": torch.tensor(value)})
 
@@ -83,7 +91,17 @@ def add(model: Scaled, value: float) -> None:
         model.register_buffer("mask", torch.tensor(value))
 
 
-WAYS: list[Callable[[Scaled, float], None]] = [put, put_data, put_numpy, put_anew, put_in_a_part, load, add]
+WAYS: list[Callable[[Scaled, float], None]] = [
+    put,
+    put_data,
+    put_numpy,
+    put_anew,
+    put_in_a_part,
+    put_data_in_a_part,
+    put_numpy_in_a_part,
+    load,
+    add,
+]
 
 
 def expected(way: Callable[[Scaled, float], None], first: int = 1) -> list[torch.Tensor]:
@@ -129,7 +147,7 @@ def test_other_values_on_some_ranks_are_an_error_on_all(rank: int, way: Any, who
     train(ddp, rank, lambda step: None)
     if rank in who:
         way(ddp.module, 2.0 + rank)
-    name = {put_in_a_part: "large", add: "mask"}.get(way, "factor")
+    name = {add: "mask"}.get(way, "large" if way.__name__.endswith("in_a_part") else "factor")
     with pytest.raises(ReplicasDifferError, match=f"(?s)Buffer '{name}' was written.*sync_buffers") as caught:
         ddp(BATCH[:2]).mean().backward()
     assert caught.value.ranks == tuple(who)

@@ -28,6 +28,8 @@ WRITES: dict[str, tuple[Callable[[Held], Any], list[tuple[int, str]]]] = {
     "in place": (lambda held: held.first["a"].fill_(1), [(0, "a")]),
     "through .data": (lambda held: held.second["a"].data.fill_(1), [(2, "a")]),
     "by numpy, at the end": (lambda held: held.first["b"].numpy().__setitem__(-1, 1.0), [(0, "b")]),
+    "by numpy, between": (lambda held: held.first["b"].numpy().__setitem__(300, 1.0), [(0, "b")]),
+    "through .data, between": (lambda held: held.first["b"].data[300:310].fill_(1), [(0, "b")]),
     "anew": (lambda held: held.first.update(a=torch.zeros(3)), [(0, "a")]),
     "instead of none": (lambda held: held.first.update(none=torch.zeros(1)), [(0, "none")]),
     "added": (lambda held: held.second.update(c=torch.zeros(1)), [(2, "c")]),
@@ -45,6 +47,19 @@ def test_what_is_written_is_noticed_until_it_is_noted(write: str) -> None:
     assert sorted(held.snapshot.changed()) == expected
     held.snapshot.note()
     assert held.snapshot.changed() == []
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"), reason="a torch before 2.10")
+def test_all_bytes_are_compared_behind_a_note_of_all() -> None:
+    held = Held()
+    large = held.first["b"].numpy()
+    held.snapshot.note()
+    large[300] = 1.0
+    assert held.snapshot.changed() == []
+    held.snapshot.note(whole=True)
+    assert held.snapshot.changed() == []
+    large[300] = 2.0
+    assert held.snapshot.changed() == [(0, "b")]
 
 
 def test_without_bytes_versions_tell() -> None:

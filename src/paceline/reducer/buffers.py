@@ -289,7 +289,7 @@ class BufferWrites:
         """These buffers are the same on all ranks."""
         if self._buffers is not self._tensors.buffers:
             self._take_slots()
-        self._snapshot.note()
+        self._snapshot.note(whole=True)
         if self.found or self.unread or self._unused:
             others = self._names().difference(*names)
             self.found = {name: values for name, values in self.found.items() if name in others}
