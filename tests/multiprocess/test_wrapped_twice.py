@@ -59,6 +59,31 @@ def test_torchs_replicate_is_a_wrapper_too(rank: int) -> None:
         DistributedDataParallel(replicate(nn.Linear(2, 2)))
 
 
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise LookupError
+
+
+@ranks(2, group="gloo")
+def test_a_forward_of_replicate_that_has_raised_is_around_no_later_forward(rank: int) -> None:
+    """torch goes on to name it as the wrapper whose forward runs."""
+    from torch.distributed._composable import replicate
+
+    inner = DistributedDataParallel(nn.Linear(2, 1))
+    for outer, error in ((replicate(Both(inner)), ConfigError), (replicate(Failing()), LookupError)):
+        with pytest.raises(error):
+            outer(torch.ones(1, 2))
+        inner.zero_grad()
+        (inner(torch.ones(1, 2)).sum() * (1 + rank)).backward()
+        assert_close(inner.module.bias.grad, torch.tensor([1.5]))
+        with pytest.raises(ConfigError, match=r"replicate\(\) is around"):
+            replicate(Both(inner))(torch.ones(1, 2))
+
+
 @ranks(2, group="gloo")
 def test_ours_refuses_what_torch_has_wrapped(rank: int) -> None:
     with pytest.raises(ConfigError, match=r"wrapped already, by torch.*around the whole model"):

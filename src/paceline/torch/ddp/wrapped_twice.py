@@ -48,11 +48,14 @@ def check_outer(model: nn.Module, active: nn.Module | None) -> None:
 
     Args:
         model: Ours.
-        active: What torch takes for the DDP module whose forward runs. Some kinds of wrappers don't say.
+        active: What torch takes for the DDP module whose forward runs. Some kinds of wrappers don't say; and
+            that of `replicate()`, around a list of parameters, stays there where its forward has raised.
 
     Raises:
         ConfigError: There is one.
     """
+    if isinstance(getattr(active, "module", None), nn.ParameterList):
+        active = None
     codes = {nn.Module._call_impl.__code__, TorchDDP.forward.__code__}
     for outer in (model, *callers(codes), active):
         if isinstance(outer, nn.Module) and (theirs := _wrapper_of_torch(outer)) is not None:
