@@ -7,7 +7,8 @@ forward of it may need other ranks. Here every model has norms over all ranks, o
 outputs. Ranks have batches of different sizes, some empty; steps have micro-batches, and weights that are
 given in several ways; norms are recomputed, lie outside of the wrapper or in the second of two; inputs need a
 gradient on some ranks only; a layer exchanges without weights in some steps, and nothing in others, in a
-graph of as many nodes. In float64, after each step, gradients must be those of one process, or every rank has
+graph of as many nodes. The second of two models is frozen in some steps, so that its forward is given no
+weight. In float64, after each step, gradients must be those of one process, or every rank has
 refused what the documentation says is refused.
 """
 
@@ -68,6 +69,11 @@ def generate(seed: int, framework: str) -> Program:
         program["cut"] = None
     program["by_function"] = rng.random() < 0.2
     program["steps"] = [_step(rng, program, framework, gathers) for _ in range(rng.randint(1, 4))]
+    # By another generator, so that a seed makes the program that it made before models were frozen.
+    freezing = random.Random(f"freezing {seed}")
+    if program["cut"] and program["by_function"] and freezing.random() < 0.7:
+        for step in program["steps"]:
+            step["freezes"] = freezing.random() < 0.5
     return program
 
 

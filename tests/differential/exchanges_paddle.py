@@ -104,6 +104,11 @@ def _contrast(output: paddle.Tensor, everything: paddle.Tensor) -> paddle.Tensor
     return (paddle.tanh(output.matmul(everything.t())) ** 2).mean()
 
 
+def _freeze(parameters: list[Any], step: dict[str, Any]) -> None:
+    for parameter in parameters:
+        parameter.stop_gradient = step.get("freezes", False)
+
+
 def _gradients(parameters: list[Any]) -> list[Any]:
     return [np.zeros(p.shape) if p.grad is None else p.grad.numpy().copy() for p in parameters]
 
@@ -136,10 +141,11 @@ class Rank:
         options |= {"group": self.group, "find_unused_parameters": True}
         self.wrappers = [DataParallel(convert(net), **options) for net in nets]
         self.outside = convert(outside)
-        parameters = _trained(self.wrappers)
+        parameters, second = _trained(self.wrappers), _trained(self.wrappers[1:])
         outcomes: list[Outcome] = []
         for number, step in enumerate(program["steps"]):
             _clear(parameters)
+            _freeze(second, step)
             _mix_by(self.wrappers, self.sum.apply if step["mixes"] else _Nothing.apply)
             try:
                 for micro in range(len(step["micros"])):
@@ -226,10 +232,11 @@ def _gather_over(group: Any) -> Any:
 def reference(program: Program) -> list[Outcome]:
     """The gradients of each step, in one process."""
     nets, outside = _nets(program)
-    parameters = _trained(nets)
+    parameters, second = _trained(nets), _trained(nets[1:])
     outcomes: list[Outcome] = []
     for number, step in enumerate(program["steps"]):
         _clear(parameters)
+        _freeze(second, step)
         _mix_by(nets, paddle.assign if step["mixes"] else paddle.zeros_like)
         for micro, row in enumerate(coefficients(step, program["ranks"])):
             parts = batch(program, number, micro)

@@ -114,6 +114,11 @@ def _mix_by(nets: Iterable[nn.Module], function: Any) -> None:
                 module.sum = function
 
 
+def _freeze(nets: list[Any], step: dict[str, Any]) -> None:
+    for net in nets[1:]:
+        net.requires_grad_(not step.get("freezes", False))
+
+
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -174,6 +179,7 @@ class Rank:
         for number, step in enumerate(program["steps"]):
             for parameter in parameters:
                 parameter.grad = None
+            _freeze(self.wrappers, step)
             _mix_by(self.wrappers, _SumOverRanks.apply if step["mixes"] else _Nothing.apply)
             try:
                 for micro in range(len(step["micros"])):
@@ -227,6 +233,7 @@ def reference(program: Program) -> list[Outcome]:
     for number, step in enumerate(program["steps"]):
         for parameter in parameters:
             parameter.grad = None
+        _freeze(nets, step)
         _mix_by(nets, torch.clone if step["mixes"] else torch.zeros_like)
         for micro, row in enumerate(coefficients(step, program["ranks"])):
             parts = batch(program, number, micro)

@@ -269,6 +269,19 @@ def test_several_models_in_one_backward(rank: int) -> None:
         plain_loss(second(first(parts[rank]))).backward()
 
 
+@pytest.mark.parametrize("path", ["memory", "group"])
+@kept_ranks(2, group="gloo")
+def test_the_norms_of_a_model_that_is_frozen_weigh_for_the_one_that_trains(rank: int, path: str) -> None:
+    """As in the step of a generator: the discriminator's forward is given no weight."""
+    model, parts = normed(), rows([3, 4])
+    expected = expect(model, [(parts, [3.0, 4.0])])[:2]
+    options = {"weight": lambda x: float(len(x)), "reduce_through": path}
+    first, second = wrap(model[:1], **options), wrap(model[1:], **options)
+    second.requires_grad_(False)
+    plain_loss(second(first(parts[rank]))).backward()
+    assert_gradients(first, expected)
+
+
 @kept_ranks(2, group="gloo")
 def test_a_gradient_penalty_with_weights(rank: int) -> None:
     model, parts, weights = normed(), rows([3, 4]), [3.0, 1.0]

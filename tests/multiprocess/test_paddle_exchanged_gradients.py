@@ -269,6 +269,28 @@ def test_a_norm_outside_of_the_wrapper_and_several_models(group: Any) -> None:
 
 
 @kept_ranks(2)
+def test_a_model_that_is_frozen_is_not_weighed_and_its_norms_weigh_for_the_other(group: Any) -> None:
+    """As in the step of a generator; the discriminator's own step has a batch of other sizes."""
+    parts, others = rows([3, 4]), rows([5, 1], seed=6)
+    both, alone = normed(), normed()
+    expected = expect(both, [(parts, [3.0, 4.0])])[:2]
+    expected_second = expect(alone[1:], [([part @ alone[0].weight.numpy() for part in others], [5.0, 1.0])])
+    model = normed()
+    options = {"weight": lambda x: float(x.shape[0])}
+    first, second = wrap(group, model[:1], **options), wrap(group, model[1:], **options)
+    trained = [parameter for parameter in second.parameters() if not parameter.stop_gradient]
+    for parameter in trained:
+        parameter.stop_gradient = True
+    plain_loss(second(first(paddle.to_tensor(parts[group.rank])))).backward()
+    assert_gradients(first, expected)
+    for parameter in trained:
+        parameter.stop_gradient = False
+    own = others[group.rank] @ model[0].weight.numpy()
+    plain_loss(second(paddle.to_tensor(own))).backward()
+    assert_gradients(second, expected_second)
+
+
+@kept_ranks(2)
 def test_exchanges_of_others_are_refused_with_weights_and_right_without(group: Any) -> None:
     class GatherLayer(paddle.autograd.PyLayer):
         @staticmethod

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
+from paceline.errors import DeadlineError, MismatchError
 from paceline.torch import DistributedDataParallel, SyncBatchNorm
-from tests.harness import kept_ranks
+from tests.harness import kept_ranks, ranks
 
 SIZES = [[3, 3], [5, 1], [6, 0]]
 
@@ -92,6 +94,32 @@ def test_sixteen_bits_and_a_single_value(rank: int) -> None:
     assert_close(out.float(), torch.full((1, 2), 2.0 * rank - 1), rtol=1e-2, atol=1e-2)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         norm(torch.ones(1 - rank, 2))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+@pytest.mark.parametrize("call", ["finish", "sync_buffers", "backward"])
+@ranks(2, group="gloo")
+def test_a_rank_in_another_call_than_the_norm_raises_at_once(rank: int, backend: str, call: str) -> None:
+    """So does the one in the norm; a deadline would blame one of them."""
+    group = dist.new_group(backend=backend)
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    ddp = DistributedDataParallel(
+        SyncBatchNorm.convert_sync_batchnorm(model, group), process_group=group, timeout_s=60
+    )
+    x = torch.randn(4, 2)
+    for _ in range(2):
+        ddp(x).sum().backward()
+    loss = ddp(x).sum() if call == "backward" else None
+    with pytest.raises((DeadlineError, MismatchError)) as caught:
+        if rank == 1:
+            ddp(x)
+        elif loss is not None:
+            loss.backward()
+        else:
+            getattr(ddp, call)()
+    if isinstance(caught.value, DeadlineError):
+        assert caught.value.late == ()
+        assert "wait for each other in different calls" in str(caught.value)
 
 
 def test_alone_it_is_batch_norm_and_conversion_keeps_everything() -> None:

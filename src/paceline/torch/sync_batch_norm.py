@@ -20,7 +20,9 @@ from paceline.arguments import Arguments
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.backward.exchanges import ExchangeWeight
+from paceline.reducer.backward.micro_batches import MicroBatchWeights
 from paceline.reducer.backward.sharing import registry
+from paceline.reducer.communicator import Communicator
 from paceline.torch.communicator.calls import Patience, exchange_over, keep
 from paceline.torch.communicator.find_peers import formed_group
 from paceline.torch.model.arguments import checked_group, checked_module
@@ -34,7 +36,7 @@ class _Exchange(NamedTuple):
     """What the backward of one forward needs to know.
 
     Attributes:
-        group: The ranks that share statistics.
+        group: The ranks that share statistics; or the communicator between them, in memory.
         patience: How to wait for them.
         weight: What this rank's backward multiplies by before it sends.
         without_backward: Ranks whose forward ran without gradients.
@@ -63,7 +65,7 @@ class _RowsOfAllRanks(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:
         """Sum over ranks; itself differentiable."""
         group = ctx.exchange.group
-        rank = group.rank if isinstance(group, Group) else dist.get_rank(group)
+        rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else group.rank
         return None, _weighted_sum(ctx.exchange, gradient, rank), None
 
 
@@ -79,6 +81,9 @@ class _SumOverRanks(torch.autograd.Function):
             group.all_reduce(on_host.numpy(), timeout_s=exchange.patience.timeout_s)
             return on_host.to(value.device)
         total = value.detach().contiguous().clone()
+        if isinstance(group, Communicator):
+            group.sum(total, exchange.patience.timeout_s)
+            return total
         keep(total)
         exchange_over(
             group,
@@ -173,7 +178,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             return self._alone(input)
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
-        mean, variance, count = _statistics(group, _patience_of(self, group), input)
+        mean, variance, count = _statistics(self, group, input)
         self._track(mean.detach(), variance.detach(), count)
         shape = (1, -1, *[1] * (input.dim() - 2))
         scale = torch.rsqrt(variance + self.eps)
@@ -262,20 +267,25 @@ def _group(given: Any) -> Any:
     return group if size > 1 else None
 
 
-def _patience_of(layer: nn.Module, group: Any) -> Patience:
-    """How a layer waits: as the user asked of the wrapper of the model that it is in."""
+def _way_between(layer: nn.Module, group: Any, device: torch.device) -> tuple[Any, Patience]:
+    """What exchanges the statistics of a layer, and how it waits: as the wrapper of the model that it is in.
+
+    Ranks that share memory exchange them there, where they notice at once that they are in different calls.
+    """
     wrapper: Any = TorchDDP._active_ddp_module
     backward_sync = getattr(wrapper, "_backward_sync", None)
     if backward_sync is None:  # called outside of a wrapped forward, as where it is recomputed in a backward
-        return Patience(registry.timeout_of(layer._parameters.values()), None)
-    return Patience(
-        backward_sync.asked_timeout_s,
-        backward_sync.communicator.peer_monitor if wrapper.process_group is group else None,
-    )
+        return group, Patience(registry.timeout_of(layer._parameters.values()), None)
+    communicator, timeout_s = backward_sync.communicator, backward_sync.asked_timeout_s
+    if wrapper.process_group is not group:
+        return group, Patience(timeout_s, None)
+    if communicator.path == "memory" and device.type == "cpu":
+        return communicator, Patience(timeout_s, None)
+    return group, Patience(timeout_s, communicator.peer_monitor)
 
 
 def _statistics(
-    group: Any, patience: Patience, input: torch.Tensor
+    layer: nn.Module, group: Any, input: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mean, biased variance and number of samples of each channel, over all ranks.
 
@@ -292,7 +302,7 @@ def _statistics(
     else:  # nothing to add, but the others wait for this rank in backward too
         mean = variance = values.sum(dims)
     own = mean.new_full((1,), values.numel() // channels)
-    rows = _gathered(group, patience, torch.cat([mean, variance, own]), input)
+    rows = _gathered(layer, group, torch.cat([mean, variance, own]), input)
     means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:].detach()
     total = counts.sum()
     shares = counts / total.clamp(min=1)
@@ -302,7 +312,7 @@ def _statistics(
 
 
 @untraced
-def _gathered(group: Any, patience: Patience, row: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+def _gathered(layer: nn.Module, group: Any, row: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     """The rows of all ranks. Part of the graph on every rank if some rank's row needs a gradient. Collective.
 
     Raises:
@@ -311,6 +321,7 @@ def _gathered(group: Any, patience: Patience, row: torch.Tensor, input: torch.Te
     need = _NO_GRADIENTS
     if torch.is_grad_enabled():
         need = _NEEDS_GRADIENT if row.requires_grad else _NEEDS_NONE
+    group, patience = _way_between(layer, group, row.device)
     gathered = _all_gather(group, patience, torch.cat([row.detach(), row.new_full((1,), need)]))
     rows = gathered[:, :-1]
     counts_and_needs: list[list[float]] = gathered[:, -2:].tolist()
@@ -323,12 +334,10 @@ def _gathered(group: Any, patience: Patience, row: torch.Tensor, input: torch.Te
     needs = [each for _, each in counts_and_needs]
     if need == _NO_GRADIENTS or _NEEDS_GRADIENT not in needs:
         return rows
-    wrapper: Any = TorchDDP._active_ddp_module
-    backward_sync = getattr(wrapper, "_backward_sync", None)  # None: torch's own wrapper, or a single rank's
     exchange = _Exchange(
         group,
         patience,
-        ExchangeWeight("SyncBatchNorm", getattr(backward_sync, "micro_batches", None), row.grad_fn),
+        ExchangeWeight("SyncBatchNorm", _weights_around(), row.grad_fn),
         [rank for rank, each in enumerate(needs) if each == _NO_GRADIENTS],
         f"input of shape {tuple(input.shape)}" if input.numel() else "",
     )
@@ -338,7 +347,19 @@ def _gathered(group: Any, patience: Patience, row: torch.Tensor, input: torch.Te
     return found
 
 
+def _weights_around() -> MicroBatchWeights | None:
+    """Those of the wrapped model whose forward runs; None: there is none, or none of its gradients counts."""
+    wrapper: Any = TorchDDP._active_ddp_module
+    backward_sync = getattr(wrapper, "_backward_sync", None)  # None: torch's own wrapper, or a single rank's
+    if backward_sync is None or not wrapper._tensors.are_trained():
+        return None
+    weights: MicroBatchWeights = backward_sync.micro_batches
+    return weights
+
+
 def _all_gather(group: Any, patience: Patience, row: torch.Tensor) -> torch.Tensor:
+    if isinstance(group, Communicator):
+        return torch.from_numpy(group.gather(row.numpy()))
     if isinstance(group, Group):
         rows_on_host = group.all_gather(row.cpu().numpy(), timeout_s=patience.timeout_s)
         return torch.from_numpy(rows_on_host).to(row.device)
