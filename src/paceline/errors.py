@@ -27,6 +27,9 @@ what to do; the same facts are fields of the exception, and exceptions pickle.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -229,6 +232,31 @@ class ReplicasDifferError(ReplicaError):
 
 class LaunchError(PacelineError):
     """A process that the launcher started failed. `failures` lists them, the first to fail first."""
+
+
+def leave_out_inner_frames(error: BaseException) -> None:
+    """Let the traceback of an error of ours end in the user's code, or in a library that has called us.
+
+    What lies below that tells nobody anything: the error itself says what happened, and where. Other errors,
+    and what a user's function raises that we have called, keep all of their frames.
+    """
+    modules = (sys.modules.get(name) for name in ("paceline", "torch", "paddle"))
+    folders = tuple(f"{path}{os.sep}" for module in modules for path in getattr(module, "__path__", ()))
+    chain: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in chain:
+        chain.append(current)
+        current = current.__cause__ or current.__context__
+    for each in chain:
+        last = None
+        frame = each.__traceback__
+        while isinstance(each, PacelineError) and frame is not None:
+            path = frame.tb_frame.f_code.co_filename
+            if not path.startswith(folders) and path != contextlib.__file__:
+                last = frame
+            frame = frame.tb_next
+        if last is not None:
+            last.tb_next = None
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -135,9 +135,9 @@ def test_all_hosts_are_seen_where_rank_0_is(hosts: Hosts, tmp_path: Path) -> Non
     (tmp_path / "stop").touch()
     assert job.wait() == [0, 0], job.said()
     told = job.outputs[first].read_text()
-    sentence = rf"rank 3 of 4 \(host node{1 - first}\) was waited for in \d+ % of \d+ steps"
+    sentence = rf"the others waited for rank 3 of 4 \(host node{1 - first}\) in \d+ % of \d+ steps"
     assert re.search(sentence, told), told
-    assert "was waited for" not in job.outputs[1 - first].read_text()
+    assert "the others waited for" not in job.outputs[1 - first].read_text()
     assert [list(folder.rglob("rank*")) for folder in job.temporary] == [[], []]  # nothing is left
 
 

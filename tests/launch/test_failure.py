@@ -86,6 +86,49 @@ def test_the_last_line_names_the_exception_although_torch_marks_each_line(launch
     assert done.stderr.splitlines()[-1].endswith("ValueError: the cause (exit status 1)")
 
 
+def test_an_error_that_all_ranks_raise_is_printed_once_and_briefly(launcher: Launcher) -> None:
+    script = """
+        import torch
+        from paceline.torch import DistributedDataParallel
+
+        class Model(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.used, self.unused = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+            def forward(self, x):
+                return self.used(x)
+
+        torch.distributed.init_process_group("paceline")
+        DistributedDataParallel(Model())(torch.ones(1, 2)).sum().backward()
+    """
+    done = launcher.run("-n", "4", "script.py", script=script)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("paceline: all 4 ranks raised the same error, after ")
+    assert "UnusedParameterError: 2 of 4 parameters got no gradient on any of the 4 ranks." in last
+    if (
+        done.stderr.count("Traceback") == 1
+    ):  # else a rank took longer than 10 s to end, and was not waited for
+        assert len(done.stderr.splitlines()) <= 25
+        assert "[rank" not in done.stderr
+    report = done.stderr[done.stderr.index("'s traceback:") :]
+    assert report.count("  File ") == 1, "frames of torch and Paceline are left out"
+
+
+def test_a_traceback_that_a_rank_survives_is_shown_when_it_has_ended(launcher: Launcher) -> None:
+    script = """
+        import traceback
+        try:
+            raise KeyError("caught")
+        except KeyError:
+            traceback.print_exc()
+        sys.exit(3 if rank else 0)
+    """
+    done = launcher.run("-n", "2", "script.py", script=script)
+    assert done.stderr.count("[rank 0] KeyError: 'caught'") == 1
+    assert done.stderr.count("[rank 1] KeyError: 'caught'") == 1
+
+
 def test_a_segmentation_fault_shows_where(launcher: Launcher) -> None:
     script = "import faulthandler\ndef here(): faulthandler._sigsegv()\nif rank == 0: here()"
     done = launcher.run("-n", "2", "script.py", script=script)

@@ -133,10 +133,10 @@ def test_a_rank_that_sleeps_in_its_data_loader_is_named_at_the_end(launcher: Lau
     few = {"PACELINE_TRACE_RECORDS": "2048"}  # which rank 1 reads again and again
     done = paceline(*command, folder=folder, python=warm_python("torch"), **few)
     assert done.returncode == 0, done.stderr
-    (said,) = [line for line in done.stderr.splitlines() if "was waited for in" in line]
-    assert said.startswith("paceline: rank 1 of 2 (host ")
+    (said,) = [line for line in done.stderr.splitlines() if "the others waited for" in line]
+    assert said.startswith("paceline: the others waited for rank 1 of 2 (host ")
     # A rank without a core may come last although the other one has slept.
     share = re.search(r"in (\d+) % of (20|21) steps, ", said)
     assert share is not None and int(share[1]) >= 50
-    assert ": its data loading took " in said
+    assert " Why: its data loading took " in said
     assert read_trace(folder / "out.json").keys() == {"rank 0", "rank 1"}

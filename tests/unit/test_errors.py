@@ -6,11 +6,13 @@ import copy
 import doctest
 import inspect
 import pickle
+import traceback
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import paceline
 from paceline import errors
 from paceline.errors import DeadlineError, PacelineError, PeerLostError, format_ranks
 
@@ -113,3 +115,15 @@ def test_format_ranks_names_exactly_these(ranks):
         first, _, last = run.partition("-")
         named += range(int(first), int(last or first) + 1)
     assert named == sorted(ranks)
+
+
+@pytest.mark.parametrize(("error", "is_cut"), [(PacelineError("ours"), True), (ValueError("theirs"), False)])
+def test_the_traceback_of_our_error_ends_where_we_were_called(error: Exception, is_cut: bool) -> None:
+    names: dict[str, object] = {"error": error}
+    inner = "def wrap():\n    check()\ndef check():\n    raise error\n"
+    exec(compile(inner, f"{paceline.__path__[0]}/inner.py", "exec"), names)
+    with pytest.raises(type(error)) as caught:
+        exec(compile("def step():\n    wrap()\nstep()\n", "user.py", "exec"), names)
+    errors.leave_out_inner_frames(caught.value)
+    frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+    assert frames[1:] == ["<module>", "step", *([] if is_cut else ["wrap", "check"])]

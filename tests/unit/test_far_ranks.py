@@ -212,7 +212,9 @@ def test_the_launcher_of_rank_0_says_who_is_slow_on_other_hosts(tmp_path: Path):
     writer.take(2, figures(2, FAST))
     writer.take(3, figures(3, SLOW))
     recording.end(0)
-    assert len(said) == 1 and said[0].startswith("paceline: rank 3 of 4 (host node1) was waited for in 100 %")
+    assert len(said) == 1 and said[0].startswith(
+        "paceline: the others waited for rank 3 of 4 (host node1) in 100 %"
+    )
 
 
 def test_another_host_says_nothing_of_its_own_ranks_alone(tmp_path: Path):

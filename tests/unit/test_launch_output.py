@@ -57,13 +57,15 @@ def test_a_line_without_end_is_cut() -> None:
     assert sum(len(line) for line in buffer.feed(b"x" * (3 << 20))) == 3 << 20
 
 
-def test_a_traceback_comes_as_a_whole() -> None:
+def test_a_traceback_and_what_follows_are_held_as_a_whole() -> None:
     keeper = TracebackKeeper()
     block = [b"Traceback (most recent call last):", b'  File "x"', b"    step()", b"ValueError: boom"]
     assert keeper.feed([b"before", *block[:2]]) == [b"before"]
-    assert keeper.feed(block[2:3]) == []
-    assert keeper.feed([block[3], b"after", *block[:1]]) == [*block, b"after"]
-    assert keeper.flush() == block[:1]
+    assert keeper.held_since is not None
+    assert keeper.feed([*block[2:], b"after", *block]) == []
+    assert keeper.flush() == [*block, b"after", *block]
+    assert keeper.held_since is None
+    assert keeper.feed([b"later"]) == [b"later"]
 
 
 @pytest.fixture

@@ -125,6 +125,47 @@ def test_the_report_ends_with_the_first_failure() -> None:
     assert lines[-1].endswith("logs/rank2.log")
 
 
+def test_an_error_that_all_ranks_raise_stands_once() -> None:
+    text = render([end(rank, 1, 1.5 + rank / 100, BOOM) for rank in range(8)], held=range(8))
+    assert text.count("Traceback") == 1
+    assert "the other ranks" not in text
+    assert text.splitlines()[-1] == (
+        "paceline: all 8 ranks raised the same error, after 1.5 s: ValueError: boom (exit status 1)"
+    )
+
+
+def test_what_stands_right_above_is_not_repeated() -> None:
+    text = render([end(0, 1, 1.0, BOOM), end(1, 1, 1.1, BOOM)], raw=[0], held=[1])
+    assert text.splitlines()[1:] == [
+        "paceline: all 2 ranks raised the same error, after 1.0 s: ValueError: boom (exit status 1)"
+    ]
+
+
+def test_another_error_of_another_rank_is_shown_unless_it_was() -> None:
+    ends = [end(0, 1, 1.00, BOOM), end(1, 1, 1.05, BOOM.replace("boom", "bang")), end(2, 1, 1.1, LOST)]
+    text = render(ends, held=[0, 1, 2])
+    assert text.count("Traceback") == 2
+    assert text.index("\nValueError: bang") < text.index("\nValueError: boom")
+    assert "  rank 2: PeerLostError: rank 2 died. (exit status 1)" in text
+    assert text.splitlines()[-1].startswith("paceline: rank 0 of 3 failed, after 1.0 s")
+    assert render(ends, held=[0, 2]).count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "words"),
+    [
+        ([end(0, 1, 1.0, BOOM), end(1, 1, 1.0, LOST)], "rank 0 of 2 failed first"),
+        ([end(0, 1, 1.0, BOOM), end(1, -9, 9.0)], "rank 0 of 2 failed first"),
+        ([end(0, 1, 1.0, BOOM), end(1, -9, 1.01)], "rank 0 of 2 failed,"),
+        ([end(0, 1, 1.0, LOST), end(1, 0, 0.9)], "rank 0 of 2 failed,"),
+        ([end(0, 1, 1.0, BOOM), end(1, 1, 1.0, BOOM), end(2, 0)], "ranks 0-1 of 3 raised the same error"),
+        ([end(0, 3, 1.0), end(1, 3, 1.0)], "rank 0 of 2 failed,"),
+    ],
+)
+def test_who_was_first_is_said_only_where_it_is_known(ends: list[RankEnd], words: str) -> None:
+    assert render(ends).splitlines()[-1].startswith(f"paceline: {words}")
+
+
 def test_the_error_of_spawn_carries_everything() -> None:
     error = pickle.loads(pickle.dumps(launch_error(ENDS, "train")))
     assert (error.rank, error.pid, error.exit_status, error.signal) == (2, 102, 1, 0)

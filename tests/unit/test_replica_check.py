@@ -16,8 +16,9 @@ def row(*hashes: int, kind: str = "parameter") -> list[Entry]:
 
 def test_the_minority_is_named() -> None:
     error = differing([row(1, 2, 3), row(1, 2, 3), row(1, 5, 6), row(1, 2, 3)], where="here", seen="why")
-    assert "Rank 2 of 4 has another model than the other ranks: parameter 'w1' is the first of 2 of 3" in str(
-        error
+    assert (
+        "Rank 2 of 4 has another model than the other ranks: 2 of 3 values differ, parameter 'w1' first"
+        in str(error)
     )
     assert error.ranks == (2,) and error.differing == {"w1": (2,), "w2": (2,)}
     assert "why" in error.seen and "rank 2: parameter 'w1', parameter 'w2'" in error.seen
@@ -33,7 +34,7 @@ def test_several_odd_ranks_in_different_values() -> None:
 
 def test_two_halves_have_no_majority() -> None:
     error = differing([row(1), row(2)], where="here")
-    assert str(error).startswith("The 2 replicas of the model differ: parameter 'w0'")
+    assert str(error).startswith("The 2 replicas of the model differ, in 1 of 1 values: parameter 'w0'")
     assert error.ranks == (1,) and "no majority" in error.hint
 
 

@@ -60,7 +60,7 @@ def told(ranks: Sequence[RankRecording]) -> list[str]:
     return [slow.sentence() for slow in slow_ranks(whole_spans(ranks), AT_THE_END)]
 
 
-WAITED = "rank 1 of 3 (host b) was waited for in 100 % of 1000 steps, 8.0 ms of 20.0 ms per step"
+WAITED = "the others waited for rank 1 of 3 (host b) in 100 % of 1000 steps, 8.0 of 20.0 ms per step."
 
 
 @pytest.mark.parametrize(
@@ -76,13 +76,13 @@ WAITED = "rank 1 of 3 (host b) was waited for in 100 % of 1000 steps, 8.0 ms of 
             {Total.STOLEN_NS: 6 * MS},
             {},
             "steal",
-            "other virtual machines had its cores for 6.0 ms per step, those of the others 0.0 ms",
+            "other virtual machines had its cores for 6.0 ms per step, and those of the others for 0.0 ms",
         ),
         (
             {Total.RUN_QUEUE_NS: 7.5 * MS},
             {Total.RUN_QUEUE_NS: 0.1 * MS},
             "busy core",
-            "another process had its core for 7.5 ms per step, those of the others 0.1 ms",
+            "another process had its core for 7.5 ms per step, and those of the others for 0.1 ms",
         ),
         (
             {Total.THROTTLED_NS: 5 * MS},
@@ -114,14 +114,14 @@ WAITED = "rank 1 of 3 (host b) was waited for in 100 % of 1000 steps, 8.0 ms of 
             {Total.BETWEEN_NS: 9 * MS},
             {},
             "between",
-            "from a backward to the next forward it took 9.0 ms per step (data, optimizer and all else: "
+            "between a backward and the next forward it spent 9.0 ms per step (data, optimizer and all else: "
             "--trace tells them apart), the others 2.0 ms",
         ),
         (
             {Total.BETWEEN_NS: 9 * MS, Total.DATA_NS: 0.2 * MS, Total.OPTIMIZER_NS: MS},
             {Total.DATA_NS: 0.2 * MS, Total.OPTIMIZER_NS: MS},
             "between",
-            "from a backward to the next forward it took 9.0 ms per step (of it data loading 0.2 ms, "
+            "between a backward and the next forward it spent 9.0 ms per step (of it data loading 0.2 ms, "
             "optimizer 1.0 ms), the others 2.0 ms",
         ),
         (
@@ -142,7 +142,7 @@ def test_the_cause_is_what_explains_the_longer_work(own: Totals, theirs: Totals,
     ranks = job(BALANCED | theirs, SLOW | own, BALANCED | theirs)
     (slow,) = slow_ranks(whole_spans(ranks), AT_THE_END)
     assert slow.cause is not None and slow.cause.kind == kind
-    assert told(ranks) == [f"{WAITED}: {text}."]
+    assert told(ranks) == [f"{WAITED} Why: {text}."]
 
 
 def test_what_is_small_explains_nothing_and_what_is_not_told_is_no_cause():
@@ -151,7 +151,7 @@ def test_what_is_small_explains_nothing_and_what_is_not_told_is_no_cause():
     assert slow.cause is not None and slow.cause.kind == "computing"
     bare = {total: SLOW[total] for total in (Total.WORKED_NS, Total.TIMES_LAST, Total.HELD_UP_NS)}
     others = {total: BALANCED[total] for total in bare}
-    assert told(job(others, bare, others)) == [f"{WAITED}. The cause could not be told."]
+    assert told(job(others, bare, others)) == [f"{WAITED} The cause is not known."]
 
 
 @pytest.mark.parametrize(
@@ -177,13 +177,16 @@ def test_nothing_is_said_when_it_did_not_matter(ranks: Sequence[RankRecording]):
 
 def test_long_waits_count_however_rare_they_are():
     (sentence,) = told(job(SLOW | {Total.TIMES_LAST: 0.01}, BALANCED, steps=2000))
-    assert sentence.startswith("rank 0 of 2 (host b) was waited for in 1 % of 2000 steps, 8.0 ms of 20.0 ms")
+    assert sentence.startswith(
+        "the others waited for rank 0 of 2 (host b) in 1 % of 2000 steps, 8.0 of 20.0 ms"
+    )
 
 
 def test_of_many_slow_ranks_the_slowest_three_are_named():
     slower = [SLOW | {Total.WORKED_NS: (18 + rank) * MS, Total.TIMES_LAST: 0.3} for rank in range(4)]
     found = told(job(*[BALANCED] * 60, *slower))
-    assert [sentence.split(" of ")[0] for sentence in found] == ["rank 63", "rank 62", "rank 61"]
+    named = [sentence.removeprefix("the others waited for ").split(" of ")[0] for sentence in found]
+    assert named == ["rank 63", "rank 62", "rank 61"]
 
 
 def test_a_warning_comes_once_for_each_rank_and_cause_and_only_when_it_lasts():
@@ -196,7 +199,9 @@ def test_a_warning_comes_once_for_each_rank_and_cause_and_only_when_it_lasts():
     assert watch.look([]) == watch.look(ranks(0, quick, data)) == []
     assert watch.look(ranks(499, quick, data)) == []  # not yet 10 s
     (sentence,) = watch.look(ranks(500, quick, data))
-    assert sentence.startswith("rank 1 of 2 (host b) was waited for in 100 % of the last 500 steps, 8.0 ms")
+    assert sentence.startswith(
+        "the others waited for rank 1 of 2 (host b) in 100 % of the last 500 steps, 8.0 of"
+    )
     assert watch.look(ranks(5000, quick, data)) == []  # it has been said
     # Long steps: not before a hundred of them.
     watch = SlowWatch(WHILE_IT_RUNS)
@@ -215,7 +220,7 @@ def test_what_is_over_is_not_warned_of():
     for total in (Total.WORKED_NS, Total.TIMES_LAST, Total.HELD_UP_NS):
         late[1].last[total] += 1000 * (SLOW[total] - BALANCED[total])
     (sentence,) = watch.look(late)
-    assert "100 % of the last 1000 steps, 8.0 ms" in sentence
+    assert "100 % of the last 1000 steps, 8.0 of" in sentence
 
 
 DATA = SLOW | {Total.DATA_NS: 9 * MS}
@@ -369,7 +374,9 @@ def test_a_job_that_ended_well_says_who_was_slow(tmp_path: Path, exit_status: in
     written(tmp_path, job(BALANCED, SLOW | {Total.CPU_NS: 17 * MS}, BALANCED))
     recording.end(exit_status)
     found = [line for line in said if WAITED in line]
-    assert found == [f"paceline: {WAITED}: it computed for 17.0 ms per step, the others 9.0 ms."] * is_said
+    assert (
+        found == [f"paceline: {WAITED} Why: it computed for 17.0 ms per step, the others 9.0 ms."] * is_said
+    )
 
 
 def test_what_an_earlier_job_left_in_the_folder_is_not_said(tmp_path: Path):
@@ -383,4 +390,4 @@ def test_what_an_earlier_job_left_in_the_folder_is_not_said(tmp_path: Path):
 def test_paceline_trace_says_it_too(tmp_path: Path, capsys):
     written(tmp_path, job(BALANCED, SLOW, BALANCED))
     assert cli.main([f"{tmp_path}/"]) == 0
-    assert f"\n{WAITED}: it waited for something else" in capsys.readouterr().out
+    assert f"\n{WAITED} Why: it waited for something else" in capsys.readouterr().out

@@ -722,7 +722,7 @@ class WrappedModel:
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Record what all ranks do in the context, and write it as a timeline. Collective at both ends.
 
-        The file is in Chrome's trace event format, which https://ui.perfetto.dev and chrome://tracing read:
+        The file is in Chrome's trace event format, which https://ui.perfetto.dev reads:
         per rank the forward, the backward, each bucket, the waiting and for whom, optimizer steps and batches
         of data loaders; over several hosts, by one clock. Rank 0 writes it when all ranks have left the
         context. The last 262,144 records of each rank are kept, some thousands of backward passes.

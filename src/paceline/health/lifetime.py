@@ -17,6 +17,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from paceline import _core
+from paceline.errors import leave_out_inner_frames
 from paceline.rendezvous.deadline import Deadline
 
 _live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()
@@ -28,7 +29,7 @@ _installed_in = 0  # the process; a forked child loses multiprocessing's list of
 
 def watch(core: _core.HostGroup) -> None:
     """Close the group when this process exits, and tell it when this process dies of an exception."""
-    _install()
+    install()
     _live.add(core)
 
 
@@ -62,7 +63,7 @@ def at_failure(tell: Callable[[BaseException], object]) -> None:
 
     For what reaches ranks that share no memory with this one. It must not block.
     """
-    _install()
+    install()
     _at_failure[:] = [told for told in _at_failure if told() is not None]
     _at_failure.append(weakref.WeakMethod(tell))
 
@@ -106,7 +107,8 @@ def _leave() -> None:
         time.sleep(0.001)
 
 
-def _install() -> None:
+def install() -> None:
+    """Do all of this module where this process ends. Once; more calls change nothing."""
     global _installed_in
     if _installed_in == os.getpid():
         return
@@ -115,7 +117,8 @@ def _install() -> None:
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         announce(error)
-        previous(kind, error, traceback)
+        leave_out_inner_frames(error)
+        previous(kind, error, error.__traceback__ or traceback)
 
     sys.excepthook = excepthook
     atexit.register(_leave)

@@ -11,6 +11,7 @@ import errno
 import os
 import re
 import select
+import time
 from collections.abc import Sequence
 
 _LONGEST_LINE = 1 << 20
@@ -46,28 +47,31 @@ class LineBuffer:
 
 
 class TracebackKeeper:
-    """Keeps the lines of a traceback together: several ranks often print theirs at the same moment."""
+    """Holds back a traceback, and what comes after it: the launcher's report may show it instead.
+
+    Ranks often raise the same error at the same moment. Only when a rank has ended is it known whether a
+    traceback was the last of it, or was logged and survived.
+    """
 
     def __init__(self) -> None:
+        self.held_since: float | None = None
+        """When the first line that is held came, by time.monotonic()."""
         self._held: list[bytes] = []
 
     def feed(self, lines: Sequence[bytes]) -> list[bytes]:
-        """The lines that can be shown now: all, but for a traceback whose last line has not come."""
-        shown: list[bytes] = []
-        for line in lines:
-            if self._held:
-                self._held.append(line)
-                if not line.startswith(b" ") or len(self._held) > _LONGEST_TRACEBACK:
-                    shown += self.flush()
-            elif line.startswith(b"Traceback (most recent call last):"):
-                self._held.append(line)
-            else:
-                shown.append(line)
-        return shown
+        """The lines that can be shown now: those before a traceback."""
+        if self._held:
+            self._held += lines
+            return self.flush() if len(self._held) > _LONGEST_TRACEBACK else []
+        for index, line in enumerate(lines):
+            if line.startswith(b"Traceback (most recent call last):"):
+                self._held, self.held_since = list(lines[index:]), time.monotonic()
+                return list(lines[:index])
+        return list(lines)
 
     def flush(self) -> list[bytes]:
-        """What is held, finished or not."""
-        held, self._held = self._held, []
+        """What is held."""
+        held, self._held, self.held_since = self._held, [], None
         return held
 
 

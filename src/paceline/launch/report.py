@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ _LATE_THREAD = (
 _RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # that torch puts before each line of a traceback
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LAST_LINES = 20
+_AT_ONCE_S = 0.1  # the launcher sees the ranks' output no better: which came first is not known
 TIMED_OUT = 124  # exit status of a job stopped for being late, as that of timeout(1)
 
 # What a rank raises because of another one: ours, and those of torch's own backends.
@@ -201,34 +202,73 @@ def evidence(end: RankEnd) -> str:
     return traceback_of(end) or "\n".join(lines[-_LAST_LINES:])
 
 
-def summary(end: RankEnd, nprocs: int) -> str:
-    """One line: which rank failed first, and how."""
-    which = f"rank {end.rank} of {nprocs} failed first" if nprocs > 1 else "the only rank failed"
-    return f"{which}, after {end.after_s:.1f} s (pid {end.pid}): {describe_end(end)}"
+def alike(ends: Sequence[RankEnd], first: RankEnd) -> list[RankEnd]:
+    """The ranks that failed as the first one did, with it."""
+    if not traceback_of(first):
+        return [first]
+    return [end for end in ends if end.is_failure and describe_end(end) == describe_end(first)]
+
+
+def summary(ends: Sequence[RankEnd], first: RankEnd) -> str:
+    """One line: which ranks failed, which of them first if that is known, and how."""
+    same = alike(ends, first)
+    rivals = [end for end in ends if end not in same and end.is_failure and not _severity(end)]
+    which = f"{format_ranks(end.rank for end in same)} of {len(ends)}"
+    if len(ends) == 1:
+        which = "the only rank failed"
+    elif len(same) == len(ends):
+        which = f"all {len(ends)} ranks raised the same error"
+    elif len(same) > 1:
+        which += " raised the same error"
+    elif _severity(first) or any(end.after_s - first.after_s < _AT_ONCE_S for end in rivals):
+        which += " failed"
+    else:
+        which += " failed first"
+    pid = f" (pid {first.pid})" if len(same) == 1 else ""
+    return f"{which}, after {first.after_s:.1f} s{pid}: {describe_end(first)}"
 
 
 def others(ends: Sequence[RankEnd], first: RankEnd) -> list[str]:
-    """What became of the other ranks, one line for those to whom the same happened."""
+    """What became of the ranks that did not fail as the first, one line for those with the same end."""
     ranks: dict[str, list[int]] = {}
+    same = alike(ends, first)
     for end in sorted(ends, key=lambda end: end.rank):
-        if end.rank != first.rank:
+        if end not in same:
             ranks.setdefault(describe_end(end), []).append(end.rank)
     return [f"{format_ranks(who)}: {what}" for what, who in ranks.items()]
 
 
-def render(ends: Sequence[RankEnd], *, log_dir: str | None = None) -> str:
-    """The launcher's last words about a failed job: the first failure stands last, where people look."""
+def render(
+    ends: Sequence[RankEnd],
+    *,
+    raw: Collection[int] = (),
+    held: Collection[int] = (),
+    log_dir: str | None = None,
+) -> str:
+    """The launcher's last words about a failed job: the first failure stands last, where people look.
+
+    Args:
+        ends: How each rank ended.
+        raw: Ranks whose standard error was shown as it came.
+        held: Ranks whose traceback was not shown. Of those that lost another rank, the line is enough.
+        log_dir: Where the whole output of each rank is.
+    """
     first = first_failure(ends)
     assert first is not None
     parts = []
+    same = alike(ends, first)
     rest = others(ends, first)
     if rest:
         parts.append("\n".join(["paceline: the other ranks:", *(f"  {line}" for line in rest)]))
-    said = evidence(first) if len(ends) > 1 else ""  # of a single rank it stands right above
-    if said:
-        title = "traceback" if traceback_of(first) else "last lines on standard error"
-        parts.append(f"paceline: rank {first.rank}'s {title}:\n{said}")
-    last = f"paceline: {summary(first, len(ends))}"
+    causes = {describe_end(end): end for end in ends if end.rank in held and not _severity(end)}
+    shown = [end for end in causes.values() if end not in same]
+    if not any(end.rank in raw for end in same):  # else it stands right above
+        shown.append(first)
+    for end in shown:
+        if said := evidence(end):
+            title = "traceback" if traceback_of(end) else "last lines on standard error"
+            parts.append(f"paceline: rank {end.rank}'s {title}:\n{said}")
+    last = f"paceline: {summary(ends, first)}"
     if log_dir is not None:
         last += f"\n  its whole output is in {log_dir}/rank{first.rank}.log"
     return "\n" + "\n\n".join([*parts, last])
@@ -241,7 +281,7 @@ def launch_error(ends: Sequence[RankEnd], name: str) -> LaunchError:
     failures = sorted(
         (end for end in ends if end.is_failure), key=lambda end: (end is not first, end.after_s)
     )
-    summary_line = summary(first, len(ends))
+    summary_line = summary(ends, first)
     return LaunchError(
         summary_line[0].upper() + summary_line[1:],
         where=f"{name} on {len(ends)} ranks",

@@ -10,6 +10,7 @@ import sys
 import traceback
 from types import TracebackType
 
+from paceline.errors import leave_out_inner_frames
 from paceline.launch import payload
 from paceline.launch.memory_file import read_memory_file
 from paceline.stacks import answer_requests
@@ -56,6 +57,7 @@ def run_rank(payload_fd: int) -> None:
     except BaseException as error:
         _tell_other_ranks(error)
         # Without this frame: the user's own function comes first.
+        leave_out_inner_frames(error)
         frames = error.__traceback__ and error.__traceback__.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames))
         os.write(error_fd, text.encode(errors="replace"))

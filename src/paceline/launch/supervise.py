@@ -53,6 +53,7 @@ class _Rank:
     started_at: float
     stopped_by: int = 0  # the last signal that we sent it
     end: report.RankEnd | None = None
+    is_traceback_held: bool = False  # what ended it is left to the report
 
 
 @dataclass(frozen=True)
@@ -118,6 +119,7 @@ class Supervisor:
                 key.data()
             self._take_due_step()
             if self._stop is None:
+                self._show_survived_tracebacks()
                 self._recording.look()
                 self._look_at_last_ranks()
         return self._finish()
@@ -229,7 +231,7 @@ class Supervisor:
                 output = output or channel.tail.decode(errors="replace")
                 if status == 1 and channel.traceback_at is not None:
                     ended_at = channel.traceback_at  # what came after it is the interpreter's way out
-        rank.end = report.RankEnd(
+        end = rank.end = report.RankEnd(
             rank=rank.rank,
             pid=rank.process.pid,
             status=status,
@@ -237,7 +239,12 @@ class Supervisor:
             stopped_by=rank.stopped_by,
             output=output,
         )
-        if rank.end.is_failure and self._stop is None:
+        for channel in rank.wiring.channels:
+            if report.traceback_of(end) and channel.take_held():
+                rank.is_traceback_held = True
+            else:
+                channel.show_held()
+        if end.is_failure and self._stop is None:
             # The others normally raise by themselves within milliseconds: give them the time to say so.
             grace_s = self._plan.options.grace_s
             self._stop = _Stop(None, (signal.SIGTERM, signal.SIGKILL), ended_at + grace_s, grace_s)
@@ -245,6 +252,15 @@ class Supervisor:
         if self._stop is None and running:
             is_most = 2 * len(running) > self._plan.nprocs
             self._last_ranks.begin([other.process.pid for other in running], is_most=is_most)
+
+    def _show_survived_tracebacks(self) -> None:
+        """Show tracebacks whose ranks have not ended since."""
+        for channel in self._channels():
+            if channel.seconds_to_hold() == 0.0:
+                channel.show_held()
+
+    def _channels(self) -> list[Channel]:
+        return [channel for rank in self._ranks for channel in rank.wiring.channels]
 
     def _caught_exception(self, rank: int) -> str:
         """The traceback that a rank of `spawn` left for us."""
@@ -312,11 +328,11 @@ class Supervisor:
         self._stop = replace(self._stop, next_at=time.monotonic() + grace_s)
 
     def _seconds_to_sleep(self) -> float | None:
-        seconds = self._seconds_to_deadline()
-        if self._stop is not None:
-            return seconds
-        looks = [seconds, self._recording.seconds_to_look(), self._last_ranks.seconds_to_look()]
-        return min(look for look in looks if look is not None)
+        seconds = [self._seconds_to_deadline()]
+        if self._stop is None:
+            seconds += [channel.seconds_to_hold() for channel in self._channels()]
+            seconds += [self._recording.seconds_to_look(), self._last_ranks.seconds_to_look()]
+        return min((each for each in seconds if each is not None), default=None)
 
     def _seconds_to_deadline(self) -> float | None:
         due = []
@@ -363,7 +379,7 @@ class Supervisor:
     # The end
 
     def _finish(self) -> int:
-        channels = [channel for rank in self._ranks for channel in rank.wiring.channels]
+        channels = self._channels()
         for channel in channels:
             channel.drain()
         ends = [rank.end for rank in self._ranks if rank.end is not None]
@@ -382,7 +398,9 @@ class Supervisor:
                 ends=[report.to_json(end) for end in ends], exit_status=exit_status, is_failure=is_failure
             )
         elif is_failure:
-            self._screen.say(report.render(ends, log_dir=self._plan.options.log_dir))
+            raw = [r.rank for r in self._ranks if any(channel.is_raw for channel in r.wiring.channels)]
+            held = [rank.rank for rank in self._ranks if rank.is_traceback_held]
+            self._screen.say(report.render(ends, raw=raw, held=held, log_dir=self._plan.options.log_dir))
         return exit_status
 
     def _exit_status(self, ends: Sequence[report.RankEnd]) -> tuple[int, bool]:

@@ -21,6 +21,7 @@ from paceline.launch.output import LineBuffer, Screen, TracebackKeeper
 _READ_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 16
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
+_HELD_S = 10.0  # a rank that has raised has ended by then, or has caught the error, or hangs
 _DRAINED_READS = 64  # more than a pipe holds: a grandchild that never stops writing must not keep us
 
 
@@ -79,10 +80,11 @@ class Channel:
         stream: 1 or 2: which of the launcher's streams shows it.
         prefix: What stands before each line; None: pass bytes as they are.
         log: A file that gets every byte too.
+        rank: Whose it is: torch's own mark of this rank, before each line of a traceback, is left out.
     """
 
     def __init__(
-        self, screen: Screen, fd: int, stream: int, prefix: bytes | None, log: RankLog | None
+        self, screen: Screen, fd: int, stream: int, prefix: bytes | None, log: RankLog | None, rank: int
     ) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
@@ -94,6 +96,7 @@ class Channel:
         self._stream = stream
         self._prefix = prefix
         self._log = log
+        self._mark = b"[rank%d]: " % rank
         self._lines = LineBuffer()
         self._tracebacks = TracebackKeeper()
 
@@ -117,13 +120,38 @@ class Channel:
             if not self.is_open or not self.read():
                 return
 
+    @property
+    def is_raw(self) -> bool:
+        """Whether bytes pass as they are, tracebacks included."""
+        return self._prefix is None
+
+    def seconds_to_hold(self) -> float | None:
+        """For how long a traceback is still held back; None: none is."""
+        since = self._tracebacks.held_since
+        return None if since is None else max(0.0, since + _HELD_S - time.monotonic())
+
+    def show_held(self) -> None:
+        """Show a traceback that was held back."""
+        if self._prefix is not None:
+            self._screen.write_lines(self._stream, self._prefix, self._tracebacks.flush())
+
+    def take_held(self) -> bool:
+        """Leave a traceback that was held back to the report; False where there is none."""
+        if self._tracebacks.held_since is None:
+            return False
+        self._lines.flush()
+        self._tracebacks.flush()
+        return True
+
     def close(self) -> None:
-        """Show an unfinished last line, and give the descriptor back; only the first call counts."""
+        """Show an unfinished last line, and give the descriptor back; only the first call counts.
+
+        A traceback that is held back stays so: the end of the stream comes before that of the rank.
+        """
         if self.fd < 0:
             return
         if self._prefix is not None:
-            lines = self._tracebacks.feed(self._lines.flush()) + self._tracebacks.flush()
-            self._screen.write_lines(self._stream, self._prefix, lines)
+            self._show_lines(self._lines.flush())
         os.close(self.fd)
         self.is_open, self.fd = False, -1
 
@@ -137,8 +165,12 @@ class Channel:
         if self._prefix is None:
             self._screen.write_raw(self._stream, data)
         else:
-            lines = self._tracebacks.feed(self._lines.feed(data))
-            self._screen.write_lines(self._stream, self._prefix, lines)
+            self._show_lines([line.removeprefix(self._mark) for line in self._lines.feed(data)])
+
+    def _show_lines(self, lines: list[bytes]) -> None:
+        assert self._prefix is not None
+        shown = self._tracebacks.feed(lines) if self.is_error_output else lines
+        self._screen.write_lines(self._stream, self._prefix, shown)
 
 
 @dataclass
@@ -186,7 +218,7 @@ def connect(screen: Screen, rank: int, nprocs: int, prefix: str, log: RankLog | 
         else:
             reader, fds[stream] = os.pipe()
         text = None if is_raw else b"" if prefix == "never" else screen.prefix(rank, stream)
-        channels[stream] = Channel(screen, reader, stream, text, log)
+        channels[stream] = Channel(screen, reader, stream, text, log, rank)
     wiring = Wiring(fds[1], fds[2], list(channels.values()), master)
     copy_window_size(wiring)
     return wiring

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError, ModelMismatchError, PacelineError, format_ranks
+from paceline.health import lifetime
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import read_of_ranks
 
@@ -112,6 +113,7 @@ def telling_peers(
         find: What connects the ranks, and its time-out; None: nothing does yet.
         doing: What the rank could not do then, in words.
     """
+    lifetime.install()
     try:
         yield
     except ConfigError as error:

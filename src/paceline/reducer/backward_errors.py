@@ -155,10 +155,11 @@ def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) 
     world_size = len(unused_by_rank)
     who = sorted({rank for ranks in ranks_of.values() for rank in ranks})
     everywhere = len(who) == world_size and all(len(ranks) == world_size for ranks in ranks_of.values())
+    where = f"any of the {world_size} ranks" if everywhere and world_size > 1 else _of_world(who, world_size)
     return UnusedParameterError(
         f"{len(ranks_of)} of {_counted(len(names), 'parameter')} got no gradient on "
-        f"{_of_world(who, world_size)}.",
-        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        f"{where if everywhere or len(who) < world_size else f'some of the {world_size} ranks'}.",
+        where="the end of backward; the gradients of this backward are not to be used, on any rank",
         seen=_rows(ranks_of, names),
         likely="the loss does not depend on these parameters"
         + ("" if everywhere else ", or these ranks took another branch in forward, or froze them"),
@@ -172,11 +173,12 @@ def globally_unused_warning(indices: Sequence[int], names: Sequence[str], world_
     """No rank gave these parameters a gradient, and that is allowed.
 
     Example:
-        "1 of 4 parameters got no gradient on all 2 ranks: head.bias."
+        "1 of 4 parameters got no gradient on any of the 2 ranks: head.bias."
     """
+    where = f"any of the {world_size} ranks" if world_size > 1 else "rank 0 of 1"
     return (
-        f"{len(indices)} of {_counted(len(names), 'parameter')} got no gradient on "
-        f"{_of_world(range(world_size), world_size)}: {shorten([names[index] for index in indices])}.\n"
+        f"{len(indices)} of {_counted(len(names), 'parameter')} got no gradient on {where}: "
+        f"{shorten([names[index] for index in indices])}.\n"
         "  seen: nothing differs between the ranks; `.grad` of these parameters stays as it was\n"
         "  likely: the loss does not depend on these parameters\n"
         "  hint: if that is meant, find_unused_parameters=True is silent; if some ranks use them later and "
@@ -236,7 +238,7 @@ def check_twice(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> Non
     twice = tuple(names[index] for index in sorted(ranks_of))
     raise GraphChangedError(
         f"The gradient of '{shorten(twice)}' came twice in one backward, on {who}.",
-        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        where="the end of backward; the gradients of this backward are not to be used, on any rank",
         seen=_rows(ranks_of, names),
         likely="a parameter that several segments of reentrant activation checkpointing use",
         hint="checkpoint with use_reentrant=False; or promise static_graph=True, which learns it from the "
@@ -262,7 +264,7 @@ def check_refused(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> N
     refused = tuple(names[index] for index in sorted(ranks_of))
     raise ConfigError(
         f"The gradient of '{shorten(refused)}' cannot be averaged on {who}.",
-        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        where="the end of backward; the gradients of this backward are not to be used, on any rank",
         seen=_rows(ranks_of, names),
         likely="a hook, or a conversion of the model, that is on these ranks only",
         hint="the error on these ranks says what is wrong with it",
@@ -296,7 +298,7 @@ def check_weighed(
     raise ConfigError(
         found.pop("summary"),
         where=f"{_of_world(ranks, len(statuses))}, at the end of backward; "
-        "the gradients of this backward are of no use, on any rank",
+        "the gradients of this backward are not to be used, on any rank",
         **found,
     )
 
@@ -305,7 +307,7 @@ def swapped_error(name: str, where: str) -> ConfigError:
     """The error for a parameter that has lost the hooks which weigh its gradient."""
     return ConfigError(
         f"The gradient of '{name}' came unweighted: it is another tensor than when it was wrapped.",
-        where=f"{where}, the end of backward; the gradients of this backward are of no use, on any rank",
+        where=f"{where}, the end of backward; the gradients of this backward are not to be used, on any rank",
         likely="torch.utils.swap_tensors(); or .to() or load_state_dict() with "
         "torch.__future__.set_swap_module_params_on_conversion(True)",
         hint="convert and load before wrapping; or wrap `ddp.module` again, on every rank",
@@ -329,7 +331,7 @@ def graph_changed_error(
     rows = [("no gradient any more", lost), ("no gradient in the first backward", gained)]
     return GraphChangedError(
         "The graph changed, although static_graph=True promised that it would not.",
-        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        where="the end of backward; the gradients of this backward are not to be used, on any rank",
         seen="\n".join(f"{what}, {_rows(ranks_of, names)}" for what, ranks_of in rows if ranks_of),
         likely="a branch in forward that some steps take and others don't",
         hint="pass find_unused_parameters=True instead of static_graph=True",
@@ -366,7 +368,8 @@ def skipped_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
         hint = "return tensors, tuples, lists or dicts of them, or make as many forwards on every rank"
         likely = "other numbers of forwards, whose outputs are in objects in which no tensor is found"
     elif usual < max(ranks_of):
-        likely = "a `continue` between forward and backward, on some ranks only"
+        likely = "a `continue` between forward and backward, or a forward just to look, on some ranks only"
+        hint += "; a forward that does not train belongs under no_grad()"
     else:
         likely = "a forward in a branch that only some ranks took"
     counts: dict[tuple[int, int], list[int]] = {}
@@ -374,7 +377,7 @@ def skipped_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
         counts.setdefault((status.forwards, status.reached), []).append(rank)
     return SkippedPassError(
         f"{_of_world(odd, world_size).capitalize()} skipped a forward or a backward that others made.",
-        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        where="the end of backward; the gradients of this backward are not to be used, on any rank",
         seen="\n".join(
             f"{format_ranks(ranks)}: {_counted(forwards, 'forward')} since the last backward"
             + (f", {forwards - reached} of which this backward has not reached" if reached < forwards else "")
@@ -395,7 +398,7 @@ def uneven_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
     without = [rank for rank, status in enumerate(statuses) if status.finished]
     return SkippedPassError(
         f"{_of_world(without, len(statuses)).capitalize()} exhausted the inputs before the others.",
-        where="the end of backward; the gradients of this backward are of no use, on any rank",
+        where="the end of backward; the gradients of this backward are not to be used, on any rank",
         expected="as many batches on every rank, because of throw_on_early_termination=True",
         hint="leave it out: then join() lets the others go on",
         ranks=tuple(without),
@@ -405,7 +408,7 @@ def uneven_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
 def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassError:
     return SkippedPassError(
         f"The backward of {_of_world(ranks, world_size)} ended in an exception.",
-        where="this backward; its gradients are of no use, on any rank",
+        where="this backward; its gradients are not to be used, on any rank",
         seen=f"{format_ranks(ranks)} began another forward or backward after that",
         likely="an error raised inside backward (out of memory, a failing hook) that the script caught",
         hint="look at the output there for the exception; after one, make every rank repeat the step",
@@ -572,7 +575,7 @@ def check_promises(statuses: Sequence[BackwardStatus]) -> None:
     if promised and others:
         raise ModelMismatchError(
             "The ranks train with different arguments: static_graph differs.",
-            where="the end of backward; the gradients of this backward are of no use, on any rank",
+            where="the end of backward; the gradients of this backward are not to be used, on any rank",
             seen=f"{format_ranks(promised)}: static_graph=True\n{format_ranks(others)}: static_graph=False",
             likely="_set_static_graph() was called on some ranks only",
             hint="call it on every rank, before the first backward; or pass static_graph=True when wrapping",

@@ -554,7 +554,7 @@ class BufferSync:
         if not writers:
             return
         if self._ops.refuses_writes:
-            where += "; the gradients of this backward are of no use, on any rank"
+            where += "; the gradients of this backward are not to be used, on any rank"
             raise _written_apart(writers, self._communicator.world_size, where)
         if not self._has_warned:
             where += "; the buffers of rank 0 are now on every rank"

@@ -404,7 +404,7 @@ class ProcessGroupReducer(ReportingReducer):
         raise MismatchError(
             f"Rank {transport.rank} of {transport.world_size} averaged gradients of another model than "
             f"{format_ranks(unknown_peers)}.",
-            where="the end of backward; the gradients of this backward are of no use, on any rank",
+            where="the end of backward; the gradients of this backward are not to be used, on any rank",
             seen=f"{format_ranks(unknown_peers)} averaged buckets of several wrapped models in another order",
             likely="a rank skipped a model's backward after an exception that it caught, or in a branch, or "
             "ran the backward passes of several models in another order",

@@ -75,12 +75,10 @@ def differing(rows: Sequence[Sequence[Entry]], *, where: str, seen: str = "") ->
         verb = "has" if len(ranks) == 1 else "have"
         summary = (
             f"{format_ranks(ranks).capitalize()} of {world_size} {verb} another model than the other ranks: "
-            f"{kind} '{name}' is the first of {total} values that differ."
+            f"{total} values differ, {kind} '{name}' first."
         )
     else:
-        summary = (
-            f"The {world_size} replicas of the model differ: {kind} '{name}' is the first of {total} values."
-        )
+        summary = f"The {world_size} replicas of the model differ, in {total} values: {kind} '{name}' first."
     return ReplicasDifferError(
         summary,
         where=where,

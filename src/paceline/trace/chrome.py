@@ -1,4 +1,4 @@
-"""Timelines in Chrome's trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing read.
+"""Timelines in Chrome's trace event format, which Perfetto (ui.perfetto.dev) reads.
 
 A process is a host, a thread is a rank (and a model, where there are several); an arrow leads from the rank
 that came last to each one that waited for it. Times are in microseconds since the first slice. Pure, but for

@@ -209,7 +209,8 @@ def find(name: str) -> Path:
         f"There is no job {name!r} of yours that has recorded anything.",
         where=str(users_folder()),
         seen=squatter() or folders_of_others(),
-        likely="the job ended without an error, which leaves nothing, or ten others have failed since",
+        likely="the job ended without an error (its recording is then removed), or more than ten jobs have "
+        "failed since",
         hint="`paceline trace` lists the jobs; `paceline run --trace out.json` keeps a recording in any case",
     )
 

@@ -117,15 +117,15 @@ class SlowRank:
         """For people.
 
         Example:
-            "rank 3 of 8 (host b) was waited for in 91 % of 1240 steps, 4.2 ms of 20.1 ms per step: its data
-            loading took 4.4 ms per step, that of the others 0.2 ms."
+            "the others waited for rank 3 of 8 (host b) in 91 % of 1240 steps, 4.2 of 20.1 ms per step. Why:
+            its data loading took 4.4 ms per step, that of the others 0.2 ms."
         """
         span = self.span
         return (
-            f"rank {span.rank} of {span.world_size} (host {span.host}) was waited for in "
-            f"{100 * self.share:.0f} % of {when}{span.passes} steps, {_ms(self.held_up_ns)} of "
-            f"{_ms(span.step_ns)} per step"
-            + (f": {self.cause.text}." if self.cause else ". The cause could not be told.")
+            f"the others waited for rank {span.rank} of {span.world_size} (host {span.host}) in "
+            f"{100 * self.share:.0f} % of {when}{span.passes} steps, {self.held_up_ns / 1e6:.1f} of "
+            f"{_ms(span.step_ns)} per step. "
+            + (f"Why: {self.cause.text}." if self.cause else "The cause is not known.")
         )
 
 
@@ -266,7 +266,8 @@ def _tell_between(span: Span, others: Sequence[Span]) -> str:
     told = [f"{name} {_ms(value)}" for name, value in known.items() if value is not None]
     parts = f"of it {', '.join(told)}" if told else "data, optimizer and all else: --trace tells them apart"
     return (
-        f"from a backward to the next forward it took {_ms(own)} per step ({parts}), the others {_ms(theirs)}"
+        f"between a backward and the next forward it spent {_ms(own)} per step ({parts}), "
+        f"the others {_ms(theirs)}"
     )
 
 
@@ -279,11 +280,11 @@ _CAUSES: Mapping[str, tuple[_Explains, _Tells]] = {
     ),
     "steal": _times(
         Total.STOLEN_NS,
-        "other virtual machines had its cores for {own} per step, those of the others {others}",
+        "other virtual machines had its cores for {own} per step, and those of the others for {others}",
     ),
     "busy core": _times(
         Total.RUN_QUEUE_NS,
-        "another process had its core for {own} per step, those of the others {others}",
+        "another process had its core for {own} per step, and those of the others for {others}",
     ),
     "disk": _faults(
         Total.MAJOR_FAULTS,

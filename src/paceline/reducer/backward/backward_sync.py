@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, final
 
@@ -54,6 +54,7 @@ from paceline.reducer.replica_check import Entry
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
 
+_log = logging.getLogger("paceline")
 _NOT_FINITE = int(Outcome.NONFINITE | Outcome.OVERFLOWED)
 _TOLD, _FINISHED = int(Outcome.TOLD), int(Outcome.FINISHED)
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
@@ -417,7 +418,7 @@ class BackwardSync(Generic[AnyAutograd]):
         is_made = hasattr(self, "planning") and not self._is_lost  # else making it has raised
         waiting = self.reducer.waiting_ranks() if is_made and os.getpid() == self.state.pid else []
         if waiting:
-            warnings.warn(exit_warning(self.who, waiting, self.among), RuntimeWarning, stacklevel=2)
+            _log.warning("paceline: %s", exit_warning(self.who, waiting, self.among))
 
     def broadcast_model(self, root: int) -> None:
         """Give every rank the parameters and buffers of the rank `root`. Collective.

@@ -143,9 +143,8 @@ class ManagedTensors:
         kinds = {p.device.type for p in self.all_parameters.values()}
         if device is not None and kinds and device.type not in kinds:
             raise ConfigError(
-                "DistributedDataParallel: device_ids names a device where the module is not.",
-                seen=f"parameters on {', '.join(sorted(kinds))}",
-                got=f"device_ids of kind {device.type}",
+                f"DistributedDataParallel: device_ids names {device}, but the module is on "
+                f"{' and '.join(sorted(kinds))}.",
                 hint="leave device_ids out; or move the module there before wrapping it",
             )
 
