@@ -97,6 +97,7 @@ nb::dict describe_failure(const Failure& failure, HostGroup* group) {
   facts["reason"] = static_cast<uint32_t>(failure.reason);
   facts["culprit"] = failure.culprit;
   facts["waited_s"] = failure.waited_s;
+  facts["left_s"] = failure.left_s;
   facts["message"] = as_text(failure.message);
   facts["thread"] = failure.thread;
   facts["errno"] = failure.error_number;

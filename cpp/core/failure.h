@@ -87,6 +87,8 @@ struct Failure {
   uint64_t waiting[2] = {};
   /// How long this rank had waited.
   double waited_s = 0;
+  /// Of a warning: until the wait ends with an error.
+  double left_s = 0;
   /// What the rank that raised has said, or what the failed system call did.
   std::string message = {};
   /// kNoTurn: the thread of this process that is in a collective.

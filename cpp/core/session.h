@@ -36,6 +36,16 @@ struct GroupOptions {
   double spin_us = -1;
 };
 
+/// When, after the start of a wait, a late rank is named again: with the default
+/// of 10 s after 30 s, after 1, 2 and 5 minutes, and then every 5 minutes.
+inline int64_t next_warning_ns(int64_t warn_after_ns, int64_t waited_ns) {
+  const int64_t unit_ns = std::max<int64_t>(warn_after_ns, 1'000'000);
+  for (const int64_t times : {3, 6, 12}) {
+    if (waited_ns < times * unit_ns) return times * unit_ns;
+  }
+  return (waited_ns / (30 * unit_ns) + 1) * 30 * unit_ns;
+}
+
 inline constexpr int64_t kSignalRecheckNs = 500'000'000;
 /// Who waits looks again every kSignalRecheckNs; who has not looked for so long
 /// is stopped, in a wait that may be over.
@@ -186,7 +196,8 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
   }
 
   const int64_t deadline_ns = start_ns + timeout_ns;
-  int64_t warn_ns = start_ns + seconds_to_ns(patience().warn_after_s);
+  const int64_t warn_after_ns = seconds_to_ns(patience().warn_after_s);
+  int64_t warn_ns = start_ns + warn_after_ns;
   Header& header = mapping_.header();
   RankLine& own = mapping_.own_line();
   Hooks* const hooks = current_hooks;
@@ -264,8 +275,9 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
       fail_deadline(so_far);
     }
     if (now >= warn_ns) {
+      so_far.left_s = static_cast<double>(deadline_ns - now) * 1e-9;
       if (hooks != nullptr) hooks->slow(so_far);
-      warn_ns = INT64_MAX;
+      warn_ns = start_ns + next_warning_ns(warn_after_ns, now_ns() - start_ns);
     }
     const FutexWait waits[] = {{&word, seen},
                                {&header.abort, 0},

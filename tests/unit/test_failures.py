@@ -51,6 +51,7 @@ def facts(reason, **details):
         "late": [2],
         "waiting": [],
         "waited_s": 1.25,
+        "left_s": 1740.0,
         "message": "",
         "errno": 0,
         "thread": threading.main_thread().ident,
@@ -282,11 +283,13 @@ def test_ranks_of_a_host_that_wait_have_the_numbers_of_all():
 
 def test_a_slow_wait_is_told_in_one_line_and_what_was_seen():
     told = describe_slow(facts(Reason.DEADLINE, waited_s=10.04))
-    first, second = told.splitlines()
+    first, second, third = told.splitlines()
     assert first == (
         "rank 1 of 4 has waited 10.0 s for rank 2 in group 'world', all_reduce(float32 x 1000, sum), call #7"
     )
     assert second.startswith("rank 2 (pid 1002) is alive")
+    assert third.startswith("the wait ends with an error in 29 min (timeout_s).")
+    assert third.endswith("`paceline stacks 1002` shows where it is")
 
 
 def test_a_mismatch_lists_each_call_once():

@@ -163,12 +163,51 @@ def make_error(facts: Facts) -> PacelineError:
 
 
 def describe_slow(facts: Facts) -> str:
-    """A warning's text: whom this rank has been waiting for."""
+    """A warning's text: whom this rank has been waiting for, until when, and what to look at.
+
+    Example:
+        "rank 0 of 2 has waited 10.0 s for rank 1 in group 'world', all_reduce(float32 x 1000, sum), call #7
+        rank 1 (pid 1002) is alive; last call: barrier(), call #6
+        the wait ends with an error in 29 min (timeout_s). Most often such a rank has run out of data or took
+        another branch; `paceline stacks 1002` shows where it is"
+    """
     facts = renumbered(facts)
-    return (
+    pids = [facts["ranks"][rank]["pid"] for rank in facts["late"] if facts["ranks"][rank]["pid"]]
+    where = f"; `paceline stacks {pids[0]}` shows where it is" if pids else ""
+    lines = [
         f"rank {facts['rank']} of {facts['world_size']} has waited {facts['waited_s']:.1f} s for "
-        f"{_awaited(facts)} in group {facts['group']!r}, {_doing(facts)}\n{describe_late(facts)}"
-    )
+        f"{_awaited(facts)} in group {facts['group']!r}, {_doing(facts)}",
+        describe_late(facts),
+        f"the wait ends with an error in {in_words(facts['left_s'])} (timeout_s). Most often such a rank has "
+        f"run out of data or took another branch{where}",
+    ]
+    return "\n".join(filter(None, lines))
+
+
+def in_words(seconds: float) -> str:
+    """A time to come, as people say it.
+
+    Example:
+        >>> in_words(1740.2), in_words(45.3), in_words(0.25)
+        ('29 min', '45 s', '0.2 s')
+    """
+    if seconds >= 120:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+
+
+def next_warning_s(warn_after_s: float, waited_s: float) -> float:
+    """When, after the start of a wait, a late rank is named again; the core's next_warning_ns.
+
+    Example:
+        >>> [next_warning_s(10.0, waited_s) for waited_s in (10.0, 30.0, 61.0, 120.0, 300.0, 301.0)]
+        [30.0, 60.0, 120.0, 300.0, 600.0, 600.0]
+    """
+    unit_s = max(warn_after_s, 1e-3)
+    for times in (3, 6, 12):
+        if waited_s < times * unit_s:
+            return times * unit_s
+    return (waited_s // (30 * unit_s) + 1) * 30 * unit_s
 
 
 def _awaited(facts: Facts) -> str:

@@ -7,7 +7,6 @@ bucket it was and which parameters lie in it, and asks a peer monitor for the ra
 from __future__ import annotations
 
 import copy
-import math
 import time
 import warnings
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from paceline.collectives.failures import in_words, next_warning_s
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError
 from paceline.health.peer_errors import late_error
 from paceline.health.peer_monitor import PeerMonitor
@@ -116,11 +116,13 @@ class ProcessGroupWaits:
                 raise self._late(what)
             if waited_s > warns_at_s:
                 warnings.warn(
-                    f"{self._who} has waited {waited_s:.0f} s for some rank: {self._where(what)}",
+                    f"{self._who} has waited {waited_s:.0f} s for some rank: {self._where(what)}\n"
+                    f"  the wait ends with an error in {in_words(self._timeout_s - waited_s)} (timeout_s). "
+                    "Most often a rank has run out of data or took another branch",
                     RuntimeWarning,
                     stacklevel=2,
                 )
-                warns_at_s = math.inf
+                warns_at_s = next_warning_s(self._warn_after_s, waited_s)
             if self.peer_monitor is not None and naps >= _USUAL_NAPS:
                 if not is_told:
                     is_told = True
