@@ -2,7 +2,7 @@
 
 Trains on handwritten digits in three ways that take turns: N processes with Paceline, one process with all
 cores and the same global batches, and N processes with torch's own DistributedDataParallel on Gloo. Prints a
-table, bars, and one sentence that says whether it pays here; `--output demo.png` draws them. On a busy
+table, bars, and one sentence that says whether it is faster here; `--output demo.png` draws them. On a busy
 machine it trains for less, says so, and shows what it could measure. Ends with exit status 1 if the replicas
 differ or the model is not good enough. `make demo-paddle` does the same with `examples/paddle_digits.py` and
 paddle.DataParallel.
@@ -376,7 +376,7 @@ def ratio(some: Sequence[Run | None], others: Sequence[Run | None]) -> Ratio | N
 
 
 def conclusion(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequence[Run | None]]) -> str:
-    """Whether data parallelism pays for this model on this machine, and no more than the rounds tell."""
+    """Whether data parallelism is faster for this model on this machine, and no more than the rounds tell."""
     ours, alone, theirs = runs
     gain, over_theirs = ratio(ours, alone), ratio(ours, theirs)
     ranks = ways[0].ranks
@@ -385,7 +385,7 @@ def conclusion(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequenc
     elif len(ours) < LEAST_ROUNDS:
         text = f"Fewer than {LEAST_ROUNDS} rounds tell nothing for sure: --rounds {LEAST_ROUNDS}."
     elif gain.low > 1:
-        text = f"It pays here: {ranks} processes train {gain} as fast as one process with all cores. "
+        text = f"It is faster here: {ranks} processes train {gain} as fast as one process with all cores. "
         text += framework.why
     elif gain.high < 1:
         text = (

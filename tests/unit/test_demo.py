@@ -37,7 +37,7 @@ def said(
 
 def test_it_pays_only_if_every_round_says_so(demo: ModuleType) -> None:
     pays = said(demo, [150, 160, 170], [100, 100, 100], [80, 80, 80])
-    assert pays.startswith("It pays here: 2 processes train 1.60x (1.50 to 1.70) as fast as one process")
+    assert pays.startswith("It is faster here: 2 processes train 1.60x (1.50 to 1.70) as fast as one process")
     assert "They train 2.00x (1.88 to 2.12) as fast as with torch's DDP." in pays
     unsure = said(demo, [150, 160, 90], [100, 100, 100], [80, 200, 80])
     assert unsure.startswith(
@@ -66,7 +66,7 @@ def test_runs_of_other_bits_are_told(demo: ModuleType) -> None:
 def test_what_could_not_be_measured_is_said(demo: ModuleType, capsys) -> None:
     assert said(demo, [None], [100], [50]).startswith("Whether it is faster here could not be measured")
     text = said(demo, [150, 160, 170], [100, None, 100], [None, None, None])
-    assert text.startswith("It pays here: 2 processes train 1.60x (1.50 to 1.70)")
+    assert text.startswith("It is faster here: 2 processes train 1.60x (1.50 to 1.70)")
     assert "Against torch's DDP: could not be measured." in text
     framework = demo.FRAMEWORKS["torch"]
     weights = {"weight": np.zeros(3, np.float32)}

@@ -288,10 +288,15 @@ class Model:
     def __init__(self) -> None:
         self.passes = 0
         self.records = _core.BackwardRecords(samples_in)
-        self.totals = ModelTotals(1, self.arrivals, self.records)
+        self.totals = ModelTotals(1, self.times, self.records)
 
-    def arrivals(self) -> tuple[int, list[int], list[int], list[int]]:
-        return self.passes, [1, 10 * self.passes], [2, self.passes], [3, 100 * self.passes]
+    def times(self) -> _core.BackwardTimes:
+        times = _core.BackwardTimes(2)
+        times.backwards = self.passes
+        times.worked_ns = [1, 10 * self.passes]
+        times.times_last = [2, self.passes]
+        times.held_up_ns = [3, 100 * self.passes]
+        return times
 
 
 def test_a_process_writes_its_totals_and_keeps_those_of_models_that_are_gone(tmp_path: Path):
