@@ -11,8 +11,8 @@ from paceline.reducer.protocol import BackwardStatus
 FINISHED = BackwardStatus(finished=True)
 
 
-def reducer(statuses: list[BackwardStatus], unused: list[list[int]]) -> Any:
-    return SimpleNamespace(statuses=lambda: statuses, unused=lambda rank: unused[rank])
+def result(statuses: list[BackwardStatus], unused: list[list[int]]) -> Any:
+    return SimpleNamespace(statuses=statuses, unused=unused)
 
 
 def frozen(*indices: int, forwards: int = 1) -> BackwardStatus:
@@ -40,6 +40,6 @@ def test_ranks_differ_in_what_is_frozen_or_in_more() -> None:
 
 def test_what_is_unused_and_not_frozen_is_seen_by_all() -> None:
     status = frozen(0, 2)
-    assert is_all_unused_frozen(reducer([status, FINISHED, status], [[0, 2], [], [0, 2]]))
-    assert not is_all_unused_frozen(reducer([status, status], [[0, 2], [0, 1, 2]]))
-    assert not is_all_unused_frozen(reducer([BackwardStatus(1), BackwardStatus(1)], [[0], []]))
+    assert is_all_unused_frozen(result([status, FINISHED, status], [[0, 2], [], [0, 2]]))
+    assert not is_all_unused_frozen(result([status, status], [[0, 2], [0, 1, 2]]))
+    assert not is_all_unused_frozen(result([BackwardStatus(1), BackwardStatus(1)], [[0], []]))

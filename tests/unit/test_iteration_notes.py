@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -96,7 +95,7 @@ class Replicas:
         return DriftWatch(every, self.hash, self.gather)
 
 
-def end_backward(watch: DriftWatch, notes: Callable[[], list[int]]) -> None:
+def end_backward(watch: DriftWatch, notes: list[int]) -> None:
     watch.backwards += 1
     watch.look(notes)
 
@@ -128,13 +127,13 @@ def test_what_a_difference_ends_in(notes: list[int], every: int | None, ends_in:
     watch = replicas.watch(every)
     if ends_in == "error":
         with pytest.raises(ReplicasDifferError, match="parameter 'w'"):
-            end_backward(watch, lambda: notes)
+            end_backward(watch, notes)
     elif ends_in == "warning":
         with pytest.warns(RuntimeWarning, match="The 2 replicas of the model differ"):
-            end_backward(watch, lambda: notes)
-        end_backward(watch, lambda: notes)  # not again
+            end_backward(watch, notes)
+        end_backward(watch, notes)  # not again
     else:
-        end_backward(watch, lambda: notes)
+        end_backward(watch, notes)
         assert not replicas.num_checks
 
 
@@ -142,7 +141,7 @@ def test_replicas_that_are_equal_all_the_same_are_not_compared_in_each_backward(
     replicas = Replicas(differ=False)
     watch = replicas.watch()
     for _ in range(250):
-        end_backward(watch, lambda: SKIPPED)
+        end_backward(watch, SKIPPED)
     assert replicas.num_checks == 3
 
 
@@ -150,7 +149,7 @@ def test_dropped_batches_are_told_once() -> None:
     watch = Replicas(differ=True).watch()
     notes = packed(Note(1, 5), Note(1, 5, dropped=1))
     with pytest.warns(RuntimeWarning, match=r"rank 0: 0; rank 1: 1"):
-        end_backward(watch, lambda: notes)
+        end_backward(watch, notes)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        end_backward(watch, lambda: notes)
+        end_backward(watch, notes)
