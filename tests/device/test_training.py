@@ -18,7 +18,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from paceline.errors import DeadlineError, GraphChangedError, SkippedPassError, UnusedParameterError
+from paceline.errors import (
+    ConfigError,
+    DeadlineError,
+    GraphChangedError,
+    SkippedPassError,
+    UnusedParameterError,
+)
 from paceline.torch import DataParallel, DistributedDataParallel, ShardedOptimizer, SyncBatchNorm
 from paceline.torch.backward.gradient_hooks import HAS_EXCHANGE_API
 from tests import accelerator
@@ -314,6 +320,25 @@ def test_a_gradient_that_comes_twice_is_refused(rank: int) -> None:
     x = batch(0, 2)[rank::2].to(KIND).requires_grad_()
     with pytest.raises(GraphChangedError, match="came twice in one backward"):
         (ddp(x).sum() + ddp(x).sum()).backward()
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize(
+    ("wrapped_on", "moved_to"), [("cpu", KIND), (KIND, "cpu"), (f"{KIND}:0", f"{KIND}:1")]
+)
+@ranks(2, group=NCCL)
+def test_a_model_that_was_moved_is_noticed(rank: int, wrapped_on: str, moved_to: str, view: bool) -> None:
+    for keep in (False, True):
+        model = network().to(wrapped_on)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+        ddp(batch(0, 1).to(wrapped_on)).sum().backward()
+        model.to(moved_to)
+        ddp.zero_grad(set_to_none=not keep)
+        # Where .to() makes other parameters of them, forward notices; else each gradient shows it.
+        noticed = r"had not when it was wrapped|lie in the memory|one on"
+        with pytest.raises(ConfigError, match=noticed) as caught:
+            ddp(batch(0, 1).to(moved_to)).sum().backward()
+        assert "again, on every rank" in str(caught.value)
 
 
 @ranks(2, group=NCCL)

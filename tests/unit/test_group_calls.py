@@ -128,6 +128,21 @@ def test_a_rank_that_is_late_ends_the_wait_too(calls):
     assert backend.is_aborted.wait(WITHIN_S)
 
 
+def test_two_ranks_on_one_gpu_are_told_to_use_one_each(calls):
+    """In NCCL's words, as torch 2.11 hands them on."""
+
+    def begin() -> None:
+        raise RuntimeError(
+            "NCCL error in: ProcessGroupNCCL.cpp:3690, invalid usage (run with NCCL_DEBUG=WARN for details), "
+            "NCCL version 2.28.9\nncclInvalidUsage: This usually reflects invalid usage of NCCL library.\n"
+            "Last error:\nDuplicate GPU detected : rank 0 and rank 1 both on CUDA device 101c0"
+        )
+
+    with pytest.raises(CollectiveError, match="two ranks of a host use one GPU") as caught:
+        calls(Group(cuda=Backend()), PeerMonitor()).begin(begin, "an exchange of facts")
+    assert "set_device" in str(caught.value) and "rank 0 and rank 1" in str(caught.value)
+
+
 def test_a_good_backward_and_groups_of_the_cpu_are_left_alone(calls):
     backend = Backend()
     calls(Group(cuda=backend), PeerMonitor()).wait(Work(backend, is_done=True), STATUS, on_host=True)

@@ -35,6 +35,7 @@ _SIGNS_OF_A_LOST_PEER = (
     "onnection closed",
     "onnection refused",
 )
+_SIGN_OF_A_SHARED_GPU = "Duplicate GPU"
 _SIGNS_OF_A_LATE_PEER = ("TIMEOUT", "Timed out", "Application timeout")
 
 STATUS = "the status of all ranks at the end of backward"
@@ -146,6 +147,7 @@ class ProcessGroupWaits:
             return self._named(error, what)
         text = str(error)
         kind, likely = CollectiveError, ""
+        hint = "the first rank to fail tells the reason; look at the other ranks' output"
         is_lost, is_late = is_of_a_lost_peer(text), is_of_a_late_peer(text)
         if self.peer_monitor is not None and (is_lost or is_late):
             # Paddle's Gloo calls a connection that broke a time-out; in a real one there is nobody to find.
@@ -163,12 +165,18 @@ class ProcessGroupWaits:
             if self.peer_monitor is not None and (lost := self.peer_monitor.lost()) is not None:
                 return self._named(lost, what)
             kind, likely = DeadlineError, "a rank is later than the engine's own time-out"
+        elif _SIGN_OF_A_SHARED_GPU in text:
+            likely = "two ranks of a host use one GPU, which NCCL refuses"
+            hint = (
+                "give each rank a GPU of its own, by torch.cuda.set_device(int(os.environ['LOCAL_RANK'])); "
+                "or form the process group with Gloo, whose ranks may share one"
+            )
         return kind(
             f"{self._who.capitalize()} could not {_doing(what)}.",
             where=self._where(what),
             seen=text,
             likely=likely,
-            hint="the first rank to fail tells the reason; look at the other ranks' output",
+            hint=hint,
         )
 
     def _named(self, lost: CollectiveError, what: int | str) -> CollectiveError:

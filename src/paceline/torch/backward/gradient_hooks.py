@@ -45,7 +45,7 @@ def pointer_hook(
 ) -> Hook:
     """For a reducer that takes pointers; only for gradients that lie in memory as their place does."""
     mark_ready, handed = reducer.mark_ready, state.handed
-    shape, strides = view.shape, view.stride()
+    shape, strides, device = view.shape, view.stride(), view.device
     stage = copy_hook(state, index, name, view, reducer, dtype)
     is_row_major = view.is_contiguous()
 
@@ -64,6 +64,7 @@ def pointer_hook(
             or gradient.is_sparse
             or gradient.shape != shape
             or type(gradient) is not torch.Tensor
+            or gradient.device != device
             or gradient.is_neg()
             or not (gradient.is_contiguous() if is_row_major else gradient.stride() == strides)
         ):
@@ -99,8 +100,8 @@ def copy_hook(
         waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
             the hook copies them.
     """
-    mark_copied, handed, staged, shape = reducer.mark_copied, state.handed, state.staged, view.shape
-    copy = view.copy_
+    mark_copied, handed, staged = reducer.mark_copied, state.handed, state.staged
+    copy, shape, device = view.copy_, view.shape, view.device
 
     @untraced
     def hand_over(parameter: torch.Tensor) -> None:
@@ -116,8 +117,9 @@ def copy_hook(
             or parameter.dtype is not dtype
             or gradient.is_sparse
             or gradient.shape != shape
+            or gradient.device != device
         ):
-            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            refuse_unsupported(state, index, name, parameter, dtype, shape, device)
             return
         if index in handed:
             state.status.twice = index
@@ -156,7 +158,8 @@ def taking_hook(
     Args:
         stand_in: What stands in `.grad` from then on.
     """
-    mark_ready, handed, copy, shape = reducer.mark_ready, state.handed, view.copy_, view.shape
+    mark_ready, handed, copy = reducer.mark_ready, state.handed, view.copy_
+    shape, device = view.shape, view.device
 
     @untraced
     def hand_over(parameter: torch.Tensor) -> None:
@@ -178,8 +181,9 @@ def taking_hook(
             or parameter.dtype is not dtype
             or gradient.is_sparse
             or gradient.shape != shape
+            or gradient.device != device
         ):
-            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            refuse_unsupported(state, index, name, parameter, dtype, shape, device)
             return
         copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
         parameter.grad = handed[index] = stand_in
@@ -202,7 +206,8 @@ def view_hook(
     Args:
         waiting: As for `copy_hook`; used where they are on a device, for what the core hands over.
     """
-    mark_ready, handed, copy, shape = reducer.mark_ready, state.handed, view.copy_, view.shape
+    mark_ready, handed, copy = reducer.mark_ready, state.handed, view.copy_
+    shape, device = view.shape, view.device
     # A communication hook may move the memory, by making it longer for a while: the view moves along.
     pointer, buffer_pointer = view.data_ptr, view.untyped_storage().data_ptr
     offset = pointer() - buffer_pointer()
@@ -216,7 +221,7 @@ def view_hook(
             state.refuse(index, moved_gradient(name, state.where, view))
             return
         if parameter.dtype is not dtype:
-            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            refuse_unsupported(state, index, name, parameter, dtype, shape, device)
             return
         if gradient is not view:
             if (
@@ -224,8 +229,9 @@ def view_hook(
                 or gradient.dtype is not dtype
                 or gradient.is_sparse
                 or gradient.shape != shape
+                or gradient.device != device
             ):
-                refuse_unsupported(state, index, name, parameter, dtype, shape)
+                refuse_unsupported(state, index, name, parameter, dtype, shape, device)
                 return
             copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
             parameter.grad = view
@@ -380,6 +386,7 @@ def refuse_unsupported(
     parameter: torch.Tensor,
     dtype: torch.dtype,
     shape: torch.Size,
+    device: torch.device | None = None,
 ) -> None:
     """A gradient is not there, or not one that can be averaged.
 
@@ -393,7 +400,7 @@ def refuse_unsupported(
         # Autograd adds to a gradient that was kept in that one's dtype, and the optimizer rounds to this.
         state.refuse(index, converted_parameter(name, state.where, parameter.dtype, dtype))
     elif gradient is not None or _has_hooks_of_users(parameter):
-        state.refuse(index, unsupported_gradient(name, state.where, parameter, dtype, shape))
+        state.refuse(index, unsupported_gradient(name, state.where, parameter, dtype, shape, device))
 
 
 def _has_hooks_of_users(parameter: Any) -> bool:
@@ -402,9 +409,14 @@ def _has_hooks_of_users(parameter: Any) -> bool:
 
 
 def unsupported_gradient(
-    name: str, where: str, parameter: torch.Tensor, dtype: torch.dtype, shape: torch.Size
+    name: str,
+    where: str,
+    parameter: torch.Tensor,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    device: torch.device | None,
 ) -> ConfigError:
-    gradient = parameter.grad
+    gradient, hint = parameter.grad, ""
     if gradient is None:
         got = "no gradient"
         likely = "another hook of this parameter set its gradient to None; or backward made none for it"
@@ -415,15 +427,20 @@ def unsupported_gradient(
         return reshaped_parameter(name, where, gradient.shape, shape)
     elif gradient.dtype is not parameter.dtype and getattr(parameter, "grad_dtype", None) is gradient.dtype:
         return other_gradients(name, dtype, gradient.dtype)
+    elif gradient.dtype is dtype and device is not None and gradient.device != device:
+        got = f"one on {gradient.device}"
+        likely = "the model was moved, by .to() or .cuda(), after it had been wrapped"
+        hint = "move the model first, then wrap; or wrap `.module` again, on every rank"
     else:
         got = f"a gradient of {gradient.dtype}"
         likely = "the model was converted, by .half() or .to(), after it had been wrapped"
     return ConfigError(
         f"DistributedDataParallel cannot average the gradient of '{name}'.",
         where=where,
-        expected=f"a dense gradient of {dtype}",
+        expected=f"a dense gradient of {dtype}" + (f" on {device}" if hint else ""),
         got=got,
         likely=likely,
+        hint=hint,
     )
 
 
