@@ -86,6 +86,13 @@ auto by_rank(Read read) {
 }  // namespace
 
 void bind_backward_reports(nb::module_& m) {
+  const auto told = [](auto read) {
+    return [read](const BackwardResult& self) {
+      std::vector<decltype(read(self.ranks.front()))> found;
+      for (const auto& each : self.ranks) found.push_back(read(each));
+      return found;
+    };
+  };
   nb::class_<BackwardTimes>(m, "BackwardTimes")
       .def(nb::init<size_t>(), "world_size"_a)
       .def("add", &BackwardTimes::add, "earlier"_a)
@@ -99,9 +106,18 @@ void bind_backward_reports(nb::module_& m) {
   nb::class_<BackwardResult>(m, "BackwardResult")
       .def_ro("outcome", &BackwardResult::outcome)
       .def_ro("is_void", &BackwardResult::is_void)
-      .def_ro("statuses", &BackwardResult::statuses)
-      .def_ro("notes", &BackwardResult::notes)
-      .def_ro("unused", &BackwardResult::unused)
+      .def_prop_ro("statuses", told([](const BackwardResult::Rank& each) {
+                     return each.status();
+                   }))
+      .def_prop_ro("notes", told([](const BackwardResult::Rank& each) {
+                     return each.note;
+                   }))
+      .def_prop_ro("unused",
+                   [](const BackwardResult& self) {
+                     auto rows = self.unused;
+                     rows.resize(self.ranks.size());
+                     return rows;
+                   })
       .def_ro("globally_unused", &BackwardResult::globally_unused)
       .def_ro("nonfinite", &BackwardResult::nonfinite)
       .def_ro("overflowed", &BackwardResult::overflowed)

@@ -113,10 +113,8 @@ BackwardResult BackwardReports::result(std::vector<std::vector<size_t>> unused,
                                        size_t parameters) const {
   BackwardResult result;
   result.outcome = outcome();
-  for (const RankReport& each : reports_) {
-    result.statuses.push_back(BackwardStatus::unpack(each.word));
-    result.notes.push_back(each.note);
-  }
+  for (const RankReport& each : reports_)
+    result.ranks.push_back({each.word, each.note});
   result.unused = std::move(unused);
   if ((result.outcome & (kBackwardUnused | kBackwardFinished)) != 0)
     result.globally_unused = result.unused_by_all(parameters);

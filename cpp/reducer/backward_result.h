@@ -18,7 +18,7 @@ struct BackwardResult {
     size_t with_data = 0;
     std::vector<size_t> times_unused(parameters);
     for (size_t r = 0; r < unused.size(); ++r) {
-      if (statuses[r].finished) continue;
+      if (ranks[r].status().finished) continue;
       ++with_data;
       for (const size_t index : unused[r]) ++times_unused.at(index);
     }
@@ -32,7 +32,7 @@ struct BackwardResult {
   bool is_unused_alike() const {
     const std::vector<size_t>* first = nullptr;
     for (size_t r = 0; r < unused.size(); ++r) {
-      if (statuses[r].finished) continue;
+      if (ranks[r].status().finished) continue;
       if (first == nullptr) first = &unused[r];
       if (unused[r] != *first) return false;
     }
@@ -42,9 +42,14 @@ struct BackwardResult {
   uint32_t outcome = 0;  ///< kBackward...
   /// Whether the gradients are no means, on any rank.
   bool is_void = false;
-  std::vector<BackwardStatus> statuses;
-  std::vector<uint32_t> notes;
-  /// Parameters that each rank did not mark.
+  /// What each rank told of the backward.
+  struct Rank {
+    BackwardStatus status() const { return BackwardStatus::unpack(word); }
+    uint64_t word;
+    uint32_t note;
+  };
+  std::vector<Rank> ranks;
+  /// Parameters that each rank did not mark; empty: all have marked all.
   std::vector<std::vector<size_t>> unused;
   /// Those that no rank with data has marked.
   std::vector<size_t> globally_unused;

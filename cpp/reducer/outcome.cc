@@ -11,19 +11,15 @@
 namespace paceline {
 
 BackwardResult Reducer::result() const {
-  const auto world = static_cast<size_t>(session_.world());
   BackwardResult result;
   result.outcome = outcome_;
   result.is_void = has_no_means_;
   result.overlapping = overlapping_;
   result.first_bucket_ns = first_bucket_ns_;
-  result.statuses.reserve(world);
-  result.notes.reserve(world);
-  result.unused.resize(world);
+  result.ranks.reserve(static_cast<size_t>(session_.world()));
   for (int r = 0; r < session_.world(); ++r) {
     const BackwardHeader& theirs = header(r, finished_backwards_);
-    result.statuses.push_back(BackwardStatus::unpack(theirs.status));
-    result.notes.push_back(theirs.note);
+    result.ranks.push_back({theirs.status, theirs.note});
   }
   constexpr uint32_t kLeftOut =
       kBackwardUnused | kBackwardGloballyUnused | kBackwardFinished;
@@ -34,6 +30,7 @@ BackwardResult Reducer::result() const {
 }
 
 void Reducer::find_unused(BackwardResult& result) const {
+  result.unused.resize(result.ranks.size());
   for (int r = 0; r < session_.world(); ++r) {
     const uint64_t* bits = unused_bits(r, finished_backwards_);
     auto& found = result.unused[static_cast<size_t>(r)];

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from paceline.errors import CollectiveError, PeerLostError
-from paceline.health.peer_monitor import MemoryPeerMonitor
+from paceline.health.peer_monitor import MemorySource, PeerMonitor
 from paceline.reducer.host_reports import HostReports
 from paceline.reducer.process_group_waits import STATUS, ProcessGroupWaits
 from tests.harness import ranks
@@ -54,7 +54,7 @@ def test_a_report_counts_although_its_rank_has_died_since(group) -> None:
         os._exit(7)
     gathering, rows = reports.begin(b"first ones")
     tell("started", 0)
-    assert isinstance(MemoryPeerMonitor(group._core).find_lost(within_s=60.0), PeerLostError)
+    assert isinstance(PeerMonitor(MemorySource(group._core)).find_lost(within_s=60.0), PeerLostError)
     assert gathering.is_completed()
     gathering.wait()
     assert rows() == [b"first ones", b"last words"]

@@ -27,7 +27,7 @@ from paceline.health import channel_setup, channel_tree, control_channel, tls
 from paceline.health.control_channel import allowed_silence_s, form_channel
 from paceline.health.handshake import Facts, Seal, mismatch
 from paceline.health.peer_errors import How, unpack_failure
-from paceline.health.peer_monitor import ChannelPeerMonitor
+from paceline.health.peer_monitor import ChannelSource, PeerMonitor
 from paceline.reducer.process_group_waits import ProcessGroupWaits
 from paceline.rendezvous.frames import Frame, FrameStream, frame
 from paceline.rendezvous.messages import join_payloads, split_payloads
@@ -238,7 +238,12 @@ def test_a_channel_that_nobody_holds_leaves(channels):
 def waits_of(channel):
     """The waits of rank 1 for an engine that never ends its work."""
     return ProcessGroupWaits(
-        1, 4, engine="a group", timeout_s=60.0, warn_after_s=60.0, peer_monitor=ChannelPeerMonitor(channel)
+        1,
+        4,
+        engine="a group",
+        timeout_s=60.0,
+        warn_after_s=60.0,
+        peer_monitor=PeerMonitor(ChannelSource(channel)),
     )
 
 

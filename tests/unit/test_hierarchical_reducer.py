@@ -25,6 +25,7 @@ import paceline.collectives.failures  # noqa: F401  # lets the core raise errors
 from paceline import _core
 from paceline.errors import MismatchError
 from paceline.health.control_channel import ControlChannel
+from paceline.health.liveness_check import Activity
 from paceline.reducer.between_hosts import hierarchical, routes, wire
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hosts
 from paceline.reducer.between_hosts.routes import Route, num_shares, plan_route
@@ -158,6 +159,7 @@ class NoFailures:
     """A control channel that has nothing to tell."""
 
     failure = None
+    activity = Activity()
 
     def at_failure(self, call: Callable[[BaseException], object]) -> None:
         """Nothing fails."""
@@ -167,12 +169,6 @@ class NoFailures:
 
     def wait(self, timeout_s: float) -> None:
         """Nobody has told anything."""
-
-    def tell_waiting(self) -> None:
-        """Nobody asks."""
-
-    def tell_again(self, activity: object) -> None:
-        """Nobody asks."""
 
     def late(self, *, is_silent: bool) -> None:
         """Everybody answers."""

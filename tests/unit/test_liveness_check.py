@@ -12,9 +12,9 @@ import pytest
 from paceline.errors import DeadlineError, PeerLostError
 from paceline.health import channel_tree, control_channel, liveness_check
 from paceline.health.handshake import Member
-from paceline.health.liveness_check import Answer, Seen
+from paceline.health.liveness_check import Activity, Answer, Seen
 from paceline.health.peer_errors import late_ranks
-from paceline.health.peer_monitor import ChannelPeerMonitor
+from paceline.health.peer_monitor import ChannelSource, PeerMonitor
 from paceline.reducer.process_group_waits import ProcessGroupWaits
 from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.messages import MessageError
@@ -82,7 +82,7 @@ def all_late(channels, but):
 
 def give_up(channel):
     """What a rank is told whose deadline has passed."""
-    peer_monitor = ChannelPeerMonitor(channel)
+    peer_monitor = PeerMonitor(ChannelSource(channel))
     peer_monitor.give_up()
     return peer_monitor.late()
 
@@ -98,7 +98,7 @@ def until_told_all(channels):
 def wait_all(channels, but=()):
     for rank, each in enumerate(channels):
         if rank not in but:
-            each.say("in forward of iteration 3", is_waiting=True)
+            each.activity = Activity("in forward of iteration 3", is_waiting=True)
 
 
 def test_nobody_is_named_where_all_wait(channels):
@@ -112,8 +112,7 @@ def test_nobody_is_named_where_all_wait(channels):
 def test_a_rank_that_waits_elsewhere_is_not_to_blame(channels):
     """In its backward, for the gradients of one that has skipped its own and waits in its next forward."""
     wait_all(channels, but=[0])
-    channels[0].say("in backward of iteration 2")
-    channels[0].tell_waiting()
+    channels[0].activity = Activity("in backward of iteration 2", is_waiting=True)
     with pytest.raises(DeadlineError, match="gave up waiting to exchange") as raised:
         waits_of(channels[1]).poll(lambda: False, "a sum of values")
     assert "late" not in raised.value.fields
@@ -127,7 +126,7 @@ def test_a_rank_that_waits_elsewhere_is_not_to_blame(channels):
 @pytest.mark.parametrize("busy", [0, 1, 3])
 def test_a_rank_that_computes_is_named_with_what_it_is_in(channels, busy):
     wait_all(channels, but=[busy])
-    channels[busy].say("after backward of iteration 2")
+    channels[busy].activity = Activity("after backward of iteration 2")
     for rank, each in enumerate(channels):
         late = each.late()
         if rank == busy:
@@ -270,7 +269,12 @@ def test_where_the_hub_has_left_nobody_is_said_to_be_stopped(channels):
 def waits_of(channel):
     count = len(channel.members)
     return ProcessGroupWaits(
-        1, count, engine="a group", timeout_s=0.2, warn_after_s=60, peer_monitor=ChannelPeerMonitor(channel)
+        1,
+        count,
+        engine="a group",
+        timeout_s=0.2,
+        warn_after_s=60,
+        peer_monitor=PeerMonitor(ChannelSource(channel)),
     )
 
 

@@ -7,8 +7,9 @@ import os
 import pytest
 
 from paceline.errors import DeadlineError, PeerLostError
-from paceline.health.peer_monitor import MemoryPeerMonitor
-from paceline.reducer.process_group_waits import _USUAL_NAPS, ProcessGroupWaits, is_of_a_late_peer
+from paceline.health.peer_errors import is_of_a_late_peer
+from paceline.health.peer_monitor import MemorySource, PeerMonitor
+from paceline.reducer.process_group_waits import _USUAL_NAPS, ProcessGroupWaits
 
 
 class Core:
@@ -52,7 +53,12 @@ def core():
 
 def waits_of(core: Core, timeout_s: float = 0.05) -> ProcessGroupWaits:
     return ProcessGroupWaits(
-        0, 3, engine="a group", timeout_s=timeout_s, warn_after_s=60.0, peer_monitor=MemoryPeerMonitor(core)
+        0,
+        3,
+        engine="a group",
+        timeout_s=timeout_s,
+        warn_after_s=60.0,
+        peer_monitor=PeerMonitor(MemorySource(core)),
     )
 
 
@@ -64,7 +70,7 @@ def after(count: int):
 
 def waiting() -> str:
     core = Core()
-    MemoryPeerMonitor(core).tell_waiting()
+    PeerMonitor(MemorySource(core)).tell_waiting()
     return core.told[0]
 
 
@@ -88,7 +94,7 @@ def test_who_waits_as_well_is_not_late(core):
 
 
 def test_who_has_given_up_is_not_late_and_stays_so(core):
-    peer_monitor = MemoryPeerMonitor(core)
+    peer_monitor = PeerMonitor(MemorySource(core))
     peer_monitor.give_up()
     peer_monitor.tell("after backward of iteration 3")
     given_up = core.activities[0]
@@ -152,13 +158,13 @@ def test_a_rank_that_dies_between_two_looks_has_not_left(core, monkeypatch):
         return original()
 
     monkeypatch.setattr(core, "records", records)
-    assert MemoryPeerMonitor(core).find_lost(1.0) is died
+    assert PeerMonitor(MemorySource(core)).find_lost(1.0) is died
 
 
 def test_a_rank_that_is_dead_has_not_left(core):
     """The kernel's mark is seen a moment before whoever looks after the memory tells of it."""
     core.states[1] = "dead"
-    error = MemoryPeerMonitor(core).find_lost(0.05)
+    error = PeerMonitor(MemorySource(core)).find_lost(0.05)
     assert isinstance(error, PeerLostError)
     assert error.lost == (1,) and "Rank 1 of 3 died" in str(error)
 
@@ -172,7 +178,7 @@ def test_what_is_told_of_a_death_is_waited_for(core):
             raise told
 
     core.check_usable = check_usable
-    assert MemoryPeerMonitor(core).find_lost(30.0) is told
+    assert PeerMonitor(MemorySource(core)).find_lost(30.0) is told
 
 
 @pytest.mark.parametrize(

@@ -305,18 +305,13 @@ class ControlChannel:
         """The ranks that have left in good order."""
         return tuple(self.members[rank] for rank in sorted(self._left))
 
-    def say(self, activity: str, *, is_waiting: bool = False, has_given_up: bool = False) -> None:
-        """What this rank is in, for others that find it late. Nothing is sent. See `Activity`."""
-        self._answers.activity = Activity(activity, is_waiting, has_given_up)
+    @property
+    def activity(self) -> Activity:
+        """What this rank is in, for others that find it late. Nothing is sent."""
+        return self._answers.activity
 
-    def tell_waiting(self) -> Activity:
-        """This rank waits for others in what it is in, which is returned for `tell_again`."""
-        before = self._answers.activity
-        self._answers.activity = Activity(before.text, is_waiting=True)
-        return before
-
-    def tell_again(self, activity: Activity) -> None:
-        """This rank goes on with what it was in. One that raises does not, and is none to blame."""
+    @activity.setter
+    def activity(self, activity: Activity) -> None:
         self._answers.activity = activity
 
     def late(self, *, is_silent: bool = False) -> LateRanks | None:

@@ -31,6 +31,27 @@ _PREFIX = "between hosts: "
 _KINDS = {kind.__name__: kind for kind in (CollectiveError, PeerLostError, DeadlineError, MismatchError)}
 _FIELDS = ("lost", "late")
 _FAILURE_RANKS = 32
+_SIGNS_OF_A_LOST_PEER = (
+    "closed by peer",
+    "reset by peer",
+    "roken pipe",
+    "onnection closed",
+    "onnection refused",
+)
+_SIGNS_OF_A_LATE_PEER = ("TIMEOUT", "Timed out", "Application timeout")
+
+
+# --- what a process group says itself ---
+
+
+def is_of_a_lost_peer(text: str) -> bool:
+    """Whether an engine's own words tell of a connection that broke."""
+    return any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
+
+
+def is_of_a_late_peer(text: str) -> bool:
+    """Whether an engine's own words tell of its deadline."""
+    return any(sign in text for sign in _SIGNS_OF_A_LATE_PEER)
 
 
 # --- late ---

@@ -11,11 +11,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from paceline import _core
 from paceline.errors import CollectiveError, GroupClosedError, RegionError
 from paceline.health.control_channel import ControlChannel
+from paceline.health.liveness_check import Activity
 from paceline.health.peer_errors import (
     LateRanks,
     died_error,
@@ -39,51 +40,8 @@ class Tell(Protocol):
     def __call__(self, activity: str, forwards: int = 0, /) -> None: ...
 
 
-class PeerMonitor(Protocol):
-    """What one rank can learn of the others, and tells them, beside the process group."""
-
-    def tell(self, activity: str, forwards: int = 0, /) -> None:
-        """Let the others know what this rank does; see `Tell`. Not collective, does not block."""
-        ...
-
-    def tell_waiting(self) -> None:
-        """This rank has done its part and waits for the process group."""
-        ...
-
-    def tell_done(self) -> None:
-        """What it waited for has come."""
-        ...
-
-    def give_up(self) -> None:
-        """This rank is about to raise because of another one: nobody should blame it from now on."""
-        ...
-
-    def fail(self, error: BaseException) -> None:
-        """This rank has raised, and makes none of the calls that the others wait for: they raise, quoting it.
-
-        Not collective, does not block.
-        """
-        ...
-
-    def lost(self) -> CollectiveError | None:
-        """The error that names a rank that has died or raised; None: there is none. Does not block."""
-        ...
-
-    def find_lost(self, within_s: float) -> CollectiveError | None:
-        """As `lost`, or a rank that left, once a connection has broken. Blocks at most `within_s`."""
-        ...
-
-    def late(self) -> LateRanks | None:
-        """Ranks that are not waiting, as this one is; None: nobody knows of any. Blocks 0.5 s at most."""
-        ...
-
-    def silent(self) -> LateRanks | None:
-        """As `late`, but only ranks whose processes do not run."""
-        ...
-
-
-class ChannelPeerMonitor:
-    """A `PeerMonitor` for ranks on several hosts. What they do is asked when one is late (`liveness_check`).
+class ChannelSource:
+    """What the ranks of several hosts know of each other. What they do is asked when one is late.
 
     Args:
         channel: The channel of all ranks that train the model, in the same order.
@@ -91,31 +49,13 @@ class ChannelPeerMonitor:
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
-        self._activity = ""
-        self._has_given_up = False
+        self.fail, self.lost, self.late = channel.tell, channel.wait, channel.late
 
-    def tell(self, activity: str, forwards: int = 0, /) -> None:
-        self._activity = activity
-        if not self._has_given_up:
-            self._channel.say(activity)
+    def say(self, activity: Activity, forwards: int) -> None:
+        self._channel.activity = activity
 
-    def tell_waiting(self) -> None:
-        if not self._has_given_up:
-            self._channel.say(self._activity, is_waiting=True)
-
-    def tell_done(self) -> None:
-        self.tell(self._activity)
-
-    def give_up(self) -> None:
-        """Who raises first says why, and others do not speak after that."""
-        self._has_given_up = True
-        self._channel.say(_GAVE_UP, is_waiting=True, has_given_up=True)
-
-    def fail(self, error: BaseException) -> None:
-        self._channel.tell(error)
-
-    def lost(self) -> CollectiveError | None:
-        return self._channel.failure
+    def said(self) -> tuple[Activity, int]:
+        return Activity(self._channel.activity.text), 0
 
     def find_lost(self, within_s: float) -> CollectiveError | None:
         if (error := self._channel.wait(within_s)) is not None:
@@ -126,11 +66,164 @@ class ChannelPeerMonitor:
         ranks = tuple(each.rank for each in left)
         return left_error(ranks, len(self._channel.members), ", ".join(each.describe() for each in left))
 
+
+class MemorySource:
+    """What the ranks of one host know of each other.
+
+    Args:
+        core: A group of all ranks that train the model, in the same order. No gradient is sent over it.
+        ranks: The numbers of its ranks, where others know them by others; None: they are those of the group.
+
+    Attributes:
+        core: The same.
+    """
+
+    def __init__(self, core: _core.HostGroup, ranks: Sequence[int] | None = None) -> None:
+        self.core = core
+        self._ranks = range(core.world_size) if ranks is None else ranks
+        self._said = Activity(), 0  # what this rank was in before it waited
+
+    def say(self, activity: Activity, forwards: int) -> None:
+        text = _WAITING if activity.is_waiting else activity.text
+        self.core.set_activity(_GAVE_UP if activity.has_given_up else text, forwards)
+
+    def said(self) -> tuple[Activity, int]:
+        own = self.core.records()[self.core.rank]
+        if own["activity"] != _WAITING:
+            self._said = Activity(own["activity"]), own["forwards"]
+        return self._said
+
+    def fail(self, error: BaseException) -> None:
+        self.core.abort(f"{type(error).__name__}: {error}")
+
+    def lost(self, within_s: float) -> CollectiveError | None:
+        until = time.monotonic() + within_s
+        while True:
+            try:
+                self.core.check_usable()
+            except GroupClosedError:
+                return None  # by this rank: it has no more to see
+            except CollectiveError as error:
+                return error
+            if time.monotonic() >= until:
+                return None
+            time.sleep(_NAP_S)
+
+    def find_lost(self, within_s: float) -> CollectiveError | None:
+        until = time.monotonic() + within_s
+        while True:
+            error = self.lost(0.0)
+            if error is not None:
+                return error
+            suspects = self._suspects()
+            died = [facts for facts in suspects if facts["state"] == "dead"]
+            left = [facts for facts in suspects if facts["state"] == "left"]
+            if left and not died:
+                # Asked again: a rank may have died between the two looks, and has not left then.
+                if (error := self.lost(0.0)) is not None:
+                    return error
+                return left_error(ranks_of(left), self.core.world_size, record_rows(left))
+            if time.monotonic() > until:
+                # Whoever looks after the group's memory tells a death with more words, a moment later.
+                return died_error(ranks_of(died), self.core.world_size, record_rows(died)) if died else None
+            time.sleep(_NAP_S)
+
+    def late(self, *, is_silent: bool = False) -> LateRanks | None:
+        found = [] if is_silent else self._suspects()
+        if not found:
+            found = [each for each in self._records() if process_state(each["pid"]) in STOPPED]
+        return late_by_records(found) if found else None
+
+    def _suspects(self) -> list[dict[str, Any]]:
+        """What is known of all ranks that neither wait nor have given up, as this one does."""
+        own = self._ranks[self.core.rank]
+        return [each for each in self._records() if each["rank"] != own and each["activity"] not in _INNOCENT]
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [{**each, "rank": self._ranks[each["rank"]]} for each in self.core.records()]
+
+
+Source: TypeAlias = MemorySource | ChannelSource
+"""Where a rank learns of the others, and they of it."""
+
+
+class PeerMonitor:
+    """What one rank can learn of the others, and tells them, beside the process group.
+
+    Args:
+        source: Of all ranks that train the model: the memory of their host, or their control channel.
+        on_host: The memory of this host, where its ranks make calls of their own: which of them is late is
+            looked for there. Of a failure `source` says more: the host, and what other hosts have met. None:
+            all ranks make these calls.
+    """
+
+    def __init__(self, source: Source, on_host: MemorySource | None = None) -> None:
+        self._source, self._on_host = source, on_host
+        self._sources: list[Source] = [source] if on_host is None else [source, on_host]
+        self._before: list[tuple[Activity, int]] = []
+        self._has_given_up = False
+
+    @property
+    def core(self) -> _core.HostGroup | None:
+        """The memory of all ranks; None: they are on several hosts."""
+        return self._source.core if isinstance(self._source, MemorySource) else None
+
+    def tell(self, activity: str, forwards: int = 0, /) -> None:
+        """Let the others know what this rank does; see `Tell`. Not collective, does not block."""
+        if not self._has_given_up:
+            for each in self._sources:
+                each.say(Activity(activity), forwards)
+
+    def tell_waiting(self) -> None:
+        """This rank has done its part and waits for the process group."""
+        if not self._has_given_up:
+            self._before = [each.said() for each in self._sources]
+            for each, (activity, forwards) in zip(self._sources, self._before):
+                each.say(Activity(activity.text, is_waiting=True), forwards)
+
+    def tell_done(self) -> None:
+        """What it waited for has come: it goes on with what it was in."""
+        if not self._has_given_up:
+            for each, before in zip(self._sources, self._before):
+                each.say(*before)
+
+    def give_up(self) -> None:
+        """This rank is about to raise because of another one: nobody should blame it from now on.
+
+        Who raises first says why, and others do not speak after that.
+        """
+        self._has_given_up = True
+        for each in self._sources:
+            each.say(Activity(_GAVE_UP, is_waiting=True, has_given_up=True), 0)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank has raised, and makes none of the calls that the others wait for: they raise, quoting it.
+
+        Not collective, does not block.
+        """
+        self._source.fail(error)
+
+    def lost(self, within_s: float = 0.0) -> CollectiveError | None:
+        """The error that names a rank that has died or raised; None: there is none in time."""
+        return self._source.lost(within_s)
+
+    def find_lost(self, within_s: float) -> CollectiveError | None:
+        """As `lost`, or a rank that left, once a connection has broken. Blocks at most `within_s`.
+
+        A rank that has left is none to blame before that: in the last backward it may be the first to be
+        done.
+        """
+        return self._source.find_lost(within_s)
+
     def late(self) -> LateRanks | None:
-        return self._channel.late()
+        """Ranks that are not waiting, as this one is; None: nobody knows of any. Blocks 0.5 s at most."""
+        if self._on_host is None:
+            return self._source.late()
+        return self._on_host.late() or self.silent()
 
     def silent(self) -> LateRanks | None:
-        return self._channel.late(is_silent=True)
+        """As `late`, but only ranks whose processes do not run."""
+        return self._source.late(is_silent=True)
 
 
 def report_no_peer_monitor(error: RegionError, rank: int) -> None:
@@ -160,131 +253,3 @@ def tell_on_host_too(core: _core.HostGroup, peer_monitor: PeerMonitor | None) ->
         tell_others(activity, forwards)
 
     return tell
-
-
-class MemoryPeerMonitor:
-    """A `PeerMonitor` for ranks of one host.
-
-    Args:
-        core: A group of all ranks that train the model, in the same order. No gradient is sent over it.
-        ranks: The numbers of its ranks, where others know them by others; None: they are those of the group.
-
-    Attributes:
-        core: The same.
-    """
-
-    def __init__(self, core: _core.HostGroup, ranks: Sequence[int] | None = None) -> None:
-        self.core = core
-        self._ranks = range(core.world_size) if ranks is None else ranks
-        self._before = "", 0  # what this rank was in before it waited
-        self._has_given_up = False
-
-    def tell(self, activity: str, forwards: int = 0, /) -> None:
-        """Let the others know what this rank does. Not collective, does not block."""
-        if not self._has_given_up:
-            self.core.set_activity(activity, forwards)
-
-    def tell_waiting(self) -> None:
-        """This rank has done its part and waits for the process group."""
-        own = self.core.records()[self.core.rank]
-        self._before = own["activity"], own["forwards"]
-        self.tell(_WAITING, own["forwards"])
-
-    def tell_done(self) -> None:
-        """What it waited for has come: it goes on with what it was in."""
-        self.tell(*self._before)
-
-    def give_up(self) -> None:
-        """This rank is about to raise because of another one: nobody should blame it from now on."""
-        self.tell(_GAVE_UP)
-        self._has_given_up = True
-
-    def fail(self, error: BaseException) -> None:
-        self.core.abort(f"{type(error).__name__}: {error}")
-
-    def lost(self) -> CollectiveError | None:
-        """The error that names a rank that has died or raised; None: there is none. Does not block."""
-        try:
-            self.core.check_usable()
-        except GroupClosedError:
-            return None  # by this rank: it has no more to see
-        except CollectiveError as error:
-            return error
-        return None
-
-    def find_lost(self, within_s: float) -> CollectiveError | None:
-        """As `lost`, or a rank that left, once a connection has broken. Blocks at most `within_s`.
-
-        A rank that has left is none to blame before that: in the last backward it may be the first to be
-        done.
-        """
-        until = time.monotonic() + within_s
-        while True:
-            error = self.lost()
-            if error is not None:
-                return error
-            suspects = self._suspects()
-            died = [facts for facts in suspects if facts["state"] == "dead"]
-            left = [facts for facts in suspects if facts["state"] == "left"]
-            if left and not died:
-                # Asked again: a rank may have died between the two looks, and has not left then.
-                if (error := self.lost()) is not None:
-                    return error
-                return left_error(ranks_of(left), self.core.world_size, record_rows(left))
-            if time.monotonic() > until:
-                # Whoever looks after the group's memory tells a death with more words, a moment later.
-                return died_error(ranks_of(died), self.core.world_size, record_rows(died)) if died else None
-            time.sleep(_NAP_S)
-
-    def late(self) -> LateRanks | None:
-        suspects = self._suspects()
-        return late_by_records(suspects) if suspects else self.silent()
-
-    def silent(self) -> LateRanks | None:
-        stopped = [each for each in self._records() if process_state(each["pid"]) in STOPPED]
-        return late_by_records(stopped) if stopped else None
-
-    def _suspects(self) -> list[dict[str, Any]]:
-        """What is known of all ranks that neither wait nor have given up, as this one does."""
-        own = self._ranks[self.core.rank]
-        return [each for each in self._records() if each["rank"] != own and each["activity"] not in _INNOCENT]
-
-    def _records(self) -> list[dict[str, Any]]:
-        return [{**each, "rank": self._ranks[each["rank"]]} for each in self.core.records()]
-
-
-class HostPeerMonitor:
-    """A `PeerMonitor` for calls of the ranks of one of several hosts: failures, and which of them is late.
-
-    Args:
-        of_all: The one for all ranks that train the model. It says more about a failure: the host, and what
-            other hosts have met.
-        core: The memory of this host. Nothing is sent over it.
-        ranks: The ranks of this host, as the other peer monitor numbers them.
-    """
-
-    def __init__(self, of_all: PeerMonitor, core: _core.HostGroup, ranks: Sequence[int]) -> None:
-        self._both = of_all, MemoryPeerMonitor(core, ranks)
-        self.fail, self.lost, self.find_lost = of_all.fail, of_all.lost, of_all.find_lost
-        self.silent = of_all.silent
-
-    def tell(self, activity: str, forwards: int = 0, /) -> None:
-        for each in self._both:
-            each.tell(activity, forwards)
-
-    def tell_waiting(self) -> None:
-        for each in self._both:
-            each.tell_waiting()
-
-    def tell_done(self) -> None:
-        for each in self._both:
-            each.tell_done()
-
-    def give_up(self) -> None:
-        for each in self._both:
-            each.give_up()
-
-    def late(self) -> LateRanks | None:
-        """Ranks of this host, which make the calls; else one anywhere whose process does not run."""
-        of_all, on_host = self._both
-        return on_host.late() or of_all.silent()

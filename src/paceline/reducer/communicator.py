@@ -19,7 +19,7 @@ import numpy as np
 
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
-from paceline.health.peer_monitor import MemoryPeerMonitor, PeerMonitor, Tell
+from paceline.health.peer_monitor import MemorySource, PeerMonitor, Tell
 from paceline.reducer.call_order import CallOrder
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.framework_ops import FrameworkOps, Tensor, dtype_name, nbytes, numel
@@ -196,7 +196,7 @@ class MemoryCommunicator(Communicator[Tensor]):
     ) -> None:
         self.rank, self.world_size = core.rank, core.world_size
         self.tell: Tell | None = core.set_activity
-        self.peer_monitor: PeerMonitor | None = MemoryPeerMonitor(core)
+        self.peer_monitor: PeerMonitor | None = PeerMonitor(MemorySource(core))
         self.core = core
         self._ops, self._calls_of_hooks = ops, calls_of_hooks
 

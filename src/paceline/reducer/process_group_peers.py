@@ -14,8 +14,8 @@ from paceline.collectives.formation import share_on_each_host
 from paceline.errors import RegionError
 from paceline.health.control_channel import ControlChannel
 from paceline.health.peer_monitor import (
-    ChannelPeerMonitor,
-    MemoryPeerMonitor,
+    ChannelSource,
+    MemorySource,
     PeerMonitor,
     report_no_peer_monitor,
 )
@@ -172,7 +172,7 @@ class ProcessGroupPeers(ABC, Generic[_Tensor]):
             report_no_peer_monitor(error, self.rank)
             return None
         core = memory.of_all_ranks()
-        return ChannelPeerMonitor(self.channel(memory.hosts)) if core is None else MemoryPeerMonitor(core)
+        return PeerMonitor(ChannelSource(self.channel(memory.hosts)) if core is None else MemorySource(core))
 
     def reports(self) -> Reports:
         """How these ranks report to each other; see `reports_of`. Collective."""

@@ -16,7 +16,7 @@ import numpy as np
 
 from paceline.collectives.failures import in_words, next_warning_s
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError
-from paceline.health.peer_errors import late_error
+from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer, late_error
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.plan import Plan
@@ -28,31 +28,13 @@ _USUAL_NAPS = 16  # some milliseconds: a wait of the usual length asks no peer m
 _GRACE_S = 0.1
 _FINDING_S = 1.0
 _FINDING_LATE_S = 0.2
-_SIGNS_OF_A_LOST_PEER = (
-    "closed by peer",
-    "reset by peer",
-    "roken pipe",
-    "onnection closed",
-    "onnection refused",
-)
 _SIGN_OF_A_SHARED_GPU = "Duplicate GPU"
-_SIGNS_OF_A_LATE_PEER = ("TIMEOUT", "Timed out", "Application timeout")
 
 STATUS = "the status of all ranks at the end of backward"
 
 
 Rows = Callable[[], np.ndarray[Any, Any]]
 """Returns the arrays of all ranks, by rank, once the call that gathers them is over."""
-
-
-def is_of_a_lost_peer(text: str) -> bool:
-    """Whether an engine's own words tell of a connection that broke."""
-    return any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
-
-
-def is_of_a_late_peer(text: str) -> bool:
-    """Whether an engine's own words tell of its deadline."""
-    return any(sign in text for sign in _SIGNS_OF_A_LATE_PEER)
 
 
 class ProcessGroupWaits:
@@ -104,7 +86,7 @@ class ProcessGroupWaits:
 
         Raises:
             DeadlineError: It was not done in time.
-            PeerLostError: A rank of this host has died or raised.
+            PeerLostError: A rank has died or raised.
         """
         started = time.monotonic()
         warns_at_s = self._warn_after_s

@@ -13,7 +13,6 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import numpy as np
 
 from paceline import _core
-from paceline.health.peer_monitor import MemoryPeerMonitor
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.framework_ops import FrameworkOps, Tensor, nbytes
 from paceline.sharding.step_barriers import NUMBERS_BYTES
@@ -182,12 +181,18 @@ class GroupTravel(Generic[Tensor]):
 
     @property
     def compares_outcomes(self) -> bool:
-        return self._ops is not None or isinstance(self._communicator.peer_monitor, MemoryPeerMonitor)
+        return self._ops is not None or self._memory is not None
 
     def outcomes(self, own: int) -> bytes:
-        if isinstance(self._communicator.peer_monitor, MemoryPeerMonitor):
-            return _outcomes(self._communicator.peer_monitor.core, own)
+        if self._memory is not None:
+            return _outcomes(self._memory, own)
         return b"".join(self._communicator.all_gather(bytes([own])))
+
+    @property
+    def _memory(self) -> _core.HostGroup | None:
+        """The memory of all ranks, if there is any."""
+        peer_monitor = self._communicator.peer_monitor
+        return None if peer_monitor is None else peer_monitor.core
 
     def fail(self, error: BaseException) -> None:
         if self._communicator.peer_monitor is not None:

@@ -35,7 +35,9 @@ from typing import NoReturn
 from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.health.control_channel import ControlChannel
+from paceline.health.liveness_check import Activity
 from paceline.health.peer_errors import is_packed, pack_failure, unpack_failure
+from paceline.health.peer_monitor import ChannelSource, PeerMonitor
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.backward_reports import REPORT_BYTES, pack_bits, unpack_bits
 from paceline.reducer.between_hosts.blocks import exact_blocks, whole_hosts
@@ -243,7 +245,8 @@ class HierarchicalReducer(ReportingReducer):
 
     def _complete(self, status: BackwardStatus, allow_unused: bool) -> None:
         control = self._hosts.control
-        before = control.tell_waiting()
+        before = control.activity
+        control.activity = Activity(before.text, is_waiting=True)
         try:
             self._launch_rest(status, allow_unused)
             self._core.wait_published(self._longest_wait_s)
@@ -252,7 +255,7 @@ class HierarchicalReducer(ReportingReducer):
                 self._exchange.end_backward()
         except BaseException as error:
             self._raise_reason(error)
-        control.tell_again(before)
+        control.activity = before  # one that raises does not go on, and is none to blame
 
     def _clear(self, param: int) -> None:
         plan = self._plan
@@ -415,7 +418,8 @@ class HierarchicalReducer(ReportingReducer):
             if reducer is not None:
                 reducer._note_values(bucket, elements, values, weights)
 
-        waits = PeerWaits(hosts.transport, hosts.control, hosts.who, bucket_in_words(plan), hosts.timeout_s)
+        peer_monitor = PeerMonitor(ChannelSource(hosts.control))
+        waits = PeerWaits(hosts.transport, peer_monitor, hosts.who, bucket_in_words(plan), hosts.timeout_s)
         terms = Terms(
             core=self._core,
             transport=hosts.transport,

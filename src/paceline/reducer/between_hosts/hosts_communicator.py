@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from paceline import _core
 from paceline.errors import ConfigError
-from paceline.health.peer_monitor import ChannelPeerMonitor, tell_on_host_too
+from paceline.health.peer_monitor import ChannelSource, PeerMonitor, tell_on_host_too
 from paceline.reducer.between_hosts.blocks import has_bits_of_one_host
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hosts
 from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts
@@ -75,7 +75,7 @@ def connect(
     if memory is None:
         peers.calls.peer_monitor = peers.find_peer_monitor()
     else:
-        peers.calls.peer_monitor = ChannelPeerMonitor(peers.channel(memory.hosts))
+        peers.calls.peer_monitor = PeerMonitor(ChannelSource(peers.channel(memory.hosts)))
     communicator = GroupCommunicator(peers.calls, ops)
     if hosts is not None and between_hosts is not None:
         return HostsCommunicator(communicator, ops, hosts, between_hosts)

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
-from paceline.health.control_channel import ControlChannel
 from paceline.health.liveness_check import ASK_AGAIN_WITHIN_S, ASK_WITHIN_S
-from paceline.health.peer_errors import late_error
+from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer, late_error
+from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.wire import Header, HostsTransport, Message
-from paceline.reducer.process_group_waits import is_of_a_late_peer, is_of_a_lost_peer
 
 _SHOWN = 300  # characters of a transport's own words
 _TOLD_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows why
@@ -44,7 +43,7 @@ class PeerWaits:
 
     Args:
         transport: To the peers.
-        control: Knows whose failure it is.
+        peer_monitor: Knows whose failure it is.
         who: This rank in words: "rank 1 of 4".
         where: A bucket in words.
         timeout_s: Most seconds that ranks of one host wait for each other.
@@ -58,12 +57,12 @@ class PeerWaits:
     def __init__(
         self,
         transport: HostsTransport,
-        control: ControlChannel,
+        peer_monitor: PeerMonitor,
         who: str,
         where: Callable[[int], str],
         timeout_s: float,
     ) -> None:
-        self._transport, self._control = transport, control
+        self._transport, self._peer_monitor = transport, peer_monitor
         self._who, self._where = who, where
         self.patience_s = patience_s(timeout_s)
         self.timeout = transport.timeout_of(self.patience_s)
@@ -119,11 +118,11 @@ class PeerWaits:
         if is_of_a_late_peer(text):
             # Who is waited for may itself be waiting for another one that is silent.
             return self.late(dict.fromkeys([host, *silent]), "average gradients", bucket, text)
-        if (told := self._control.wait(_TOLD_WITHIN_S)) is not None:
+        if (told := self._peer_monitor.lost(_TOLD_WITHIN_S)) is not None:
             return told
         if (stopped := self._not_answering("average gradients", bucket, text)) is not None:
             return stopped  # the peer has given up on it, and nobody could be told
-        if (told := self._control.failure) is not None:
+        if (told := self._peer_monitor.lost()) is not None:
             return told
         is_lost = is_of_a_lost_peer(text)
         return (PeerLostError if is_lost else CollectiveError)(
@@ -139,5 +138,5 @@ class PeerWaits:
 
     def _not_answering(self, doing: str, bucket: int, text: str) -> DeadlineError | None:
         """The error for ranks whose processes do not run, if there are any."""
-        late = self._control.late(is_silent=True)
+        late = self._peer_monitor.silent()
         return None if late is None else late_error(self._who, late, doing, self._where(bucket), text)

@@ -16,18 +16,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions
 
 from paceline.errors import CollectiveError
-from paceline.health.peer_monitor import ChannelPeerMonitor, PeerMonitor
+from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer
+from paceline.health.peer_monitor import ChannelSource, PeerMonitor
 from paceline.reducer.channels import known_channel
 from paceline.reducer.comm_hooks import CommHook, HookedBuckets
 from paceline.reducer.communicator import ReductionOptions
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.process_group_calls import ProcessGroupCalls
-from paceline.reducer.process_group_waits import (
-    ProcessGroupWaits,
-    Rows,
-    is_of_a_late_peer,
-    is_of_a_lost_peer,
-)
+from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
 from paceline.rendezvous.roll_call import Work
 from paceline.torch.communicator.broadcast import PreparedBroadcast
 from paceline.torch.communicator.comm_hook import TorchHook
@@ -229,7 +225,7 @@ def exchange_over(
     """
     timeout_s, peer_monitor = patience
     if peer_monitor is None and (channel := known_channel(group)) is not None:
-        peer_monitor = ChannelPeerMonitor(channel)
+        peer_monitor = PeerMonitor(ChannelSource(channel))
     if peer_monitor is None and timeout_s is None:
         start(False)
         return
@@ -259,7 +255,9 @@ def exchange_over(
 @contextlib.contextmanager
 def _naming(waits: ProcessGroupWaits, what: str) -> Iterator[None]:
     # In the memory of one host the errors of others show what a rank is in, which is to stay.
-    peer_monitor = waits.peer_monitor if isinstance(waits.peer_monitor, ChannelPeerMonitor) else None
+    peer_monitor = waits.peer_monitor
+    if peer_monitor is not None and peer_monitor.core is not None:
+        peer_monitor = None
     try:
         if peer_monitor is not None:
             peer_monitor.tell_waiting()

@@ -10,9 +10,8 @@ import torch
 
 from paceline import _core
 from paceline.health.peer_monitor import (
-    ChannelPeerMonitor,
-    HostPeerMonitor,
-    MemoryPeerMonitor,
+    ChannelSource,
+    MemorySource,
     PeerMonitor,
 )
 from paceline.reducer.between_hosts import hosts_communicator
@@ -61,7 +60,7 @@ def connect(
 
     def calls_of_hooks(core: _core.HostGroup) -> GroupCalls:
         assert isinstance(peers, ProcessGroupPeers)  # whoever registers a hook was asked for one
-        peers.calls.peer_monitor = MemoryPeerMonitor(core)
+        peers.calls.peer_monitor = PeerMonitor(MemorySource(core))
         return peers.calls
 
     return hosts_communicator.connect(
@@ -89,13 +88,14 @@ def _connect_devices(
     )
     memory = peers.share_hosts()
     if len(memory.hosts) == 1:
-        peers.calls.peer_monitor = MemoryPeerMonitor(memory.host_group)
+        peers.calls.peer_monitor = PeerMonitor(MemorySource(memory.host_group))
         return GroupCommunicator(peers.calls, OPS)
     check_devices(peers, memory.hosts, devices, owner)
     control = peers.channel(memory.hosts)
     (device,) = devices
-    peers.calls.peer_monitor = of_all = ChannelPeerMonitor(control)
-    of_host = HostPeerMonitor(of_all, memory.host_group, memory.hosts[place_of(memory.hosts, peers.rank)[0]])
+    peers.calls.peer_monitor = PeerMonitor(ChannelSource(control))
+    ranks = memory.hosts[place_of(memory.hosts, peers.rank)[0]]
+    of_host = PeerMonitor(ChannelSource(control), MemorySource(memory.host_group, ranks))
     group = local_group_of(peers, memory.hosts, device, of_host)
     partners = join_partners(peers, memory.hosts, control)
     communicator = GroupCommunicator(peers.calls, OPS)
