@@ -143,7 +143,7 @@ class ManagedTensors:
         kinds = {p.device.type for p in self.all_parameters.values()}
         if device is not None and kinds and device.type not in kinds:
             raise ConfigError(
-                f"DistributedDataParallel: device_ids names {device}, but the module is on "
+                f"DistributedDataParallel: device_ids names {device}, where the module is not: it is on "
                 f"{' and '.join(sorted(kinds))}.",
                 hint="leave device_ids out; or move the module there before wrapping it",
             )
