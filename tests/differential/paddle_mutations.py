@@ -89,8 +89,8 @@ def _reports_no_writes(rank: int) -> None:
 def _after_backward(change: Callable[[Any], Any]) -> None:
     real = BackwardSync._write_back_means
 
-    def write_back_means(self: Any) -> None:
-        real(self)
+    def write_back_means(self: Any, *arguments: Any) -> None:
+        real(self, *arguments)
         with paddle.no_grad():
             change([p for p in self._tensors.trainable if p.grad is not None])
 

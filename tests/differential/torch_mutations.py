@@ -95,8 +95,8 @@ def _torch_alone(rank: int) -> None:
 def _after_backward(change: Any) -> None:
     real = BackwardSync._write_back_means
 
-    def write_back_means(self: Any) -> None:
-        real(self)
+    def write_back_means(self: Any, *arguments: Any) -> None:
+        real(self, *arguments)
         with torch.no_grad():
             change([p for p in self._tensors.trainable if p.grad is not None])
 
