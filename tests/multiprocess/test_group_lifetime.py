@@ -161,11 +161,11 @@ def test_ctrl_c_ends_the_wait_and_is_told_to_the_others(rank):
 
 
 @ranks(3)
-def test_a_slow_rank_is_logged(group):
+def test_a_slow_rank_is_logged_again_and_again(group):
     own = init(group.rank, 3, name="patient", timeout_s=60, warn_after_s=0.1)
     if group.rank == 2:
         own._core.set_activity("in backward of step 7")
-        for peer in (0, 1):  # each of them has warned
+        for peer in (0, 1, 0, 1):  # each of them has warned twice
             group.recv(np.zeros(1), peer)
         own.barrier()
         return
@@ -174,14 +174,18 @@ def test_a_slow_rank_is_logged(group):
     class Handler(logging.Handler):
         def emit(self, record):
             told.append(record.getMessage())
-            group.send(np.zeros(1), 2)
+            if len(told) <= 2:  # on a busy machine more come before rank 2 does
+                group.send(np.zeros(1), 2)
 
     logging.getLogger("paceline").addHandler(Handler())
     own.barrier()
-    assert len(told) == 1
-    assert told[0].startswith(f"paceline: rank {group.rank} of 3 has waited 0.")
+    assert told[0].startswith(f"paceline: rank {group.rank} of 3 has waited ")
+    waited = [float(re.search(r"has waited ([\d.]+) s", each)[1]) for each in told]
+    assert waited[0] >= 0.1 and waited[1] >= 0.3
     assert "for rank 2 in group 'patient'" in told[0]
-    assert "is alive; in backward of step 7" in told[0]
+    for each in told:
+        assert "is alive; in backward of step 7" in each
+        assert "the wait ends with an error in " in each
 
 
 @ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import errno
 import pickle
 import threading
@@ -9,6 +10,7 @@ import threading
 import pytest
 
 from paceline import errors
+from paceline.collectives import failures
 from paceline.collectives.failures import (
     Reason,
     describe_call,
@@ -270,7 +272,9 @@ def test_a_slow_wait_for_what_other_hosts_send_is_told_as_such():
     seen = facts(
         Reason.DEADLINE, ranks=[waiting(0, "host_sums", 2)], late=[], culprit=-1, group="host 3", rank=0
     )
-    assert "rank 2 of 4 has waited 1.2 s for its peers on other hosts in" in describe_slow(seen)
+    told = describe_slow(seen)
+    assert "rank 2 of 4 has waited 1.2 s for its peers on other hosts in" in told
+    assert told.endswith("the wait ends with an error in 29 min (timeout_s)")
 
 
 def test_ranks_of_a_host_that_wait_have_the_numbers_of_all():
@@ -305,3 +309,7 @@ def test_a_mismatch_lists_each_call_once():
     assert error.rank == 1
     of_two = make_error(facts(Reason.MISMATCH, message="receive from rank 2 expected 8 bytes"))
     assert of_two.seen == "receive from rank 2 expected 8 bytes"
+
+
+def test_when_a_late_rank_is_named_again_and_how_times_are_spelled():
+    assert doctest.testmod(failures).failed == 0

@@ -172,15 +172,16 @@ def describe_slow(facts: Facts) -> str:
         another branch; `paceline stacks 1002` shows where it is"
     """
     facts = renumbered(facts)
-    pids = [facts["ranks"][rank]["pid"] for rank in facts["late"] if facts["ranks"][rank]["pid"]]
-    where = f"; `paceline stacks {pids[0]}` shows where it is" if pids else ""
     lines = [
         f"rank {facts['rank']} of {facts['world_size']} has waited {facts['waited_s']:.1f} s for "
         f"{_awaited(facts)} in group {facts['group']!r}, {_doing(facts)}",
         describe_late(facts),
-        f"the wait ends with an error in {in_words(facts['left_s'])} (timeout_s). Most often such a rank has "
-        f"run out of data or took another branch{where}",
+        f"the wait ends with an error in {in_words(facts['left_s'])} (timeout_s)",
     ]
+    if facts["late"]:
+        pids = [facts["ranks"][rank]["pid"] for rank in facts["late"] if facts["ranks"][rank]["pid"]]
+        lines[-1] += ". Most often such a rank has run out of data or took another branch"
+        lines[-1] += f"; `paceline stacks {pids[0]}` shows where it is" if pids else ""
     return "\n".join(filter(None, lines))
 
 
