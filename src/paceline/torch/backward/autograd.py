@@ -28,7 +28,6 @@ from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Communicator
 from paceline.sharding.scattered_gradients import refuse_sparse
 from paceline.torch.backward.accumulated import part_accumulated
-from paceline.torch.backward.backward_times import BackwardTimes, profiled
 from paceline.torch.backward.direct_gradients import DirectGradients
 from paceline.torch.backward.gradient_hooks import HAS_EXCHANGE_API, SharedGradients
 from paceline.torch.backward.gradients import Gradients
@@ -43,6 +42,7 @@ from paceline.torch.backward.last_hooks import LastHooks
 from paceline.torch.backward.late import LateGradients
 from paceline.torch.backward.micro_batches import TorchWeights
 from paceline.torch.backward.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
+from paceline.torch.backward.sampled_times import SampledTimes, profiled
 from paceline.torch.backward.sparse import SparseMeans
 from paceline.torch.backward.storage_uses import uses_of_storages
 from paceline.torch.model.compiling import untraced
@@ -99,7 +99,7 @@ class TorchAutograd:
         is_static: bool,
         is_alone: bool,
     ) -> None:
-        self.times = BackwardTimes(is_timing=tensors.device_kinds == {"cpu"})
+        self.times = SampledTimes(is_timing=tensors.device_kinds == {"cpu"})
         self.errors = ErrorNote()
         self._tensors = tensors
         self._state = state

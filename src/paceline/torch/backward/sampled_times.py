@@ -35,8 +35,8 @@ def profiled(end: Callable[[], None]) -> Callable[[], None]:
     return call
 
 
-class BackwardTimes:
-    """The times of the backward passes of one wrapped model.
+class SampledTimes:
+    """The times of some backward passes of one wrapped model.
 
     Args:
         is_timing: False where nothing is to be timed: on an accelerator the host knows too little.
