@@ -4,9 +4,7 @@ This package imports neither framework. `paceline.torch` wraps PyTorch models; `
 of processes with collectives on numpy arrays; `paceline.spawn` and `paceline run` start processes;
 `paceline.log` shows a value to who watches.
 
-Public are the modules that have an `__all__`, with the names in it: this one, `torch`, `torch.compression`,
-`paddle`, `paddle.compression`, `data`, `ray` and `errors`. All others are inside and may change in any
-release.
+All others are inside and may change in any release.
 """
 
 from __future__ import annotations

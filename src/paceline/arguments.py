@@ -1,9 +1,7 @@
 """What callers pass to Paceline, checked where it comes in.
 
-Its one idea: a wrong value is told in the same words wherever it is passed (the callable, the argument, the
-value, what was expected, and what to write instead), before it reaches anything that would fail in words of
-its own. What means the right thing is taken: numpy's numbers and tensors of one element for Python's, and a
-timedelta for seconds.
+What means the right thing is taken: numpy's numbers and tensors of one element for Python's, and a timedelta
+for seconds.
 """
 
 from __future__ import annotations
@@ -31,15 +29,6 @@ class Arguments:
 
     Args:
         owner: How the user calls it: "init", "DistributedSampler". Empty: the argument's name says it.
-
-    Example:
-        >>> Arguments("init").seconds("timeout_s", timedelta(minutes=1))
-        60.0
-        >>> Arguments("init").whole("rank", "3", least=0)
-        paceline.errors.ConfigTypeError: init: rank='3' is not usable.
-          expected a whole number, 0 or more
-          got      '3', of type str
-          hint     rank=3, a number and not text
     """
 
     def __init__(self, owner: str) -> None:
@@ -56,17 +45,7 @@ class Arguments:
         got: str = "",
         **more: Any,
     ) -> ConfigError:
-        """The error for a value.
-
-        Args:
-            name: The name of the argument.
-            value: As it was passed.
-            expected: What would have been right.
-            hint: What to write instead.
-            is_type: Whether the type is wrong already; the error is a TypeError, too.
-            got: The value in other words than its repr; empty: that, and its type.
-            more: Further rows and fields of the error.
-        """
+        """The error for a value."""
         kind = ConfigTypeError if is_type else ConfigError
         shown = show(value)
         given = shown if value is None else f"{shown}, of type {type(value).__name__}"
@@ -81,7 +60,6 @@ class Arguments:
         )
 
     def require(self, holds: bool, name: str, value: object, expected: str, hint: str = "") -> None:
-        """Raise ConfigError unless it holds."""
         if not holds:
             raise self.refuse(name, value, expected, hint or f"leave {name} out for its default")
 
@@ -94,11 +72,7 @@ class Arguments:
         most: int | None = None,
         hint: str = "",
     ) -> int:
-        """A whole number, as Python's own int.
-
-        Raises:
-            ConfigError: It is none (a float is none), a bool, or out of range.
-        """
+        """A whole number, as Python's own int."""
         expected = f"a whole number{_range(least, most)}"
         hint = hint or f"for example {name}={1 if least is None else least}"
         plain = _plain(value)
@@ -123,17 +97,7 @@ class Arguments:
         is_finite: bool = True,
         hint: str = "",
     ) -> float:
-        """A number, as Python's own float.
-
-        Args:
-            above: It must be larger.
-            least: It must be as large.
-            what: It is, in words.
-            is_finite: Whether it must be finite; NaN never is a number.
-
-        Raises:
-            ConfigError: It is none, a bool, or out of range.
-        """
+        """A number, as Python's own float."""
         if least is not None:
             what = f"{what}, {least:g} or more"
         elif above is not None:
@@ -156,11 +120,7 @@ class Arguments:
     def seconds(
         self, name: str, value: float | timedelta, *, may_be_zero: bool = False, is_finite: bool = False
     ) -> float:
-        """A time, as a number of seconds; infinity is taken for a very long one.
-
-        Raises:
-            ConfigError: It is no number and no timedelta, or not positive.
-        """
+        """A time, as a number of seconds; infinity is taken for a very long one."""
         least = "0 or more" if may_be_zero else "more than 0"
         what = f"a number of seconds, {least}, or a datetime.timedelta"
         hint = f"{name}=30.0, or {name}=datetime.timedelta(seconds=30)"
@@ -175,7 +135,6 @@ class Arguments:
     def optional_seconds(
         self, name: str, value: float | timedelta | None, *, may_be_zero: bool = False
     ) -> float | None:
-        """As `seconds`; None stays None."""
         return None if value is None else self.seconds(name, value, may_be_zero=may_be_zero)
 
     def flag(self, name: str, value: object) -> bool:
@@ -194,11 +153,6 @@ class Arguments:
         )
 
     def choice(self, name: str, value: object, choices: Sequence[str]) -> str:
-        """One of several texts.
-
-        Raises:
-            ConfigError: It is none of them.
-        """
         if isinstance(value, str) and value in choices:
             return value
         *others, last = [f'"{choice}"' for choice in choices]
@@ -208,11 +162,6 @@ class Arguments:
         )
 
     def text(self, name: str, value: object, *, hint: str = "", may_be_empty: bool = True) -> str:
-        """A text.
-
-        Raises:
-            ConfigError: It is none, or empty.
-        """
         expected = "a text" if may_be_empty else "a text that is not empty"
         hint = hint or f'for example {name}="a"'
         if not isinstance(value, str):
@@ -236,14 +185,7 @@ class Arguments:
         raise self.refuse(name, value, f"an instance of {of}", hint, is_type=True)
 
     def function(self, name: str, value: _Function, expected: str, *, hint: str = "") -> _Function:
-        """Something that can be called.
-
-        Args:
-            expected: How it is called: "fn(rank, *args)".
-
-        Raises:
-            ConfigError: It can't.
-        """
+        """Something that can be called."""
         if not callable(value):
             raise self.refuse(
                 name, value, f"a function: {expected}", hint or f"{name}=the function itself", is_type=True
@@ -256,7 +198,7 @@ _NO_NUMBER = (TypeError, ValueError, AssertionError, RuntimeError)
 
 
 def show(value: object) -> str:
-    """A value on one short line, however large it is and whatever its repr does."""
+    """On one short line, however large the value is and whatever its repr does."""
     return " ".join(_short.repr(value).split())
 
 
@@ -279,7 +221,6 @@ _short = _Short()
 
 
 def _plain(value: Any) -> Any:
-    """Python's own number for numpy's, and for an array or tensor of one; anything else as it is."""
     if hasattr(value, "item") and not isinstance(value, type):
         with contextlib.suppress(Exception):  # of several, or of a kind without values
             return value.item()
@@ -295,7 +236,6 @@ def _range(least: int | None, most: int | None) -> str:
 
 
 def _as_number(name: str, value: object) -> str:
-    """What to write instead of a text or a float that holds a number; empty: it holds none."""
     if isinstance(value, Real) and float(value).is_integer():
         return f"{name}={int(float(value))}, or int(...) of it"
     if isinstance(value, (str, bytes)):

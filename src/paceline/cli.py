@@ -1,4 +1,7 @@
-"""The `paceline` command. Each subcommand's module is imported only when it is asked for."""
+"""The `paceline` command.
+
+Each subcommand's module is imported only when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ _DESCRIPTION = "Data-parallel training on all cores of a machine, and beyond."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the value is the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     name = arguments[0] if arguments else ""
     try:
@@ -29,7 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _printable(text: str) -> str:
-    """Lines that may hold names of other users' files, or words of their processes."""
     from paceline.trace.ring_file import printable
 
     return printable(text, "\n\t")
@@ -99,7 +100,6 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def _no_command(arguments: Sequence[str]) -> int:
-    """--help, --version, and mistakes."""
     parser = argparse.ArgumentParser(prog="paceline", description=_DESCRIPTION)
     parser.add_argument("--version", action="store_true", help="show the version")
     commands = parser.add_subparsers(title="commands", metavar="command")

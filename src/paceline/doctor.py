@@ -1,8 +1,6 @@
 """`paceline doctor`: is this machine, and what is set here, fit for training on several ranks?
 
-The one idea: everything that has made a job fail or slow is looked at before there is a job, and each line
-says that it is fine, or what is wrong and what to do. The last line is the proof: two ranks average an array,
-one is killed, and the other has to say so.
+The last line is the proof: two ranks average an array, one is killed, and the other has to say so.
 """
 
 from __future__ import annotations
@@ -68,12 +66,7 @@ class Finding:
 
 
 def examine(root: Path = Path("/"), *, is_testing: bool = True) -> Iterator[Finding]:
-    """Look at everything, one finding after another. Blocks for a minute at most, for the self-test.
-
-    Args:
-        root: Where proc/, sys/ and dev/ are.
-        is_testing: Whether two ranks are started to try it out.
-    """
+    """Look at everything, one finding after another. Blocks for a minute at most, for the self-test."""
     for check in _CHECKS:
         yield from check(root)
     if is_testing:
@@ -81,7 +74,6 @@ def examine(root: Path = Path("/"), *, is_testing: bool = True) -> Iterator[Find
 
 
 def main(arguments: list[str]) -> int:
-    """The command; its value is the exit status: 1 if anything is wrong."""
     parser = argparse.ArgumentParser(
         prog="paceline doctor",
         description="Look at this machine and at what is set here: is it fit for training on several ranks? "
@@ -304,7 +296,6 @@ _CHECKS: tuple[Callable[[Path], Iterable[Finding]], ...] = (
 
 
 def _test_two_ranks() -> Finding:
-    """Two ranks average; one is killed; the other has to raise, and to name it."""
     ports = free_ports(3)
     master_address = MasterAddress("127.0.0.1", ports[0], tuple(ports[1:]), new_job_id())
     ranks = [
@@ -347,7 +338,7 @@ _REPORT = "please report this, with all that `paceline doctor --json` writes"
 
 
 def run_rank() -> None:
-    """One rank of the self-test, in a process of its own; rank 0 prints what it saw as JSON."""
+    """Prints what rank 0 saw as JSON."""
     try:
         told = _average_and_strike()
     except PacelineError as error:

@@ -1,7 +1,5 @@
-"""The environment of a rank: what launchers write into it, and what Paceline reads out of it.
-
-Its one idea: whichever launcher started the process (`launchers` has the table), its variables become one
-checked `RankEnvironment`, and what is wrong or missing is told with all that was found.
+"""The environment of a rank: whichever launcher started the process (`launchers` has the table), its
+variables become one checked `RankEnvironment`.
 """
 
 from __future__ import annotations
@@ -52,20 +50,8 @@ def read_rank_environment(
 ) -> RankEnvironment:
     """What the environment says about this rank; an argument wins over its variable.
 
-    Args:
-        environ: The variables; None: those of this process.
-        rank: This process's rank.
-        world_size: Number of ranks of the job.
-        address: "host:port" where rank 0 listens.
-        job_id: The same text on every rank, different for every job.
-        needs_address: Whether a missing address is an error; else it is ("", 0).
-
     Raises:
         ConfigError: A variable is missing, not a number, or out of range; it is named with its value.
-
-    Example:
-        >>> read_rank_environment({"RANK": "0", "WORLD_SIZE": "1"}).master_addr
-        '127.0.0.1'
     """
     environ = environment_of_process() if environ is None else environ
     launcher = find_launcher(environ)
@@ -103,12 +89,8 @@ def may_span_hosts(place: RankEnvironment, environ: Mapping[str, str] | None = N
     """Whether the ranks may be on several hosts: the same answer on every rank.
 
     Where the launcher does not say how many ranks this host has, they may, unless rank 0 is looked for at
-    localhost. In a pod they may even then: Kubeflow tells the pod of rank 0 that it is localhost, and the
-    others its name.
-
-    Example:
-        >>> may_span_hosts(RankEnvironment(0, 2, None, None, "node0", 29500, ""), {})
-        True
+    localhost. In a pod they may even then: Kubeflow tells the pod of rank 0 that it is
+    localhost, and the others its name.
     """
     environ = environment_of_process() if environ is None else environ
     if place.world_size == 1:
@@ -125,7 +107,6 @@ def may_span_hosts(place: RankEnvironment, environ: Mapping[str, str] | None = N
 
 
 def is_in_pod(environ: Mapping[str, str]) -> bool:
-    """Whether Kubernetes has started this process, or what has."""
     return bool(environ.get("KUBERNETES_SERVICE_HOST"))
 
 
@@ -159,7 +140,6 @@ def job_secret_from_environment(environ: Mapping[str, str] | None = None) -> str
 
 
 def _unknown_rank(environ: Mapping[str, str]) -> ConfigError:
-    """No launcher has given this process a rank; says whose other variables are there."""
     launcher = likely_launcher(environ)
     if launcher is None or not launcher.is_half_set(environ):
         seen = ""
@@ -196,7 +176,6 @@ def _as_code(command: str) -> str:
 def _inventory(
     environ: Mapping[str, str], launcher: Launcher | None, missing: tuple[str, ...]
 ) -> dict[str, str]:
-    """What was found of a launcher's variables and what was not, as rows of an error."""
     if launcher is None:
         return {}
     lacks = [name for name in (launcher.rank, *launcher.world_size[:1]) if not environ.get(name, "").strip()]
@@ -208,7 +187,6 @@ def _inventory(
 
 
 def _is_place_of(environ: Mapping[str, str], launcher: Launcher, rank: int, world_size: int) -> bool:
-    """Whether the launcher means this place; arguments may put the process into another, smaller job."""
     launched = _optional_int(environ, (launcher.rank,)), _optional_int(environ, launcher.world_size)
     return launched == (rank, world_size)
 
@@ -216,7 +194,6 @@ def _is_place_of(environ: Mapping[str, str], launcher: Launcher, rank: int, worl
 def _local_place(
     environ: Mapping[str, str], launcher: Launcher, rank: int, world_size: int
 ) -> tuple[int | None, int | None]:
-    """Rank and number of ranks on this host, each None when the launcher does not say."""
     local_world_size = _optional_int(environ, launcher.local_world_size)
     if local_world_size is None:
         local_world_size = launcher.find_local_size(environ)
@@ -244,7 +221,6 @@ def _master(
     world_size: int,
     local_world_size: int | None,
 ) -> tuple[str, int]:
-    """Host and port where rank 0 listens."""
     if address is not None:
         return split_address(address, "address")
     addr = environ.get("MASTER_ADDR") or _default_addr(environ, launcher, world_size, local_world_size)
@@ -285,7 +261,7 @@ def _default_addr(
 
 
 def _agreed_port(environ: Mapping[str, str]) -> int | None:
-    """A port that every rank computes alike from the job's id; None without an id."""
+    """The same on every rank; None without an id."""
     job_id = job_id_from_environment(environ)
     if not job_id:
         return None
@@ -295,11 +271,7 @@ def _agreed_port(environ: Mapping[str, str]) -> int | None:
 
 
 def split_address(address: str, name: str) -> tuple[str, int]:
-    """Split "host:port" or "[v6 address]:port"; `name` is what the user knows the text by.
-
-    Raises:
-        ConfigError: There is no host or no valid port.
-    """
+    """Split "host:port" or "[v6 address]:port"; `name` is what the user knows the text by."""
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("tcp://").removeprefix("[").removesuffix("]")
     if not colon or not host:
@@ -318,7 +290,6 @@ def _parse_port(name: str, text: str, address: str = "") -> int:
 
 
 def _address_hint(name: str) -> str:
-    """An address as it is written where the user wrote the wrong one."""
     if name.startswith("--"):
         return f"{name} node0:29400"
     return f"{name}=node0:29400" if name.isupper() else f'{name}="node0:29400"'
@@ -358,7 +329,6 @@ def _check_at_least(value: int, least: int, name: str) -> None:
 
 
 def _check_range(value: int, size: int, name: str, there: str = "") -> None:
-    """Raise unless 0 <= value < size; `there` says where so many ranks are, if not in the whole job."""
     if not 0 <= value < size:
         ranks = "there is 1 rank" if size == 1 else f"there are {size} ranks"
         raise _bad_value(name, str(value), f"{f'0 to {size - 1}' if size > 1 else '0'}: {ranks}{there}")

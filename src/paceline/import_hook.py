@@ -24,7 +24,6 @@ def watch_imports(function: Callable[[ModuleType], None]) -> None:
 
 
 def unwatch_imports(function: Callable[[ModuleType], None]) -> None:
-    """End what `watch_imports` began; nothing happens if it has ended."""
     if function in _watchers:
         _watchers.remove(function)
     if not _watchers:
@@ -39,12 +38,9 @@ def import_front_end(module: ModuleType) -> None:
 
 
 class _Finder:
-    """Finds what the finders behind it find, with a loader that calls the watchers."""
-
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The import system's call."""
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else ():
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if find is None else find(name, path, target)
@@ -56,8 +52,6 @@ class _Finder:
 
 
 class _Loader:
-    """Another loader, which calls the watchers when a module's code has run."""
-
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 

@@ -1,8 +1,7 @@
 """The table of launchers: which variables each one gives to a rank, and what can be read out of them.
 
-Its one idea: a launcher is a row. Whoever starts the process, the same four numbers are looked for, and where
-a launcher says by other means where rank 0 is, or what no other job has in common with this one, a function
-of the environment finds that. `env` makes a checked `RankEnvironment` of it.
+Whoever starts the process, the same four numbers are looked for, and where a launcher says by other means
+where rank 0 is, or what no other job has in common with this one, a function of the environment finds that.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class Launcher:
     is_alone: bool = False
 
     def found(self, environ: Environ) -> list[str]:
-        """List the variables that are set, as "RANK=1"."""
         return [f"{name}={environ[name]}" for name in self._names() if environ.get(name, "").strip()]
 
     def _names(self) -> tuple[str, ...]:
@@ -101,7 +99,6 @@ def environment_of_process() -> Environ:
 
 
 def find_launcher(environ: Environ) -> Launcher | None:
-    """The launcher whose rank this process is."""
     for launcher in LAUNCHERS:
         if launcher.rank in environ and launcher.has_started(environ):
             return launcher
@@ -137,12 +134,7 @@ def _paddle_address(environ: Environ) -> str:
 
 
 def _open_mpi_address(environ: Environ) -> str:
-    """The host of mpirun, which is rank 0's unless a host file leaves it out (rank 0 notices that).
-
-    Example:
-        Open MPI 4 gives "1138819072.0;tcp://10.0.0.1,172.17.0.1:35907" to each rank: "10.0.0.1".
-        Open MPI 5 names the job "prterun-node0-12356@1": "node0".
-    """
+    """The host of mpirun, which is rank 0's unless a host file leaves it out (rank 0 notices that)."""
     uri = re.search(r"tcp://([^,:;\[\]]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
     if uri:
         return uri.group(1)
@@ -154,7 +146,6 @@ def _open_mpi_address(environ: Environ) -> str:
 
 
 def _mpich_address(environ: Environ) -> str:
-    """The host of mpiexec, where rank 0 is unless a host file leaves it out (rank 0 notices that)."""
     return environ.get(MPIEXEC, "").rpartition(":")[0]
 
 
@@ -176,7 +167,6 @@ def _mpiexec_above() -> str:
 
 
 def _commands_above() -> Iterator[list[str]]:
-    """The command lines of the parent of this process, of its parent and so on."""
     pid = os.getppid()
     while pid > 1:
         try:

@@ -97,16 +97,7 @@ class Prediction:
 def predict_torch(
     nbytes: int, hosts: int, ranks_per_host: int, machines: Machines, *, in_turn: bool = False
 ) -> Prediction:
-    """The time of torch's DDP on Gloo.
-
-    Args:
-        nbytes: Size of the gradients.
-        hosts: At least 2.
-        ranks_per_host: Number of ranks on each host.
-        machines: Their speed.
-        in_turn: Ranks are assigned to the hosts in turn, so that every step of the ring crosses every link
-            `ranks_per_host` times; otherwise in blocks.
-    """
+    """The time of torch's DDP on Gloo."""
     ranks = hosts * ranks_per_host
     first, rest = _TORCH_BUCKETS
     buckets = 1 + math.ceil(max(0, nbytes - first) / rest)
@@ -123,13 +114,6 @@ def predict_paceline(
     nbytes: int, hosts: int, ranks_per_host: int, machines: Machines, compression: str = ""
 ) -> Prediction:
     """The time of Paceline over hosts whose ranks share memory.
-
-    Args:
-        nbytes: Size of the gradients.
-        hosts: At least 2.
-        ranks_per_host: Number of ranks on each host.
-        machines: Their speed.
-        compression: A value of compress_between_hosts; "": none.
 
     Example:
         >>> round(predict_paceline(100 << 20, 8, 8, Machines(1e10)).seconds, 3)
@@ -182,30 +166,12 @@ def _link_or_connections(machines: Machines, connections: int) -> str:
 
 
 def efficiency(step_s: float, average_s: float) -> float:
-    """The throughput as a part of what it would be without averaging.
-
-    Args:
-        step_s: A step of one rank without averaging.
-        average_s: One average. It overlaps with the backward, which is two thirds of a step.
-
-    Example:
-        >>> efficiency(0.3, 0.15), round(efficiency(0.3, 0.5), 3)
-        (1.0, 0.5)
-    """
+    """The throughput as a part of what it would be without averaging."""
     return step_s / (step_s + max(0.0, average_s - step_s * 2 / 3))
 
 
 @dataclass(frozen=True)
 class Times:
-    """Predicted times of one average, for several numbers of hosts and bandwidths.
-
-    Attributes:
-        columns: Headings of the table.
-        rows: Its cells.
-        notes: What a reader must know of them.
-        values: The same as plain values, for JSON.
-    """
-
     columns: list[str]
     rows: list[list[str]]
     notes: list[str]
@@ -219,15 +185,7 @@ def predict_times(
     gbits_per_s: Sequence[float],
     step_s: float | None = None,
 ) -> Times:
-    """Predict the time of one average, and what is left of the throughput.
-
-    Args:
-        nbytes: Size of the gradients of one rank, in float32.
-        hosts: Numbers of hosts, each at least 2.
-        ranks_per_host: Number of ranks on each host.
-        gbits_per_s: Bandwidths of a host's link.
-        step_s: A step without averaging; None: nothing is said of the throughput.
-    """
+    """Predict the time of one average, and what is left of the throughput."""
     columns = ["hosts x ranks", "link, Gbit/s", "torch's DDP", "Paceline", "faster", "bf16", "int8", "limit"]
     if step_s is not None:
         columns += ["throughput: torch", "Paceline", "int8"]
@@ -272,11 +230,6 @@ def predict_times(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the value is the exit status.
-
-    Raises:
-        ConfigError: The options do not go together, or there is no such model.
-    """
     parser = argparse.ArgumentParser(
         prog="paceline predict",
         allow_abbrev=False,
@@ -352,14 +305,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def load_function(where: str) -> Callable[[], Any]:
-    """Import the function that returns the model.
-
-    Args:
-        where: `model.py:FUNCTION`, or `model.py` alone.
-
-    Raises:
-        ConfigError: There is no such file or function.
-    """
+    """Import the function that returns the model."""
     file, _, name = where.partition(":") if not Path(where).exists() else (where, "", "")
     path = Path(file)
     if not path.is_file():
@@ -427,7 +373,6 @@ def _memory(plan: MemoryPlan) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns: the first one on the left, all others on the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     return "\n".join(
         "  ".join(

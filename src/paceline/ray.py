@@ -4,8 +4,8 @@
 
 Ray places the workers where there is room, in no order; here they get their ranks by node, in blocks, and the
 variables that torchrun would have set. The job's secret goes to them as an argument of Ray's calls, and
-stands in no environment. A worker hands the exception of its rank back as text, so that the ranks that
-failed because of another one can be told from the first.
+stands in no environment. A worker hands the exception of its rank back as text, so that the ranks that failed
+because of another one can be told from the first.
 """
 
 from __future__ import annotations
@@ -120,27 +120,13 @@ def run(
 
 
 def in_blocks(nodes: Sequence[str]) -> list[int]:
-    """The order that puts the workers of a node beside each other; nodes as they first come.
-
-    Example:
-        >>> in_blocks(["b", "a", "b", "a"])
-        [0, 2, 1, 3]
-    """
+    """The order that puts the workers of a node beside each other; nodes as they first come."""
     first = {node: place for place, node in reversed([*enumerate(nodes)])}
     return sorted(range(len(nodes)), key=lambda place: (first[nodes[place]], place))
 
 
 def rank_variables(places: Sequence[tuple[str, str]], port: int, job_id: str) -> list[dict[str, str]]:
-    """The variables of each rank.
-
-    Args:
-        places: The node and its address, of each rank.
-        port: The port of rank 0.
-        job_id: What no other job has.
-
-    Example:
-        Of two ranks on nodes "a" and "b", the second gets RANK=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1, ...
-    """
+    """The variables of each rank."""
     nodes = [node for node, _ in places]
     return [
         {
@@ -157,17 +143,7 @@ def rank_variables(places: Sequence[tuple[str, str]], port: int, job_id: str) ->
 
 
 def why_no_room(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float], count: int) -> str:
-    """What keeps the workers from being placed, as far as the sizes of the nodes say it.
-
-    Args:
-        nodes: What each node that is alive has, by Ray's names, whoever holds it.
-        bundle: What one worker takes up.
-        count: Number of workers.
-
-    Example:
-        >>> why_no_room([{"CPU": 4}, {"CPU": 4}], {"CPU": 3}, 3)
-        'the nodes hold 2 of the 3 workers, if nobody else uses them'
-    """
+    """What keeps the workers from being placed, as far as the sizes of the nodes say it."""
     for name, amount in bundle.items():
         most = max((node.get(name, 0.0) for node in nodes), default=0.0)
         if most < amount:
@@ -181,25 +157,17 @@ def why_no_room(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float
 
 
 def secret_for_workers(environ: Mapping[str, str]) -> JobSecret:
-    """The user's, or a new one for this job.
-
-    Raises:
-        ConfigError: The user's cannot be read.
-    """
+    """The user's, or a new one for this job."""
     users = users_secret(environ)
     return new_secret("paceline.ray.run") if users is NO_SECRET else users
 
 
 class _Worker:
-    """One rank, in a process of Ray's."""
-
     def place(self) -> tuple[str, str]:
-        """The id of its node, and the address of that."""
         ray = _ray()
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def free_port(self) -> int:
-        """A port of its node that nobody has."""
         from paceline.launch.ports import free_ports
 
         return free_ports(1)[0]
@@ -207,7 +175,7 @@ class _Worker:
     def call(
         self, variables: Mapping[str, str], secret: JobSecret, fn: Callable[..., Any], args: tuple[Any, ...]
     ) -> _Outcome:
-        """Be a rank: what `fn` returns or raises. Other ranks that still wait for this one are told."""
+        """The ranks that still wait for this one get what it raised."""
         adopt_secret(secret)
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
@@ -227,8 +195,6 @@ class _Worker:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How the call of one rank ended, in its worker."""
-
     result: Any = None
     raised: str = ""  # the traceback
 
@@ -270,12 +236,6 @@ def _start_workers(ray: Any, group: Any, bundle: Mapping[str, float], count: int
 
 
 def _started(ray: Any, calls: Sequence[Any], deadline: float) -> list[Any]:
-    """What the workers answer to their first calls.
-
-    Raises:
-        ConfigError: Not all have answered in time.
-        LaunchError: One has failed.
-    """
     _, waiting = ray.wait(list(calls), num_returns=len(calls), timeout=max(0.0, deadline - time.monotonic()))
     if waiting:
         raise ConfigError(
@@ -295,7 +255,6 @@ def _started(ray: Any, calls: Sequence[Any], deadline: float) -> list[Any]:
 
 
 def _results(ray: Any, calls: Sequence[Any], addresses: Sequence[str], name: str) -> list[Any]:
-    """What the ranks return; raises for the first that fails, as soon as it is known which that is."""
     exceptions = importlib.import_module("ray.exceptions")
     began = time.monotonic()
     outcomes: dict[int, _Outcome] = {}

@@ -1,9 +1,9 @@
 """Put our class in the place of another one, in every module that has bound it or imports it later.
 
-A library that says `from torch.nn.parallel import DistributedDataParallel` holds the class
-under a name of its own, where an assignment to `torch.nn.parallel` changes nothing, and says nothing. So all
-modules are looked through, and an import hook looks through those that come later. The module that defines
-the other class stays as it is: our class has it as a base.
+A library that says `from torch.nn.parallel import DistributedDataParallel` holds the class under a name of
+its own, where an assignment to `torch.nn.parallel` changes nothing, and says nothing. So all modules are
+looked through, and an import hook looks through those that come later. The module that defines the other
+class stays as it is: our class has it as a base.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Replacement:
         return [f"{module.__name__}.{name}" for module, name, _ in self._bound]
 
     def undo(self) -> None:
-        """Put the original classes back, wherever they were replaced. Models that are wrapped stay so."""
+        """Models that are wrapped stay so."""
         unwatch_imports(self._replace_in)
         for module, name, original in self._bound:
             if id(original) in self._ours and vars(module).get(name) is self._ours[id(original)]:
@@ -142,7 +142,6 @@ class Replacement:
         )
 
     def _replace_in(self, module: ModuleType) -> None:
-        """Replace the classes wherever this module has bound them."""
         bound = getattr(module, "__dict__", None)
         own = getattr(module, "__name__", "")
         if not isinstance(bound, dict) or not isinstance(own, str):
@@ -172,11 +171,7 @@ _active: dict[tuple[Pair, ...], Replacement] = {}
 
 
 def replace(pairs: Sequence[Pair]) -> Replacement:
-    """Replace classes, once: the same again gives what was replaced before.
-
-    Raises:
-        ConfigError: Some of them are replaced already, by us or by somebody else.
-    """
+    """Replace classes, once: the same again gives what was replaced before."""
     key = tuple(pairs)
     if key not in _active:
         _active[key] = Replacement(key)
@@ -185,29 +180,18 @@ def replace(pairs: Sequence[Pair]) -> Replacement:
 
 
 def replace_if_asked(replace_ddp: Callable[..., Replacement]) -> None:
-    """Call a front end's `replace_ddp` as PACELINE_REPLACE_DDP says.
-
-    Raises:
-        ConfigError: The variable has a value that means nothing.
-    """
     wrappers, samplers = asked_by_environment()
     if wrappers:
         replace_ddp(samplers=samplers)
 
 
 def asked_by_environment() -> tuple[bool, bool]:
-    """Whether PACELINE_REPLACE_DDP asks for our wrappers, and for our samplers.
-
-    Raises:
-        ConfigError: It has a value that means nothing.
-    """
     value = os.environ.get(VARIABLE, "")
     check_value(VARIABLE, value or "0")
     return value not in ("", "0"), value == SAMPLER
 
 
 def check_value(name: str, value: str) -> None:
-    """Raise ConfigError unless `value` is one that the variable takes."""
     if value not in ("0", "1", SAMPLER):
         raise ConfigError(
             f"{name}={value} is not usable.",
@@ -236,7 +220,6 @@ def _check_is_original(pair: Pair) -> None:
 
 
 def _foreign_subclasses(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Subclasses of the originals that others have made."""
     for pair in pairs:
         subclasses: list[type] = pair.original.__subclasses__()
         for each in subclasses:
@@ -258,10 +241,8 @@ def _rank() -> int | None:
 
 
 def _may_be_first_rank() -> bool:
-    """Whether this process should speak for a job whose launcher may have said nothing of ranks.
-
-    Lightning's own launcher, for one, says nothing to the process that becomes rank 0, and sets LOCAL_RANK in
-    those that it starts; workers of multiprocessing do not know their rank until they join a group.
+    """Lightning's own launcher, for one, says nothing to the process that becomes rank 0, and sets LOCAL_RANK
+    in those that it starts; workers of multiprocessing do not know their rank until they join a group.
     """
     rank = _rank()
     if rank is not None:
@@ -270,7 +251,6 @@ def _may_be_first_rank() -> bool:
 
 
 def _is_main_process() -> bool:
-    """Whether this is not a process that multiprocessing has started."""
     # Looked up: importing it would make every `paceline run` begin later.
     processes = sys.modules.get("multiprocessing.process")
     return processes is None or processes.parent_process() is None

@@ -46,13 +46,6 @@ def ask(pid: int, timeout_s: float = 5.0) -> str:
     """The stacks of all Python threads of a process, innermost call first.
 
     A process that does not answer by itself is read with py-spy, where that is installed.
-
-    Args:
-        pid: The process.
-        timeout_s: How long to wait for the answer.
-
-    Raises:
-        ConfigError: There is no such process, or it can't be asked.
     """
     state = process_state(pid)
     if not state:
@@ -70,7 +63,6 @@ def ask(pid: int, timeout_s: float = 5.0) -> str:
 
 
 def ask_if_ready(pid: int, timeout_s: float = 5.0) -> str | None:
-    """The stacks of a process that answers by itself; None if it does not, for whatever reason."""
     try:
         answers = _find_answers(Path(f"/proc/{pid}"))
         if answers is None or process_state(pid) in STOPPED:
@@ -89,7 +81,6 @@ def ask_if_ready(pid: int, timeout_s: float = 5.0) -> str | None:
 
 
 def _find_answers(folder: Path) -> Path | None:
-    """The file that a process which can be asked owns."""
     for fd in (folder / "fd").iterdir():
         if os.readlink(fd).startswith(f"/memfd:{_FILE_NAME} "):
             return fd if _catches_signal(folder) else None
@@ -114,7 +105,7 @@ def process_state(pid: int) -> str:
 
 
 def _is_written(fd: int, begin: int, timeout_s: float) -> bool:
-    """Wait for the answer, and until it grows no more: faulthandler writes it in many pieces."""
+    """faulthandler writes the answer in many pieces."""
     deadline = time.monotonic() + timeout_s
     size = begin
     while time.monotonic() < deadline:

@@ -1,7 +1,4 @@
-"""Sizes, times and numbers as people write them: in tables and on command lines.
-
-`size`, `at_least`, `positive` and `listed` are for argparse's `type=`.
-"""
+"""Sizes, times and numbers as people write them: in tables and on command lines."""
 
 from __future__ import annotations
 
@@ -15,12 +12,7 @@ _Value = TypeVar("_Value")
 
 
 def size(text: str) -> int:
-    """The bytes of a size such as '16KiB', '25 MB' or '4': whole float32 elements, and at least one.
-
-    Example:
-        >>> size("16KiB")
-        16384
-    """
+    """The bytes of a size such as '16KiB', '25 MB' or '4': whole float32 elements, and at least one."""
     match = re.fullmatch(r"\s*(\d+)\s*([a-zA-Z]*)\s*", text)
     factor = _FACTORS.get((match[2] or "b").lower()) if match else None
     if match is None or factor is None:
@@ -47,8 +39,6 @@ def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
 
 
 def positive(unit: str) -> Callable[[str], float]:
-    """Parse finite numbers above 0; `unit` is named in the error, such as "seconds"."""
-
     def parse(text: str) -> float:
         try:
             value = float(text)
@@ -62,24 +52,13 @@ def positive(unit: str) -> Callable[[str], float]:
 
 
 def listed(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
-    """Parse values separated by commas, at least one.
-
-    Example:
-        >>> listed(size)("4, 16KiB")
-        (4, 16384)
-    """
+    """Parse values separated by commas, at least one."""
     return lambda text: (
         tuple(parse(part.strip()) for part in text.split(",") if part.strip()) or (parse(text),)
     )
 
 
 def format_size(nbytes: int) -> str:
-    """Three digits and a fitting unit.
-
-    Example:
-        >>> format_size(16384), format_size(26214400)
-        ('16 KiB', '25 MiB')
-    """
     for name, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes >= 1 << shift:
             return f"{_three_digits(nbytes / (1 << shift))} {name}"
@@ -87,12 +66,6 @@ def format_size(nbytes: int) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """Three digits and a fitting unit.
-
-    Example:
-        >>> format_time(0.00192), format_time(3.2e-07)
-        ('1.92 ms', '0.32 us')
-    """
     if abs(seconds) >= 0.9995:
         return f"{_three_digits(seconds)} s"
     if abs(seconds) >= 0.9995e-3:
@@ -101,12 +74,6 @@ def format_time(seconds: float) -> str:
 
 
 def format_ratio(ratio: float) -> str:
-    """How many times.
-
-    Example:
-        >>> format_ratio(213.4), format_ratio(2.54)
-        ('213x', '2.5x')
-    """
     return f"{ratio:.0f}x" if ratio >= 20 else f"{ratio:.1f}x"
 
 

@@ -36,15 +36,6 @@ def check_version(
 
     Of one that was not tested, rank 0 is warned.
 
-    Args:
-        package: Who asks: "paceline.torch".
-        framework: In words: "PyTorch".
-        distributions: What it is called for pip, the first that is installed counts.
-        oldest: The first minor version that works.
-        tested: The minor versions that the tests were run with, in their order.
-        extra: Paceline's extra that installs one: "torch".
-        refuses_newer: Whether a newer one than was tested is an error.
-
     Raises:
         UnsupportedVersionError: Also an ImportError.
     """
@@ -73,7 +64,6 @@ def check_version(
 
 
 def installed(distributions: Sequence[str]) -> str:
-    """The version of the first of these distributions that is installed; "" if none is."""
     found = [each for name in distributions for each in metadata.distributions(name=name)]
     return found[0].version if found else ""
 

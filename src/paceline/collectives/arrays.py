@@ -27,12 +27,7 @@ def require_array(array: object, what: str, name: str = "array") -> None:
 
 
 def address_of(array: Array, what: str, name: str = "array", *, is_written: bool = True) -> int:
-    """Address of a C-contiguous array, the argument `name` of the call `what`.
-
-    Raises:
-        ConfigError: It is no array, not contiguous, read-only although it is written to, or of Python's
-            objects.
-    """
+    """Address of a C-contiguous array, the argument `name` of the call `what`."""
     if type(array) is not np.ndarray:
         require_array(array, what, name)
     flags = array.flags
@@ -59,11 +54,7 @@ def address_of(array: Array, what: str, name: str = "array", *, is_written: bool
 
 
 def dtype_number(array: Array, op: ReduceOp, what: str) -> int:
-    """The core's number of the array's type.
-
-    Raises:
-        ConfigError: The core can't reduce this type, or not with this reduction.
-    """
+    """The core's number of the array's type."""
     name = array.dtype.name
     number = DTYPE_NUMBERS.get(name)
     if number is None or not array.dtype.isnative:
@@ -109,7 +100,7 @@ def check_blocks(array: Array, world_size: int, what: str) -> None:
 
 
 def take_or_make(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> Array:
-    """`out`, or a new array where it is None. Raises ConfigError when it does not fit."""
+    """Raises ConfigError when it does not fit."""
     if out is None:
         return np.empty(shape, dtype)
     require_array(out, what, "out")
@@ -125,7 +116,6 @@ def take_or_make(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]
 
 
 def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """The shape of an array to be made, checked; a number is that of a single axis."""
     check = Arguments("allocate")
     expected, hint = "a whole number, 0 or more, or several in a tuple", "for example shape=(2, 3)"
     try:
@@ -138,7 +128,6 @@ def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def checked_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """The dtype of an array to be made, checked."""
     try:
         kind = np.dtype(dtype)
     except (TypeError, ValueError):

@@ -20,7 +20,7 @@ from paceline.rendezvous.limits import start_thread
 
 
 class QueuedCall(Protocol):
-    """What the queue runs: `run` never raises, and keeps what went wrong for whoever waits."""
+    """`run` never raises, and keeps errors for the thread that waits."""
 
     @property
     def is_over(self) -> bool: ...
@@ -29,12 +29,7 @@ class QueuedCall(Protocol):
 
 
 class CallQueue:
-    """Starts its thread with the first call. `close()` ends it; so does the end of the process.
-
-    Args:
-        name: The name of the thread, for stack dumps.
-        around: Makes a context in which all calls run.
-    """
+    """Starts its thread with the first call. `close()` ends it; so does the end of the process."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The words of the core's errors. Its one idea: facts in, one exception of errors.py out; pure.
+"""The words of the core's errors.
 
 The core reports what it saw as a dict (cpp/bind/failures.cc): the reason, the culprit, how long this rank
 waited, what each rank was calling, and whether it is alive.
@@ -32,8 +32,6 @@ Facts = Mapping[str, Any]
 
 
 class Reason(IntEnum):
-    """Why a call gave up; what each means stands in cpp/core/failure.h."""
-
     DIED = _core.REASONS["died"]
     RAISED = _core.REASONS["raised"]
     LEFT = _core.REASONS["left"]
@@ -59,11 +57,7 @@ _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
 def describe_call(call: Facts) -> str:
-    """A call as people write it.
-
-    Example:
-        "all_reduce(float32 x 1000, sum), call #7"
-    """
+    """A call as people write it."""
     kind = _KINDS[call["kind"]]
     details = []
     if kind in _REDUCTIONS:
@@ -78,7 +72,6 @@ def describe_call(call: Facts) -> str:
 
 
 def describe_late(facts: Facts) -> str:
-    """What each rank that did not arrive was last seen doing."""
     lines = []
     for rank in facts["late"]:
         seen = facts["ranks"][rank]
@@ -94,11 +87,6 @@ def describe_late(facts: Facts) -> str:
 
 
 def _describe_wait(seen: Facts) -> str:
-    """In what a rank waits.
-
-    Example:
-        "waits in all_reduce(float32 x 1, sum), call #7; in forward 2 of iteration 2"
-    """
     kind = seen["waits_in"]
     place = f"in {describe_call(seen['call'])}" if kind == "call" else _PLACES[kind]
     if kind == "message":
@@ -117,16 +105,13 @@ _numbers: dict[str, tuple[tuple[int, ...], int]] = {}  # by name of the group
 
 
 def number_ranks(name: str, ranks: Sequence[int], world_size: int) -> None:
-    """Let errors of the group of this name call its ranks 0, 1, ... by these numbers, of so many.
-
-    For the group of one of several hosts, which numbers its own ranks alone. A name means the same ranks
-    always.
+    """Let errors of this group call its ranks by these numbers, for the group of one of several hosts. A name
+    means the same ranks always.
     """
     _numbers[name] = (tuple(ranks), world_size)
 
 
 def renumbered(facts: Facts) -> Facts:
-    """The same facts, of a group whose ranks have other numbers elsewhere; see `number_ranks`."""
     ranks, world_size = _numbers.get(facts.get("group", ""), ((), 0))
     if not ranks:
         return facts
@@ -151,26 +136,16 @@ def _renumbered_rank(each: Facts, ranks: Sequence[int]) -> Facts:
 
 
 class _ByNumber(dict[int, Any]):
-    """What is known of each rank; in a loop the facts and not the numbers, as of a list."""
-
     def __iter__(self) -> Iterator[Any]:
         return iter(self.values())
 
 
 def make_error(facts: Facts) -> PacelineError:
-    """The exception for what the core saw."""
     return _MAKERS[Reason(facts["reason"])](renumbered(facts))
 
 
 def describe_slow(facts: Facts) -> str:
-    """A warning's text: whom this rank has been waiting for, until when, and what to look at.
-
-    Example:
-        "rank 0 of 2 has waited 10.0 s for rank 1 in group 'world', all_reduce(float32 x 1000, sum), call #7
-        rank 1 (pid 1002) is alive; last call: barrier(), call #6
-        the wait ends with an error in 29 min (timeout_s). Most often such a rank has run out of data or took
-        another branch; `paceline stacks 1002` shows where it is"
-    """
+    """A warning's text: whom this rank has been waiting for, until when, and what to look at."""
     facts = renumbered(facts)
     lines = [
         f"rank {facts['rank']} of {facts['world_size']} has waited {facts['waited_s']:.1f} s for "
@@ -186,24 +161,14 @@ def describe_slow(facts: Facts) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """A time to come, as people say it.
-
-    Example:
-        >>> in_words(1740.2), in_words(45.3), in_words(0.25)
-        ('29 min', '45 s', '0.2 s')
-    """
+    """A time to come, as people say it."""
     if seconds >= 120:
         return f"{seconds / 60:.0f} min"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def next_warning_s(warn_after_s: float, waited_s: float) -> float:
-    """When, after the start of a wait, a late rank is named again; the core's next_warning_ns.
-
-    Example:
-        >>> [next_warning_s(10.0, waited_s) for waited_s in (10.0, 30.0, 61.0, 120.0, 300.0, 301.0)]
-        [30.0, 60.0, 120.0, 300.0, 600.0, 600.0]
-    """
+    """When, after the start of a wait, a late rank is named again; the core's next_warning_ns."""
     unit_s = max(warn_after_s, 1e-3)
     for times in (3, 6, 12):
         if waited_s < times * unit_s:

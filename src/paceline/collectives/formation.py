@@ -50,17 +50,7 @@ def share_on_each_host(exchange: Exchange, *, name: str, timeout_s: float, warn_
 def share_alone(
     name: str, rank: int, world_size: int, timeout_s: float, warn_after_s: float
 ) -> _core.HostGroup:
-    """Memory of one rank, for what is made for the ranks of a host. Not collective.
-
-    Args:
-        name: That no other group of this process has.
-        rank: The number by which errors call it.
-        world_size: Out of so many.
-        timeout_s, warn_after_s: As in `share`.
-
-    Raises:
-        RegionError: There is not enough memory.
-    """
+    """Memory of one rank, for what is made for the ranks of a host. Not collective."""
     number_ranks(name, [rank], world_size)
     nonce = secrets.token_bytes(NONCE_BYTES)
     fd = _core.create_region(1, nonce)
@@ -82,10 +72,6 @@ def form_core(
     group_timeout_s: float | None = None,
 ) -> _core.HostGroup:
     """Make the core of a group of the ranks that an Exchange connects; they must share a host. Collective.
-
-    Args:
-        timeout_s: For the ranks to come together.
-        group_timeout_s: Deadline of each later call; None: `timeout_s`.
 
     Raises:
         RendezvousError: The ranks are on several hosts, or one of them did not come.

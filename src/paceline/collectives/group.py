@@ -1,8 +1,4 @@
-"""Group: what users hold. Collectives on numpy arrays between the ranks of one host.
-
-Its one idea: check the arguments here, where an error can name them, and leave everything else to the
-core.
-"""
+"""Group: what users hold. Collectives on numpy arrays between the ranks of one host."""
 
 from __future__ import annotations
 
@@ -378,12 +374,7 @@ class Group:
     # --- inside ---
 
     def _make(self, async_op: bool, keep: object, call: Callable[..., None], *args: Any) -> Work | None:
-        """Make a call now, or hand it to the queue; a synchronous one waits for what is queued.
-
-        Args:
-            keep: The arrays behind the addresses in `args`, alive until the call is over.
-            args: The last one is the time-out.
-        """
+        """Make a call now, or hand it to the queue; a synchronous one waits for what is queued."""
         is_async = _is_async(async_op)
         if not is_async and self._queue.is_empty():
             call(*args)
@@ -433,7 +424,7 @@ def _is_async(async_op: object) -> bool:
 
 
 def _seconds(timeout_s: Seconds, call: str) -> float:
-    """As the core takes it: -1 is the group's own time-out."""
+    """-1 is the group's own time-out."""
     if timeout_s is None:
         return -1.0
     if type(timeout_s) is float and timeout_s >= 0.0:  # a check in words takes longer than a small call

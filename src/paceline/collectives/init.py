@@ -103,10 +103,7 @@ def init(
 
 
 def _note_on_hosts(place: RankEnvironment) -> str:
-    """What whoever waits for others should know, where the launcher speaks of several hosts.
-
-    That is not refused at once: two nodes of a launcher may be one machine.
-    """
+    """That is not refused at once: two nodes of a launcher may be one machine."""
     if place.local_world_size in (None, place.world_size):
         return ""
     return (
@@ -117,12 +114,10 @@ def _note_on_hosts(place: RankEnvironment) -> str:
 
 
 def _secret() -> str:
-    """What this job's ranks know and other users do not: the user's own secret, or the launcher's job id."""
     return find_secret().key.hex() or job_secret_from_environment()
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
-    """What is given of it, checked."""
     if world_size is not None:
         hint = "a Group is of one machine; a wrapped model works across them, over torch's or Paddle's"
         world_size = _arguments.whole("world_size", world_size, least=1, most=_core.MAX_RANKS, hint=hint)

@@ -10,8 +10,6 @@ import threading
 
 
 class Latch:
-    """One thread opens it, any number wait."""
-
     def __init__(self) -> None:
         self.is_open = False
         self._closed = threading.Lock()  # held while the latch is closed, and for an instant by who waited
@@ -22,7 +20,6 @@ class Latch:
         self._closed.release()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Block until the latch is open; False when it still is not after `timeout_s`."""
         if not self.is_open:
             if not self._closed.acquire(timeout=self._limit(timeout_s)):
                 return self.is_open

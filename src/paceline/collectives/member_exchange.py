@@ -1,6 +1,6 @@
 """An Exchange between some ranks of an existing group, by messages from each to each.
 
-The one idea: each rank waits for every other one itself. If one of them collected for all, those who wait for
+Each rank waits for every other one itself. If one of them collected for all, those who wait for
 it would blame it, although it waits for somebody else.
 """
 
@@ -18,14 +18,6 @@ _LENGTH_BYTES = 8
 
 
 class MemberExchange:
-    """See `rendezvous.exchange.Exchange`.
-
-    Args:
-        core: The core of the existing group; this process's rank in it is one of `members`.
-        members: Ranks in the existing group; their order is that of the new ranks.
-        orphans: Takes over messages that are still under way after an error; lives as long as the group.
-    """
-
     def __init__(self, core: _core.HostGroup, members: Sequence[int], orphans: list[TransferWork]) -> None:
         self._core = core
         self._members = list(members)

@@ -33,11 +33,7 @@ _BY_NAME: dict[ReduceOp | str, ReduceOp] = {
 
 
 def parse_op(op: ReduceOp | str, what: str) -> ReduceOp:
-    """`ReduceOp.SUM` from itself or from "sum"; `what` is the call that got it.
-
-    Raises:
-        ConfigError: There is no such reduction.
-    """
+    """`ReduceOp.SUM` from itself or from "sum"; `what` is the call that got it."""
     try:
         return _BY_NAME[op]
     except (KeyError, TypeError):

@@ -1,7 +1,5 @@
-"""An Exchange between all ranks of an existing group, by its own all_gather.
-
-The one idea: in a collective, everybody sees who is missing. Between members that send to a hub, those who
-wait for the hub would blame it, although the hub itself waits for somebody else.
+"""An Exchange between all ranks of an existing group, by its own all_gather, in which every rank sees which
+one is missing.
 """
 
 from __future__ import annotations
@@ -15,12 +13,6 @@ _LENGTH_BYTES = 8
 
 
 class WholeExchange:
-    """See `rendezvous.exchange.Exchange`.
-
-    Args:
-        core: The core of the group.
-    """
-
     def __init__(self, core: _core.HostGroup) -> None:
         self._core = core
         self.rank = core.rank

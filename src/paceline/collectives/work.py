@@ -83,11 +83,6 @@ def make_behind(
 ) -> Any:
     """Make a call once those in the queue are over, all within one deadline; return what it returns.
 
-    Args:
-        call: Is given the seconds that are left.
-        arrays: Alive until the call is over.
-        timeout_s: Negative: that of `core`.
-
     Raises:
         DeadlineError: The queue is not done in time; the call was not begun, and the group stays usable.
     """
@@ -133,7 +128,6 @@ class TransferWork:
 
     @property
     def is_over(self) -> bool:
-        """Whether the message has left or arrived whole."""
         return self._transfer is None or self._core.test(self._transfer)
 
     def wait(self, timeout_s: float | timedelta | None = None) -> None:
@@ -142,7 +136,6 @@ class TransferWork:
         self.wait_for(-1.0 if seconds is None else seconds)
 
     def wait_for(self, limit_s: float) -> None:
-        """As `wait`; negative: until the group's own deadline."""
         if self._transfer is not None:
             transfer, self._transfer = self._transfer, None
             self._core.wait(transfer, limit_s)

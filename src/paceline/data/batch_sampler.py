@@ -1,8 +1,4 @@
-"""DistributedBatchSampler: Paddle's, and torch's batch_sampler; global batches that no world size changes.
-
-The one idea: a step takes the next places of the epoch's order, as many as the global batch has, and deals
-them out.
-"""
+"""DistributedBatchSampler: Paddle's, and torch's batch_sampler; global batches that no world size changes."""
 
 from __future__ import annotations
 
@@ -135,11 +131,7 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
 def choose_global_batch(
     name: str, batch_size: int | None, global_batch_size: int | None, num_replicas: int
 ) -> int:
-    """Samples of one step on all ranks together, from whichever of two arguments was given.
-
-    Raises:
-        ConfigError: Both or none were given, it is no integer, or it gives less than one sample to each rank.
-    """
+    """Samples of one step on all ranks together, from whichever of two arguments was given."""
     check = Arguments(name)
     if (batch_size is None) == (global_batch_size is None):
         raise ConfigError(

@@ -1,7 +1,6 @@
 """BucketedSampler: batches of samples of similar length, with as many tokens on every rank.
 
-The one idea: which samples make a global batch depends on the seed and the lengths alone, and not on the
-number of ranks; ranks then share out each batch. So, as in `deal`, what is done is one number.
+Which samples make a global batch depends on the seed and the lengths alone, and not on the number of ranks.
 """
 
 from __future__ import annotations
@@ -103,15 +102,7 @@ class BucketedSampler(EpochSampler[list[int]]):
 
 
 class Bucketed:
-    """The order behind BucketedSampler: global batch after global batch, a pool at a time.
-
-    Args:
-        lengths: The length of each sample.
-        batch: Samples of a global batch.
-        pool_batches: Global batches of a pool.
-        key: The key of the permutation of all samples; None: in order.
-        pool_key: The key of the order of batches in each pool; None: short ones first.
-    """
+    """The order behind BucketedSampler: global batch after global batch, a pool at a time."""
 
     def __init__(
         self, lengths: Indices, batch: int, pool_batches: int, key: int | None, pool_key: int | None
@@ -125,7 +116,6 @@ class Bucketed:
         self._newest: tuple[int, Indices] = (-1, np.empty(0, np.int64))
 
     def at(self, start: int, stride: int, count: int) -> Indices:
-        """See Order; at its best where places go up by one."""
         parts = []
         while count > 0:
             pool, offset = divmod(start, self._pool)
@@ -136,7 +126,6 @@ class Bucketed:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _sorted_pool(self, pool: int) -> Indices:
-        """A pool sorted by length and cut into batches, which are permuted; a short batch stays last."""
         if self._newest[0] != pool:
             first = pool * self._pool
             samples = self._base.at(first, 1, min(self._pool, self.length - first))
@@ -165,11 +154,9 @@ class _BucketDeal:
         self.end = share.start + whole * batch if share.ending is Ending.DROP else share.length
 
     def reached(self, items: int) -> int:
-        """See Deal."""
         return min(self.end, self._share.start + items * self._batch)
 
     def blocks(self, order: Order) -> Iterator[list[list[int]]]:
-        """See Deal."""
         share = self._share
         for number in range(self.size):
             start = share.start + number * self._batch
@@ -184,9 +171,6 @@ def balanced(samples: Indices, lengths: Indices, num_replicas: int) -> list[list
 
     Row by row, of as many samples as there are ranks, long ones first: the longest of a row goes to the rank
     with the fewest tokens so far. Ranks then differ by less than the longest sample.
-
-    Example:
-        Lengths [9, 8, 2, 1] and two ranks: samples of 9 and 1 for one, of 8 and 2 for the other.
     """
     descending = np.argsort(-lengths, kind="stable")
     tokens = np.zeros(num_replicas, np.int64)

@@ -1,7 +1,7 @@
 """ChunkedShuffle: a shuffle for data that lies on disk in blocks, such as Parquet's row groups.
 
-The one idea: permute whole blocks, then permute the samples of a few neighbouring blocks (a window) among
-each other. A reader touches the blocks of one window at a time. Both permutations are computed.
+Permute whole blocks, then permute the samples of a few neighbouring blocks (a window) among
+each other. Both permutations are computed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class Chunked:
         self._short_end = self._short * block_size + block_size - self._missing
 
     def at(self, start: int, stride: int, count: int) -> Indices:
-        """See Order."""
         places = places_from(start, stride, count)
         # Positions as if the short block were full: its missing samples are skipped.
         padded = np.where(places < self._short_end, places, places + self._missing)
@@ -118,7 +117,6 @@ class Chunked:
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
     def _mix(self, window: int, places: Indices) -> Indices:
-        """The indices at places of one window."""
         first = self._place_of(window * self._window)
         size = min(self.length, self._place_of((window + 1) * self._window)) - first
         mixed = Shuffled(size, derive_key(*self._seed, "window", window)).map(places - first) + first

@@ -1,8 +1,7 @@
 """Who gets which places of an epoch: pure arithmetic.
 
-The one idea: at each step the ranks together take the next places of one order. So what all of them have
-trained on after any number of steps is a prefix of the order, one number, and the rest can be dealt to
-another number of ranks.
+So what all of them have trained on after any number of steps is a prefix of the order, one number, and the
+rest can be dealt to another number of ranks.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ Item = TypeVar("Item")
 
 
 class Ending(Enum):
-    """What becomes of the last places, where they do not give every rank equally many."""
-
     PAD = "pad"  # repeat samples from the start of the order, so that every rank has as many
     FILL = "fill"  # repeat them until the last step has as many as the others, whatever the number of ranks
     DROP = "drop"  # leave them out
@@ -35,16 +32,6 @@ class Ending(Enum):
 
 @dataclass(frozen=True)
 class Share:
-    """Which part of an epoch a rank gets.
-
-    Attributes:
-        length: Places of the whole epoch.
-        start: The first place that nobody has done yet.
-        num_replicas: Number of ranks.
-        rank: Which of them.
-        ending: What becomes of the last places.
-    """
-
     length: int
     start: int
     num_replicas: int
@@ -53,11 +40,9 @@ class Share:
 
     @property
     def left(self) -> int:
-        """Places that are still to be done, by all ranks together."""
         return max(0, self.length - self.start)
 
     def part_of(self, places: int) -> int:
-        """How many of the next `places` this rank gets: every num_replicas-th, from its own rank on."""
         if self.ending is Ending.DROP:
             return places // self.num_replicas
         if self.ending is Ending.PAD:
@@ -77,11 +62,7 @@ class Share:
 
 
 def blocks_of(total: int, first: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut 0 ... total into blocks, as (start, size), which grow from `first` to `most`.
-
-    Example:
-        (100, 8, 32) gives (0, 8), (8, 8), (16, 16), (32, 32), (64, 32), (96, 4).
-    """
+    """Cut 0 ... total into blocks, as (start, size), which grow from `first` to `most`."""
     done = 0
     while done < total:
         size = min(most, max(first, done), total - done)
@@ -90,11 +71,8 @@ def blocks_of(total: int, first: int, most: int) -> Iterator[tuple[int, int]]:
 
 
 class Deal(Protocol[Item]):
-    """One rank's items, samples or batches, from a start to the end of an epoch."""
-
     @property
-    def size(self) -> int:
-        """How many items this rank gets."""
+    def size(self) -> int: ...
 
     @property
     def end(self) -> int:
@@ -103,8 +81,7 @@ class Deal(Protocol[Item]):
     def reached(self, items: int) -> int:
         """All places below this are done once every rank has done so many items, or all that it has."""
 
-    def blocks(self, order: Order) -> Iterator[list[Item]]:
-        """The items themselves, some at a time."""
+    def blocks(self, order: Order) -> Iterator[list[Item]]: ...
 
 
 class SampleDeal:
@@ -122,11 +99,9 @@ class SampleDeal:
         self.end = share.start + self.size * share.num_replicas if is_cut else share.length
 
     def reached(self, items: int) -> int:
-        """See Deal."""
         return min(self.end, self._share.start + items * self._share.num_replicas)
 
     def blocks(self, order: Order) -> Iterator[list[int]]:
-        """See Deal."""
         share = self._share
         for done, count in blocks_of(self.size, FIRST_BLOCK, BLOCK):
             indices: list[int] = share.take(order, share.start + done * share.num_replicas, count).tolist()
@@ -154,11 +129,9 @@ class BatchDeal:
         self.size = whole + (self._last > 0)
 
     def reached(self, items: int) -> int:
-        """See Deal."""
         return min(self.end, self._share.start + items * self._global_batch)
 
     def blocks(self, order: Order) -> Iterator[list[list[int]]]:
-        """See Deal."""
         share = self._share
         # A whole batch is dealt without an ending: where the ranks do not divide it, some get one less.
         plain = Share(share.length, share.start, share.num_replicas, share.rank, Ending.UNEVEN)

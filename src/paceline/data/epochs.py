@@ -1,6 +1,6 @@
 """Epochs that move on by themselves, and can be left and entered in the middle.
 
-The one idea: how far an epoch has come is one number, the place below which everything was committed by an
+How far an epoch has come is one number, the place below which everything was committed by an
 optimizer step on every rank. `EpochSampler` keeps it; subclasses say what is dealt out, and from what order.
 """
 
@@ -21,9 +21,7 @@ Item = TypeVar("Item")
 
 
 class EpochIterator(chain[Item]):
-    """One iteration over a sampler: yields from lists, at the speed of `itertools.chain`.
-
-    It begins, and takes the sampler's epoch, with its first item: loaders make iterators that they never
+    """It begins, and takes the sampler's epoch, with its first item: loaders make iterators that they never
     use. Its state counts what was drawn, for loaders that keep such states by batch (StatefulDataLoader).
     """
 
@@ -32,8 +30,6 @@ class EpochIterator(chain[Item]):
 
     @classmethod
     def over(cls, sampler: EpochSampler[Item]) -> EpochIterator[Item]:
-        """An iteration that has not begun."""
-
         def lists() -> Iterator[Iterator[Item]]:
             run = one._run = sampler._begin()
             for items in run.deal.blocks(run.order):
@@ -53,15 +49,12 @@ class EpochIterator(chain[Item]):
         return self._sampler._state_at(self._run, self._run.drawn)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there; only before the first item is drawn."""
         if self._run is not None:
             raise ConfigError(f"{self._sampler.name}: a state can't be loaded into an iteration under way.")
         self._sampler.load_state_dict(state)
 
 
 class _Epoch(Generic[Item]):
-    """What an iteration that has begun goes through."""
-
     def __init__(self, epoch: int, deal: Deal[Item], order: Order) -> None:
         self.epoch = epoch
         self.deal = deal
@@ -72,7 +65,6 @@ class _Epoch(Generic[Item]):
 
     @property
     def drawn(self) -> int:
-        """Items that were taken out of the iteration."""
         return self.given - length_hint(self.current)
 
 
@@ -102,7 +94,6 @@ class EpochSampler(Generic[Item]):
 
     @property
     def name(self) -> str:
-        """How errors call it."""
         return type(self).__name__
 
     def _deal(self, start: int) -> Deal[Item]:

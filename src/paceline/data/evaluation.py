@@ -1,7 +1,5 @@
-"""Evaluation: every sample once, on some rank, and the predictions back in the data set's order.
-
-The one idea: a rank gets a contiguous part, so that the parts, one after the other, are the data set; nothing
-is repeated, so nothing has to be cut off before a metric.
+"""Evaluation: every sample once, on some rank, and the predictions back in the data set's order. Each rank
+gets a contiguous part.
 """
 
 from __future__ import annotations
@@ -22,10 +20,7 @@ Array = npt.NDArray[Any]
 
 
 class Gathers(Protocol):
-    """What `gather` needs of a group."""
-
-    def all_gather(self, array: Array) -> Array:
-        """Everybody's `array`, stacked in rank order."""
+    def all_gather(self, array: Array) -> Array: ...
 
 
 class EvaluationSampler:
@@ -124,11 +119,7 @@ class EvaluationSampler:
     def _agree(
         self, mine: Array, group: Gathers, refused: ConfigError | None
     ) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-        """Type and shape of a row; None if nobody has one. Raises on all ranks if they do not fit.
-
-        Args:
-            refused: Why this rank has no rows to describe.
-        """
+        """Type and shape of a row; None if nobody has one. Raises on all ranks if they do not fit."""
         facts = _describe(mine)
         if refused is not None:
             facts[0] = _REFUSED
@@ -169,7 +160,6 @@ _MOST_TEXT_BYTES = 4000
 
 
 def _raise_refused(failed: Sequence[int], own: ConfigError | None, group: Gathers) -> NoReturn:
-    """Raise on every rank what some of them refuse. Collective."""
     text = str(own or "").encode()[:_MOST_TEXT_BYTES].ljust(_MOST_TEXT_BYTES, b"\0")
     everybodys = group.all_gather(np.frombuffer(text, np.uint8).copy())
     if own is not None:
@@ -184,7 +174,6 @@ def _raise_refused(failed: Sequence[int], own: ConfigError | None, group: Gather
 
 
 def _describe(rows: Array) -> npt.NDArray[np.int64]:
-    """Number of rows, and type and shape of one, as integers that can be compared between ranks."""
     shape = rows.shape[1:]
     if rows.dtype.kind not in "biufc" or len(shape) > _MOST_DIMS:
         return np.array([len(rows), *[0] * (_MOST_DIMS + 3)], np.int64)
@@ -221,8 +210,6 @@ def _joined(rows: Array | Sequence[Array]) -> Array:
 
 
 class _TorchGroup:
-    """The default group of torch.distributed, if the script has initialised it, as `Gathers`."""
-
     def __init__(self) -> None:
         self._torch: Any = sys.modules.get("torch")
         distributed = getattr(self._torch, "distributed", None)

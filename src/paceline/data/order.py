@@ -1,6 +1,6 @@
 """Orders: which sample lies at which place of an epoch, computed when asked.
 
-The one idea: an order is a function of (length, key) and stores nothing that grows with the length, so any
+An order is a function of (length, key) and stores nothing that grows with the length, so any
 rank can ask for any places at any time: to deal them out, to skip those already trained on, to start again
 with another number of ranks.
 """
@@ -19,8 +19,6 @@ Indices = npt.NDArray[np.int64]
 
 
 class Order(Protocol):
-    """A sequence of sample indices with random access."""
-
     length: int
 
     def at(self, start: int, stride: int, count: int) -> Indices:
@@ -28,36 +26,26 @@ class Order(Protocol):
 
 
 class InOrder:
-    """Place p holds sample p."""
-
     def __init__(self, length: int) -> None:
         self.length = length
 
     def at(self, start: int, stride: int, count: int) -> Indices:
-        """See Order."""
         return places_from(start, stride, count)
 
 
 class Shuffled:
-    """A permutation drawn by `key`; see cpp/data/permutation.h.
-
-    Args:
-        length: 0 to 2**63 - 1.
-        key: 64 bits; see `derive_key`.
-    """
+    """A permutation drawn by `key`; see cpp/data/permutation.h."""
 
     def __init__(self, length: int, key: int) -> None:
         self.length = length
         self._permutation = _core.Permutation(length, key)
 
     def at(self, start: int, stride: int, count: int) -> Indices:
-        """See Order."""
         indices = np.empty(count, np.int64)
         self._permutation.fill(indices, start, stride)
         return indices
 
     def map(self, places: Indices) -> Indices:
-        """The indices at any places; a new array."""
         indices = places.copy()
         self._permutation.map(indices)
         return indices

@@ -14,11 +14,7 @@ from paceline.env import read_rank_environment
 
 
 def find_rank(name: str, num_replicas: int | None, rank: int | None) -> tuple[int, int]:
-    """Number of ranks and rank of a sampler called `name`.
-
-    Raises:
-        ConfigError: One of them is missing or out of range.
-    """
+    """Number of ranks and rank of a sampler called `name`."""
     check = Arguments(name)
     hint = "leave num_replicas and rank out where the launcher's are right"
     if num_replicas is not None:
@@ -38,7 +34,6 @@ def find_rank(name: str, num_replicas: int | None, rank: int | None) -> tuple[in
 
 
 def _torch_group() -> Any:
-    """The module torch.distributed, if the script has initialised it; else None."""
     torch = sys.modules.get("torch")
     distributed = getattr(torch, "distributed", None)
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():

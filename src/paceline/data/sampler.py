@@ -1,8 +1,7 @@
 """DistributedSampler: a drop-in for torch's that stores no list, need not repeat samples, and resumes.
 
-The one idea: all ranks compute the same permutation from (seed, epoch), and rank r takes places r,
-r + num_replicas, ... of it. So the batches of one step, of all ranks together, are consecutive places, and
-one process with a batch num_replicas times as large sees the same global batches.
+So the batches of one step, of all ranks together, are consecutive places, and one process with a batch
+num_replicas times as large sees the same global batches.
 """
 
 from __future__ import annotations
@@ -85,17 +84,7 @@ class DistributedSampler(EpochSampler[int]):
 
 
 def choose_ending(name: str, drop_last: bool, pad: bool, *, is_global: bool = False) -> Ending:
-    """Turn two arguments into an ending.
-
-    Args:
-        name: The name of the sampler's class.
-        drop_last: Its argument.
-        pad: Its argument.
-        is_global: Whether a step has a number of samples that does not depend on the number of ranks.
-
-    Raises:
-        ConfigError: Samples were to be dropped, and not.
-    """
+    """Turn two arguments into an ending."""
     check = Arguments(name)
     drop_last, pad = check.flag("drop_last", drop_last), check.flag("pad", pad)
     if drop_last and not pad:

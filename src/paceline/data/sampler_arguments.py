@@ -14,20 +14,12 @@ _SEED_HINT = "any whole number, the same on all ranks"
 
 
 def seed_of(name: str, seed: int) -> int:
-    """A seed, as Python's own int, which JSON can hold.
-
-    Raises:
-        ConfigError: It is no whole number.
-    """
+    """A seed, as Python's own int, which JSON can hold."""
     return Arguments(name).whole("seed", seed, hint=_SEED_HINT)
 
 
 def length_of(name: str, dataset: object) -> int:
-    """Number of samples.
-
-    Raises:
-        ConfigError: The data set does not know.
-    """
+    """Number of samples."""
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError:
@@ -44,11 +36,7 @@ def length_of(name: str, dataset: object) -> int:
 
 
 def row_of(name: str, argument: str, values: object, expected: str) -> npt.NDArray[Any]:
-    """An array of one dimension.
-
-    Raises:
-        ConfigError: It can't be made one; `expected` says what was wanted.
-    """
+    """An array of one dimension."""
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:  # rows of different lengths

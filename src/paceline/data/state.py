@@ -26,16 +26,7 @@ def identify(name: str, dataset: object, dataset_id: str | None) -> str:
 
 
 def check_state(name: str, state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Raise unless `state` was made by such a sampler.
-
-    Args:
-        name: The name of the sampler's class.
-        state: What `load_state_dict` got.
-        identity: What must agree.
-
-    Raises:
-        ConfigError: It does not fit; says in what, with both values.
-    """
+    """Raise unless `state` was made by such a sampler."""
     check = Arguments(f"{name}.load_state_dict")
     if not isinstance(state, Mapping):
         raise check.refuse(

@@ -1,7 +1,6 @@
 """DistributedStream: iterable data in shards, each read by one worker of one rank.
 
-The one idea: a consumer is one worker of one rank; shards are dealt to consumers as places are to ranks. Of
-shards that do not suffice for all, several consumers read the same one, and each keeps a part of it.
+Of shards that do not suffice for all, several consumers read the same one, and each keeps a part of it.
 """
 
 from __future__ import annotations
@@ -98,9 +97,6 @@ def deal_shards(num_shards: int, consumer: int, num_consumers: int) -> Iterator[
     """What a consumer reads: (place of the shard, which part of it, of how many parts).
 
     Whole shards as long as there is one for everybody; those that are left are shared by several.
-
-    Example:
-        Five shards and four consumers: each reads a whole one, and a quarter of the fifth.
     """
     whole, rest = divmod(num_shards, num_consumers)
     for round_ in range(whole):
@@ -113,7 +109,6 @@ def deal_shards(num_shards: int, consumer: int, num_consumers: int) -> Iterator[
 
 
 def _pass_for_iterable(cls: type[Any]) -> None:
-    """Let torch's DataLoader take it for an IterableDataset, if torch is loaded."""
     torch: Any = sys.modules.get("torch")
     data = getattr(getattr(torch, "utils", None), "data", None)
     if data is not None and not issubclass(cls, data.IterableDataset):

@@ -76,18 +76,13 @@ class Looked:
         self._positions = positions
 
     def at(self, start: int, stride: int, count: int) -> Indices:
-        """See Order."""
         return self._indices[self._positions.at(start, stride, count)]
 
 
 def checked_indices(
     name: str, indices: Sequence[int] | npt.NDArray[np.integer], what: str = "indices"
 ) -> Indices:
-    """A copy as int64.
-
-    Raises:
-        ConfigError: Not one row of integers, 0 or more.
-    """
+    """A copy as int64."""
     expected = "whole numbers, 0 or more, in one row"
     array = row_of(name, what, indices, expected)
     if array.size == 0:

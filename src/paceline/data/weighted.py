@@ -1,6 +1,6 @@
 """WeightedDistributedSampler: samples drawn by weight, shared by the ranks.
 
-The one idea: draw number p of an epoch is a function of (seed, epoch, p), on whichever rank, so that draws
+Draw number p of an epoch is a function of (seed, epoch, p), on whichever rank, so that draws
 can be dealt out and resumed as places of a permutation can.
 """
 
@@ -113,7 +113,6 @@ class Draws:
         self._key = key
 
     def at(self, start: int, stride: int, count: int) -> Indices:
-        """See Order."""
         if count == 0:
             return np.empty(0, np.int64)
         total = self._sums[-1]
@@ -125,14 +124,11 @@ class Draws:
 
 
 class Listed:
-    """An order that is stored."""
-
     def __init__(self, indices: Indices) -> None:
         self.length = len(indices)
         self._indices = indices
 
     def at(self, start: int, stride: int, count: int) -> Indices:
-        """See Order."""
         return (
             self._indices[start : start + (count - 1) * stride + 1 : stride] if count else self._indices[:0]
         )
@@ -148,7 +144,6 @@ def uniform(places: Indices, key: int) -> Floats:
 
 
 def _draw_without_replacement(weights: Floats, count: int, key: int) -> Indices:
-    """Each sample waits for a time that is exponential with its weight as rate; the first ones are drawn."""
     positive = np.flatnonzero(weights)
     times = -logarithm(1.0 - uniform(positive, key)) / weights[positive]
     if count < len(times):
@@ -178,11 +173,7 @@ def logarithm(x: Floats) -> Floats:
 
 
 def checked_weights(name: str, weights: Sequence[float] | npt.NDArray[np.floating]) -> Floats:
-    """A copy as float64.
-
-    Raises:
-        ConfigError: Not one row of finite numbers, 0 or more, or all of several are 0.
-    """
+    """A copy as float64."""
     expected = "one finite number for each sample, 0 or more, with a positive, finite sum"
     array = row_of(name, "weights", weights, expected).astype(np.float64)
     bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))

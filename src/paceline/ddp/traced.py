@@ -18,7 +18,7 @@ from paceline.trace.ring_file import TRACE_RECORDS
 
 @contextlib.contextmanager
 def recorded(communicator: Communicator[Any], path: str | os.PathLike[str]) -> Iterator[None]:
-    """Record on all ranks of a communicator; see `WrappedModel.trace`. Collective at both ends."""
+    """Collective at both ends."""
     output = Path(path)
     _on_first_rank(communicator, lambda: chrome.check(output))
     end = recording.enlarge(communicator.rank, communicator.world_size, TRACE_RECORDS)
@@ -36,7 +36,7 @@ def _write(output: Path, rows: list[bytes]) -> None:
 
 
 def _on_first_rank(communicator: Communicator[Any], act: Callable[[], None]) -> None:
-    """What goes wrong on rank 0 is raised on every rank. Collective."""
+    """Raises on every rank what goes wrong on rank 0. Collective."""
     told = ""
     if communicator.rank == 0:
         try:

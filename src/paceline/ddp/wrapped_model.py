@@ -103,14 +103,7 @@ class WrappedModel:
             self._backward_sync.expect_backward(is_syncing=self._syncs_backward)
 
     def _check_whole(self, parameters: Iterable[Any]) -> None:
-        """Raise if parameters hold half of an optimizer's step, in which a rank was lost.
-
-        Args:
-            parameters: All of the model.
-
-        Raises:
-            TornStepError: They do.
-        """
+        """Raise if parameters hold half of an optimizer's step, in which a rank was lost."""
         if self._storage is not None:
             self._storage.check_whole(type(self).__name__)
         if torn.marks:
@@ -119,25 +112,23 @@ class WrappedModel:
     # --- what a front end adds ---
 
     @abstractmethod
-    def _ranks(self) -> Any:
-        """The ranks that train the model."""
+    def _ranks(self) -> Any: ...
 
     @abstractmethod
     def _make_communicator(self, peers: Any) -> Communicator[Any]:
-        """The communicator between these ranks. Collective."""
+        """Collective."""
 
     @abstractmethod
     def _make_sync(self, communicator: Communicator[Any]) -> BackwardSync[Any]:
-        """The backward passes of the ranks of a communicator. Collective, over them."""
+        """Collective."""
 
     @abstractmethod
     def _guard_model(self) -> None:
-        """Let state_dict() of the model itself, and of its parts, raise as long as a step is torn."""
+        """Let state_dict() of the model, and of its parts, raise while a step is partial."""
 
     @staticmethod
     @abstractmethod
-    def _is_in_backward() -> bool:
-        """Whether this thread runs a backward."""
+    def _is_in_backward() -> bool: ...
 
     # --- its backward passes ---
 
@@ -152,14 +143,7 @@ class WrappedModel:
             check_agreement(ModelDescription(parameters, buffers, options), peers.exchange, peers.timeout_s)
 
     def _begin_sync(self, *, is_first: bool = True) -> Any:
-        """Begin to keep the model in step with the other ranks'. Collective.
-
-        Args:
-            is_first: False: other backward passes begin, and no value is broadcast.
-
-        Returns:
-            Its backward passes.
-        """
+        """Begin to keep the model in step with the other ranks'. Collective."""
         peers, config, tensors = self._ranks(), self._config, self._tensors
         communicator = self._make_communicator(peers)
         owner = f"{type(self).__name__}(share_parameters=True)"
@@ -199,7 +183,7 @@ class WrappedModel:
         return self._begin_sync(is_first=False)
 
     def _sync_to_weigh(self) -> BackwardSync[Any]:
-        """Its backward passes; a single rank has none until its micro-batches are to be weighed."""
+        """None for a single rank until its micro-batches are to be weighed."""
         if self._backward_sync is None:
             self._backward_sync = self._begin_sync()
             self._backward_sync.sync_next_backward(self._syncs_backward)
@@ -208,14 +192,7 @@ class WrappedModel:
     def _register_hook(
         self, chosen: CommHook, check: Callable[[Any], None], peers: Any, process_group: Any
     ) -> None:
-        """Give buckets to a hook from now on. Collective.
-
-        Args:
-            chosen: The hook.
-            check: Refuses what cannot be a hook.
-            peers: The ranks; None: there is one.
-            process_group: For the hook.
-        """
+        """Give buckets to a hook from now on. Collective."""
         known = None if peers is None else (peers.exchange, peers.timeout_s)
         with telling_peers(lambda: known, doing="register a hook"):
             check(chosen.call)
@@ -388,7 +365,6 @@ class WrappedModel:
         return math.sqrt(sum(self._ops.squared_norm(gradient) for _, gradient in self._own_gradients()))
 
     def _own_gradients(self) -> Iterator[tuple[str, Any]]:
-        """This rank's gradients, with the names of their parameters."""
         for name, parameter in zip(self._tensors.names, self._tensors.trainable):
             gradient = self._ops.gradient(parameter)
             if gradient is not None:
@@ -514,7 +490,7 @@ class WrappedModel:
             self._carried = carried_by(state)
 
     def _check_join(self, where: str, *flags: Any) -> tuple[bool, bool, bool]:
-        """Refuse join() where ranks without data would be missed, and arguments that are no flags."""
+        """Refuse join() where the other ranks' buffers, hooks or weights would need this rank's data."""
         if self._storage is not None:
             raise ConfigError(
                 "join: ranks that are out of data would not take part in the steps of the others.",
@@ -535,14 +511,7 @@ class WrappedModel:
             )
 
     def _refuse_with_local_sgd(self, what: str) -> None:
-        """Refuse what cannot be had beside local SGD.
-
-        Args:
-            what: What it is and does, in words.
-
-        Raises:
-            ConfigError: The wrapper was made with `local_sgd`.
-        """
+        """Refuse what cannot be had beside local SGD."""
         if self._config.local_sgd is not None:
             raise ConfigError(
                 f"{type(self).__name__}: {what}, but with local_sgd most steps are a host's own.",
@@ -551,11 +520,7 @@ class WrappedModel:
             )
 
     def _refuse_scattering(self, why: str) -> None:
-        """Refuse what needs whole gradients.
-
-        Raises:
-            ConfigError: The wrapper was made with reduce="scatter".
-        """
+        """Refuse what needs whole gradients."""
         if self._config.scatters:
             raise ConfigError(
                 f'{type(self).__name__}: {why}, and reduce="scatter" gives each rank a part of each.',
@@ -567,9 +532,6 @@ class WrappedModel:
         """The backward passes of all ranks; or those of this rank's member, and its syncs with the others.
 
         Collective, over all ranks.
-
-        Args:
-            communicator: Between all ranks.
         """
         options = self._config.local_sgd
         self._outer_sync = self._warmup = None
@@ -602,7 +564,6 @@ class WrappedModel:
         return backward_sync
 
     def _is_warmup_done(self) -> bool:
-        """Whether a warm-up has had all its backward passes: the next forward to train ends it."""
         return self._warmup is not None and self._warmup.left <= 0
 
     def _end_warmup(self) -> None:
@@ -616,10 +577,8 @@ class WrappedModel:
         self._backward_sync.sync_next_backward(self._syncs_backward)
 
     def _begin_local_forward(self, backward_sync: _BackwardSync, *, is_training: bool) -> _BackwardSync:
-        """A forward begins whose gradients will be needed, with `local_sgd`. Collective where ranks meet.
-
-        Returns:
-            The backward passes from here on: others than before, where a warm-up is over.
+        """Begin a forward with `local_sgd`; collective where ranks sync. Returns the BackwardSync in use from
+        here on.
         """
         if self._warmup is not None and self._warmup.is_over(is_training=is_training):
             self._end_warmup()
@@ -779,7 +738,6 @@ class WrappedModel:
         return self._config.broadcast_buffers
 
     def _between_hosts(self) -> BetweenHosts:
-        """What the arguments ask of the way of gradients between hosts."""
         config = self._config
         return BetweenHosts(
             owner=type(self).__name__,
@@ -788,7 +746,6 @@ class WrappedModel:
         )
 
     def _tell_of_unused_compression(self, rank: int) -> None:
-        """An argument that does nothing is told once."""
         value = self._config.compress_between_hosts
         path = self.gradient_path if self._outer_sync is None else self._outer_sync.communicator.path
         if value is not None and rank == 0 and path != "hosts":
@@ -863,8 +820,6 @@ class WrappedModel:
 
 
 class _Hidden:
-    """A member of a framework's class that ours does not have."""
-
     def __init__(self, name: str) -> None:
         self._name = name
 
@@ -875,7 +830,7 @@ class _Hidden:
 def hide_inherited(cls: type, framework: type, kept: Container[str] = ()) -> None:
     """Hide what `cls` inherits from the framework's class, but for dunders and the names in `kept`.
 
-    What it replaces stays. The framework's constructor has not run, so its methods would find no state.
+    What it replaces stays.
     """
     for name in vars(framework):
         is_own = getattr(cls, name, None) is not getattr(framework, name)
@@ -890,7 +845,6 @@ def _check_after_backward(owner: str, after_pass: Callable[[], object] | None) -
 
 
 def checked_norms(max_norm: Any, norm_type: Any) -> tuple[Any, float]:
-    """Arguments of clip_grad_norm_, as frameworks take them: numbers, and "inf" for the largest element."""
     check = Arguments("clip_grad_norm_")
     shape = getattr(max_norm, "shape", (0,))
     if not (hasattr(max_norm, "backward") and math.prod(shape) == 1):  # may be on a GPU, and not known yet

@@ -14,15 +14,7 @@ from paceline.errors import ConfigError
 
 
 def inner_error(ours: str, theirs: str, name: str, *, by: str = "", cure: str = "") -> ConfigError:
-    """The module that is to be wrapped is, or has in it, a wrapper of the framework.
-
-    Args:
-        ours: Our class.
-        theirs: The framework's.
-        name: The name of the wrapper within the module; "" is the module itself.
-        by: Who has wrapped it, where that is known.
-        cure: What to do about that.
-    """
+    """The module that is to be wrapped is, or has in it, a wrapper of the framework."""
     where = f"at '{name}'" if name else "around the whole model"
     return ConfigError(
         f"{ours}: the model is wrapped already, by {theirs}, {where}; its gradients would be averaged twice.",
@@ -34,15 +26,7 @@ def inner_error(ours: str, theirs: str, name: str, *, by: str = "", cure: str = 
 
 
 def outer_error(ours: str, theirs: str, seen: str, *, by: str = "", cure: str = "") -> ConfigError:
-    """A wrapper of the framework is around ours.
-
-    Args:
-        ours: Our class.
-        theirs: The framework's.
-        seen: How it was noticed.
-        by: Who has put it there, where that is known.
-        cure: What to do about that.
-    """
+    """A wrapper of the framework is around ours."""
     return ConfigError(
         f"{theirs} is around a model that {ours} has wrapped already; its gradients would be averaged twice.",
         seen=seen,
@@ -57,11 +41,7 @@ def outer_error(ours: str, theirs: str, seen: str, *, by: str = "", cure: str = 
 
 
 def callers(codes: Collection[CodeType]) -> Iterator[object]:
-    """The `self` of each call of these functions on this thread's stack, the innermost first.
-
-    Example:
-        Within Net.forward, `callers({Net.forward.__code__})` gives that Net.
-    """
+    """The `self` of each call of these functions on this thread's stack, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in codes:

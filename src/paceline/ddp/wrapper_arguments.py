@@ -1,6 +1,5 @@
-"""Arguments that both front ends' wrappers have, checked alike.
-
-The one idea: an argument is honoured, or refused with a sentence; none is silently ignored.
+"""Arguments that both front ends' wrappers have, checked alike. An argument is honoured, or refused with a
+sentence; none is silently ignored.
 """
 
 from __future__ import annotations
@@ -140,28 +139,20 @@ class WrapperOptions:
 
 
 class WrapperArguments:
-    """The arguments of a wrapper's constructor. Each method returns the value as Paceline goes on with it.
-
-    Args:
-        owner: The class whose constructor got them.
-        through: What `reduce_through` may be.
-    """
+    """The arguments of a wrapper's constructor."""
 
     def __init__(self, owner: str, through: tuple[str, ...] = REDUCE_THROUGH) -> None:
         self._owner, self._through = owner, through
         self.check = Arguments(owner)
 
     def mebibytes(self, name: str, value: float) -> int:
-        """The size of a bucket, in bytes."""
         size = self.check.number(name, value, above=0, what="a number of MiB", hint=f"for example {name}=25")
         return max(1, int(size * MIB))
 
     def nonfinite(self, value: str) -> str:
-        """What to do about infinities."""
         return self.check.choice("nonfinite", value, NONFINITE_POLICIES)
 
     def reduce_through(self, value: str, *, skip_unused: bool) -> str:
-        """Where gradients are averaged."""
         name = "reduce_through"
         value = self.check.choice(name, value, self._through)
         expected = (
@@ -172,7 +163,6 @@ class WrapperArguments:
         return value
 
     def compression(self, value: str | None, reduce_through: str, *, skip_unused: bool) -> str | None:
-        """compress_between_hosts: how gradients are encoded between hosts; None: not at all."""
         name = "compress_between_hosts"
         if value is None:
             return None
@@ -183,7 +173,6 @@ class WrapperArguments:
     def deterministic(
         self, value: str | None, reduce_through: str, compression: str | None, *, skip_unused: bool
     ) -> str | None:
-        """What runs have to give the same bits; None: `WrappedModel.bits` says what they do."""
         name = "deterministic"
         if value is None:
             return None
@@ -195,7 +184,6 @@ class WrapperArguments:
         return value
 
     def local_sgd(self, value: LocalSGD | None, deterministic: str | None) -> LocalSGD | None:
-        """How hosts train on their own."""
         name = "local_sgd"
         if value is None:
             return None
@@ -208,7 +196,6 @@ class WrapperArguments:
         return value
 
     def _require_hosts(self, name: str, value: str, reduce_through: str, *, skip_unused: bool) -> None:
-        """Refuse an argument with others that give gradients to the process group alone."""
         hint = f"leave out {name}, or the other argument"
         through_group = reduce_through == "group"
         for holds, other in (
@@ -219,13 +206,11 @@ class WrapperArguments:
             self.check.require(not holds, name, value, expected, hint)
 
     def optional_flag(self, name: str, value: bool | None) -> bool | None:
-        """A flag; None stays None."""
         return None if value is None else self.check.flag(name, value)
 
     def one_buffer_switch(
         self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
     ) -> tuple[bool | None, bool | None]:
-        """Both, the first as it counts; a warning, as torch's, where both are given."""
         broadcast_buffers = self.optional_flag("broadcast_buffers", broadcast_buffers)
         forward_sync_buffers = self.optional_flag("forward_sync_buffers", forward_sync_buffers)
         if forward_sync_buffers is None or broadcast_buffers is None:
@@ -240,17 +225,7 @@ class WrapperArguments:
     def shared(
         self, arguments: Mapping[str, Any], precision: Precision[Any], cap_bytes: int, first_bytes: int
     ) -> dict[str, Any]:
-        """The fields of `WrapperOptions`, from checked arguments.
-
-        Args:
-            arguments: The arguments of the constructor, with all of SHARED_NAMES.
-            precision: From mixed_precision.
-            cap_bytes: The largest bucket, if bucket_cap_mb_list is None.
-            first_bytes: The largest first bucket.
-
-        Raises:
-            ConfigError: One has a value that is not supported or makes no sense.
-        """
+        """The fields of `WrapperOptions`, from checked arguments."""
         given, check = SimpleNamespace(**arguments), self.check
         broadcast_buffers, forward_sync_buffers = self.one_buffer_switch(
             given.broadcast_buffers, given.forward_sync_buffers
@@ -303,13 +278,7 @@ class WrapperArguments:
         }
 
     def scatters(self, value: str, arguments: Mapping[str, Any], *, in_other_dtype: bool) -> bool:
-        """reduce: whether each mean comes to the rank that owns it, and to no other.
-
-        Args:
-            value: As it was passed.
-            arguments: The others; some need whole gradients on each rank, or have them elsewhere.
-            in_other_dtype: Whether gradients are averaged in another dtype than theirs.
-        """
+        """reduce: whether each mean comes to the rank that owns it, and to no other."""
         if self.check.choice("reduce", value, REDUCE) == "mean":
             return False
         for holds, other in (
@@ -327,7 +296,6 @@ class WrapperArguments:
         return True
 
     def caps(self, value: Sequence[float] | None) -> tuple[int, ...]:
-        """bucket_cap_mb_list: the sizes of single buckets, in bytes; None is none."""
         if value is None:
             return ()
         name = "bucket_cap_mb_list"
@@ -347,17 +315,7 @@ class WrapperArguments:
         known: Mapping[str, _Parameter],
         trained: Sequence[_Parameter],
     ) -> dict[str, _Parameter] | None:
-        """delay_all_reduce_named_params as a dictionary; None: nothing is delayed.
-
-        Args:
-            named: As it was passed.
-            trigger: As param_to_hook_all_reduce was passed.
-            known: All parameters of the model, by name.
-            trained: Those that can be the trigger.
-
-        Raises:
-            ConfigError: One of the two is missing, or they name what is no parameter to average.
-        """
+        """delay_all_reduce_named_params as a dictionary; None: nothing is delayed."""
         name, trigger_name = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
         if (named is None) != (trigger is None):
             raise ConfigError(
@@ -392,14 +350,11 @@ class WrapperArguments:
         return pairs
 
     def passes(self, name: str, value: int | None) -> int | None:
-        """A number of backward passes; 0 is none at all."""
         hint = f"{name}=100; 0 for never; None where there is a reason"
         return None if value is None else self.check.whole(name, value, least=0, hint=hint)
 
     def weight(self, value: float | Callable[..., Any] | None) -> float | Callable[..., Any] | None:
-        """A number, or a function of forward's arguments."""
         return value if value is None or callable(value) else as_weight(value, self._owner)
 
     def buffers(self, value: Mapping[str, str] | None) -> dict[str, str]:
-        """What is done with buffers, by name pattern."""
         return check_policies(value, self._owner)

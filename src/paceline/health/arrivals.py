@@ -2,12 +2,10 @@
 
 A slow link with a deep queue delays the messages of the control channel by many seconds, while gradients go
 on arriving. So every segment from the address of a neighbour is a sign of life, over whichever connection of
-this host it comes. The kernel counts segments, whatever the threads of this process do meanwhile: `TCP_INFO`
-of tcp(7) for the connection itself, and sock_diag(7), which is asked only in a silence, for all others.
+this host it comes.
 
 After losses on such a link, or after a short cut, TCP may wait for longer than the silence that is allowed
-before it sends anything again. So in a silence a new connection is tried as well. Any answer is a sign of
-life; as a rule it is that no program listens there.
+before it sends anything again. So in a silence a new connection is tried as well.
 """
 
 from __future__ import annotations
@@ -55,16 +53,6 @@ class _Neighbour:
 
 @dataclass
 class _Host:
-    """The ranks of a host with which there are connections.
-
-    Attributes:
-        neighbours: By rank.
-        since_s: When something came last.
-        looked_at_s: When that was looked for last.
-        elsewhere: Segments that have come over all connections with the host, by their ports.
-        trial: A new connection that is tried.
-    """
-
     neighbours: dict[int, _Neighbour]
     since_s: float
     looked_at_s: float
@@ -72,25 +60,17 @@ class _Host:
     trial: _Trial | None = None
 
     def note(self, at_s: float) -> None:
-        """Something has come."""
         self.since_s, self.elsewhere = at_s, {}
         self.try_again(None)
 
     def try_again(self, trial: _Trial | None) -> None:
-        """Let a new connection be tried instead of the last one; None: none is."""
         before, self.trial = self.trial, trial
         if before is not None:
             before.close()
 
 
 class _Trial:
-    """A connection that is tried, to see whether its other end answers.
-
-    Args:
-        family: AF_INET or AF_INET6.
-        address: Where to.
-        now: By time.monotonic().
-    """
+    """A connection that is tried, to see whether its other end answers."""
 
     def __init__(self, family: int, address: tuple[Any, ...], now: float) -> None:
         self.began_s = now
@@ -104,13 +84,11 @@ class _Trial:
                 self.close()
 
     def close(self) -> None:
-        """Give it up."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
 
     def is_answered(self) -> bool:
-        """Whether something has come back. Does not block."""
         if self._socket is None:
             return False
         watched = select.poll()
@@ -121,13 +99,7 @@ class _Trial:
 
 
 class Arrivals:
-    """What comes from the other ends of some connections, and from their hosts.
-
-    Args:
-        connections: By the rank at the other end.
-        hosts: The ranks of each host.
-        now: By time.monotonic().
-    """
+    """What comes from the other ends of some connections, and from their hosts."""
 
     def __init__(
         self, connections: Mapping[int, socket.socket], hosts: Sequence[Sequence[int]], now: float
@@ -140,14 +112,13 @@ class Arrivals:
         self._hosts = [_Host(each, now, now) for each in grouped if each]
 
     def forget(self, rank: int) -> None:
-        """The connection has ended."""
         for host in self._hosts:
             if host.neighbours.pop(rank, None) is not None and not host.neighbours:
                 host.try_again(None)
         self._hosts = [host for host in self._hosts if host.neighbours]
 
     def silent(self, silence_s: float, now: float) -> list[int]:
-        """Look at all connections; the ranks of the hosts of which nothing has come for so long."""
+        """Look at all connections; returns the ranks of the hosts of which nothing has come for so long."""
         suspicious_s = min(_SUSPICIOUS_S, silence_s / 2)
         for host in self._hosts:
             if (came_s := _last_arrival_s(host, now)) is not None:
@@ -158,12 +129,10 @@ class Arrivals:
         return [rank for host in self._hosts if now - host.since_s >= silence_s for rank in host.neighbours]
 
     def judged_at_s(self, silence_s: float) -> float:
-        """When the next host counts as lost, if nothing comes from it until then."""
         return min((host.since_s + silence_s for host in self._hosts), default=math.inf)
 
 
 def _last_arrival_s(host: _Host, now: float) -> float | None:
-    """When something came over the connections with a host since the last look; None: nothing has."""
     found: float | None = None
     for each in host.neighbours.values():
         segments = _segments_of(each.connection)
@@ -176,7 +145,6 @@ def _last_arrival_s(host: _Host, now: float) -> float | None:
 
 
 def _suspect(host: _Host, now: float, suspicious_s: float) -> None:
-    """Look for a sign of life of a host from which nothing comes over the connections of the channel."""
     elsewhere: dict[tuple[int, int], int] = {}
     for address in {each.address[0] for each in host.neighbours.values()}:
         elsewhere |= _segments_from(address)
@@ -193,7 +161,6 @@ def _suspect(host: _Host, now: float, suspicious_s: float) -> None:
 
 
 def _has_grown(before: Mapping[tuple[int, int], int], now: Mapping[tuple[int, int], int]) -> bool:
-    """Whether segments have come; a connection that this host has closed is none."""
     return any(count != before.get(ports) for ports, count in now.items())
 
 
@@ -207,7 +174,6 @@ def quiet_s(connection: socket.socket) -> float:
 
 
 def unconfirmed_bytes(connection: socket.socket) -> int:
-    """How much of what was sent the kernel at the other end has not acknowledged yet."""
     (count,) = _BYTES.unpack(fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(_BYTES.size)))
     return int(count)
 
@@ -259,7 +225,6 @@ def _dump(family: int, address: str) -> dict[tuple[int, int], int]:
 
 
 def _segments_in(body: bytes) -> int:
-    """The number of segments in a struct inet_diag_msg with its attributes."""
     at = _ATTRIBUTES_AT
     while at + _ATTRIBUTE.size <= len(body):
         length, kind = _ATTRIBUTE.unpack_from(body, at)

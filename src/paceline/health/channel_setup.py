@@ -68,18 +68,7 @@ _CHANNEL_BYTES = 16
 
 
 class Connection:
-    """One connection of the channel, after its handshake. Not for several threads at once.
-
-    Args:
-        link: Its socket.
-        handshake: What both ends know.
-        is_hub: Whether this is the hub's end.
-        tls: What encrypts it; None: nothing does.
-
-    Attributes:
-        socket: Not blocking.
-        is_encrypted: Whether all that is said is.
-    """
+    """One connection of the channel, after its handshake. Not for several threads at once."""
 
     def __init__(self, link: socket.socket, handshake: Handshake, tls: Tls | None, *, is_hub: bool) -> None:
         link.setblocking(False)
@@ -93,28 +82,19 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether what is said goes out. Else it waits for the other end's part of the handshake."""
+        """Else it waits for the other end's part of the handshake."""
         return self._tls is None or self._tls.is_open
 
     def say(self, kind: Frame, text: bytes) -> bytes:
-        """What is to be sent for a frame."""
         data = frame(kind, self._says.close(kind, text))
         return data if self._tls is None else self._tls.encrypt(data)
 
     def decrypt(self, piece: bytes) -> tuple[bytes, bytes]:
-        """What has come in clear, for `receive`; and what is to be sent because of it.
-
-        Raises:
-            ConnectionError: It is not what the other end has sent.
-        """
+        """What has come in clear, for `receive`; and what is to be sent because of it."""
         return (piece, b"") if self._tls is None else (self._tls.decrypt(piece), self._tls.encrypt(b""))
 
     def receive(self, plain: bytes) -> Iterator[tuple[Frame, bytes]]:
-        """The frames that are whole with this.
-
-        Raises:
-            ConnectionError: The next one is not what the other end has said next.
-        """
+        """The frames that are whole with this."""
         for kind, payload in self._stream.feed(plain):
             yield kind, self._hears.open(kind, payload)
 
@@ -142,18 +122,8 @@ def meet(
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
     """Connect all ranks with their neighbours. Collective; blocks at most `timeout_s` and some seconds.
 
-    Args:
-        exchange: Connects the ranks already.
-        facts: What this rank tells of itself.
-        hosts: The ranks of each host.
-        secret: The job's.
-        timeout_s: How long.
-
     Returns:
         The connections of this rank, by the rank at their other end, and all members.
-
-    Raises:
-        RendezvousError: A rank did not come, could not reach the hub, or does not fit; on every rank.
     """
     deadline = Deadline(timeout_s)
     listener = None
@@ -181,7 +151,6 @@ def meet(
 
 
 def _listen() -> tuple[socket.socket | None, bytes]:
-    """A listener, and what the others are told of it; or why there is none."""
     try:
         ipv6 = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if ipv6 else socket.AF_INET
@@ -215,18 +184,6 @@ def _told_place(payloads: list[bytes], rank: int) -> Place:
 
 
 class _Reception:
-    """Until all ranks below this one have come.
-
-    Args:
-        listener: Where they come.
-        place: The same, as they know it.
-        facts: What this rank tells of itself.
-        hosts: The ranks of each host.
-        neighbours: Those below this rank come.
-        secret: The job's.
-        deadline: Until when.
-    """
-
     def __init__(
         self,
         listener: socket.socket,
@@ -252,11 +209,7 @@ class _Reception:
     def receive_all(
         self, way: Callable[..., tuple[dict[int, Connection], tuple[Member, ...]]] | None
     ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
-        """Receive all ranks below this one, then join the parent; see `meet`.
-
-        Args:
-            way: `_join` for that parent, with what is told there still to be given; None: this is the hub.
-        """
+        """Receive all ranks below this one, then join the parent."""
         # The hub is to hear who is missing here before it gives up.
         until = self._deadline if way is None else Deadline(_SHARE_OF_A_HOST * self._deadline.left_s())
         if self._secret:  # while the others come
@@ -286,14 +239,13 @@ class _Reception:
                 caller.peer.close()
 
     def _challenge(self, link: socket.socket) -> bytes:
-        """Say the first word to a connection; the nonce in it."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         with contextlib.suppress(OSError):
             link.send(frame(Frame.CHALLENGE, write_challenge(self._place.channel, nonce)))
         return nonce
 
     def _admit(self, link: socket.socket, nonce: bytes, kind: Frame, raw: bytes) -> bool:
-        """Whether it is a rank of this group. Raises RendezvousError if it is, and does not fit."""
+        """Raises RendezvousError if it is, and does not fit."""
         try:
             is_hello = kind in (Frame.HELLO, Frame.FAILED)
             told, rank_nonce, membership, proof = split_payloads(raw if is_hello else b"", 4)
@@ -321,7 +273,6 @@ class _Reception:
         return True
 
     def _mismatch(self, came: Sequence[Facts]) -> Mismatch | None:
-        """What is wrong with the rank that came first among these, or with one that it speaks for."""
         own = replace(self._facts, clock_s=time.time())
         for index, facts in enumerate(came):
             members = [own, *self._facts_of, *came[:index]]
@@ -348,7 +299,6 @@ class _Reception:
         return connections, read_members(table, self._facts.world_size)
 
     def _tls(self) -> Tls | None:
-        """For a connection whose other end begins. Nobody waits for that: it comes as all that is said."""
         if self._certificate is None:
             return None
         from paceline.health import tls
@@ -356,7 +306,6 @@ class _Reception:
         return tls.Tls(self._certificate)
 
     def _turn_away(self, error: BaseException, way: Callable[..., object] | None) -> None:
-        """Tell the hub, everybody who came, and for some seconds everybody who comes."""
         summary = error.summary if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
         told = Mismatch(getattr(error, "seen", "") or summary, getattr(error, "hint", ""))
         self._refusal = self._refusal or told.pack()
@@ -391,7 +340,6 @@ class _Reception:
 
 
 def refusal(own: Facts, problem: Mismatch, where: str) -> RendezvousError:
-    """The error of a rank at whose start somebody did not fit."""
     return RendezvousError(
         "The ranks of this job do not fit together.",
         where=f"{own.describe()} of {own.world_size}, at the start of the control channel ({where})",
@@ -417,7 +365,6 @@ def _join(
     deadline: Deadline,
     problem: Mismatch | None = None,
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
-    """Come to `parent`, with the facts of this rank and of those below it, or a problem that ends all."""
     facts = told[0]
     reasons: dict[str, list[str]] = {}  # by address, the first one and the last one that differs from it
     while True:
@@ -451,7 +398,6 @@ def _join(
 
 
 def _note(reasons: dict[str, list[str]], address: str, reason: str) -> None:
-    """Keep the first reason, which often causes those that follow, and the last."""
     first = reasons.setdefault(address, [reason])[0]
     reasons[address] = [first] if reason == first else [first, reason]
 
@@ -465,11 +411,7 @@ def _introduce(
     deadline: Deadline,
     problem: Mismatch | None,
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
-    """The handshake. Raises OSError or MessageError where somebody else listens.
-
-    Raises:
-        RendezvousError: This rank was refused, or another one, or the hub does not know the secret.
-    """
+    """Raises OSError or MessageError where somebody else listens."""
     kind, raw = receive_frame(link, Deadline(_CONNECT_WITHIN_S), LONGEST_HELLO)
     hub_nonce = read_challenge(raw if kind is Frame.CHALLENGE else b"", place.channel)
     handshake = Handshake(secret, place.channel, hub_nonce, secrets.token_bytes(NONCE_BYTES))
@@ -508,7 +450,7 @@ def _introduce(
 
 
 def _encrypt(link: socket.socket, fingerprint: bytes, deadline: Deadline) -> Tls:
-    """Agree with the hub on a key. Raises ConnectionError (OSError) where that is not the hub."""
+    """Raises ConnectionError (OSError) where that is not the hub."""
     from paceline.health import tls
 
     ours, piece = tls.Tls(), b""

@@ -7,7 +7,7 @@ r"""Which ranks of a control channel are connected with which: a star, or for ma
                                   /|\  |\         the other ranks of a host
                                  5 6 7 9 10
 
-The one idea: the hub should have one connection for each host, and not for each rank; within a host the way
+The hub should have one connection for each host, and not for each rank; within a host the way
 is short, and no link can be cut. Pure.
 """
 
@@ -36,10 +36,6 @@ class Neighbours:
 
 def neighbours_of(rank: int, hosts: Sequence[Sequence[int]]) -> Neighbours:
     """A pure function, the same on all ranks.
-
-    Args:
-        rank: Whose.
-        hosts: The ranks of each host, in order; rank 0 is among them.
 
     Example:
         >>> neighbours_of(2, [[0, 1], [2, 3]])

@@ -1,8 +1,7 @@
-"""The TCP connections that an engine has made between ranks, as sockets of our own: to end them.
+"""The TCP connections that a process group has made between ranks, as sockets of our own, to end them.
 
-The one idea: an engine whose calls block may have no way to end them, but what it waits for comes over
-connections of this process, and those can be shut down. And what an engine calls sent is only on its way: a
-connection that is closed is reset by whatever comes afterwards, and forgets what the other side has not got.
+A call that blocks cannot be ended otherwise. And a connection that is closed is reset by whatever comes
+afterwards, and forgets what the other side has not got.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ def connected_sockets() -> dict[Ends, int]:
 
 
 def _address(told: Any) -> tuple[str, int]:
-    """An address that is the same for sockets of either family."""
     return told[0].removeprefix("::ffff:"), told[1]
 
 
@@ -63,12 +61,6 @@ def sockets_to(
     """The connections to peers that were made since. Collective, over all ranks of the exchange.
 
     Another thread may have made a connection meanwhile; so one counts only if a peer has its other end.
-
-    Args:
-        exchange: Connects the ranks already.
-        peers: Ranks of it.
-        before: What `connected_sockets` gave before they were made.
-        timeout_s: How long.
     """
     made = {ends: fd for ends, fd in connected_sockets().items() if ends not in before}
     told = exchange.all_gather(json.dumps(list(made)).encode(), timeout_s)
@@ -101,7 +93,7 @@ def stop_receiving(sockets: Sequence[socket.socket]) -> None:
 
 
 def shut_down(sockets: Sequence[socket.socket]) -> None:
-    """End connections for both sides. What was written before still arrives."""
+    """What was written before still arrives."""
     _shut_down(sockets, socket.SHUT_RDWR)
 
 
@@ -117,7 +109,6 @@ def close_once_arrived(sockets: Sequence[socket.socket]) -> None:
 
 
 def wait_until_arrived(sockets: Sequence[socket.socket]) -> None:
-    """Block until the other machines have all that was written to connections; for ten seconds at most."""
     until_s = time.monotonic() + _ARRIVES_WITHIN_S
     for each in sockets:
         while _bytes_on_their_way(each) and time.monotonic() < until_s:
@@ -125,8 +116,6 @@ def wait_until_arrived(sockets: Sequence[socket.socket]) -> None:
 
 
 class _Partings:
-    """Connections that are closed once all has arrived, each by a thread."""
-
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._pid = 0
@@ -141,7 +130,6 @@ class _Partings:
         thread.start()
 
     def wait(self) -> None:
-        """Block until they are closed; each has its deadline."""
         if self._pid == os.getpid():
             for thread in self._threads:
                 thread.join(_ARRIVES_WITHIN_S)

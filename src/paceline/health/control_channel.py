@@ -112,10 +112,6 @@ def form_channel(
         RendezvousError: A rank did not come or does not fit (other versions, another secret); on every rank.
         ConfigError: PACELINE_SILENCE_S is no time.
         RegionError: This process may have no further thread; the channel tells the others.
-
-    Example:
-        Rank 3 raises ValueError("x"). Within milliseconds `failure` of ranks 0 to 2 is a PeerLostError with
-        that text, with lost == (3,).
     """
     silence_s = allowed_silence_s()
     connections, members = meet(exchange, facts, hosts, secret, min(timeout_s, _FORM_WITHIN_S))
@@ -123,11 +119,7 @@ def form_channel(
 
 
 def allowed_silence_s(environ: Mapping[str, str] | None = None) -> float:
-    """Seconds without a sign of life after which a host counts as lost.
-
-    Raises:
-        ConfigError: The variable holds none.
-    """
+    """Seconds without a sign of life after which a host counts as lost."""
     text = (os.environ if environ is None else environ).get(SILENCE_VARIABLE, "")
     try:
         seconds = float(text) if text else _SILENCE_S
@@ -145,42 +137,20 @@ def allowed_silence_s(environ: Mapping[str, str] | None = None) -> float:
 
 @dataclass(frozen=True)
 class _Reset:
-    """A connection that was reset.
-
-    Attributes:
-        at_s: When.
-        said: For each other neighbour on that host, bytes up to the end of a beat that was sent to it then.
-    """
-
     at_s: float
     said: Mapping[int, int]
 
 
 class RanksWatcher(Protocol):
-    """Who is told at the hub what the ranks do, by their numbers in the channel."""
+    def take(self, rank: int, figures: bytes) -> None: ...
 
-    def take(self, rank: int, figures: bytes) -> None:
-        """A rank has reported."""
-        ...
+    def leave(self, rank: int) -> None: ...
 
-    def leave(self, rank: int) -> None:
-        """A rank has ended in good order."""
-        ...
-
-    def lose(self, rank: int) -> None:
-        """A rank has died, or its host cannot be reached."""
-        ...
+    def lose(self, rank: int) -> None: ...
 
 
 class ControlChannel:
     """One rank's end of the channel; `form_channel` makes it. Ends when nobody holds it any more.
-
-    Args:
-        rank: The number of this process.
-        connections: To its neighbours in the star or tree.
-        members: All ranks.
-        hosts: The ranks of each host.
-        silence_s: See `allowed_silence_s`.
 
     Attributes:
         failure: The first failure that another rank has told, or that was seen of one; None: there is none.
@@ -250,7 +220,7 @@ class ControlChannel:
             raise
 
     def tell(self, error: BaseException) -> None:
-        """Tell all other ranks that this one fails, unless they know of a failure. Does not block."""
+        """Report to all ranks that this one fails, unless they know of a failure. Does not block."""
         if os.getpid() != self._pid:  # a forked child, whose copy of the lock may be taken for ever
             return
         with self._lock:
@@ -262,7 +232,6 @@ class ControlChannel:
             self._send_all(Frame.FAILED, self._rank.to_bytes(_RANK_BYTES, "little") + text)
 
     def wait(self, within_s: float) -> CollectiveError | None:
-        """`failure`, as soon as there is one; None: there was none in time."""
         self._has_failed.wait(within_s)
         return self.failure
 
@@ -280,12 +249,8 @@ class ControlChannel:
             call(self.failure)
 
     def report(self, figures: bytes) -> None:
-        """Tell the hub what this rank has done, for who watches the job. Does not block.
-
-        What cannot be sent at once is dropped: the next figures say more.
-
-        Args:
-            figures: At most 4096 bytes.
+        """Send the hub what this rank has done, in at most 4096 bytes. Does not block; dropped if it cannot
+        be sent now.
         """
         if os.getpid() != self._pid or self._parent is None or len(figures) > _MOST_FIGURES_BYTES:
             return
@@ -293,16 +258,14 @@ class ControlChannel:
             self._pass_on(self._rank.to_bytes(_RANK_BYTES, "little") + figures)
 
     def watch(self, watcher: RanksWatcher) -> None:
-        """At the hub: tell this one what the ranks report, and which of them are gone.
-
-        In the channel's thread; it must not block.
+        """At the hub: call this watcher, which must not block, with what the ranks report and
+        which are gone.
         """
         with self._lock:
             self._watcher = watcher
 
     @property
     def left(self) -> tuple[Member, ...]:
-        """The ranks that have left in good order."""
         return tuple(self.members[rank] for rank in sorted(self._left))
 
     @property
@@ -320,9 +283,6 @@ class ControlChannel:
         For a rank whose deadline has passed. Not collective; blocks at most half a second, or, where the
         question does not reach a host, until it does or that host is known to be lost, at most 2 s. None also
         if there is a `failure` meanwhile, which says more.
-
-        Args:
-            is_silent: Only ranks that do not answer.
         """
         if os.getpid() != self._pid or self._is_closed:
             return None
@@ -348,7 +308,6 @@ class ControlChannel:
         self._leave(is_served=threading.current_thread() is not self._thread)
 
     def _leave(self, *, is_served: bool) -> None:
-        """`is_served`: The thread takes its turns meanwhile."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -376,7 +335,6 @@ class ControlChannel:
     # --- the thread ---
 
     def _turn(self) -> bool:
-        """Wait for what comes, at most until the next beat; whether there will be more."""
         self._hear(self._nap_s())
         now = time.monotonic()
         with self._lock:
@@ -399,7 +357,6 @@ class ControlChannel:
                 self._receive(key.data)
 
     def _are_open(self) -> bool:
-        """Whether all neighbours have heard what was said, or will."""
         with self._lock:
             return self._is_closed or all(each.is_open for each in self._connections.values())
 
@@ -426,7 +383,6 @@ class ControlChannel:
                 self._send(rank, Frame.BEAT, b"")
 
     def _look(self, now: float) -> None:
-        """See who is silent, and what became of connections that were reset."""
         if now >= self._judges_at_s:
             self._judges_at_s = math.inf
             for rank in list(self._reset):
@@ -510,20 +466,17 @@ class ControlChannel:
             self._watcher.take(about, text[_RANK_BYTES:])
 
     def _lose_sight(self, ranks: Sequence[int]) -> None:
-        """Ranks are lost, whoever has seen it first."""
         if self._watcher is not None:
             for rank in ranks:
                 self._watcher.lose(rank)
 
     def _check_speaker(self, rank: int, about: Sequence[int]) -> None:
-        """Raise ValueError if a neighbour speaks for ranks that do not speak through it."""
         if rank != self._parent and not self._below[rank].issuperset(about):
             raise ValueError(f"it speaks for {format_ranks(about)}")
 
     # --- failures ---
 
     def _end(self, rank: int, error: OSError) -> None:
-        """A connection has ended."""
         with self._lock:
             if rank not in self._connections:
                 return
@@ -573,7 +526,6 @@ class ControlChannel:
         self._report_loss(Loss(sorted(lost), How.RESET.value, self._rank))
 
     def _lose(self, rank: int, how: How, said: str = "") -> None:
-        """A connection is of no use any more."""
         with self._lock:
             if how is How.SILENT:
                 self._give_up(rank)
@@ -602,7 +554,6 @@ class ControlChannel:
             self._connections[rank].socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
 
     def _drop(self, rank: int) -> bool:
-        """Close a connection; whether it is missed."""
         connection = self._connections.pop(rank, None)
         if connection is None:
             return False
@@ -612,7 +563,6 @@ class ControlChannel:
         return rank not in self._left and not self._is_closed
 
     def _ranks_beside(self, rank: int) -> list[int]:
-        """All ranks of a rank's host."""
         return next(list(ranks) for ranks in self._hosts if rank in ranks)
 
     def _report_loss(self, loss: Loss) -> None:
@@ -654,13 +604,12 @@ class ControlChannel:
         )
 
     def _send_all(self, kind: Frame, text: bytes, but: int = -1) -> None:
-        """To all neighbours, but for the one that it came from: so it reaches everybody in a tree."""
+        """To all neighbours but the one that it came from, so that it reaches every rank in a tree."""
         for rank in list(self._connections):
             if rank != but:
                 self._send(rank, kind, text)
 
     def _pass_on(self, figures: bytes) -> None:
-        """Towards the hub, unless something waits to be sent there already."""
         if self._parent is not None and not self._unsent.get(self._parent):
             self._send(self._parent, Frame.FIGURES, figures)
 
@@ -702,7 +651,6 @@ class ControlChannel:
 
 
 def _lost_by(error: BaseException) -> Sequence[int]:
-    """The ranks that a failure names as lost."""
     found: Sequence[int] = error.fields.get("lost", ()) if isinstance(error, PacelineError) else ()
     return found
 
@@ -715,7 +663,6 @@ def _serve(channel: weakref.ref[ControlChannel]) -> None:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Let a connection show signs of life often, and end only by this process or the other end."""
     options = (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NEVER_MS),

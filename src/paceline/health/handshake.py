@@ -71,7 +71,6 @@ class Facts:
     has_secret: bool
 
     def describe(self) -> str:
-        """In words: "rank 2 on host node1 (pid 4711)"."""
         return f"rank {self.rank} on host {self.host} (pid {self.pid})"
 
     def pack(self) -> bytes:
@@ -123,7 +122,6 @@ class Handshake:
         return hmac.digest(self.channel, self.hub_nonce + self.rank_nonce, "sha256")
 
     def prove(self, speaker: str, text: bytes) -> bytes:
-        """That whoever says `text` knows the secret."""
         parts = (speaker.encode(), b"%d" % PROTOCOL, self.channel, self.hub_nonce, self.rank_nonce, text)
         return hmac.digest(self.secret, join_payloads(parts), "sha256")
 
@@ -131,20 +129,11 @@ class Handshake:
         return hmac.compare_digest(proof, self.prove(speaker, text))
 
     def seal(self, speaker: str) -> Seal:
-        """For all that is said afterwards."""
         return Seal(self.prove(f"frames of the {speaker}", b""))
 
 
 class Seal:
-    """The codes of one direction of a connection, for its two ends to make and to check.
-
-    Args:
-        key: A key of this connection and direction alone.
-
-    Example:
-        One end calls Seal(key).close(Frame.BEAT, b""), the other Seal(key).open(Frame.BEAT, that); a frame
-        that came twice, or was altered, raises.
-    """
+    """The codes of one direction of a connection, for its two ends to make and to check."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -174,7 +163,7 @@ def write_challenge(channel: bytes, hub_nonce: bytes) -> bytes:
 
 
 def read_challenge(raw: bytes, channel: bytes) -> bytes:
-    """The nonce of the hub. Raises MessageError: it is none, of another version, or of another channel."""
+    """Raises MessageError: it is none, of another version, or of another channel."""
     protocol, digest, nonce = split_payloads(raw, 3)
     if protocol != b"%d" % PROTOCOL or len(nonce) != NONCE_BYTES:
         raise MessageError("who listens there speaks another version of Paceline's protocol")
@@ -189,13 +178,6 @@ def _digest(channel: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Why a rank is none of this job.
-
-    Attributes:
-        seen: Names both ranks, their hosts, and what differs.
-        hint: What to do.
-    """
-
     seen: str
     hint: str
 
@@ -209,7 +191,6 @@ class Mismatch:
 
 
 def secret_mismatch(hub: Facts, came: Facts) -> Mismatch:
-    """The proof of `came` was wrong."""
     has = {True: "has a secret", False: "has none"}
     both = "have secrets that differ"
     words = f"{hub.describe()} {has[hub.has_secret]}, {came.describe()} {has[came.has_secret]}"
@@ -225,14 +206,7 @@ def secret_mismatch(hub: Facts, came: Facts) -> Mismatch:
 def mismatch(
     hub: Facts, came: Facts, members: Sequence[Facts], ranks_of_host: Sequence[int]
 ) -> Mismatch | None:
-    """Why a rank that has come is none of this job; None: it is one.
-
-    Args:
-        hub: The rank that asks.
-        came: What the other one tells.
-        members: Who has come before, with the hub.
-        ranks_of_host: The ranks of its host, as the hub sees them.
-    """
+    """Why a rank that has come is none of this job; None: it is one."""
     one, other = hub.describe(), came.describe()
     if came.world_size != hub.world_size or not 0 <= came.rank < hub.world_size:
         return Mismatch(
@@ -267,20 +241,11 @@ def mismatch(
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of the channel, as all others know it.
-
-    Attributes:
-        rank: In the group.
-        host: The name of its host.
-        pid: Its number there.
-    """
-
     rank: int
     host: str
     pid: int
 
     def describe(self) -> str:
-        """In words: "rank 2 on host node1 (pid 4711)"."""
         return f"rank {self.rank} on host {self.host} (pid {self.pid})"
 
 

@@ -49,7 +49,6 @@ def announce(error: BaseException) -> None:
 
 
 def announce_in(core: _core.HostGroup, error: BaseException) -> None:
-    """Tell the other ranks of one group that this one raised. See `announce`."""
     if not _leaves_in_good_order(error):
         core.abort(f"{type(error).__name__}: {error}")
 
@@ -69,7 +68,7 @@ def at_failure(tell: Callable[[BaseException], object]) -> None:
 
 
 def close_all() -> None:
-    """Leave all groups in good order. Not collective."""
+    """Not collective."""
     for core in list(_live):
         core.close()
 
@@ -78,10 +77,6 @@ def before_leaving(exit_warning: Callable[[], object], *, is_last: bool = False)
     """Call this method at the end of the process, unless an exception ends it, as long as its object lives.
 
     While the groups of the process are still open, and in the order in which the methods came here.
-
-    Args:
-        exit_warning: It may block for a moment.
-        is_last: After all that are not the last: these may still need what it ends.
     """
     exit_warnings = _last_exit_warnings if is_last else _exit_warnings
     exit_warnings[:] = [known for known in exit_warnings if known() is not None]
@@ -108,7 +103,7 @@ def _leave() -> None:
 
 
 def install() -> None:
-    """Do all of this module where this process ends. Once; more calls change nothing."""
+    """More calls change nothing."""
     global _installed_in
     if _installed_in == os.getpid():
         return

@@ -74,16 +74,6 @@ class Activity(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says of itself.
-
-    Attributes:
-        rank: Which.
-        round: The number of the hub's round that it belongs to.
-        doing: The text of its activity.
-        is_waiting, has_given_up: See `Activity`.
-        at: Where its main thread is: "load in train.py:12".
-    """
-
     rank: int
     round: int
     doing: str
@@ -123,7 +113,6 @@ class Seen:
     unreached: tuple[int, ...] = ()
 
     def without_answers(self) -> Seen:
-        """Only the ranks that have not answered."""
         return Seen(self.silent, unreached=self.unreached)
 
     def pack(self) -> bytes:
@@ -150,15 +139,6 @@ class Seen:
 
 class Answers:
     """One rank's part in asking and answering. All but `ask` is called under the channel's lock.
-
-    Args:
-        rank: The number of this process.
-        neighbours: Its neighbours in the channel.
-        ranks: All ranks.
-        send: Sends a frame to a neighbour, if there still is a connection; does not block.
-        progress_to: How far what was said to a neighbour has come; None: the connection has ended, and it is
-            known why.
-        lock: The channel's.
 
     Attributes:
         activity: What this rank is in, for others.
@@ -190,11 +170,7 @@ class Answers:
         self._gone: frozenset[int] = frozenset()
 
     def ask(self, gone: Callable[[], frozenset[int]]) -> Seen:
-        """What all ranks are in. Blocks `ASK_WITHIN_S` at most.
-
-        Args:
-            gone: The ranks that have left, and owe no answer.
-        """
+        """What all ranks are in. Blocks `ASK_WITHIN_S` at most."""
         with self._news:
             before, stopped = self._num_seen, self._num_stopped
             if self._parent is None:
@@ -213,16 +189,10 @@ class Answers:
             return self._without_own(self._seen_of_parent())
 
     def stop_asking(self) -> None:
-        """There is a failure, which says more: end the wait of `ask`."""
         self._num_stopped += 1
         self._news.notify_all()
 
     def receive(self, rank: int, kind: Frame, text: bytes, gone: Callable[[], frozenset[int]]) -> None:
-        """Take what a neighbour has said, of which the channel knows that it may.
-
-        Raises:
-            MessageError: It makes no sense.
-        """
         is_from_parent = rank == self._parent
         if kind is Frame.ASK and is_from_parent:
             self._answer(int.from_bytes(text, "little"))
@@ -242,7 +212,6 @@ class Answers:
             raise MessageError("it tells what only the hub may")
 
     def begin_round(self, gone: frozenset[int]) -> None:
-        """At the hub: ask all, unless that is under way."""
         if self.ends_at_s < math.inf:
             return
         self.ends_at_s = time.monotonic() + _ANSWER_WITHIN_S
@@ -263,7 +232,6 @@ class Answers:
             self._publish(seen, seen.pack())
 
     def _seen_of_parent(self) -> Seen:
-        """What is known where it does not answer."""
         assert self._parent is not None
         hub = self._seen.answers.get(HUB)
         if hub is not None and hub.has_given_up and _is_recent(self._seen_at_s):
@@ -271,7 +239,6 @@ class Answers:
         return self._seen_silent({self._parent: self._parent})
 
     def _seen_silent(self, ways: Mapping[int, int], answers: Mapping[int, Answer] | None = None) -> Seen:
-        """What is known of ranks that do not answer, by the neighbour through which they are asked."""
         is_reached = {way: self._is_reached(way) for way in set(ways.values())}
         silent = tuple(rank for rank, way in ways.items() if is_reached[way] is True)
         unreached = tuple(rank for rank, way in ways.items() if is_reached[way] is False)
@@ -343,7 +310,6 @@ class Answers:
         return Answer(self._rank, number, text, activity.is_waiting, place, activity.has_given_up)
 
     def _without_own(self, seen: Seen) -> Seen:
-        """A rank that asks is there, and does not wait for itself."""
         silent = tuple(rank for rank in seen.silent if rank != self._rank)
         unreached = tuple(rank for rank in seen.unreached if rank != self._rank)
         answers = {rank: each for rank, each in seen.answers.items() if rank != self._rank}

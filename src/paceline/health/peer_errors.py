@@ -59,13 +59,6 @@ def is_of_a_late_peer(text: str) -> bool:
 
 @dataclass(frozen=True)
 class LateRanks:
-    """Ranks that others wait for, for an error.
-
-    Attributes:
-        ranks: Which; empty: all wait.
-        seen, likely, hint: The rows of the error.
-    """
-
     ranks: tuple[int, ...]
     seen: str
     likely: str
@@ -75,16 +68,7 @@ class LateRanks:
 def late_error(
     who: str, late: LateRanks, doing: str, where: str, text: str = "", after: str = ""
 ) -> DeadlineError:
-    """The error for ranks that are known to be late.
-
-    Args:
-        who: This rank in words.
-        late: What is known.
-        doing: What it has waited for: "average gradients".
-        where: In which bucket or call, in words.
-        text: The process group's own words.
-        after: How long it has waited: " after 2.0 s".
-    """
+    """The error for ranks that are known to be late."""
     fields: dict[str, Any] = {"late": late.ranks} if late.ranks else {}
     whom = f"for {format_ranks(late.ranks)} " if late.ranks else ""
     return DeadlineError(
@@ -98,7 +82,6 @@ def late_error(
 
 
 def late_by_records(records: Sequence[dict[str, Any]]) -> LateRanks:
-    """Ranks for which others wait."""
     return LateRanks(
         ranks_of(records),
         record_rows(records),
@@ -111,11 +94,6 @@ def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) ->
     """Whom to name after a round; None: nothing is known.
 
     Who does not answer is named alone: the others that compute may be waiting for it in a way of their own.
-
-    Args:
-        seen: By the round.
-        members: All ranks.
-        on_host: The ranks of this host, whose processes this one can see.
     """
     silent = [members[rank] for rank in seen.silent if 0 <= rank < len(members)]
     unreached = [members[rank] for rank in seen.unreached if 0 <= rank < len(members)]
@@ -155,7 +133,6 @@ def _silent_row(member: Member, *, is_near: bool) -> str:
 
 
 def _stopped(silent: Sequence[Member]) -> tuple[str, str] | None:
-    """Likely cause and hint for ranks whose kernels have acknowledged the question."""
     if not silent:
         return None
     return (
@@ -167,7 +144,6 @@ def _stopped(silent: Sequence[Member]) -> tuple[str, str] | None:
 
 
 def _cut_off(unreached: Sequence[Member]) -> tuple[str, str] | None:
-    """The same for ranks whose kernels have not."""
     if not unreached:
         return None
     hosts = _hosts_of(unreached)
@@ -195,7 +171,6 @@ def _words(answer: Answer) -> str:
 
 
 def died_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:
-    """The error for ranks that ended without a goodbye."""
     return PeerLostError(
         f"{format_ranks(ranks).capitalize()} of {world_size} died.",
         seen=seen,
@@ -206,7 +181,6 @@ def died_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostErro
 
 
 def left_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:
-    """The error for ranks that have left while this one waits."""
     return PeerLostError(
         f"{format_ranks(ranks).capitalize()} of {world_size} {'has' if len(ranks) == 1 else 'have'} left.",
         seen=seen,
@@ -217,8 +191,6 @@ def left_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostErro
 
 
 class How(Enum):
-    """How a connection was lost."""
-
     ENDED = "ended"  # by the kernel of a process that has died
     SILENT = "silent"  # nothing comes from that host, or nothing comes to it
     RESET = "reset"  # by that host, or by something between
@@ -252,13 +224,6 @@ class Loss:
         return loss
 
     def error(self, members: Sequence[Member], own_rank: int, silence_s: float) -> PeerLostError:
-        """The error on one rank for ranks with which the connection is lost.
-
-        Args:
-            members: All ranks.
-            own_rank: The rank that raises it.
-            silence_s: After how long a silence a host counts as lost.
-        """
         lost, by, said = [members[rank] for rank in self.ranks], self.by, self.said
         who = f"{format_ranks(self.ranks).capitalize()} of {len(members)} on host {lost[0].host}"
         pids = f"pid {', '.join(str(each.pid) for each in lost)}"
@@ -305,11 +270,6 @@ def ranks_of(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
 
 
 def record_rows(ranks: Sequence[dict[str, Any]]) -> str:
-    """One line for each rank.
-
-    Example:
-        "rank 2 (pid 77) is alive; last in backward of iteration 3"
-    """
     verbs = {"alive": "is alive", "dead": "is dead", "left": "has left"}
     return "\n".join(
         f"rank {facts['rank']} (pid {facts['pid']}) {verbs.get(facts['state'], 'is missing')}"
@@ -323,10 +283,6 @@ def record_rows(ranks: Sequence[dict[str, Any]]) -> str:
 
 def pack_failure(error: BaseException, rank: int) -> str:
     """The report of a failure that all other ranks receive; see `unpack_failure`.
-
-    Args:
-        error: The failure that this rank has met or received, or an exception of its own.
-        rank: The number of this process.
 
     Returns:
         ASCII, of at most FAILURE_BYTES; long texts are cut.
@@ -353,12 +309,7 @@ def is_packed(error: CollectiveError) -> bool:
 
 
 def unpack_failure(received: CollectiveError, by: str = "") -> CollectiveError:
-    """The failure that another rank has reported; an error without a report is returned as it is.
-
-    Args:
-        received: What this rank has received.
-        by: Who has reported it, in words, if that rank is on another host.
-    """
+    """The failure that another rank has reported; an error without a report is returned as it is."""
     if not is_packed(received):
         return received
     try:

@@ -1,9 +1,8 @@
-"""Detects dead and late ranks where gradients go over an external process group: Gloo, NCCL, MPI.
+"""Detects dead and late ranks where gradients go over a process group (Gloo, NCCL, MPI).
 
-Such a group says that a connection broke, or nothing at all; but the ranks of one host also
-share memory in which a death is marked by the kernel, an exception leaves its text, and each rank says what
-it does, and those of several hosts have a control channel. So whoever waits for the process group looks there
-for a name.
+A process group names no rank. But the ranks of one host share memory in which a death is marked by the
+kernel, an exception leaves its text, and each rank says what it does; those of several hosts have a control
+channel.
 """
 
 from __future__ import annotations
@@ -35,17 +34,13 @@ _log = logging.getLogger("paceline")
 
 
 class Tell(Protocol):
-    """Lets the others know what this rank does, and how many forwards since its last backward."""
+    """Publishes what this rank does, and how many forwards since its last backward."""
 
     def __call__(self, activity: str, forwards: int = 0, /) -> None: ...
 
 
 class ChannelSource:
-    """What the ranks of several hosts know of each other. What they do is asked when one is late.
-
-    Args:
-        channel: The channel of all ranks that train the model, in the same order.
-    """
+    """What the ranks of several hosts know of each other."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
@@ -73,9 +68,6 @@ class MemorySource:
     Args:
         core: A group of all ranks that train the model, in the same order. No gradient is sent over it.
         ranks: The numbers of its ranks, where others know them by others; None: they are those of the group.
-
-    Attributes:
-        core: The same.
     """
 
     def __init__(self, core: _core.HostGroup, ranks: Sequence[int] | None = None) -> None:
@@ -135,7 +127,7 @@ class MemorySource:
         return late_by_records(found) if found else None
 
     def _suspects(self) -> list[dict[str, Any]]:
-        """What is known of all ranks that neither wait nor have given up, as this one does."""
+        """Ranks that neither wait nor have given up."""
         own = self._ranks[self.core.rank]
         return [each for each in self._records() if each["rank"] != own and each["activity"] not in _INNOCENT]
 
@@ -165,11 +157,10 @@ class PeerMonitor:
 
     @property
     def core(self) -> _core.HostGroup | None:
-        """The memory of all ranks; None: they are on several hosts."""
         return self._source.core if isinstance(self._source, MemorySource) else None
 
     def tell(self, activity: str, forwards: int = 0, /) -> None:
-        """Let the others know what this rank does; see `Tell`. Not collective, does not block."""
+        """Publish what this rank does. Does not block."""
         if not self._has_given_up:
             for each in self._sources:
                 each.say(Activity(activity), forwards)
@@ -227,12 +218,7 @@ class PeerMonitor:
 
 
 def report_no_peer_monitor(error: RegionError, rank: int) -> None:
-    """Log on rank 0 that errors will not name lost and late ranks, and why.
-
-    Args:
-        error: Why there is no memory for it; every rank has it. Gradients need none.
-        rank: The rank of this process.
-    """
+    """Log on rank 0 that errors will not name lost and late ranks, and why."""
     if rank == 0:
         _log.warning(
             "paceline: gradients are averaged over the process group, and without shared memory nobody can "
@@ -243,7 +229,6 @@ def report_no_peer_monitor(error: RegionError, rank: int) -> None:
 
 
 def tell_on_host_too(core: _core.HostGroup, peer_monitor: PeerMonitor | None) -> Tell:
-    """What tells the ranks of this host, in their memory, and those of other hosts what this rank does."""
     if peer_monitor is None:
         return core.set_activity
     tell_others = peer_monitor.tell

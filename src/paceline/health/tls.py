@@ -1,9 +1,8 @@
-"""TLS 1.3 for the control channel: who listens cannot read what the ranks tell each other.
+"""TLS 1.3 for the control channel, so that nobody else can read it.
 
-Its one idea: a job has a secret and no certificates. So the hub makes a certificate for this run, whose
-fingerprint the ranks are told with a proof that only the secret makes (see `handshake`); nothing else in it
-counts. The ranks need none: afterwards each frame carries a code made with the secret, in both directions.
-Nothing here touches a socket: bytes go in and come out, so whoever has the socket waits as it would without.
+A job has a secret and no certificates. So the hub makes a certificate for this run, and the ranks receive its
+fingerprint with a proof that only the secret makes (`handshake`). The ranks need none: each frame carries a
+code made with the secret. Nothing here touches a socket.
 """
 
 from __future__ import annotations
@@ -34,13 +33,6 @@ _log = logging.getLogger("paceline")
 
 @dataclass(frozen=True)
 class Certificate:
-    """What a hub shows.
-
-    Attributes:
-        fingerprint: SHA-256 of it.
-        context: Holds its private key, which exists nowhere else.
-    """
-
     fingerprint: bytes
     context: ssl.SSLContext = field(repr=False)
 
@@ -49,7 +41,7 @@ class Certificate:
 def own_certificate() -> Certificate | None:
     """This process's certificate, made by the program `openssl` at the first call; None: it could not be.
 
-    Starts that program, and blocks for at most 20 s. Says in a warning why there is none.
+    Starts that program, and blocks for at most 20 s.
     """
     program = shutil.which("openssl")
     if program is None:
@@ -94,14 +86,7 @@ def _say_why_not(reason: str) -> None:
 
 
 class Tls:
-    """One end of a connection. Not for several threads at once.
-
-    Args:
-        certificate: The hub's own; None: this is the end of a rank.
-
-    Attributes:
-        is_open: Both ends have the key.
-    """
+    """Not for several threads at once."""
 
     def __init__(self, certificate: Certificate | None = None) -> None:
         self.is_open = False
@@ -119,11 +104,7 @@ class Tls:
         return self._going.read()
 
     def decrypt(self, piece: bytes) -> bytes:
-        """What the other end has said. Afterwards `encrypt(b"")` may have an answer to be sent.
-
-        Raises:
-            ConnectionError: It is not what the other end has sent.
-        """
+        """Afterwards `encrypt(b"")` may have an answer to be sent."""
         self._coming.write(piece)
         said = b""
         try:

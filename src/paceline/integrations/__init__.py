@@ -4,5 +4,5 @@ Nothing else in Paceline imports this folder, and a file of it imports its libra
 `versions`, but no neighbour. Each is an optional extra: importing `paceline.integrations.lightning` needs
 Lightning. docs/trainers.md says what to write, and what was tried.
 
-Not public. The files for libraries are: `lightning`, `accelerate` and `ray_train`.
+Not public.
 """

@@ -4,10 +4,9 @@
     trainer = Trainer(...)
     use_paceline(trainer.accelerator)
 
-Accelerate has handlers for the arguments of torch's DistributedDataParallel, but none for the class. The one
-idea: its `prepare_model` does all else (autocast, the device, what is prepared once) when it is asked for a
-model to evaluate, and then the wrapper is ours to put around. Works on an Accelerator that a library has
-made, as the Trainer does.
+Accelerate has handlers for the arguments of torch's DistributedDataParallel, but none for the class. Its
+`prepare_model` does all else (autocast, the device, what is prepared once) when it is asked for a model to
+evaluate, and then the wrapper is ours to put around.
 """
 
 from __future__ import annotations

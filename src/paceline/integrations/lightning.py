@@ -3,9 +3,8 @@
     import paceline.integrations.lightning   # registers the names
     trainer = Trainer(strategy="paceline", accelerator="cpu", devices=2)
 
-Lightning finds callbacks of other packages by entry points, but no strategies: its registries know a
-strategy once the module that registers it has been imported. The one idea: Lightning's own DDP strategies do
-all that a trainer needs, and only the class in which they wrap the model is another.
+Lightning finds callbacks of other packages by entry points, but no strategies: its registries know a strategy
+once the module that registers it has been imported.
 """
 
 from __future__ import annotations

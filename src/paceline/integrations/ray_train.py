@@ -4,10 +4,8 @@
     trainer = TorchTrainer(train, torch_config=PacelineConfig(), scaling_config=ScalingConfig(num_workers=2))
 
 Ray's `TorchConfig` says how its workers form a process group, and in what context they call the user's
-function. The one idea: everything is left as Ray does it, and during that call Ray's `prepare_model` finds
-Paceline's class under the name of torch's. From outside this would have to be assigned in every worker, in
-the module that the version of Ray's API which is switched on really uses. Uses `paceline.ray` and rendezvous
-for the secret by which the workers recognise each other.
+function. Everything is left as Ray does it, and during that call Ray's `prepare_model` finds
+Paceline's class under the name of torch's.
 """
 
 from __future__ import annotations
@@ -86,8 +84,6 @@ class PacelineConfig(TorchConfig):
 
 
 class _Backend(_TorchBackend):  # type: ignore[misc, valid-type]
-    """Forms the workers' process group, as Ray does, once they have what Paceline's groups need as well."""
-
     def on_start(self, worker_group: Any, backend_config: PacelineConfig) -> None:
         worker_group.execute(_join_job, backend_config._secret, os.urandom(16).hex())
         super().on_start(worker_group, backend_config)
@@ -99,8 +95,6 @@ def _join_job(secret: JobSecret, job_id: str) -> None:
 
 
 class _Context(_TorchContext):  # type: ignore[misc, valid-type]
-    """In a worker, around the user's function: the class is another, and the others learn how it ends."""
-
     def __enter__(self) -> None:
         super().__enter__()
         self._module = sys.modules[ray.train.torch.prepare_model.__module__]

@@ -1,7 +1,5 @@
-"""Which versions of a library a file of this folder was tested with; said once, and never in the way.
-
-A newer version often works: so it is not refused, but whoever sees a failure shall know where to look. Only
-where a name that we import is gone is there nothing to be done but say so.
+"""Which versions of a library a file of this folder was tested with. A newer version is not refused but
+warned of, once.
 """
 
 from __future__ import annotations
@@ -20,16 +18,7 @@ _warned: set[str] = set()
 
 @contextlib.contextmanager
 def tested_with(library: str, oldest: str, newest: str) -> Iterator[None]:
-    """Import the library within this: says what is wrong if it is missing, or another than it was.
-
-    Args:
-        library: Name of the distribution, as `pip install` takes it.
-        oldest: First minor version that was tested: "2.6".
-        newest: Last minor version that was tested; its later patches count as tested.
-
-    Raises:
-        ConfigError: It is not installed; or what we import from it is not in the version that is.
-    """
+    """Import the library within this: says what is wrong if it is missing, or another than it was."""
     try:
         metadata.version(library)
     except metadata.PackageNotFoundError:
@@ -53,13 +42,7 @@ def tested_with(library: str, oldest: str, newest: str) -> Iterator[None]:
 
 
 def warn_if_untested(library: str, oldest: str, newest: str) -> None:
-    """Warn, once and on rank 0, unless the library that is installed is of a tested version.
-
-    Args:
-        library: Name of the distribution, as `pip install` takes it.
-        oldest: First minor version that was tested: "2.6".
-        newest: Last minor version that was tested; its later patches count as tested.
-    """
+    """Warn, once and on rank 0, unless the library that is installed is of a tested version."""
     text = metadata.version(library)
     if _minor(oldest) <= _minor(text) <= _minor(newest) or library in _warned:
         return

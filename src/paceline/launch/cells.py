@@ -1,6 +1,4 @@
-"""Code that was typed, in a notebook's cells or a REPL: its lines for the ranks, and its names for people.
-
-Its one idea: such code is in no file. A rank that was sent a function of a cell would show a traceback
+"""Its one idea: such code is in no file. A rank that was sent a function of a cell would show a traceback
 without lines, and with file names that say nothing ("/tmp/ipykernel_81/2685509415.py"). So the lines travel
 with the call, and what comes back says "Cell In[2]", as IPython does.
 """
@@ -17,7 +15,6 @@ _FILE = re.compile(r'File "([^"\n]+)"')
 
 
 def typed_sources() -> dict[str, list[str]]:
-    """The lines of all code that was typed into this interpreter, by the file name that it goes by."""
     return {
         name: list(entry[2])
         for name, entry in list(linecache.cache.items())
@@ -27,17 +24,12 @@ def typed_sources() -> dict[str, list[str]]:
 
 
 def remember_sources(sources: dict[str, list[str]]) -> None:
-    """Let tracebacks of this process show these lines."""
     for name, lines in sources.items():
         linecache.cache[name] = (sum(map(len, lines)), None, lines, name)
 
 
 def with_cell_names(text: str) -> str:
-    """`text` with the name of each notebook cell in place of its file's.
-
-    Example:
-        'File "/tmp/ipykernel_81/2685509415.py", line 3' becomes 'Cell In[2], line 3'.
-    """
+    """`text` with the name of each notebook cell in place of its file's."""
     shell = _shell()
     if shell is None:
         return text
@@ -53,6 +45,5 @@ def with_cell_names(text: str) -> str:
 
 
 def _shell() -> Any:
-    """IPython's shell; None where the program is not run by one."""
     ipython = sys.modules.get("IPython")
     return None if ipython is None else ipython.get_ipython()

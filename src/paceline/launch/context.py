@@ -27,8 +27,6 @@ _ENDED_WITHIN_S = 20.0  # once the lifeline is cut
 
 
 class SpawnContext:
-    """Ranks that `spawn(..., join=False)` started."""
-
     def __init__(
         self,
         plan: Plan,
@@ -101,7 +99,6 @@ class SpawnContext:
         self._end()
 
     def _receive(self, deadline: float | None) -> bool:
-        """Wait for a piece of the report; False when none came before the deadline, or the job is over."""
         if self._is_over:
             return False
         if not wait_readable([self._report_fd], None if deadline is None else deadline - time.monotonic()):

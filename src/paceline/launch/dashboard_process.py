@@ -24,11 +24,6 @@ _ENDS_WITHIN_S = 3.0
 
 
 def check_dashboard(port: str, inherited: Mapping[str, str]) -> tuple[int, str]:
-    """The port and the token of a page; port 0 is any that is free.
-
-    Raises:
-        ConfigError: The port is no number of one, or the user's token can be guessed or not be written.
-    """
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
         raise ConfigError(
             f"--dashboard={port} is no port.",
@@ -47,21 +42,11 @@ def check_dashboard(port: str, inherited: Mapping[str, str]) -> tuple[int, str]:
 
 
 class DashboardProcess:
-    """The process that serves the page of one job.
-
-    Args:
-        folder: Where the ranks record.
-        port: A port of this machine; 0: a free one.
-        token: Whoever asks must know it.
-        say: Shows a line to the user.
-    """
-
     def __init__(self, folder: Path, port: int, token: str, say: Callable[[str], None]) -> None:
         self._folder, self._port, self._token, self._say = folder, port, token, say
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:
-        """Start it, and tell the address; or say why there is none."""
         try:
             with socket.create_server(("127.0.0.1", self._port)) as listener:
                 self._process = subprocess.Popen(
@@ -83,7 +68,6 @@ class DashboardProcess:
         self._say(f"paceline: the dashboard is at http://127.0.0.1:{port}/?token={self._token}")
 
     def end(self, exit_status: int) -> None:
-        """Let it tell the browsers how the job has ended, and end it."""
         process = self._process
         if process is None or process.stdin is None:
             return

@@ -1,9 +1,10 @@
 """Ranks that are forked from one interpreter that has imported torch, instead of importing it one by one.
 
-The one idea: most of a rank's start is torch's own import, some 1.5 s of processor time in each rank. Where a
-script does nothing before it imports torch, nobody can tell who has imported it. So one process does, the
-*template*, becomes all ranks by fork, and ends; the supervisor, a subreaper, inherits them as its children.
-What a rank then sees is what a Python of its own would show it: arguments, environment, streams, `__main__`.
+Most of a rank's start is torch's own import, some 1.5 s of processor time in each rank.
+Where a script does nothing before it imports torch, nobody can tell who has imported it. So one process does,
+the *template*, becomes all ranks by fork, and ends; the supervisor, a subreaper, inherits them as its
+children. What a rank then sees is what a Python of its own would show it: arguments, environment, streams,
+`__main__`.
 
 This file is the supervisor's side; `template.py` runs in the other processes.
 """
@@ -43,12 +44,6 @@ BY_OPTIMIZERS = "torch._dynamo"
 
 
 class StoppedError(Exception):
-    """The launcher was asked to stop before there were ranks.
-
-    Attributes:
-        signum: By this signal.
-    """
-
     def __init__(self, signum: int) -> None:
         super().__init__(signum)
         self.signum = signum
@@ -56,13 +51,6 @@ class StoppedError(Exception):
 
 @dataclass(frozen=True)
 class Shared:
-    """What one process does for all ranks of a script.
-
-    Attributes:
-        argv: The script's path, and its arguments.
-        modules: What it imports.
-    """
-
     argv: tuple[str, ...]
     modules: tuple[str, ...]
 
@@ -70,14 +58,7 @@ class Shared:
 def shared_start(
     argv: Sequence[str], nprocs: int, num_cores: int, inherited: Mapping[str, str]
 ) -> Shared | None:
-    """What one process can import for all ranks of a script; None: each rank starts by itself.
-
-    Args:
-        argv: The script's path, and its arguments.
-        nprocs: Number of ranks.
-        num_cores: Cores that they share.
-        inherited: The environment of the ranks.
-    """
+    """What one process can import for all ranks of a script; None: each rank starts by itself."""
     if nprocs < 2 or inherited.get(VARIABLE, "1") in ("", "0"):
         return None
     if inherited.get("PACELINE_REPLACE_DDP", "0") not in ("", "0") or sys.flags.interactive:
@@ -119,10 +100,8 @@ def modules_before_all(script: Path) -> tuple[str, ...]:
 
 
 def makes_optimizers(script: Path) -> bool:
-    """Whether a script names optimizers, and none of the variables that torch reads when it makes the first.
-
-    Example:
-        `torch.optim.SGD(...)`: True. `os.environ["TORCH_LOGS"] = "dynamo"` besides: False.
+    """Whether a script names optimizers, and none of the variables that torch reads when it makes
+    the first.
     """
     named = False
     for node in ast.walk(_parsed(script)):
@@ -134,7 +113,6 @@ def makes_optimizers(script: Path) -> bool:
 
 
 def _parsed(script: Path) -> ast.Module:
-    """An empty one where the script can't be read: Python will tell."""
     try:
         if script.stat().st_size <= _MOST_SOURCE_BYTES:
             return ast.parse(script.read_bytes())
@@ -148,18 +126,9 @@ def fork_ranks(
 ) -> list[ForkedRank] | None:
     """Start all ranks of a script; call it from the main thread of a subreaper that has no other.
 
-    Args:
-        shared: What is done for all.
-        command: The command line by which a rank would be started alone.
-        starts: What each rank gets.
-        wakeup: A descriptor from which the numbers of signals can be read that have come.
-
     Returns:
         None: there is none. Torch could not be imported, and each rank will tell why; or this is no place
         for it.
-
-    Raises:
-        StoppedError: The launcher was asked to stop.
     """
     supervisor = os.getpid()
     reply, told = os.pipe()
@@ -209,7 +178,6 @@ def _is_child(pid: int) -> bool:
 
 
 def _read_pids(reply: int, wakeup: int) -> list[int]:
-    """The ranks; fewer, where the template has failed or takes too long."""
     data = bytearray()
     ends_at = time.monotonic() + _IMPORTED_WITHIN_S
     while (left_s := ends_at - time.monotonic()) > 0:

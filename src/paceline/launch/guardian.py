@@ -46,10 +46,6 @@ def run_guarded(plan: Plan, lifelines: Sequence[int] = ()) -> int:
 
     Call it from the main thread of a process that does nothing else.
 
-    Args:
-        plan: What to start.
-        lifelines: Descriptors that become readable when the job must end at once.
-
     Returns:
         The exit status of the job.
     """
@@ -58,7 +54,7 @@ def run_guarded(plan: Plan, lifelines: Sequence[int] = ()) -> int:
 
 
 def guard(plan_fd: int, lifeline: int, parent: int) -> None:
-    """Run the plan that `spawn` left in a memory file, as long as the process that called it lives."""
+    """As long as the process that called `spawn` lives."""
     plan: Plan = pickle.loads(read_memory_file(plan_fd))
     lifelines = [lifeline]
     # A fork of the parent may hold the other end of the lifeline; its pidfd speaks of the parent alone.
@@ -120,7 +116,6 @@ class _Guardian:
 
 
 def _catch_signals(signals: Sequence[int]) -> int:
-    """Have their numbers written to a pipe; its reading end."""
     wakeup, writer = os.pipe()
     os.set_blocking(wakeup, False)
     os.set_blocking(writer, False)
@@ -132,8 +127,7 @@ def _catch_signals(signals: Sequence[int]) -> int:
     return wakeup
 
 
-def _nothing(signum: int, frame: FrameType | None) -> None:
-    """The signal's number is in the wake-up pipe."""
+def _nothing(signum: int, frame: FrameType | None) -> None: ...
 
 
 def _fork_supervisor(plan: Plan) -> int:
@@ -175,7 +169,7 @@ def _supervise(plan: Plan, guardian: int, terminal_group: int) -> int:
 
 
 def _terminal_group(plan: Plan) -> int:
-    """Our process group, if it is the one that reads the terminal; else 0."""
+    """0: no terminal is read."""
     if not plan.passes_stdin:
         return 0
     with suppress(OSError):
@@ -185,7 +179,6 @@ def _terminal_group(plan: Plan) -> int:
 
 
 def _suspend() -> None:
-    """Ctrl-Z: stop everything, and ourselves; go on together."""
     ours = descendants(os.getpid())
     for pid in ours:
         send(pid, signal.SIGSTOP)

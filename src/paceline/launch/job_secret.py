@@ -1,7 +1,5 @@
-"""A secret for a job of one host, in memory that its ranks inherit.
-
-Its one idea: what stands in the environment is shown to whoever prints it, and what stands on a command line
-to everybody on the machine; a descriptor is shown to nobody.
+"""A secret for a job of one host, in memory that its ranks inherit: the environment and command lines can be
+read by others, a descriptor cannot.
 """
 
 from __future__ import annotations
@@ -24,13 +22,6 @@ def with_secret(plan: Plan, inherited: Mapping[str, str] | None = None) -> Plan:
 
     The last of the plan's `inherited_fds` holds it then; the caller closes that when it has started the job.
     Where the kernel refuses such memory, the plan stays as it is, and the job has no secret.
-
-    Args:
-        plan: What is to be started.
-        inherited: The environment of the launcher; None: this process's.
-
-    Raises:
-        ConfigError: The user's secret cannot be read; or this process may open no further file.
     """
     if users_secret(os.environ if inherited is None else inherited) is not NO_SECRET:
         return plan

@@ -20,11 +20,6 @@ class LastRanks:
     """Watches the ranks that are left when others have ended without an error.
 
     As long as most of the job runs, ranks that work are not reported: they may have more data.
-
-    Args:
-        timeout_s: How long they may be idle.
-        now: The time in seconds.
-        used: The processor time that processes and all below them have used, in seconds.
     """
 
     def __init__(
@@ -43,7 +38,7 @@ class LastRanks:
         self._num_reports = 0
 
     def begin(self, pids: Sequence[int], *, is_most: bool = False) -> None:
-        """Start, or start again: another rank has ended, and these are left, which may be most of all."""
+        """Another rank has ended, and these are left, which may be most of all."""
         now = self._now()
         self._since = self._idle_since = now
         self._sample = (now, self._used(pids))

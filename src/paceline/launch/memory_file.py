@@ -14,11 +14,6 @@ _REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 
 
 def write_memory_file(name: str, data: bytes) -> int:
-    """The descriptor of a new file that holds `data`; `name` is what /proc shows.
-
-    Raises:
-        ConfigError: A limit of this process does not allow it.
-    """
     fd = -1
     try:
         fd = _open(name)
@@ -52,7 +47,7 @@ def _open(name: str) -> int:
 
 
 def read_memory_file(fd: int) -> bytes:
-    """All of the file. Its position is shared with whoever inherited it, and left alone."""
+    """Its position is shared with whoever inherited it, and left alone."""
     data, size = bytearray(), os.fstat(fd).st_size
     # In pieces, for each of which Python takes memory before it reads: addresses may be limited.
     while piece := os.pread(fd, min(_PIECE_BYTES, size - len(data)), len(data)):

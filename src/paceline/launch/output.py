@@ -32,7 +32,6 @@ class LineBuffer:
         self._pending = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The lines that `data` completes, without their ends."""
         *lines, self._pending = (self._pending + data).split(b"\n")
         self._pending = _last_drawn(self._pending)
         if len(self._pending) > _LONGEST_LINE:
@@ -41,7 +40,6 @@ class LineBuffer:
         return [_last_drawn(line).rstrip(b"\r") for line in lines]
 
     def flush(self) -> list[bytes]:
-        """The unfinished last line, if there is one."""
         line, self._pending = self._pending.rstrip(b"\r"), b""
         return [line] if line else []
 
@@ -59,7 +57,6 @@ class TracebackKeeper:
         self._held: list[bytes] = []
 
     def feed(self, lines: Sequence[bytes]) -> list[bytes]:
-        """The lines that can be shown now: those before a traceback."""
         if self._held:
             self._held += lines
             return self.flush() if len(self._held) > _LONGEST_TRACEBACK else []
@@ -70,7 +67,6 @@ class TracebackKeeper:
         return list(lines)
 
     def flush(self) -> list[bytes]:
-        """What is held."""
         held, self._held, self.held_since = self._held, [], None
         return held
 
@@ -85,8 +81,6 @@ def _last_drawn(line: bytes) -> bytes:
 
 
 class Screen:
-    """The launcher's standard output and error, written by nobody else while the job runs."""
-
     def __init__(self, stdout_fd: int = 1, stderr_fd: int = 2) -> None:
         self._fds = {1: stdout_fd, 2: stderr_fd}
         self._is_terminal = {stream: _is_terminal(fd) for stream, fd in self._fds.items()}
@@ -100,13 +94,11 @@ class Screen:
         return self._is_terminal[stream]
 
     def prefix(self, rank: int, stream: int) -> bytes:
-        """What stands before each line of a rank."""
         if self._is_terminal[stream] and self._has_colour:
             return b"\x1b[%dm[rank %d]\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
         return b"[rank %d] " % rank
 
     def write_lines(self, stream: int, prefix: bytes, lines: Sequence[bytes]) -> None:
-        """Write whole lines."""
         if not lines:
             return
         text = b"".join(prefix + line + b"\n" for line in lines)
@@ -116,7 +108,6 @@ class Screen:
         self._write(stream, text)
 
     def write_raw(self, stream: int, data: bytes) -> None:
-        """Write bytes as they are, and remember what a line put above them must draw again."""
         self._write(stream, data)
         if not self._is_terminal[stream]:
             return
@@ -133,7 +124,6 @@ class Screen:
             self._drawn = b""
 
     def say(self, text: str) -> None:
-        """The launcher's own words, on standard error."""
         if self._drawn and self._is_terminal[2]:
             self._write(2, b"\n")
             self._drawn = b""

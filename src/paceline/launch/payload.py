@@ -1,8 +1,6 @@
-"""A call and its arguments as bytes that another interpreter of this machine can make again.
-
-Its one idea: pickle what can be found by name, as multiprocessing does, and take cloudpickle for what can't:
-what was defined in a notebook, a REPL, or inside another function. The bytes travel in an anonymous memory
-file that only our own children inherit; no network is involved.
+"""Its one idea: pickle what can be found by name, as multiprocessing does, and take cloudpickle for what
+can't: what was defined in a notebook, a REPL, or inside another function. The bytes travel in an anonymous
+memory file that only our own children inherit; no network is involved.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from paceline.launch.cells import remember_sources, typed_sources
 
 @dataclass
 class InheritedFd:
-    """A descriptor that the rank inherits under its own number; `detach` is what multiprocessing calls."""
+    """`detach` is what multiprocessing calls."""
 
     fd: int
 
@@ -36,8 +34,6 @@ class InheritedFd:
 
 @dataclass
 class _Inheritance:
-    """Stands for the process being started while multiprocessing's queues, locks and tensors pickle."""
-
     fds: list[int] = field(default_factory=list)
     DupFd = InheritedFd
 
@@ -48,8 +44,6 @@ class _Inheritance:
 
 @dataclass(frozen=True)
 class Payload:
-    """A call, ready to be made elsewhere."""
-
     data: bytes
     fds: tuple[int, ...]  # that the other process must inherit
 
@@ -61,9 +55,6 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Payload:
         function: What to call.
         args: Its arguments after the rank. Queues and locks of multiprocessing's "spawn" context, and tensors
             where torch is loaded, are shared; anything else is copied.
-
-    Raises:
-        ConfigError: The function or an argument can't be pickled.
     """
     preparation = _preparation()
     inheritance = _Inheritance()
@@ -78,10 +69,7 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Payload:
 
 
 def unpack(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The call that `pack` was given, in another process.
-
-    Imports the main script of the parent first, as `__mp_main__`, so that what it defines is found.
-    """
+    """Imports the main script of the parent first, as `__mp_main__`, so that what it defines is found."""
     from multiprocessing import resource_tracker, spawn
 
     stream = io.BytesIO(data)
@@ -97,7 +85,6 @@ def unpack(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
 
 
 def _preparation() -> dict[str, Any]:
-    """What multiprocessing.spawn.prepare needs to make a process like this one."""
     main = sys.modules["__main__"]
     preparation: dict[str, Any] = {
         "sys_path": [os.getcwd() if entry == "" else entry for entry in sys.path],
@@ -182,7 +169,6 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _tracker_fd() -> int | None:
-    """The descriptor of multiprocessing's resource tracker, where the program uses what it tracks."""
     if "multiprocessing.resource_tracker" not in sys.modules:
         return None
     from multiprocessing import resource_tracker

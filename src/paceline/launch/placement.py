@@ -1,7 +1,5 @@
-"""Which cores and how many threads each rank gets. Pure; topology.py reads the machine.
-
-Its one idea: cut the list of usable CPUs, ordered so that neighbours share caches and memory, into one run of
-neighbours per rank. Where it costs no rank a CPU, no run goes beyond a NUMA node: the kernel gives a rank
+"""Its one idea: cut the list of usable CPUs, ordered so that neighbours share caches and memory, into one run
+of neighbours per rank. Where it costs no rank a CPU, no run goes beyond a NUMA node: the kernel gives a rank
 memory of the node that it runs on.
 """
 
@@ -31,7 +29,6 @@ class Machine:
 
     @property
     def num_cores(self) -> int:
-        """Usable cores: the affinity mask or the quota, whichever is less, and at least one."""
         quota = len(self.cpus) if self.quota is None else int(self.quota)
         return max(1, min(len(self.cpus), quota))
 
@@ -56,10 +53,6 @@ def assign_cores(cpus: Iterable[Cpu], nprocs: int) -> list[frozenset[int]] | Non
 
     Hyper-threads of one core go to one rank where there are enough cores. Sizes differ by one core at most,
     unless ranks of larger sets can each stay in one NUMA node while the smallest set is as large as before.
-
-    Example:
-        4 cores, 2 ranks: rank 0 gets {0, 1}, rank 1 gets {2, 3}. 8 cores on 2 nodes, 3 ranks: 2, 2 and 4
-        cores, and not 2, 3 and 3, of which the second would be on both nodes.
     """
     ordered = sorted(cpus)
     if nprocs > len(ordered):
@@ -81,9 +74,6 @@ def assign_nodes(cpus: Iterable[Cpu], nprocs: int) -> list[frozenset[int]] | Non
     """For more ranks than CPUs: all CPUs of one NUMA node for each rank; None where there is one node only.
 
     Unbound, such a rank would be moved between nodes, away from its memory.
-
-    Example:
-        CPUs 0 and 1 on one node, 2 and 3 on the other, 6 ranks: three get {0, 1}, and three {2, 3}.
     """
     nodes = [
         frozenset(cpu.cpu for cpu in node) for _, node in groupby(sorted(cpus), key=lambda cpu: cpu.node)
@@ -111,6 +101,5 @@ def _numbers(runs: Iterable[Sequence[list[Cpu]]]) -> list[frozenset[int]]:
 
 
 def _cut(units: Sequence[list[Cpu]], num_runs: int) -> list[Sequence[list[Cpu]]]:
-    """Consecutive runs whose lengths differ by one at most."""
     bounds = [len(units) * run // num_runs for run in range(num_runs + 1)]
     return [units[begin:end] for begin, end in pairwise(bounds)]

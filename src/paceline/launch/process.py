@@ -1,6 +1,4 @@
-"""One rank's process, and everything that it started.
-
-Its one idea: a process tree whose every member can be found and ended. The kernel kills a rank with its
+"""Its one idea: a process tree whose every member can be found and ended. The kernel kills a rank with its
 parent (PR_SET_PDEATHSIG), and gives orphans to us and not to init (PR_SET_CHILD_SUBREAPER).
 """
 
@@ -27,7 +25,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def interpreter() -> tuple[str, ...]:
-    """The command line of a Python like this one, whose output is not held back in buffers."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     return (sys.executable, *flags, "-u")
 
@@ -56,14 +53,12 @@ def open_missing_streams() -> None:
 
 
 def die_with_parent(parent: int, signum: int) -> None:
-    """Have the kernel send `signum` to this process when the thread of `parent` that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
     if os.getppid() != parent:  # it ended before the call
         os.kill(os.getpid(), signum)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
@@ -76,7 +71,6 @@ class Streams:
     stderr: int
 
     def take(self) -> None:
-        """Make them those of this process."""
         stdin = os.open(os.devnull, os.O_RDONLY) if self.stdin == subprocess.DEVNULL else self.stdin
         for fd, place in ((stdin, 0), (self.stdout, 1), (self.stderr, 2)):
             if fd != place:
@@ -87,16 +81,6 @@ class Streams:
 
 @dataclass(frozen=True)
 class RankStart:
-    """What one rank gets from the launcher.
-
-    Attributes:
-        environment: The whole environment.
-        streams: Standard input, output and error.
-        cores: CPUs that the rank may use; None: all of ours.
-        process_group: The group to join; 0: one of its own, which a Ctrl-C on the terminal does not reach.
-        inherited_fds: Further descriptors that the rank gets.
-    """
-
     environment: Mapping[str, str]
     streams: Streams
     cores: frozenset[int] | None
@@ -104,12 +88,10 @@ class RankStart:
     inherited_fds: tuple[int, ...] = ()
 
     def all_fds(self) -> set[int]:
-        """All descriptors that it names, but for those of standard streams of ours."""
         fds = {self.streams.stdin, self.streams.stdout, self.streams.stderr, *self.inherited_fds}
         return {fd for fd in fds if fd > 2}
 
     def prepare(self, parent: int) -> None:
-        """Do what the rank itself has to do before its program runs; `parent` is the launcher's process."""
         die_with_parent(parent, signal.SIGKILL)
         os.setpgid(0, self.process_group)
         signal.signal(signal.SIGTTOU, signal.SIG_DFL)
@@ -127,12 +109,7 @@ class ForkedRank:
 
 
 def start_rank(command: Iterable[str], start: RankStart) -> subprocess.Popen[bytes]:
-    """Start one rank; call it from the main thread of a process that has no other.
-
-    Args:
-        command: Program and arguments.
-        start: What it gets.
-    """
+    """Start one rank; call it from the main thread of a process that has no other."""
     parent = os.getpid()
     return subprocess.Popen(
         list(command),
@@ -146,7 +123,6 @@ def start_rank(command: Iterable[str], start: RankStart) -> subprocess.Popen[byt
 
 
 def descendants(ancestor: int) -> list[int]:
-    """Every live process below `ancestor`, nearest first."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -187,7 +163,6 @@ def pass_on(pids: Iterable[int], signum: int) -> list[int]:
 
 
 def _survives(pid: int, signum: int) -> bool:
-    """Whether a process handles, blocks or ignores a signal."""
     try:
         with open(f"/proc/{pid}/status", "rb") as file:
             masks = dict(line.split(b":", 1) for line in file if line.startswith(b"Sig"))
@@ -197,12 +172,11 @@ def _survives(pid: int, signum: int) -> bool:
 
 
 def children(parent: int) -> list[int]:
-    """Every live process that `parent` has started itself or adopted."""
     return [pid for pid in descendants(parent) if _live_parent(str(pid)) == parent]
 
 
 def _live_parent(pid: str) -> int | None:
-    """The parent of a process that has not ended; None for a zombie."""
+    """None for a zombie."""
     fields = _stat_of(pid)
     return None if not fields or fields[0] in (b"Z", b"X") else int(fields[1])
 
@@ -228,7 +202,6 @@ def describe(pid: int) -> str:
 
 
 def send(pid: int, signum: int) -> None:
-    """Send a signal to a process that may have ended."""
     with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signum)
 
@@ -244,11 +217,7 @@ def wait_readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int
 
 
 def end_leftovers(wakeup: int) -> list[str]:
-    """End what ended ranks have left below this process; return what had to be killed, as people know it.
-
-    Args:
-        wakeup: A descriptor that becomes readable on SIGCHLD.
-    """
+    """End what ended ranks have left below this process; return what had to be killed, as people know it."""
     deadline = time.monotonic() + _LEFTOVER_GRACE_S
     while descendants(os.getpid()) and time.monotonic() < deadline:
         if wait_readable([wakeup], deadline - time.monotonic()):
@@ -276,7 +245,7 @@ def kill_descendants(within_s: float = 10.0) -> list[int]:
 
 
 def reap_children() -> dict[int, int]:
-    """Exit status of every child that has ended: as `Popen.returncode`, negative for a signal."""
+    """Negative for a signal, as `Popen.returncode`."""
     ended: dict[int, int] = {}
     with suppress(ChildProcessError):
         while True:

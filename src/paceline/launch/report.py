@@ -1,4 +1,4 @@
-"""Which rank failed first, and why. Pure.
+"""Which rank failed first, and why.
 
 Its one idea: the root cause is rarely what ended first. Survivors of a dead rank raise within milliseconds,
 while the dead one may take longer to be torn down; so an end that is a consequence (an error that names a
@@ -44,8 +44,6 @@ _CONSEQUENCE = re.compile(
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended."""
-
     rank: int
     pid: int
     status: int  # as Popen.returncode: negative for a signal
@@ -59,7 +57,6 @@ class RankEnd:
 
     @property
     def signal(self) -> int:
-        """The signal that killed it; 0 if none."""
         return max(0, -self.status)
 
     @property
@@ -80,17 +77,11 @@ class RankEnd:
 
     @property
     def exit_status(self) -> int:
-        """What a shell would show: 128 + signal for a signal."""
         return 128 + self.signal if self.signal else self.status
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The rank that is to blame; None when none failed.
-
-    Example:
-        Rank 1 raised PeerLostError after 0.1 s, and rank 0 was killed by SIGSEGV and gone after 0.4 s:
-        rank 0.
-    """
+    """The rank that is to blame; None when none failed."""
     failures = [end for end in ends if end.is_failure]
     return min(failures, key=lambda end: (_severity(end), end.after_s), default=None)
 
@@ -108,11 +99,7 @@ def _severity(end: RankEnd) -> int:
 
 
 def describe_end(end: RankEnd) -> str:
-    """One line: what became of a rank.
-
-    Example:
-        "ValueError: boom (exit status 1)", "killed by SIGSEGV (segmentation fault)", "finished"
-    """
+    """One line: what became of a rank."""
     if end.is_stopped_by_launcher:
         return f"stopped by the launcher ({signal_name(end.stopped_by)})"
     if end.signal == signal.SIGABRT and _TERMINATED in end.output:
@@ -136,7 +123,6 @@ _MEANING = {
 
 
 def not_passed_on(signum: int, ranks: str) -> str:
-    """What the launcher says of a signal that it keeps from ranks without a handler."""
     name = signal_name(signum)
     return (
         f"paceline: {name} was not passed on to {ranks}, which would have ended by it. "
@@ -152,7 +138,6 @@ def signal_name(signum: int) -> str:
 
 
 def exception_line(traceback: str) -> str:
-    """The line that names the exception of a traceback; "" without one."""
     lines = traceback.splitlines()
     headers = [index for index, line in enumerate(lines) if _is_header(line)]
     for line in lines[headers[-1] + 1 :] if headers else lines:
@@ -197,13 +182,11 @@ def traceback_of(end: RankEnd) -> str:
 
 
 def evidence(end: RankEnd) -> str:
-    """What the rank said last: its traceback, else its last lines."""
     lines = _plain(end.output).splitlines()
     return traceback_of(end) or "\n".join(lines[-_LAST_LINES:])
 
 
 def alike(ends: Sequence[RankEnd], first: RankEnd) -> list[RankEnd]:
-    """The ranks that failed as the first one did, with it."""
     if not traceback_of(first):
         return [first]
     return [end for end in ends if end.is_failure and describe_end(end) == describe_end(first)]
@@ -229,7 +212,6 @@ def summary(ends: Sequence[RankEnd], first: RankEnd) -> str:
 
 
 def others(ends: Sequence[RankEnd], first: RankEnd) -> list[str]:
-    """What became of the ranks that did not fail as the first, one line for those with the same end."""
     ranks: dict[str, list[int]] = {}
     same = alike(ends, first)
     for end in sorted(ends, key=lambda end: end.rank):
@@ -245,14 +227,7 @@ def render(
     held: Collection[int] = (),
     log_dir: str | None = None,
 ) -> str:
-    """The launcher's last words about a failed job: the first failure stands last, where people look.
-
-    Args:
-        ends: How each rank ended.
-        raw: Ranks whose standard error was shown as it came.
-        held: Ranks whose traceback was not shown. Of those that lost another rank, the line is enough.
-        log_dir: Where the whole output of each rank is.
-    """
+    """The launcher's last words about a failed job: the first failure stands last, where people look."""
     first = first_failure(ends)
     assert first is not None
     parts = []
@@ -275,7 +250,6 @@ def render(
 
 
 def launch_error(ends: Sequence[RankEnd], name: str) -> LaunchError:
-    """The exception that `spawn` raises for a failed job."""
     first = first_failure(ends)
     assert first is not None
     failures = sorted(

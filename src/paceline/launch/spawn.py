@@ -1,6 +1,4 @@
-"""`paceline.spawn`: call a function on several ranks, from a script, a REPL or a notebook.
-
-Its one idea: everything that `paceline run` does for a script (environment, placement, output, the first
+"""Its one idea: everything that `paceline run` does for a script (environment, placement, output, the first
 failure, nothing left behind) is done by the same guardian process for a function; this process only sends the
 call, and waits for the report.
 """

@@ -24,7 +24,6 @@ def is_importing_main() -> bool:
 
 
 def _tell_other_ranks(error: BaseException) -> None:
-    """The others raise at once, and quote the exception."""
     if "paceline.health.lifetime" in sys.modules:  # else this rank is in no group
         from paceline.health import lifetime
 
@@ -42,7 +41,6 @@ def _show_without_our_frames(
 
 
 def run_rank(payload_fd: int) -> None:
-    """Make the call, as one rank; write the exception that ends it where the launcher looks for it."""
     global _is_importing_main
     error_fd = int(os.environ.pop("PACELINE_ERROR_FD"))
     answer_requests()

@@ -45,8 +45,6 @@ _SHOWN_STACKS = 4  # one would often do, and those of 128 ranks would bury the r
 
 @dataclass
 class _Rank:
-    """One rank while it runs."""
-
     rank: int
     process: subprocess.Popen[bytes] | ForkedRank
     wiring: Wiring
@@ -67,15 +65,6 @@ class _Stop:
 
 
 class Supervisor:
-    """Runs one plan to its end.
-
-    Args:
-        plan: What to start.
-        screen: Where output goes.
-        terminal_group: The process group that reads the terminal, which rank 0 joins so that it can too; 0:
-            standard input is no terminal.
-    """
-
     def __init__(self, plan: Plan, screen: Screen, terminal_group: int = 0) -> None:
         self._plan = plan
         self._screen = screen
@@ -101,7 +90,6 @@ class Supervisor:
             self._dashboard = DashboardProcess(plan.recording, *plan.dashboard, screen.say)
 
     def run(self) -> int:
-        """Start the ranks, and return the job's exit status when the last of them has ended."""
         self._listen_for_signals()
         self._recording.begin()
         if self._dashboard is not None:
@@ -156,7 +144,6 @@ class Supervisor:
         )
 
     def _start(self, rank: int, wiring: Wiring, forked: ForkedRank | None = None) -> None:
-        """Start a rank, unless it runs already, and listen to it."""
         started_at = time.monotonic() if forked is None else self._started_at
         try:
             process = forked or start_rank(self._plan.command, self._start_of(rank, wiring))
@@ -254,7 +241,6 @@ class Supervisor:
             self._last_ranks.begin([other.process.pid for other in running], is_most=is_most)
 
     def _show_survived_tracebacks(self) -> None:
-        """Show tracebacks whose ranks have not ended since."""
         for channel in self._channels():
             if channel.seconds_to_hold() == 0.0:
                 channel.show_held()
@@ -263,7 +249,6 @@ class Supervisor:
         return [channel for rank in self._ranks for channel in rank.wiring.channels]
 
     def _caught_exception(self, rank: int) -> str:
-        """The traceback that a rank of `spawn` left for us."""
         if not self._plan.error_fds:
             return ""
         return read_memory_file(self._plan.error_fds[rank]).decode(errors="replace")
@@ -370,7 +355,6 @@ class Supervisor:
         self._send(signum)
 
     def _show_stacks(self) -> None:
-        """Where ranks hang that are about to be stopped, as far as they can say."""
         for rank in self._running()[:_SHOWN_STACKS]:
             text = stacks.ask_if_ready(rank.process.pid, timeout_s=1.0)
             if text is not None:
@@ -404,7 +388,6 @@ class Supervisor:
         return exit_status
 
     def _exit_status(self, ends: Sequence[report.RankEnd]) -> tuple[int, bool]:
-        """The job's exit status, and whether a rank is to blame for it."""
         if self._stop is None:
             return 0, False
         if self._stop.exit_status is not None:
@@ -414,7 +397,6 @@ class Supervisor:
         return first.exit_status, True
 
     def _tell(self, **facts: Any) -> None:
-        """One line of JSON to whoever called `spawn`."""
         if self._plan.report_fd is not None:
             with os.fdopen(os.dup(self._plan.report_fd), "w") as file:
                 file.write(json.dumps(facts) + "\n")

@@ -27,7 +27,6 @@ _path = list(sys.path)  # the first entry is this file's folder, where Python pu
 
 
 def main() -> None:
-    """Fork, and run the script in each rank; never returns in the template itself."""
     root = str(Path(__file__).resolve().parents[2])
     sys.path[:] = [*_path[1:], root]
     from paceline.launch.memory_file import read_memory_file
@@ -60,7 +59,6 @@ def main() -> None:
 
 
 def _become(starts: Sequence[Any], number: int, template: int, supervisor: int) -> None:
-    """Be the rank that a start describes."""
     own = starts[number]
     while (parent := os.getppid()) == template:  # it ends, but the kernel has not moved its children yet
         time.sleep(_LOOK_S)
@@ -80,7 +78,6 @@ def _become(starts: Sequence[Any], number: int, template: int, supervisor: int) 
 
 
 def _run(argv: Sequence[str], command: Sequence[str]) -> None:
-    """Run a script with its arguments, as Python would."""
     script = os.path.abspath(argv[0])
     sys.argv[:], sys.orig_argv[:] = argv, command
     # Python puts the script's folder there, unless it was told to put none (-P).

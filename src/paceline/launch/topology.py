@@ -1,7 +1,4 @@
-"""What this process may use of the machine: affinity mask, cgroup quota and memory, cores and NUMA nodes.
-
-Its one idea: read what the kernel says, and where it says nothing assume a flat machine without a limit.
-"""
+"""What this process may use of the machine: affinity mask, cgroup quota and memory, cores and NUMA nodes."""
 
 from __future__ import annotations
 
@@ -15,14 +12,13 @@ from paceline.launch.placement import Cpu, Machine
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """The machine as this process sees it; `root` is where proc/ and sys/ are."""
+    """`root` is where proc/ and sys/ are."""
     nodes = _node_of_cpu(root)
     cpus = tuple(_read_cpu(root, cpu, nodes.get(cpu, 0)) for cpu in sorted(os.sched_getaffinity(0)))
     return Machine(cpus=cpus, quota=read_quota(root))
 
 
 def read_processor(root: Path = Path("/")) -> str:
-    """The processor's own name for itself."""
     for line in read_or_empty(root / "proc/cpuinfo").splitlines():
         name, _, value = line.partition(":")
         if name.strip() in {"model name", "Model"}:
@@ -31,12 +27,7 @@ def read_processor(root: Path = Path("/")) -> str:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """CPUs of the kernel's list format.
-
-    Example:
-        >>> sorted(parse_cpu_list("0-2,5"))
-        [0, 1, 2, 5]
-    """
+    """CPUs of the kernel's list format."""
     cpus: set[int] = set()
     for begin, end in re.findall(r"(\d+)(?:-(\d+))?", text):
         cpus.update(range(int(begin), int(end or begin) + 1))
@@ -81,7 +72,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """The folder of a cgroup and those above it; in a container, only the mount itself may exist."""
+    """In a container, only the mount itself may exist."""
     folder = mount / path.strip("/")
     while folder != mount:
         yield folder
@@ -118,7 +109,6 @@ def _read_cpu(root: Path, cpu: int, node: int) -> Cpu:
 
 
 def read_or_empty(path: Path) -> str:
-    """What a file holds; "" where it cannot be read."""
     try:
         return path.read_text()
     except OSError:

@@ -1,6 +1,6 @@
 """What the launcher does about the recording of its job: a folder before, a trace file after.
 
-The one idea: a recording never keeps a job from training. What is wrong with the file of `--trace` is told
+A recording never keeps a job from training. What is wrong with the file of `--trace` is told
 before anything starts; what goes wrong later is a line on the screen.
 """
 
@@ -30,13 +30,7 @@ _LOOKS_EVERY_S = 5.0
 
 
 def trace_variables(inherited: Mapping[str, str], folder: Path, *, is_whole: bool) -> dict[str, str]:
-    """What the ranks must be told, to record.
-
-    Args:
-        inherited: A folder that the user has set wins.
-        folder: The job's.
-        is_whole: All of the job is to be kept, as far as possible, and not its end alone.
-    """
+    """What the ranks must be told, to record."""
     variables = {} if inherited.get(FOLDER_VARIABLE) else {FOLDER_VARIABLE: str(folder)}
     return variables | (
         {CAPACITY_VARIABLE: str(TRACE_RECORDS)} if is_whole and not inherited.get(CAPACITY_VARIABLE) else {}
@@ -44,21 +38,12 @@ def trace_variables(inherited: Mapping[str, str], folder: Path, *, is_whole: boo
 
 
 def check_output(path: str, nprocs: int) -> None:
-    """Raise unless the trace can be written there, and what the ranks record where they record it.
-
-    Raises:
-        ConfigError: It can't.
-    """
+    """Raise unless the trace can be written there, and what the ranks record where they record it."""
     chrome.check(Path(path))
     _check_room(jobs.users_folder().parent, nprocs, "make room there, or set TMPDIR to another folder")
 
 
 def _check_room(place: Path, nprocs: int, hint: str) -> None:
-    """Raise unless the ranks can record there.
-
-    Raises:
-        ConfigError: The disk is too full.
-    """
     needs, has = nprocs * file_bytes(TRACE_RECORDS), shutil.disk_usage(place).free
     if has < needs:
         raise ConfigError(
@@ -71,18 +56,6 @@ def _check_room(place: Path, nprocs: int, hint: str) -> None:
 
 
 class JobRecording:
-    """The recording of one job, as its launcher sees it.
-
-    Args:
-        folder: Where the ranks record.
-        is_own: Whether the launcher makes the folder, and takes it away.
-        output: The file of `--trace`; None: nothing is written.
-        name: The script.
-        nprocs: Number of ranks of this host.
-        launcher: The process that the user has started.
-        say: Shows a line to the user.
-    """
-
     def __init__(
         self,
         folder: Path,
@@ -99,7 +72,6 @@ class JobRecording:
         self._facts, self._began_ns = jobs.JobFacts(name, launcher, nprocs, time.time()), time.monotonic_ns()
 
     def begin(self) -> None:
-        """Make the folder."""
         if not self._is_own:
             return
         try:
@@ -111,11 +83,10 @@ class JobRecording:
                 self._say(f"paceline: nothing is recorded: {reason}")
 
     def seconds_to_look(self) -> float:
-        """When the next look is due, counted from now."""
         return max(0.0, self._look_at - time.monotonic())
 
     def look(self) -> None:
-        """Say it, if a rank has become slow. Reads some hundred bytes for each rank, now and then."""
+        """Say it, if a rank has become slow."""
         if self.seconds_to_look():
             return
         self._look_at = time.monotonic() + _LOOKS_EVERY_S
@@ -175,17 +146,8 @@ class JobRecording:
 class HostTrace:
     """The recording of the ranks of one host, where torch's agent starts them on several.
 
-    The files of the host carry its name, because all hosts may be in the same folder of the network: beside
-    the timeline of its ranks stays what they have recorded, of which `paceline trace` makes one of all hosts.
-
-    Args:
-        output: The file of `--trace`, the same on all hosts.
-        host: The name of this one.
-        nprocs: Number of its ranks.
-
-    Attributes:
-        output: The timeline of this host's ranks.
-        folder: Where they record.
+    The files carry the name of the host, because all hosts may use the same network folder. What the ranks
+    have recorded stays beside the timeline, for `paceline trace` of all hosts.
 
     Example:
         On host node0, for --trace out.json: out.node0.json, and the folder out.node0.rings.
@@ -198,11 +160,7 @@ class HostTrace:
         self._nprocs = nprocs
 
     def begin(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Make the folder, without what an earlier job has left; returns what the ranks must be told.
-
-        Raises:
-            ConfigError: Nothing can be written there.
-        """
+        """Make the folder, without what an earlier job has left; returns what the ranks must be told."""
         chrome.check(self.output)
         _check_room(self.output.parent, self._nprocs, "make room there, or name a file on another disk")
         try:
@@ -220,7 +178,6 @@ class HostTrace:
         return trace_variables(others, self.folder, is_whole=True)
 
     def end(self, say: Callable[[str], None]) -> None:
-        """Write the timeline of this host's ranks, and say where it is."""
         try:
             recordings = jobs.read([self.folder])
             chrome.write(self.output, recordings)

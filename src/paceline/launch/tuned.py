@@ -1,8 +1,8 @@
 """What `paceline tune` has found out, in a file for each script, and what `paceline run -n auto` makes of it.
 
-The one idea: an answer is about one script on one kind of machine. A machine is its processor and its usable
-cores, so that the nodes of a cluster with a common home folder share an answer if they are alike, and have
-answers of their own if they are not.
+An answer is about one script on one kind of machine. A machine is its processor and its
+usable cores, so that the nodes of a cluster with a common home folder share an answer if they are alike, and
+have answers of their own if they are not.
 """
 
 from __future__ import annotations
@@ -26,13 +26,6 @@ _OF_RANKS = re.compile(r"\{(?:(\d+)/)?ranks\}")
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """How a job is laid out on the cores of a machine.
-
-    Example:
-        >>> str(Layout(2, 4))
-        '2 ranks x 4 threads'
-    """
-
     ranks: int
     threads: int
 
@@ -42,8 +35,6 @@ class Layout:
 
 @dataclass(frozen=True)
 class Place:
-    """The machine, as far as an answer depends on it."""
-
     processor: str
     cores: int
 
@@ -73,22 +64,19 @@ class Tuned:
 
     @property
     def date(self) -> str:
-        """When it was measured, as people write it."""
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.time_s))
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun: "1 rank", "2 ranks"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def name_of_script(command: Sequence[str], *, is_module: bool) -> str:
-    """What stands for a script: its whole path, or "-m module"."""
     return f"-m {command[0]}" if is_module else str(Path(command[0]).resolve())
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """Where this user's programs keep what they have found out (XDG base directory specification)."""
+    """The XDG base directory specification."""
     given = environment.get("XDG_CACHE_HOME", "")
     # The specification: a relative path is to be ignored.
     folder = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
@@ -96,11 +84,6 @@ def cache_folder(environment: Mapping[str, str]) -> Path:
 
 
 def keep(answer: Tuned, environment: Mapping[str, str]) -> Path:
-    """Store an answer, instead of an older one for the same script and machine; the file.
-
-    Raises:
-        OSError: It can't be written.
-    """
     path = _path_of(answer.script, environment)
     path.parent.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
     path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -115,17 +98,7 @@ def keep(answer: Tuned, environment: Mapping[str, str]) -> Path:
 
 
 def find(script: str, place: Place, environment: Mapping[str, str], tune_command: str) -> Tuned:
-    """The last answer for a script on this machine.
-
-    Args:
-        script: As `name_of_script` gives it.
-        place: This machine.
-        environment: Tells where answers are kept.
-        tune_command: What the user is told to run if there is none.
-
-    Raises:
-        ConfigError: There is none, or only of other machines.
-    """
+    """The last answer for a script on this machine."""
     path = _path_of(script, environment)
     answers = _read(path)
     for answer in answers:
@@ -151,7 +124,6 @@ def find(script: str, place: Place, environment: Mapping[str, str], tune_command
 
 
 def tune_command(options: Sequence[str], command: Sequence[str]) -> str:
-    """The command line that measures a script."""
     return shlex.join(["paceline", "tune", *options, *command])
 
 
@@ -178,7 +150,7 @@ def _path_of(script: str, environment: Mapping[str, str]) -> Path:
 
 
 def _read(path: Path) -> list[Tuned]:
-    """The answers of a file; none of one that is missing or that somebody has spoilt."""
+    """Skips a file that is missing or damaged."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         return [_answer(entry) for entry in json.loads(path.read_text())]
     return []

@@ -1,7 +1,4 @@
-"""The wires between a rank and the launcher's terminal: pipes, or a pseudo-terminal for rank 0.
-
-Its one idea: a rank writes where nobody else does, and we read it without ever blocking.
-"""
+"""Its one idea: a rank writes where nobody else does, and we read it without ever blocking."""
 
 from __future__ import annotations
 
@@ -26,15 +23,7 @@ _DRAINED_READS = 64  # more than a pipe holds: a grandchild that never stops wri
 
 
 class RankLog:
-    """A file that gets all output of one rank; where it cannot be written, this is said once and no more.
-
-    Args:
-        path: The file; one of an earlier run is replaced.
-        screen: Where to say it.
-
-    Raises:
-        OSError: It cannot be opened, for another reason than a disk that is full or broken.
-    """
+    """A file that gets all output of one rank; where it cannot be written, this is said once and no more."""
 
     def __init__(self, path: Path, screen: Screen) -> None:
         self._path = path
@@ -52,7 +41,6 @@ class RankLog:
             self._report(error)
 
     def write(self, data: bytes) -> None:
-        """Append bytes, or as many of them as the disk takes."""
         if self._fd is None:
             return
         view = memoryview(data)
@@ -72,16 +60,7 @@ class RankLog:
 
 
 class Channel:
-    """One output stream of one rank: reads it, shows it, keeps its end for the report.
-
-    Args:
-        screen: Where to show it.
-        fd: Where to read it; given back by `close`.
-        stream: 1 or 2: which of the launcher's streams shows it.
-        prefix: What stands before each line; None: pass bytes as they are.
-        log: A file that gets every byte too.
-        rank: Whose it is: torch's own mark of this rank, before each line of a traceback, is left out.
-    """
+    """One output stream of one rank: reads it, shows it, keeps its end for the report."""
 
     def __init__(
         self, screen: Screen, fd: int, stream: int, prefix: bytes | None, log: RankLog | None, rank: int
@@ -101,7 +80,6 @@ class Channel:
         self._tracebacks = TracebackKeeper()
 
     def read(self) -> bool:
-        """Read and show what is there; False when there was nothing, or the stream has ended."""
         try:
             data = os.read(self.fd, _READ_BYTES)
         except BlockingIOError:
@@ -115,28 +93,23 @@ class Channel:
         return True
 
     def drain(self) -> None:
-        """Read and show everything that was written up to now."""
         for _ in range(_DRAINED_READS):
             if not self.is_open or not self.read():
                 return
 
     @property
     def is_raw(self) -> bool:
-        """Whether bytes pass as they are, tracebacks included."""
         return self._prefix is None
 
     def seconds_to_hold(self) -> float | None:
-        """For how long a traceback is still held back; None: none is."""
         since = self._tracebacks.held_since
         return None if since is None else max(0.0, since + _HELD_S - time.monotonic())
 
     def show_held(self) -> None:
-        """Show a traceback that was held back."""
         if self._prefix is not None:
             self._screen.write_lines(self._stream, self._prefix, self._tracebacks.flush())
 
     def take_held(self) -> bool:
-        """Leave a traceback that was held back to the report; False where there is none."""
         if self._tracebacks.held_since is None:
             return False
         self._lines.flush()
@@ -175,8 +148,6 @@ class Channel:
 
 @dataclass
 class Wiring:
-    """What one rank writes to, and what reads it."""
-
     stdout: int
     stderr: int
     channels: list[Channel]
@@ -194,13 +165,6 @@ def connect(screen: Screen, rank: int, nprocs: int, prefix: str, log: RankLog | 
     Bytes of the only rank, and of rank 0 on a terminal, pass as they are: its progress bars draw themselves.
     So that they know there is a terminal, they get a pseudo-terminal; one for both streams, to keep their
     order.
-
-    Args:
-        screen: Where output is shown.
-        rank: The rank.
-        nprocs: Number of ranks.
-        prefix: "auto", "always" or "never": whether "[rank 1]" stands before its lines.
-        log: A file that gets every byte too.
     """
     fds: dict[int, int] = {}
     channels: dict[int, Channel] = {}
@@ -225,7 +189,6 @@ def connect(screen: Screen, rank: int, nprocs: int, prefix: str, log: RankLog | 
 
 
 def copy_window_size(wiring: Wiring) -> None:
-    """Make rank 0's terminal as large as the real one."""
     if wiring.pty_master is None:
         return
     for stream in (1, 2):

@@ -1,8 +1,8 @@
 """The page of a running job, and its figures for Prometheus: a web server for this machine only.
 
-It is a process of its own, which reads what the ranks have recorded. However slow a browser is,
-neither the ranks nor the launcher notice. It answers only who knows the token, and only under the names of
-this machine, so that no page of an unknown client can read it through the browser.
+It is a process of its own, which reads what the ranks have recorded. However slow a browser is, neither the
+ranks nor the launcher notice. It answers only who knows the token, and only under the names of this machine,
+so that no page of an unknown client can read it through the browser.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ _OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 @final
 class Feed:
-    """Looks at the job once in a second, and wakes those who wait for it.
-
-    Args:
-        watch: The job.
-    """
+    """Looks at the job once in a second, and wakes those who wait for it."""
 
     def __init__(self, watch: JobWatch) -> None:
         self._watch = watch
@@ -55,7 +51,6 @@ class Feed:
         self._trouble = ""
 
     def look(self) -> None:
-        """Look once more; what can't be read is told."""
         try:
             now = self._watch.look()
         except ConfigError as error:
@@ -76,22 +71,17 @@ class Feed:
             self._changed.notify_all()
 
     def end(self, exit_status: int | None) -> None:
-        """Tell all that the job is over."""
         with self._changed:
             self._exit_status, self._has_ended = exit_status, True
             self._changed.notify_all()
 
     def metrics(self) -> str:
-        """The figures for Prometheus."""
         with self._changed:
             now = self._now
         return "" if now is None else metrics_text(now, self._watch.id)
 
     def next_event(self, seen: int) -> tuple[int, str, dict[str, Any]]:
         """What to tell a browser; blocks until there is something, for a second or so.
-
-        Args:
-            seen: The number of the last event that it was told; 0: none.
 
         Returns:
             The number of the event, its name and its data: "all" that is known, what is new ("now"), that
@@ -119,14 +109,6 @@ class Feed:
 
 
 class Dashboard(ThreadingHTTPServer):
-    """The server.
-
-    Args:
-        listener: A socket that listens; it is the server's from now on.
-        feed: What it tells.
-        token: Whoever asks must know it.
-    """
-
     daemon_threads = True
     block_on_close = False
 
@@ -141,7 +123,7 @@ class Dashboard(ThreadingHTTPServer):
         self._known: set[Any] = set()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Who comes last is served: of those who show no token, the oldest goes."""
+        """The last client is served: of those without a token, the oldest is dropped."""
         with self._admission:
             if len(self._unknown_peers) + len(self._known) >= _MOST_CONNECTIONS and self._unknown_peers:
                 self._drop(next(iter(self._unknown_peers)))
@@ -172,19 +154,16 @@ class Dashboard(ThreadingHTTPServer):
                     self._drop(request)
 
     def _drop(self, request: Any) -> None:
-        """End an unknown client's connection, which its thread finds closed."""
         del self._unknown_peers[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
 
     def trust(self, request: Any) -> None:
-        """A connection has shown the token."""
         with self._admission:
             if self._unknown_peers.pop(request, None) is not None:
                 self._known.add(request)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away is no error, and there is nobody to tell of others."""
+    def handle_error(self, request: Any, client_address: Any) -> None: ...
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -270,8 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Nothing: the terminal is the job's."""
+    def log_message(self, format: str, *args: object) -> None: ...
 
 
 def serve() -> None:

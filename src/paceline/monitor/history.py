@@ -1,7 +1,7 @@
-"""What a job did since somebody watches: a point for each second, and what went wrong. Pure.
+"""What a job did since somebody watches: a point for each second, and what went wrong.
 
-The number of points is bounded. When there are too many, two neighbours become one, so that a
-job of a week has as many as one of ten minutes.
+The number of points is bounded. When there are too many, two neighbours become one, so that a job of a week
+has as many as one of ten minutes.
 """
 
 from __future__ import annotations
@@ -42,15 +42,6 @@ class Point:
 
 @dataclass(frozen=True)
 class Incident:
-    """Something went wrong, or right again.
-
-    Attributes:
-        time_s: Seconds since 1970, when it was seen.
-        rank: Whom it was seen on.
-        kind: "fault", "recovery", "restart", "end" or "nonfinite".
-        text: In words.
-    """
-
     time_s: float
     rank: int
     kind: str
@@ -74,7 +65,7 @@ class History:
     _before: dict[int, RankSnapshot] = field(default_factory=dict)
 
     def add(self, now: JobSnapshot, time_s: float) -> bool:
-        """Take one more snapshot. Whether points have become fewer."""
+        """Returns whether points have become fewer."""
         self._note_incidents(now, time_s)
         self._pending.append(_point(now, time_s))
         if len(self._pending) < self.num_per_point:
@@ -100,7 +91,6 @@ class History:
 
 
 def _changes(before: RankSnapshot | None, rank: RankSnapshot) -> Iterable[tuple[str, str]]:
-    """What has happened to a rank since it was seen before."""
     if before is not None and before.pid != rank.pid:
         yield "restart", f"began again as process {rank.pid}"
         before = None
@@ -129,7 +119,6 @@ def _point(now: JobSnapshot, time_s: float) -> Point:
 
 
 def merged(points: list[Point]) -> Point:
-    """One point for several: the means, and the most gradients that were not finite."""
     if len(points) == 1:
         return points[0]
     return Point(
@@ -150,6 +139,5 @@ def _mean(values: list[float | None]) -> float | None:
 
 
 def _means(rows: list[Mapping[int, float]]) -> dict[int, float]:
-    """The mean for each rank; where a rank is missing, nothing was lost by it."""
     ranks = sorted({rank for row in rows for rank in row})
     return {rank: sum(row.get(rank, 0.0) for row in rows) / len(rows) for rank in ranks}

@@ -1,7 +1,4 @@
-"""What a job does now, in the text format that Prometheus reads. Pure.
-
-The format: https://prometheus.io/docs/instrumenting/exposition_formats/, version 0.0.4.
-"""
+"""What a job does now, in the text format that Prometheus reads (0.0.4)."""
 
 from __future__ import annotations
 
@@ -14,14 +11,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metrics_text(now: JobSnapshot, job: str) -> str:
-    """All figures of a snapshot; the label `job_id` tells jobs apart, `rank` their ranks, `host` their hosts.
-
-    Example:
-        >>> print(metrics_text(now, "9fb9a4"))
-        # HELP paceline_up Whether the process of the rank runs.
-        # TYPE paceline_up gauge
-        paceline_up{job_id="9fb9a4",rank="0",host="node0"} 1
-        ...
+    """All figures of a snapshot; the label `job_id` tells jobs apart, `rank` their ranks, `host`
+    their hosts.
     """
     lines: list[str] = []
     for name, kind, about, find in _FAMILIES:

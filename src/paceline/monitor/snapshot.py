@@ -146,12 +146,6 @@ def snapshot(
 ) -> JobSnapshot:
     """What the ranks did in their windows, and do now.
 
-    Args:
-        windows: One for each rank of this host.
-        now_ns: The time by the clock of this host.
-        far: What the ranks of other hosts have told.
-        spans: By how much the totals of each rank have grown, of this host and of others, of late.
-
     Example:
         Rank 0 waits 30 of 100 ms in each backward, because rank 1 works for 90 ms and it for 60: rank 0 has
         `waiting` 0.3 and `waits_for` 1, and `waited_for` is {1: 0.15}.
@@ -186,14 +180,11 @@ def _ends(window: RankWindow) -> list[BackwardKey]:
 
 
 def _arrivals(window: RankWindow) -> dict[BackwardKey, int]:
-    """When autograd was through with each backward."""
     ended = (each for each in window.records if each.event == Event.BACKWARD_ENDED)
     return {backward_of(each.first): each.time_ns for each in ended}
 
 
 class _RankReader:
-    """Reads the window of one rank beside the others'."""
-
     def __init__(
         self, window: RankWindow, model: int, arrivals: Mapping[int, Mapping[BackwardKey, int]], now_ns: int
     ) -> None:
@@ -242,7 +233,6 @@ class _RankReader:
         )
 
     def _ends(self) -> list[Record]:
-        """The ends of backward passes of the model that is looked at."""
         return [
             each
             for each in self._backwards
@@ -265,7 +255,6 @@ class _RankReader:
         return (len(times_ns) - 1) * per * 1e9 / (took_ns + since_ns if is_late else took_ns)
 
     def _samples(self, ends: Sequence[Record]) -> float | None:
-        """Samples in a second: what was logged, else what the forwards computed."""
         if len(ends) < 2:
             return None
         begin_ns, end_ns = ends[0].time_ns, ends[-1].time_ns
@@ -289,7 +278,6 @@ class _RankReader:
         return self._rate([each.time_ns for each in ends], found / (len(ends) - 1))
 
     def _worked(self, ends: Sequence[Record]) -> float | None:
-        """The median of its own time for a step."""
         own = self._arrivals[self._window.header.rank]
         spans = []
         for each in ends:
@@ -311,7 +299,6 @@ class _RankReader:
     # --- waiting ---
 
     def _read_waits(self) -> float:
-        """Which part of the window it has waited; fills `waited_for`."""
         length_ns = self._now_ns - self._begin_ns
         if length_ns <= 0:
             return 0.0
@@ -340,7 +327,6 @@ class _RankReader:
         return min(1.0, total_ns / length_ns)
 
     def _last_of(self, key: BackwardKey | None, told: int) -> Sequence[int]:
-        """The rank that came last to a backward, if it is another one."""
         if told < 0 and key is not None:  # nobody has told: the last one of this host, if all are here
             came = {rank: times[key] for rank, times in self._arrivals.items() if key in times}
             told = max(came, key=came.__getitem__) if len(came) == self.world_size > 1 else -1
@@ -364,8 +350,6 @@ class _RankReader:
 
 
 class _FarReader:
-    """Reads what a rank of another host has told: the growth of its totals, and who held all up meanwhile."""
-
     def __init__(self, far: FarRank, spans: Mapping[int, Span], now_ns: int) -> None:
         self._far, self._now_ns = far, now_ns
         self._header = far.recording.header
@@ -418,7 +402,6 @@ class _FarReader:
         return span.passes * 1e9 / (took_ns + self._silent_ns if is_late else took_ns)
 
     def _waits(self, spans: Mapping[int, Span]) -> dict[int, float]:
-        """What part of its time it has waited for whom: by how long each of the others has held all up."""
         span = self._span
         if span is None:
             return {}

@@ -32,11 +32,6 @@ _ROWS_AROUND = 8  # of a terminal, that are not ranks
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the value is the exit status.
-
-    Raises:
-        ConfigError: There is no such job, it has ended or can't be read, or rich is not installed.
-    """
     parser = argparse.ArgumentParser(
         prog="paceline top", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -66,7 +61,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _follow(watch: JobWatch, console: Console) -> int:
-    """Draw until the job ends."""
     from rich.live import Live
 
     signal.signal(signal.SIGTERM, _exit)  # so that the terminal is left as it was
@@ -90,13 +84,7 @@ def _exit(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def frame(watch: JobWatch, now: JobSnapshot, console: Console) -> Group:
-    """What is drawn: some lines about the job, and a row for each rank.
-
-    Args:
-        watch: Who it is.
-        now: What it does.
-        console: Whose width and height decide what is shown.
-    """
+    """What is drawn: some lines about the job, and a row for each rank."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -146,7 +134,6 @@ def _summary(now: JobSnapshot) -> list[str]:
 
 
 def _values(now: JobSnapshot) -> dict[str, float]:
-    """What the first rank that logs a value has logged last."""
     found: dict[str, float] = {}
     for rank in now.ranks:
         for name, value in rank.values.items():
@@ -156,7 +143,6 @@ def _values(now: JobSnapshot) -> dict[str, float]:
 
 
 def _columns(width: int, *, has_hosts: bool) -> list[str]:
-    """What a terminal of this width has room for; 40 columns are enough for the first five, and the host."""
     columns = ["rank", "step", "waits", "for", "memory"]
     if width >= _WIDE:
         columns[2:2] = ["doing", "own ms"]
@@ -203,7 +189,6 @@ def _most_telling(now: JobSnapshot, most: int | None) -> list[RankSnapshot]:
 
 
 def _troubles(now: JobSnapshot) -> list[str]:
-    """Faults and what became of them, the newest few."""
     found = []
     for rank in now.ranks:
         if rank.nonfinite:
@@ -218,7 +203,6 @@ def _troubles(now: JobSnapshot) -> list[str]:
 
 
 def as_size(size: int | None) -> str:
-    """A number of bytes as people read it."""
     if size is None:
         return "-"
     return f"{size / 2**30:.2f}G" if size >= 2**30 else f"{size / 2**20:.0f}M"

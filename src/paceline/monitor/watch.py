@@ -52,14 +52,7 @@ _PSS_EVERY_S = 10.0  # the kernel walks through all pages of the rank
 
 
 class JobWatch:
-    """Follows one job; each `look` tells what it does now.
-
-    Args:
-        folder: Where its ranks record.
-
-    Attributes:
-        facts: What its launcher has told; None: it was started by another launcher.
-    """
+    """Follows one job; each `look` tells what it does now."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,13 +68,11 @@ class JobWatch:
 
     @property
     def is_gone(self) -> bool:
-        """Whether the folder was removed although the job runs, so that nothing more can be seen of it."""
         facts = self.facts
         return not self.folder.exists() and (facts is None or facts.is_running)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the job is over, as far as anybody can tell."""
         if self.facts is None:
             return bool(self._tails) and not any(
                 _is_alive(tail.header.pid) for tail in self._tails.values() if tail.header is not None
@@ -90,7 +81,6 @@ class JobWatch:
         return facts is None or not facts.is_running
 
     def look(self) -> JobSnapshot:
-        """What its ranks do now."""
         for path in paths_in(self.folder):
             if path not in self._tails:
                 self._tails[path] = RingTail(path)
@@ -133,7 +123,6 @@ class JobWatch:
         )
 
     def _memory_of(self, pid: int) -> tuple[int | None, bool]:
-        """Its memory, and whether what it shares with other ranks counts in full."""
         when_s, pss = self._memory.get(pid, (0.0, 0))
         if time.monotonic() >= when_s:
             pss = _read_pss(pid)
@@ -144,7 +133,6 @@ class JobWatch:
 
 
 def as_plain(watch: JobWatch, now: JobSnapshot) -> dict[str, Any]:
-    """A snapshot as JSON can hold it: numbers that are not finite become words."""
     facts = watch.facts
     told = {
         "job": watch.id,
@@ -157,11 +145,6 @@ def as_plain(watch: JobWatch, now: JobSnapshot) -> dict[str, Any]:
 
 
 def find_running(name: str | None) -> Path:
-    """The folder of a job that runs: by its id, its launcher's process id, or a folder; None: the only one.
-
-    Raises:
-        ConfigError: There is no such job, it has ended, or there are several.
-    """
     if name is not None:
         folder = jobs.find(name)
         try:
@@ -199,7 +182,6 @@ def find_running(name: str | None) -> Path:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
     with suppress(OSError, IndexError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state not in ("Z", "X")
@@ -207,7 +189,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _read_pss(pid: int) -> int:
-    """0: this kernel, or this process, does not tell."""
+    """0 if it is unknown."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -231,15 +213,6 @@ class RingTail:
     Copies the records that are new out of the file that the rank has mapped; the rank does not notice. What
     may have been overwritten during the copy is left out. Maps nothing, because a file that becomes shorter
     would end this process by a signal.
-
-    Args:
-        path: The file. It may be replaced by another one, when the rank begins again.
-
-    Attributes:
-        header: Who records; None: nobody yet.
-        records: The window: the newest records, oldest first, and before them the last one of each value
-            that is noted now and then.
-        notes: All that was told in words.
     """
 
     def __init__(self, path: Path) -> None:
@@ -253,11 +226,6 @@ class RingTail:
         self._last_values: dict[tuple[int, int], Record] = {}
 
     def look(self) -> None:
-        """Read what is new; a file that is gone or not whole yet changes nothing.
-
-        Raises:
-            ConfigError: The file is damaged.
-        """
         try:
             self._look()
         except ValueError as error:
@@ -337,7 +305,6 @@ class RingTail:
 
 
 def _cut(window: list[Record], kept: dict[tuple[int, int], Record]) -> list[Record]:
-    """The end of a window: some time, some backward passes; and what is kept in any case."""
     if not window:
         return window
     from_ns = window[-1].time_ns - WINDOW_NS

@@ -62,12 +62,7 @@ def eight_bit_hook(state: EightBitCompression, bucket: GradBucket) -> Future[pad
 
 
 def _average(state: Compression, bucket: Any) -> Future[paddle.Tensor]:
-    """The future of the mean of a bucket's gradients over all ranks. Collective.
-
-    Raises:
-        ConfigError: The gradients are not in the host's memory.
-        ConfigTypeError: It is no bucket of `paceline.paddle.DataParallel`.
-    """
+    """The future of the mean of a bucket's gradients over all ranks. Collective."""
     values, codes = _values_of(bucket, type(state).__name__), state.codes(paddle.to_tensor)
     parameters, count = bucket.parameters(), int(values.size)
     rows = codes.rows(count, 1)
@@ -85,7 +80,6 @@ def _average(state: Compression, bucket: Any) -> Future[paddle.Tensor]:
 
 
 def _values_of(bucket: Any, name: str) -> paddle.Tensor:
-    """A bucket's gradients in float32, flat: the bucket's own memory if it is float32."""
     check_bucket(bucket, GradBucket, user=name, owner="paceline.paddle.DataParallel")
     flat = bucket.buffer()
     if not flat.place.is_cpu_place():

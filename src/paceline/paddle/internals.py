@@ -55,8 +55,7 @@ def untranslated(function: _Function) -> _Function:
 _set_frame_callback = core.set_eval_frame
 
 
-class _NeverApplied(paddle.autograd.PyLayer):
-    """A function of which there is no node."""
+class _NeverApplied(paddle.autograd.PyLayer): ...
 
 
 def may_be_in_a_graph(function: type[paddle.autograd.PyLayer]) -> bool:
@@ -109,17 +108,13 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def find_gradient(parameter: Tensor) -> Callable[[], Tensor | None]:
-    """`gradient_of` this parameter, in half the time."""
+    """In half the time of `gradient_of`."""
     found: Callable[[], Tensor | None] = _find_gradient.__get__(parameter)
     return found
 
 
 class GradientStandIn(Protocol):
-    """What is in the place of a gradient that is not there to be read."""
-
-    def refuse(self) -> NoReturn:
-        """Somebody reads it."""
-        ...
+    def refuse(self) -> NoReturn: ...
 
 
 def put_stand_in(parameter: Tensor, stand_in: GradientStandIn) -> None:
@@ -136,12 +131,10 @@ def put_stand_in(parameter: Tensor, stand_in: GradientStandIn) -> None:
 
 
 def stand_in_of(parameter: Tensor) -> Any | None:
-    """What put_stand_in() has put in the place of a gradient, if it is still there."""
     return parameter.__dict__.get(_STAND_IN)
 
 
 def drop_stand_in(parameter: Tensor) -> None:
-    """Take it away; the gradient stays as it is."""
     parameter.__dict__.pop(_STAND_IN, None)
 
 
@@ -227,7 +220,7 @@ def _view(tensor: Tensor) -> Tensor:
 
 
 def drop_gradient(parameter: Tensor) -> None:
-    """Leave the parameter without a gradient. Who else holds the tensor keeps its values.
+    """Leave the parameter without a gradient.
 
     Setting `parameter.grad = None` alone would take the memory from the tensor itself.
     """
@@ -238,10 +231,7 @@ def drop_gradient(parameter: Tensor) -> None:
 
 @functools.cache
 def uses_of_memory() -> _core.SharedPointerUses | None:
-    """Tells how many tensors lie in the memory of one; None: not where this Paddle keeps the number.
-
-    Paddle tells nobody. Every backward asks for each gradient, so the core learns where the number is.
-    """
+    """Paddle tells nobody. Every backward asks for each gradient, so the core learns where the number is."""
     # Whatever the default dtype is, and the default place.
     first, other, values, mean = (
         paddle.to_tensor(np.full(1, value, np.float32), place=paddle.CPUPlace()) for value in range(4)
@@ -272,19 +262,16 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_sparse(gradient: Tensor) -> bool:
-    """Whether it is a SelectedRows, as an embedding with sparse=True makes it."""
     result: bool = gradient.is_selected_rows()
     return result
 
 
 def rows_of(gradient: Tensor) -> tuple[list[int], np.ndarray[Any, Any]]:
-    """Row numbers, which may repeat, and a copy of the values, of a sparse gradient."""
     selected = gradient.get_selected_rows()
     return list(selected.rows()), np.array(selected.get_tensor())
 
 
 def set_rows(gradient: Tensor, rows: list[int], values: np.ndarray[Any, Any]) -> None:
-    """Replace the rows and values of a sparse gradient."""
     selected = gradient.get_selected_rows()
     selected.set_rows(rows)
     selected.get_tensor().set(values, core.CPUPlace())
@@ -298,7 +285,6 @@ def scale_rows(gradient: Tensor, factor: float) -> None:
 
 
 def give_rows(parameter: Tensor, rows: list[int], values: np.ndarray[Any, Any]) -> None:
-    """Give a parameter without a gradient a sparse one."""
     kind = core.VarDesc.VarType
     dtype = {"float32": kind.FP32, "float64": kind.FP64}[str(values.dtype)]
     gradient = core.eager.Tensor(
@@ -310,23 +296,19 @@ def give_rows(parameter: Tensor, rows: list[int], values: np.ndarray[Any, Any]) 
 
 
 def slots_of(layer: nn.Layer) -> list[dict[str, object]]:
-    """The dictionaries in which one layer keeps its parameters and its sublayers."""
     return [layer._parameters, layer._sub_layers]
 
 
 def buffers_of(layer: nn.Layer) -> dict[str, Any]:
-    """The dictionary in which one layer, without its sublayers, keeps its buffers and finds them."""
     found: dict[str, Any] = layer._buffers
     return found
 
 
 def example_of_bytes(tensors: Sequence[Tensor]) -> Tensor | None:
-    """One of these tensors, if this Paddle lets the core look at the bytes of such; else None."""
     return tensors[0] if tensors and hasattr(tensors[0], "__dlpack_c_exchange_api__") else None
 
 
 def parameters_of(layer: nn.Layer) -> dict[str, Any]:
-    """The dictionary in which one layer, without its sublayers, keeps its parameters and finds them."""
     found: dict[str, Any] = layer._parameters
     return found
 
@@ -344,12 +326,10 @@ def count_writes(tensors: Sequence[Tensor]) -> None:
 
 
 def has_max_norm(embedding: nn.Embedding) -> bool:
-    """Whether it scales its weight in each forward."""
     return getattr(embedding, "_max_norm", None) is not None
 
 
 def makes_sparse_gradients(embedding: nn.Embedding) -> bool:
-    """Whether it was made with sparse=True."""
     return bool(embedding._sparse)
 
 
@@ -369,8 +349,6 @@ def estimates_of(layer: nn.Layer) -> list[str]:
 
 @dataclass(frozen=True)
 class NormSettings:
-    """What a batch normalisation was made with."""
-
     num_features: int
     momentum: float
     epsilon: float
@@ -381,7 +359,6 @@ class NormSettings:
 
 
 def norm_settings_of(layer: nn.Layer) -> NormSettings:
-    """The settings of a BatchNorm1D, 2D or 3D, or a SyncBatchNorm."""
     return NormSettings(
         layer._num_features,
         layer._momentum,
@@ -394,12 +371,10 @@ def norm_settings_of(layer: nn.Layer) -> NormSettings:
 
 
 def use_global_stats(layer: nn.Layer, value: bool | None) -> None:
-    """Let a batch normalisation use its running statistics in training, too."""
     layer._use_global_stats = value
 
 
 def set_running_statistics(layer: nn.Layer, mean: Tensor, variance: Tensor) -> None:
-    """Let a batch normalisation keep these parameters as its statistics."""
     layer._mean, layer._variance = mean, variance
 
 
@@ -430,7 +405,6 @@ _OF_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex1
 
 
 def from_bytes(tensor: Tensor, dtype: Any) -> Tensor:
-    """A copy of a flat tensor of bytes, in memory of the host, as elements of this dtype."""
     return over(tensor.cpu().numpy(), dtype)
 
 
@@ -445,13 +419,6 @@ def make_pair(
 
     In a store of their own: a group also leaves the address of each rank under the number of the rank alone,
     where any other group that is made in the same store would find it.
-
-    Args:
-        number: Their own name for the group: neither has a group of this number yet.
-        address: Where the other one reaches the process that keeps the store.
-        port: A free one there.
-        keeps_store: True for one of them, which calls first.
-        receives: True for one of them; the other one sends.
 
     Returns:
         Sends an array, or receives one that is no longer than the array. Blocks, without the interpreter's
@@ -469,7 +436,7 @@ def make_pair(
 
 
 def make_parameter(values: Tensor, name: str) -> Tensor:
-    """A parameter in the memory of `values`. The name is that by which an optimizer keeps its state."""
+    """The name is that by which an optimizer keeps its state."""
     made = framework.EagerParamBase(shape=list(values.shape), dtype=values.dtype, name=name)
     lay_into(made, values)
     return made
@@ -484,12 +451,10 @@ def lay_into(tensor: Tensor, values: Tensor) -> None:
 
 
 def lend_gradient(parameter: Tensor, gradient: Tensor) -> None:
-    """Give a parameter of make_parameter() a gradient in the memory of `gradient`, of its shape."""
     parameter._copy_gradient_from(_view(gradient))
 
 
 def end_loan(parameter: Tensor) -> None:
-    """Take back what lend_gradient() gave; `gradient` keeps its values."""
     _clear_gradient(parameter, False)
 
 
@@ -524,7 +489,6 @@ def device_of_this_process() -> Any:
 
 
 def copy_to(tensor: Tensor, place: Any) -> Tensor:
-    """A copy on this place."""
     return tensor._copy_to(place, True)
 
 
@@ -534,12 +498,10 @@ def same_place(one: Any, other: Any) -> bool:
 
 
 def has_main_gradient(parameter: Tensor) -> bool:
-    """Whether fleet's mix_precision_utils keeps its gradient in another dtype, elsewhere."""
     return getattr(parameter, "main_grad", None) is not None
 
 
 def has_groups(optimizer: Any) -> bool:
-    """Whether an optimizer was given dicts of parameters, and not parameters."""
     return isinstance(optimizer._parameter_list[0], dict)
 
 
@@ -559,7 +521,6 @@ def clip_gradients(
 
 
 def clips_gradients(optimizer: Any) -> bool:
-    """Whether an optimizer clips gradients at its step."""
     groups = groups_of(optimizer)
     return optimizer._grad_clip is not None or any(group.get("grad_clip") is not None for group in groups)
 
@@ -603,7 +564,6 @@ def state_of_one(optimizer: Any, owner: str) -> dict[str, Tensor]:
 
 
 def master_weights_of(optimizer: Any) -> dict[str, Tensor]:
-    """The weights in float32 of parameters of 16 bits, by the names of those."""
     return dict(optimizer._master_weights)
 
 
@@ -618,7 +578,6 @@ def make_state(optimizer: Any, group: Mapping[str, Any], parameters: Sequence[Te
 
 
 def scheduler_of(optimizer: Any) -> Any:
-    """The LRScheduler of an optimizer; None: its learning rate is a number."""
     rate = optimizer._learning_rate
     return rate if isinstance(rate, paddle.optimizer.lr.LRScheduler) else None
 
@@ -639,15 +598,12 @@ def watch_steps(check: Callable[[Any], None]) -> None:
 
 
 def optimizers() -> list[Any]:
-    """The classes of optimizers, with the one that they share."""
     return [each for each in vars(paddle.optimizer).values() if isinstance(each, type)]
 
 
 def loader_iterators() -> list[Any]:
-    """The classes that yield the batches of a paddle.io.DataLoader."""
     return [each for each in vars(dataloader_iter).values() if isinstance(each, type)]
 
 
 def classes_with(method: str, classes: list[Any]) -> list[Any]:
-    """Those classes that define a method themselves."""
     return [each for each in classes if method in vars(each)]

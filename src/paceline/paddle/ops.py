@@ -28,8 +28,6 @@ from paceline.trace.recording import batches, optimizer_steps
 
 
 class PaddleOps(FrameworkOps[paddle.Tensor]):
-    """See `FrameworkOps`."""
-
     names = Names(
         wrapper="DataParallel",
         variable="model",
@@ -174,7 +172,6 @@ class PaddleOps(FrameworkOps[paddle.Tensor]):
         internals.count_writes(tensors)
 
     def wide(self, parameter: paddle.Tensor) -> paddle.Tensor:
-        """One element after the other in memory."""
         values = parameter.detach()
         values = values.astype("float32") if values.element_size() < 4 else values
         return values if values.is_contiguous() else values.contiguous()

@@ -1,8 +1,8 @@
 """`SyncBatchNorm`: batch normalisation over the batches of all ranks, on the CPU too.
 
 Two sums over ranks, each a step of Paddle's own graph whose gradient is again a sum over ranks. All else is
-ordinary arithmetic, so Paddle derives the gradient. Batches may differ in size. Gradients that cross ranks
-bear the weights that a wrapped model gives to its ranks (`reducer.backward.exchanges`).
+ordinary arithmetic, so Paddle derives the gradient. Gradients that cross ranks bear the weights that a
+wrapped model gives to its ranks (`reducer.backward.exchanges`).
 """
 
 from __future__ import annotations
@@ -139,7 +139,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return self._communicator
 
     def _timeout_s(self) -> float | None:
-        """The `timeout_s` that the user gave to the wrapper of the model that this layer is in, if any."""
         if forwards.backward_sync is not None:
             return forwards.backward_sync.asked_timeout_s
         # Called outside of a wrapped forward, as where it is recomputed in a backward.
@@ -177,16 +176,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 class _Exchange(NamedTuple):
-    """What the backward of one forward needs to know.
-
-    Attributes:
-        communicator: Between the ranks that share statistics.
-        timeout_s: Most seconds of a wait for them; None: as long as the group waits.
-        weight: What this rank's backward multiplies by before it sends.
-        without_backward: How many ranks' forward ran without gradients.
-        samples: What this rank has put in, in words; empty: nothing.
-    """
-
     communicator: Communicator[paddle.Tensor]
     timeout_s: float | None
     weight: ExchangeWeight
@@ -223,7 +212,6 @@ def _first_sum(
 
 
 def _part_of_graph(own: paddle.Tensor, total: paddle.Tensor, exchange: _Exchange | None) -> paddle.Tensor:
-    """The sum over ranks, of which this rank's own part may need a gradient."""
     if exchange is None:
         return total
     if own.stop_gradient:  # it takes part in the backward of the others
@@ -253,7 +241,6 @@ class _SumOverRanks(paddle.autograd.PyLayer):
 
 
 def _weighted_sum(gradient: paddle.Tensor, exchange: _Exchange) -> paddle.Tensor:
-    """The sum of all ranks' gradients, each times its rank's weight, in units of this rank's weight."""
     if exchange.without_backward:
         error = ConfigError(
             "SyncBatchNorm: this backward needs the gradients of ranks whose forward ran without any.",
@@ -283,7 +270,6 @@ def _summed(
 
 
 def _layout_for(dimensions: int, data_format: str) -> str:
-    """The word that `functional.batch_norm` wants for a tensor of so many dimensions."""
     is_last = _without_length(data_format) == "NHWC"
     return {2: "NC", 3: "NLC" if is_last else "NCL", 4: "NHWC" if is_last else "NCHW"}.get(
         dimensions, "NDHWC" if is_last else "NCDHW"
@@ -291,5 +277,4 @@ def _layout_for(dimensions: int, data_format: str) -> str:
 
 
 def _without_length(data_format: str) -> str:
-    """The two words that `nn.SyncBatchNorm` knows for all numbers of dimensions."""
     return "NHWC" if data_format in ("NLC", "NHWC", "NDHWC") else "NCHW"

@@ -9,11 +9,6 @@ TESTED = (3, 0), (3, 1), (3, 2), (3, 3)  # a new minor version may rename the pr
 
 
 def check() -> None:
-    """Raise unless a supported Paddle is installed.
-
-    Raises:
-        UnsupportedVersionError: Also an ImportError.
-    """
     distributions = ("paddlepaddle", "paddlepaddle-gpu")
     versions.check_version(
         "paceline.paddle", "PaddlePaddle", distributions, OLDEST, TESTED, extra="paddle", refuses_newer=True

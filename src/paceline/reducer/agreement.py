@@ -25,9 +25,9 @@ class TensorDescription:
     """A parameter or a buffer as all ranks must have it.
 
     Attributes:
-        device: A kind ("cpu", "cuda"), not a number: ranks may use different GPUs.
-        strides: In elements; empty where the usual row-major ones.
-        requires_grad: None for a buffer.
+    device: A kind ("cpu", "cuda"), not a number: ranks may use different GPUs.
+    strides: In elements; empty where the usual row-major ones.
+    requires_grad: None for a buffer.
     """
 
     name: str
@@ -77,19 +77,10 @@ class ModelDescription:
 def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s: float) -> None:
     """Raise on every rank if any two ranks describe different models. Collective.
 
-    Args:
-        description: The description of this rank's model.
-        exchange: Connects the ranks.
-        timeout_s: Seconds to wait for the slowest rank.
-
     Raises:
         ModelMismatchError: Names the first difference and the ranks on each side of it.
         ConfigError: Some rank has refused its arguments; quotes it.
         RendezvousError: What a rank sent is no description; names it.
-
-    Example:
-        Rank 0 has `fc.weight` of shape (10, 4) and rank 1 of shape (10, 5): both raise, and both
-        messages name `fc.weight`, the two shapes and the two ranks.
     """
     payload = description.to_json()
     digests = exchange.all_gather(hashlib.sha256(payload).digest(), timeout_s)
@@ -104,14 +95,8 @@ def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s
 def telling_peers(
     find: Callable[[], tuple[Exchange, float] | None], doing: str = "wrap the model"
 ) -> Iterator[None]:
-    """Within it, a ConfigError is told to the ranks that wait in `check_agreement`; then it goes on.
-
-    They raise too, quoting it, and don't wait for their deadline. Where all ranks have it, as most often,
-    nobody waits.
-
-    Args:
-        find: What connects the ranks, and its time-out; None: nothing does yet.
-        doing: What the rank could not do then, in words.
+    """Report a ConfigError raised within it to the ranks that wait in `check_agreement`, so that they raise
+    at once.
     """
     lifetime.install()
     try:
@@ -185,7 +170,6 @@ def _difference_at(
 def _kind_of_difference(
     entries: Sequence[TensorDescription | None], models: Sequence[tuple[TensorDescription, ...]]
 ) -> tuple[str, str]:
-    """What differs first, and the likely cause."""
     other_code = "ranks built the model from different arguments, or run different code"
     names = [{entry.name for entry in model} for model in models]
     if None in entries or len({entry.name for entry in entries if entry}) > 1:

@@ -46,16 +46,7 @@ class Unweighed(NamedTuple):
 
 
 class Judge:
-    """Raises, warns or lets the ranks go on.
-
-    Args:
-        names: The names of the parameters, by index in the plan.
-        world_size: Number of ranks.
-        allow_unused: A parameter without a gradient contributes 0.
-        nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
-        all_gather: Payloads of all ranks, by rank. Collective; called only where a weight is refused.
-        static_graph: Where that is promised.
-    """
+    """Raises, warns or lets the ranks go on."""
 
     def __init__(
         self,
@@ -82,19 +73,7 @@ class Judge:
         refusal: ConfigError | None = None,
         unweighed: Unweighed | None = None,
     ) -> None:
-        """Look at what `reducer.finish` returned; the same on every rank.
-
-        Args:
-            result: That.
-            refusal: Why a gradient of this rank cannot be averaged.
-            unweighed: Why its gradients are not weighed.
-
-        Raises:
-            ConfigError: Some rank refused a gradient or its weight; the backward is void.
-            ModelMismatchError: Some ranks have promised a static graph, others not; the backward is void.
-            SkippedPassError, UnusedParameterError, GraphChangedError: The backward is void.
-            NonFiniteGradientError: The means are in place, but hold an infinity or a NaN.
-        """
+        """Raise or warn as `reducer.finish` found; the same on every rank."""
         outcome, statuses = Outcome(result.outcome), result.statuses
         if not any(status.interrupted for status in statuses):
             check_weighed(statuses, len(self._names), unweighed, self._all_gather)
@@ -119,7 +98,6 @@ class Judge:
             self.judge_nonfinite(result.nonfinite, result.overflowed)
 
     def judge_nonfinite(self, pairs: Sequence[tuple[int, int]], overflowed: Sequence[int] = ()) -> None:
-        """Look at (rank, parameter) of each gradient that was not finite, and at sums that are not."""
         if (pairs or overflowed) and self._nonfinite != "ignore":
             error = nonfinite_error(pairs, self._names, self._world_size, overflowed)
             if self._nonfinite == "raise":
@@ -142,15 +120,7 @@ def give_up_interrupted(
 
 
 def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) -> UnusedParameterError:
-    """Some rank left parameters without a gradient, and that was not allowed.
-
-    Args:
-        unused_by_rank: Parameter indices, one collection per rank.
-        names: The names of the parameters.
-
-    Example:
-        Rank 1 of 2 left `head.bias` out: "1 of 4 parameters got no gradient on rank 1 of 2."
-    """
+    """Some rank left parameters without a gradient, and that was not allowed."""
     ranks_of = _invert(enumerate(unused_by_rank))
     world_size = len(unused_by_rank)
     who = sorted({rank for ranks in ranks_of.values() for rank in ranks})
@@ -170,11 +140,7 @@ def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) 
 
 
 def globally_unused_warning(indices: Sequence[int], names: Sequence[str], world_size: int) -> str:
-    """No rank gave these parameters a gradient, and that is allowed.
-
-    Example:
-        "1 of 4 parameters got no gradient on any of the 2 ranks: head.bias."
-    """
+    """No rank gave these parameters a gradient, and that is allowed."""
     where = f"any of the {world_size} ranks" if world_size > 1 else "rank 0 of 1"
     return (
         f"{len(indices)} of {_counted(len(names), 'parameter')} got no gradient on {where}: "
@@ -193,14 +159,7 @@ def nonfinite_error(
     world_size: int,
     overflowed: Iterable[int] = (),
 ) -> NonFiniteGradientError:
-    """The mean holds an infinity or a NaN: some rank's gradient did, or the sum over the ranks overflowed.
-
-    Args:
-        pairs: (rank, parameter index) of each such gradient.
-        names: The names of the parameters.
-        world_size: Number of ranks.
-        overflowed: Parameters whose gradients are finite on every rank, and whose sum is not.
-    """
+    """The mean holds an infinity or a NaN: some rank's gradient did, or the sum over the ranks overflowed."""
     found = sorted(set(pairs))
     ranks_of = _invert((rank, [index]) for rank, index in found)
     who = sorted({rank for rank, _ in found})
@@ -227,11 +186,7 @@ def nonfinite_error(
 
 
 def check_twice(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> None:
-    """Raise if on some rank a gradient came again after it was handed over.
-
-    Raises:
-        GraphChangedError: Names the parameters, by rank.
-    """
+    """Raise if on some rank a gradient came again after it was handed over."""
     ranks_of, who = _told([status.twice for status in statuses])
     if not ranks_of:
         return
@@ -248,15 +203,7 @@ def check_twice(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> Non
 
 
 def check_refused(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> None:
-    """Raise if on another rank a gradient cannot be averaged.
-
-    Raises:
-        ConfigError: Names the parameters, by rank.
-
-    Example:
-        On rank 0, if rank 1 of 2 got a gradient of another dtype: "The gradient of 'fc.weight' cannot be
-        averaged on rank 1 of 2."
-    """
+    """Raise if on another rank a gradient cannot be averaged."""
     refused_by_rank = [status.refused for status in statuses]
     ranks_of, who = _told([None if index == len(names) else index for index in refused_by_rank])
     if not ranks_of:
@@ -280,9 +227,6 @@ def check_weighed(
     """Raise if on some rank gradients are not weighed, which `refused` tells by a number past the last one.
 
     The same on all ranks, and collective if so: only the rank itself knows why.
-
-    Raises:
-        ConfigError: Says what the first of those ranks has found.
     """
     ranks = [rank for rank, status in enumerate(statuses) if status.refused == num_parameters]
     if not ranks:
@@ -304,7 +248,6 @@ def check_weighed(
 
 
 def swapped_error(name: str, where: str) -> ConfigError:
-    """The error for a parameter that has lost the hooks which weigh its gradient."""
     return ConfigError(
         f"The gradient of '{name}' came unweighted: it is another tensor than when it was wrapped.",
         where=f"{where}, the end of backward; the gradients of this backward are not to be used, on any rank",
@@ -320,13 +263,7 @@ def graph_changed_error(
     gained_by_rank: Mapping[int, Sequence[int]],
     names: Sequence[str],
 ) -> GraphChangedError:
-    """Other parameters are used than in the first backward, although static_graph promised the same.
-
-    Args:
-        lost_by_rank: Indices of parameters that were used in the first backward and are not in this one.
-        gained_by_rank: By rank, the parameters that are used in this backward only.
-        names: The names of the parameters.
-    """
+    """Other parameters are used than in the first backward, although static_graph promised the same."""
     lost, gained = _invert(lost_by_rank.items()), _invert(gained_by_rank.items())
     rows = [("no gradient any more", lost), ("no gradient in the first backward", gained)]
     return GraphChangedError(
@@ -340,10 +277,8 @@ def graph_changed_error(
 
 
 def skipped_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
-    """Ranks differ in their forwards since the last synchronised backward, and in those it has not reached.
-
-    Args:
-        statuses: The statuses of the ranks.
+    """Ranks differ in their forwards since the last synchronised backward, and in those it has not
+    reached.
     """
     world_size = len(statuses)
     interrupted = [rank for rank, status in enumerate(statuses) if status.interrupted]
@@ -390,11 +325,7 @@ def skipped_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
 
 
 def uneven_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
-    """Some ranks have no more data, and join(throw_on_early_termination=True) was asked for.
-
-    Args:
-        statuses: The statuses of the ranks.
-    """
+    """Some ranks have no more data, with join(throw_on_early_termination=True)."""
     without = [rank for rank, status in enumerate(statuses) if status.finished]
     return SkippedPassError(
         f"{_of_world(without, len(statuses)).capitalize()} exhausted the inputs before the others.",
@@ -417,7 +348,6 @@ def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassErro
 
 
 def _told(index_by_rank: Sequence[int | None]) -> tuple[dict[int, list[int]], str]:
-    """Ranks of each parameter that some rank tells; and all these ranks in words."""
     pairs = [(rank, [index]) for rank, index in enumerate(index_by_rank) if index is not None]
     return _invert(pairs), _of_world([rank for rank, _ in pairs], len(index_by_rank))
 
@@ -433,7 +363,6 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _invert(indices_by_rank: Iterable[tuple[int, Iterable[int]]]) -> dict[int, list[int]]:
-    """Ranks of each index, in rank order."""
     ranks_of: dict[int, list[int]] = {}
     for rank, indices in indices_by_rank:
         for index in indices:
@@ -442,7 +371,6 @@ def _invert(indices_by_rank: Iterable[tuple[int, Iterable[int]]]) -> dict[int, l
 
 
 def _rows(ranks_of: Mapping[int, Sequence[int]], names: Sequence[str]) -> str:
-    """One line per group of ranks: its parameters, the first few by name."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for index, ranks in sorted(ranks_of.items()):
         groups.setdefault(tuple(ranks), []).append(names[index])
@@ -455,12 +383,7 @@ def _rows(ranks_of: Mapping[int, Sequence[int]], names: Sequence[str]) -> str:
 
 
 def names_by_rank(pairs: Iterable[tuple[int, int]], names: Sequence[str]) -> dict[int, tuple[str, ...]]:
-    """Names of parameters for each rank that (rank, parameter index) pairs name.
-
-    Example:
-        >>> names_by_rank([(1, 0), (1, 0), (0, 1)], ["weight", "bias"])
-        {0: ('bias',), 1: ('weight',)}
-    """
+    """Names of parameters for each rank that (rank, parameter index) pairs name."""
     indices: dict[int, list[int]] = {}
     for rank, index in sorted(set(pairs)):
         indices.setdefault(rank, []).append(index)
@@ -468,24 +391,14 @@ def names_by_rank(pairs: Iterable[tuple[int, int]], names: Sequence[str]) -> dic
 
 
 def shorten(names: Sequence[str]) -> str:
-    """The first few names and how many more there are.
-
-    Example:
-        >>> shorten(["a", "b"])
-        'a, b'
-    """
+    """The first few names and how many more there are."""
     if len(names) <= _SHOWN_NAMES:
         return ", ".join(names)
     return f"{', '.join(names[: _SHOWN_NAMES - 1])} and {len(names) - _SHOWN_NAMES + 1} more"
 
 
 class StaticGraph:
-    """What this rank used in its first good backward, and whether it still does.
-
-    Args:
-        names: The names of the parameters, by index in the plan.
-        all_gather: Payloads of all ranks, by rank. Collective; called only where a promise is broken.
-    """
+    """What this rank used in its first good backward, and whether it still does."""
 
     def __init__(self, names: Sequence[str], all_gather: Callable[[bytes], list[bytes]]) -> None:
         self._names = names
@@ -494,29 +407,16 @@ class StaticGraph:
         self._now: frozenset[int] | None = None
 
     def has_changed(self, used: Collection[int]) -> bool:
-        """Whether this backward of this rank used other parameters than the first one.
-
-        Args:
-            used: Parameters that got a gradient in it, or in no_sync() since the backward before.
-        """
+        """Whether this backward of this rank used other parameters than the first one."""
         self._now = frozenset(used)
         return self._first is not None and self._now != self._first
 
     def end_good(self) -> None:
-        """The backward was good on all ranks: if it was the first, it is what is promised."""
         if self._first is None:
             self._first = self._now
 
     def check(self, statuses: Sequence[BackwardStatus]) -> None:
-        """Raise if the graph of some rank has changed. The same on all ranks, and collective if so.
-
-        Raises:
-            GraphChangedError: Names the parameters that came or went, by rank.
-
-        Example:
-            With two ranks, rank 1 used `left` in the first backward and uses `right` now: both ranks raise,
-            with `err.changed == ("left", "right")`.
-        """
+        """Raise if the graph of some rank has changed. The same on all ranks, and collective if so."""
         told = [rank for rank, status in enumerate(statuses) if status.graph_changed]
         if not told:
             return
@@ -534,11 +434,7 @@ class StaticGraph:
 class GraphVariety:
     """Whether a promise of a static graph would have held so far, on this rank.
 
-    It is told only of backward passes in which something was unused; it is the number of the others that says
-    whether all backward passes were alike.
-
-    Args:
-        num_parameters: How many parameters the model has.
+    It notes only backward passes in which something was unused.
     """
 
     def __init__(self, num_parameters: int) -> None:
@@ -548,7 +444,6 @@ class GraphVariety:
         self._has_varied = False
 
     def note(self, used: Callable[[], Collection[int]]) -> None:
-        """A backward of this rank that did not reach every parameter; see StaticGraph for `used`."""
         if self._has_varied:
             return
         now = frozenset(used())
@@ -559,16 +454,10 @@ class GraphVariety:
         self._used = now
 
     def is_static(self, num_backwards: int) -> bool:
-        """Whether the graph was the same in all good backward passes, of which there were so many."""
         return not self._has_varied and self._num_backwards in (0, num_backwards)
 
 
 def check_promises(statuses: Sequence[BackwardStatus]) -> None:
-    """Raise if some ranks have promised a static graph after wrapping, and others have not.
-
-    Raises:
-        ModelMismatchError: Names both.
-    """
     counting = [rank for rank, status in enumerate(statuses) if status.is_count]
     promised = [rank for rank in counting if statuses[rank].static_graph]
     others = [rank for rank in counting if rank not in promised]
@@ -584,13 +473,6 @@ def check_promises(statuses: Sequence[BackwardStatus]) -> None:
 
 
 def exit_warning(who: str, waiting: list[int], among: str = "") -> str:
-    """What a rank says that leaves too early.
-
-    Args:
-        who: The rank, in words.
-        waiting: The ranks that wait for it.
-        among: Who those numbers count, in words; empty: all ranks.
-    """
     among = f" (counted from 0 on {among})" if among else ""
     return (
         f"{who.capitalize()} leaves while {format_ranks(waiting)}{among} "

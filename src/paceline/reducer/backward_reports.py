@@ -1,12 +1,9 @@
 """What follows from the reports of all ranks at the end of a backward: the same on every rank.
 
-A rank's report is a few bytes. The core packs, reads and judges them (`_core.BackwardReports`). Here is
-what needs to know which parameters they count.
-
-Parameters that are frozen for a while may be unused in a backward if all ranks have frozen the same. With its
-counts of forwards a rank reports a digest of the frozen parameters that got no gradient. Where the digests
-differ the backward is void, as it is where the numbers do; and where a digest is not that of all that a rank
-left unused, more is unused than what is frozen. So all ranks judge alike.
+Parameters that are frozen for a while may be unused in a backward if all ranks have frozen the same. With
+its counts of forwards a rank reports a digest of the frozen parameters that got no gradient. Where the
+digests differ the backward is void, as it is where the numbers do; and where a digest is not that of all that
+a rank left unused, more is unused than what is frozen.
 """
 
 from __future__ import annotations
@@ -24,12 +21,7 @@ _DIGEST_BITS = 20  # as many as BackwardStatus has room for
 
 
 def pack_bits(indices: Sequence[int], count: int) -> bytes:
-    """A set of numbers below `count`, one bit each.
-
-    Example:
-        >>> unpack_bits(pack_bits([0, 9], 10))
-        [0, 9]
-    """
+    """A set of numbers below `count`, one bit each."""
     bits = bytearray(-(-count // 8))
     for index in indices:
         bits[index // 8] |= 1 << (index % 8)
@@ -37,12 +29,11 @@ def pack_bits(indices: Sequence[int], count: int) -> bytes:
 
 
 def unpack_bits(bits: bytes) -> list[int]:
-    """What `pack_bits` has packed."""
     return [8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
 
 
 def digest_of(frozen: Sequence[int]) -> int:
-    """What a rank tells that left these frozen parameters without a gradient: `BackwardStatus.frozen`."""
+    """Digest of the frozen parameters that got no gradient; `BackwardStatus.frozen`."""
     return zlib.crc32(array("i", frozen).tobytes()) % (1 << _DIGEST_BITS)
 
 

@@ -1,8 +1,4 @@
-"""Which buffers are averaged, broadcast or left alone. Pure.
-
-The one idea: the first pattern that matches a buffer's name decides; buffers that none matches are broadcast,
-or left alone with `broadcast_buffers=False`.
-"""
+"""Which buffers are averaged, broadcast or left alone: the first pattern that matches a name decides."""
 
 from __future__ import annotations
 
@@ -16,11 +12,6 @@ POLICIES = ("average", "broadcast", "local")
 
 
 def check_policies(patterns: Any, owner: str) -> dict[str, str]:
-    """The patterns as a plain dictionary.
-
-    Raises:
-        ConfigError: They are none, or a policy is not one of POLICIES.
-    """
     if patterns is None:
         return {}
     is_mapping = isinstance(patterns, Mapping)
@@ -40,23 +31,14 @@ def _is_policy(value: object) -> bool:
 
 
 def policy_of(name: str, patterns: Mapping[str, str]) -> str | None:
-    """What the first pattern that matches says; None: none does."""
     return next((policy for pattern, policy in patterns.items() if fnmatchcase(name, pattern)), None)
 
 
 class BufferPolicies:
-    """Names of buffers by what is done with them.
-
-    Args:
-        names: The names of all buffers.
-        patterns: Policies by name pattern, as those of file names; the first match counts.
-        broadcasts: Whether buffers that no pattern matches are broadcast after each backward.
+    """Names of buffers by policy.
 
     Attributes:
-        averaged: After each backward, and on demand.
-        after_pass: Those broadcast after each backward.
-        on_demand: Those broadcast when somebody asks: all but averaged ones and those called "local".
-        is_needed: Whether any changes after a backward.
+        on_demand: Those broadcast on request: all but averaged ones and those called "local".
     """
 
     def __init__(self, names: Iterable[str], patterns: Mapping[str, str], broadcasts: bool) -> None:
@@ -70,9 +52,7 @@ class BufferPolicies:
 
     @property
     def in_step(self) -> set[str]:
-        """Names of those that are the same on all ranks after a backward."""
         return self.averaged | self.after_pass
 
     def broadcast(self, *, on_demand: bool) -> set[str]:
-        """Names of those to broadcast."""
         return self.on_demand if on_demand else self.after_pass

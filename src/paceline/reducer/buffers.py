@@ -29,8 +29,6 @@ _GONE = 0
 
 
 class BufferOptions(Protocol):
-    """What a wrapped model was asked to do with its buffers; see `WrapperOptions`."""
-
     @property
     def buffers(self) -> Mapping[str, str]: ...
     @property
@@ -40,34 +38,19 @@ class BufferOptions(Protocol):
 
 
 class BufferedModel(Protocol):
-    """A model with buffers.
-
-    Attributes:
-        buffers: By name; another object where the model has others than before.
-    """
-
     buffers: dict[str, Any]
 
     def current_buffers(self) -> dict[str, Any]:
-        """Those that the model has now: modules may replace theirs.
-
-        Returns:
-            Not to be changed. Another dictionary than the one before, unless all are the same tensors in the
-            same memory.
-        """
+        """Those that the model has now: modules may replace theirs."""
         ...
 
     def buffer_slots(self) -> list[tuple[str, dict[str, Any]]]:
         """For each module its name, with a dot behind it, and the dictionary of its buffers."""
         ...
 
-    def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot:
-        """What notices later changes in these dictionaries."""
-        ...
+    def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot: ...
 
-    def find_new_buffers(self) -> None:
-        """Look at the modules again: they have buffers that they had not before."""
-        ...
+    def find_new_buffers(self) -> None: ...
 
     def is_unread(self, name: str) -> bool:
         """Whether forward does not read this buffer now: a running statistic that is being trained."""
@@ -82,17 +65,9 @@ class BufferedModel(Protocol):
 
 
 class WrittenBuffers(Protocol):
-    """Buffers that are about to be written to.
-
-    Attributes:
-        places: What to write to, by name.
-    """
-
     places: Mapping[str, Any]
 
-    def end(self) -> Mapping[str, int]:
-        """They have been written to; hashes of some of them as they are now."""
-        ...
+    def end(self) -> Mapping[str, int]: ...
 
 
 @runtime_checkable
@@ -116,26 +91,16 @@ class NoticingModel(BufferedModel, Protocol):
 
 
 class BufferHook(Protocol):
-    """A user's hook that keeps buffers in step."""
-
     def before_forward(self, buffers: dict[str, Any]) -> None: ...
     def after_forward(self, buffers: dict[str, Any]) -> None: ...
 
-    def end_backward(self) -> None:
-        """Wait for what it has begun."""
-        ...
+    def end_backward(self) -> None: ...
 
 
 class BufferWrites:
     """Notices what the user's program writes to buffers between forwards, on this rank.
 
     What forward writes itself is no such write, and neither is what synchronises buffers.
-
-    Args:
-        tensors: The model's.
-        names: Names of those to look at, as they are now.
-        ops: The framework's operations.
-        world_size: Number of ranks that train the model.
 
     Attributes:
         found: Names of the buffers that were written to since the last synchronisation, each with its hash at
@@ -185,13 +150,6 @@ class BufferWrites:
         return {f"{self._prefixes[number]}{key}" for number, key in self._snapshot.changed()}
 
     def begin_forward(self, *, is_trained: bool, after_local_backward: bool) -> None:
-        """Look at what was written since the last forward.
-
-        Args:
-            is_trained: Whether gradients of this forward may be averaged.
-            after_local_backward: Whether there was a backward in no_sync() in between, which may have
-                repeated a forward with all that this writes.
-        """
         self.collect()
         if self._unused:
             if is_trained:
@@ -203,7 +161,6 @@ class BufferWrites:
                 other._keep_values(other._unused)
 
     def collect(self) -> None:
-        """Look at what was written, before something else than the user's program writes."""
         self._collect()
         for find in self._others:
             if (other := find()) is not None:
@@ -221,7 +178,6 @@ class BufferWrites:
                 self._left_alone |= new - self._buffers.keys()
 
     def _note_new_modules(self) -> None:
-        """Modules were added, removed or replaced since the last forward: so may buffers have been."""
         before = self._buffers
         changed = self._changed()
         self._take_slots()
@@ -230,12 +186,10 @@ class BufferWrites:
         self._unused |= dict.fromkeys(changed)
 
     def names(self) -> list[str]:
-        """Names of the buffers that were written to, and that no forward has used yet."""
         names, is_unread = self._names(), self._tensors.is_unread
         return sorted(name for name in self._unused if name in names and not is_unread(name))
 
     def _keep_values(self, written: Iterable[str]) -> None:
-        """Keep hashes of what was written, before a forward may write there."""
         names = self._names()
         self._unused |= self.hashes(n for n in written if n in names and self._unused[n] is None)
 
@@ -259,7 +213,6 @@ class BufferWrites:
             self._doubtful = written
 
     def end_forward(self) -> None:
-        """What was written since it began was written by forward."""
         if self._doubtful:
             for name in self._changed().intersection(self._doubtful):
                 self.found.pop(name, None)  # forward writes it: so has its repetition
@@ -267,7 +220,6 @@ class BufferWrites:
         self._note()
 
     def end_backward(self) -> None:
-        """A backward may have repeated a forward."""
         self._snapshot.note()
 
     def _note(self) -> None:
@@ -286,7 +238,6 @@ class BufferWrites:
             self.collect()
 
     def end_sync(self, *names: Collection[str]) -> None:
-        """These buffers are the same on all ranks."""
         if self._buffers is not self._tensors.buffers:
             self._take_slots()
         self._snapshot.note(whole=True)
@@ -298,7 +249,6 @@ class BufferWrites:
         self._settle_others(*names)
 
     def _settle_others(self, *names: Collection[str]) -> None:
-        """Other models have these buffers, too."""
         if not self._others:
             return
         chosen = {name for each in names for name in each}
@@ -314,7 +264,6 @@ class BufferWrites:
                 other._settle(synced)
 
     def _settle(self, synced: Collection[tuple[int, str]]) -> None:
-        """The buffers in these dictionaries, of these keys, have just become the same on all ranks."""
         self._collect()
         self._snapshot.note()
         for prefix, slot in self._tensors.buffer_slots():
@@ -325,7 +274,6 @@ class BufferWrites:
                     self.unread.pop(f"{prefix}{key}", None)
 
     def hashes(self, names: Iterable[str]) -> dict[str, int]:
-        """Hashes of the values that these buffers have now."""
         names, now = list(names), self._tensors.current_buffers()
         held = {name: now[name] for name in names if name in now}
         found = {entry.name: entry.hash for entry in self._ops.hash_model({}, held, None)}
@@ -338,19 +286,7 @@ class BufferWrites:
 
 
 class BufferSync:
-    """Keeps the buffers of one model in step.
-
-    Args:
-        tensors: The model's.
-        communicator: Between the ranks that train it.
-        options: What is done with buffers, and when.
-        ops: The framework's operations.
-
-    Attributes:
-        hook: Does it instead, where a user has registered one.
-        writes: What the user's program has written; None: nobody asks.
-        is_alone: There is no other rank, so nothing is synchronised. Benchmarks of one rank set it to False.
-    """
+    """Keeps the buffers of one model in step."""
 
     def __init__(
         self,
@@ -383,7 +319,6 @@ class BufferSync:
         self._take_names()
 
     def watch(self) -> None:
-        """Notice from now on what the program writes to buffers that are broadcast after each backward."""
         broadcasts = self._broadcasts or "broadcast" in self._patterns.values()
         if not broadcasts or self.is_alone:
             return
@@ -408,23 +343,16 @@ class BufferSync:
 
     @property
     def is_needed(self) -> bool:
-        """Whether any buffer changes after a backward."""
         is_known = self._tensors.buffers is self._buffers
         return (self._policies_then if is_known else self._policies).is_needed
 
     @property
     def in_step(self) -> set[str]:
-        """Names of those that are the same on all ranks after a backward; of a user's hook nobody knows."""
+        """Names of those that are the same on all ranks after a backward; empty with a user's hook."""
         return set() if self.hook is not None else self._policies.in_step
 
     def begin_forward(self, *, is_trained: bool, is_training: bool, after_local_backward: bool) -> None:
-        """Look at what was written since the last forward. Collective if buffers are broadcast in forward.
-
-        Args:
-            is_trained: Whether gradients of this forward may be averaged.
-            is_training: Whether the model is in training mode, too.
-            after_local_backward: See `BufferWrites.begin_forward`.
-        """
+        """Look at what was written since the last forward. Collective if buffers are broadcast in forward."""
         if self.hook is not None:
             return
         if is_training:
@@ -468,7 +396,6 @@ class BufferSync:
             self._sync(range(self._communicator.world_size), chosen, _NONE)
 
     def sync_without_forward(self) -> None:
-        """As `sync_forward`, for a rank without data, if the last forwards were in training mode."""
         self._is_in_training = None  # an evaluation since the last backward
         if self._was_in_training:
             self.sync_forward()
@@ -479,12 +406,10 @@ class BufferSync:
         return self.writes is not None and bool(self.writes.found or self._synced_writes)
 
     def end_forward(self) -> None:
-        """The model has run."""
         if self.writes is not None:
             self.writes.end_forward()
 
     def give_up_backward(self) -> None:
-        """A backward has ended in an error, and no buffer was synchronised."""
         self._is_forward_synced = False
         self._syncs_next = _NONE
         self._synced_writes = []
@@ -492,7 +417,6 @@ class BufferSync:
             self.writes.end_backward()
 
     def end_backward(self, active: Sequence[int]) -> None:
-        """The means are in place, for ranks of which these had data, if any. Collective, if `is_needed`."""
         self._is_forward_synced = False
         if self._is_in_training is not None:
             self._was_in_training, self._is_in_training = self._is_in_training, None
@@ -566,13 +490,7 @@ class BufferSync:
         return [json.loads(row) for row in self._communicator.all_gather(json.dumps(value).encode())]
 
     def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
-        """Bring the buffers in step. Collective.
-
-        Args:
-            active: Ranks whose values count; the first is the one that broadcasts.
-            on_demand: Include buffers that are left alone after a backward, but for those that a pattern says
-                to leave alone.
-        """
+        """Bring the buffers in step. Collective."""
         self._sync(active, self._policies.broadcast(on_demand=on_demand), self._policies.averaged)
 
     def take_over(self, root: int) -> None:
@@ -607,24 +525,12 @@ class BufferSync:
 
 
 def _not_on_all(names: Sequence[Iterable[str]]) -> frozenset[str]:
-    """Names that some of these have, and others have not."""
     each = [frozenset(some) for some in names]
     return frozenset().union(*each) - each[0].intersection(*each)
 
 
 class _Prepared:
-    """A synchronisation of certain buffers, made ready once as long as they lie in the same memory.
-
-    Args:
-        places: What to write to, by name.
-        chosen: Names of those to broadcast.
-        averages_of: Names of those to average.
-        communicator: Between the ranks.
-
-    Attributes:
-        broadcast: Gives every rank the buffers of a root. Collective.
-        averaged: Buffers to average.
-    """
+    """A synchronisation of certain buffers, made ready once as long as they lie in the same memory."""
 
     def __init__(
         self,

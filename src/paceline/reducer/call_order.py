@@ -1,9 +1,8 @@
 """The order of the calls that several models make over one process group.
 
-The one idea: an engine pairs the calls of different ranks by their order, and what it pairs wrongly it adds
-up, or ends the process. So the backward passes of all models over one group take turns, in the order in which
-they began: a backward makes its first call when all before it have made their last. Which gradients a rank
-has, and in which order they come, then decides when a bucket is launched, and not what comes before it.
+A process group pairs the calls of different ranks by their order; what it pairs wrongly it adds up, or ends
+the process. So the backward passes of all models over one group take turns, in the order in which they began:
+a backward makes its first call when all before it have made their last.
 """
 
 from __future__ import annotations
@@ -17,28 +16,21 @@ _CALL = struct.Struct("<II")
 
 
 class Caller(Protocol):
-    """The backward passes of one wrapped model, of which one at a time is under way."""
+    @property
+    def reducer(self) -> Any: ...
 
     @property
-    def reducer(self) -> Any:
-        """Makes the calls of the backward."""
-        ...
-
-    @property
-    def is_interrupted(self) -> bool:
-        """Whether an exception has broken the backward off, so that nobody ends it."""
-        ...
+    def is_interrupted(self) -> bool: ...
 
     def give_up_for_others(self) -> None:
-        """End the interrupted backward, and tell of it when this model goes on. Collective."""
+        """End the interrupted backward, and report it when this model goes on. Collective."""
         ...
 
 
 class CallOrder:
     """In which order this rank makes the calls of all models that one process group averages.
 
-    The engine below cannot tell whose buckets it adds up. So each rank tells at the end of a backward what it
-    has called since the last one.
+    So each rank tells at the end of a backward what it has called since the last one.
     """
 
     def __init__(self) -> None:
@@ -49,13 +41,13 @@ class CallOrder:
         self._under_way: list[Caller] = []
 
     def begin(self, caller: Caller) -> None:
-        """A backward begins. Gives up what exceptions have interrupted before it, which is collective."""
+        """Gives up what exceptions interrupted before it, which is collective."""
         self.give_up_before(caller)
         if caller not in self._under_way:
             self._under_way.append(caller)
 
     def give_up_before(self, caller: Caller) -> None:
-        """Give up what exceptions have interrupted before this backward began, which is collective."""
+        """Gives up what exceptions interrupted before it, which is collective."""
         for each in list(self._under_way):
             if each is caller:
                 return
@@ -63,7 +55,6 @@ class CallOrder:
                 each.give_up_for_others()
 
     def end(self, caller: Caller) -> None:
-        """A backward has made its last call; or none was under way."""
         if caller in self._under_way:
             self._under_way.remove(caller)
 
@@ -72,7 +63,6 @@ class CallOrder:
         return not self._under_way or self._under_way[0].reducer is reducer
 
     def note(self, reducer: int, bucket: int) -> None:
-        """A reducer has begun to average one of its buckets."""
         self._calls.append((reducer, bucket))
 
     def take(self, reducer: int) -> int:

@@ -28,17 +28,7 @@ _is_warned = False
 
 
 def channel_of(group: Any, peers: Ranks, hosts: Sequence[Sequence[int]], framework: str) -> ControlChannel:
-    """The channel of this group; formed at the first call. Collective, over all ranks.
-
-    Args:
-        group: The framework's own.
-        peers: Its ranks.
-        hosts: The ranks of each host.
-        framework: Its name and version, which must be the same on all ranks: "torch 2.13.0".
-
-    Raises:
-        RendezvousError: A rank cannot reach rank 0, or does not fit: other versions, another secret.
-    """
+    """The channel of this group; formed at the first call. Collective, over all ranks."""
     if group not in _channels:
         secret = find_secret()
         _tell_what_is_open(peers.rank, secret)
@@ -50,12 +40,10 @@ def channel_of(group: Any, peers: Ranks, hosts: Sequence[Sequence[int]], framewo
 
 
 def known_channel(group: Any) -> ControlChannel | None:
-    """The channel of this group, if it has been formed. Not collective."""
     return _channels.get(group)
 
 
 def _report_to_hub(channel: ControlChannel, rank: int, hosts: Sequence[Sequence[int]]) -> None:
-    """Let the host of rank 0 know what the ranks of other hosts do; of several groups, through the first."""
     global _reports_through
     of_hub = next(ranks for ranks in hosts if HUB in ranks)
     if rank == HUB:

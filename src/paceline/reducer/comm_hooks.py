@@ -32,16 +32,7 @@ class CommHook:
 
 
 class HookedBucket(ABC, Generic[_Tensor]):
-    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and its weight.
-
-    Args:
-        index: The index of the bucket; the first is complete first.
-        buffer: All its elements, flat.
-        gradients: Parts of the buffer, shaped like the parameters.
-        parameters: The parameters.
-        is_last: Whether it is the last bucket of the backward.
-        weight: What this rank's gradients are multiplied by already.
-    """
+    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and its weight."""
 
     def __init__(
         self,
@@ -61,8 +52,7 @@ class HookedBucket(ABC, Generic[_Tensor]):
         self._when_good: list[Callable[[list[_Tensor]], object]] = []
 
     @abstractmethod
-    def _cut(self, buffer: _Tensor) -> list[_Tensor]:
-        """Parts of another buffer, where and as those of the first one are."""
+    def _cut(self, buffer: _Tensor) -> list[_Tensor]: ...
 
     def index(self) -> int:
         return self._index
@@ -100,16 +90,13 @@ class HookedBucket(ABC, Generic[_Tensor]):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether `when_good` was called."""
         return bool(self._when_good)
 
     def be_good(self, unused: list[_Tensor]) -> None:
-        """Make the calls that `when_good` asked for."""
         for call in self._when_good:
             call(unused)
 
     def set_buffer(self, buffer: _Tensor) -> None:
-        """Let `buffer()` return another tensor from now on."""
         self._buffer = buffer
         self._gradients = self._cut(buffer)
 
@@ -122,16 +109,13 @@ class ShownBuckets(Generic[_Tensor]):
         self._are_finite = True
 
     def add(self, bucket: HookedBucket[_Tensor], members: Sequence[int]) -> None:
-        """A hook gets a bucket, which has these parameters of the plan."""
         self._shown.append((bucket, members))
 
     def note(self, bucket: HookedBucket[_Tensor], is_finite: Callable[[], bool]) -> None:
-        """A bucket holds what the hook has made of it; `is_finite` looks at it."""
         if bucket.is_awaited and self._are_finite:
             self._are_finite = is_finite()
 
     def end(self, unused: Collection[int] | None) -> None:
-        """See `paceline.reducer.communicator.Reduction.adopt_errors`."""
         shown, are_finite = self._shown, self._are_finite
         self._shown, self._are_finite = [], True
         if unused is None or not are_finite:
@@ -148,13 +132,6 @@ class HookedBuckets(ABC, Generic[_Tensor]):
 
     Hooks make further calls over the process group when a call of theirs completes, and only so do these have
     one order on all ranks.
-
-    Args:
-        hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
-        plan: With whole parameters in its buckets.
-
-    Attributes:
-        shown: The buckets of the backward under way.
     """
 
     def __init__(self, hook: CommHook, plan: Plan) -> None:
@@ -167,38 +144,16 @@ class HookedBuckets(ABC, Generic[_Tensor]):
     def _show(
         self, number: int, flat: _Tensor, members: Sequence[int], weight: float
     ) -> tuple[HookedBucket[_Tensor], Any]:
-        """A bucket as the hook sees it, and what the hook returns for it.
-
-        Args:
-            number: Its number.
-            flat: Its elements.
-            members: The parameters that lie in it.
-            weight: What they are multiplied by.
-
-        Raises:
-            ConfigTypeError: The hook returned something from which no result will come.
-        """
+        """A bucket as the hook sees it, and what the hook returns for it."""
 
     @abstractmethod
-    def _put(self, result: Any, number: int, flat: _Tensor) -> None:
-        """Wait for what the hook returned, and put it into the bucket.
-
-        Raises:
-            ConfigError: It is no averaged bucket.
-        """
+    def _put(self, result: Any, number: int, flat: _Tensor) -> None: ...
 
     @abstractmethod
-    def _is_finite(self, flat: _Tensor) -> bool:
-        """Whether all elements are."""
+    def _is_finite(self, flat: _Tensor) -> bool: ...
 
     def launch(self, number: int, flat: _Tensor, weight: float) -> HookedCall:
-        """Begin to average a bucket.
-
-        Args:
-            number: Its number.
-            flat: Its elements, multiplied by `weight`.
-            weight: The weight of this rank, over the ranks' mean weight.
-        """
+        """Begin to average a bucket."""
         indices = self._plan.buckets[number].parameters
         members = [index for index in indices if self._plan.parameters[index].numel]
         shown, result = self._show(number, flat, members, weight)
@@ -212,42 +167,24 @@ class HookedBuckets(ABC, Generic[_Tensor]):
         return self._latest
 
     def wait(self) -> None:
-        """Block until the hook is done with the bucket that it got last."""
         if self._latest is not None:
             self._latest.wait()
 
     def forget(self) -> None:
-        """The backward is over."""
         self._latest = None
 
 
 class HookedCall:
-    """A bucket in the hands of a hook.
-
-    Args:
-        finish: Waits until the hook is done, and puts its tensor into the bucket.
-    """
-
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
-        """Block until the bucket holds what the hook has made of it."""
         if self._finish is not None:
             self._finish()
             self._finish = None  # where it has raised, it raises again
 
 
 def check_callable(hook: object, *, returns: str, hint: str) -> None:
-    """Refuse what cannot be called.
-
-    Args:
-        returns: What a hook returns, in words.
-        hint: Where to find some.
-
-    Raises:
-        ConfigTypeError: It cannot.
-    """
     if not callable(hook):
         raise ConfigTypeError(
             "register_comm_hook: Communication hook must be callable.",  # torch's words
@@ -259,11 +196,6 @@ def check_callable(hook: object, *, returns: str, hint: str) -> None:
 
 
 def check_is_first(known: CommHook | None) -> None:
-    """Refuse a second hook of one wrapped model.
-
-    Raises:
-        ConfigError: There is one.
-    """
     if known is not None:
         raise ConfigError(
             "register_comm_hook can only be called once.",
@@ -273,12 +205,7 @@ def check_is_first(known: CommHook | None) -> None:
 
 
 def agree_on_hook(hook: CommHook, exchange: Exchange, timeout_s: float) -> None:
-    """Raise on every rank if ranks have registered different hooks. Collective.
-
-    Raises:
-        ModelMismatchError: They have; names the hooks and the ranks.
-        RendezvousError: Some rank has registered none.
-    """
+    """Raise on every rank if ranks have registered different hooks. Collective."""
     options = {"the communication hook": hook.name}
     try:
         check_agreement(ModelDescription((), (), options), exchange, timeout_s)
@@ -296,7 +223,6 @@ def agree_on_hook(hook: CommHook, exchange: Exchange, timeout_s: float) -> None:
 def wrong_result(
     name: str, expected: str, got: str, hint: str, kind: type[ConfigError] = ConfigError
 ) -> ConfigError:
-    """What a hook returned cannot replace the bucket's buffer."""
     return kind(
         f"The communication hook '{name}' returned something that is no averaged bucket.",
         expected=expected,

@@ -1,11 +1,4 @@
-"""What moves values and gradients between the ranks of one model, whoever they are.
-
-The one idea: the memory that the ranks of one host share and a process group of the framework do the same few
-things, so nothing above knows which it is. There is a `MemoryCommunicator`, a `GroupCommunicator`, a
-`HookCommunicator`, which gives buckets to a user's hook and leaves all else to another communicator, and one
-between hosts, whose reducer sums within each host first (`between_hosts/hosts_communicator.py`). They ask a
-framework for the few functions of `FrameworkOps`, and for the calls of its process groups.
-"""
+"""What moves values and gradients between the ranks of one model, whoever they are."""
 
 from __future__ import annotations
 
@@ -61,23 +54,23 @@ class ReductionOptions:
 
 @dataclass(frozen=True)
 class Reduction(Generic[Tensor]):
-    """The gradients' memory and who averages it; made anew whenever the plan changes.
+    """The memory of the gradients and what averages it; made anew whenever the plan changes.
 
     Attributes:
-        plan: The plan of the gradient buffer.
-        places: Each parameter's place in the gradient buffer, by index.
-        reducer: Averages the places over the ranks.
-        most_pointer_bytes: The largest gradient that the reducer copies to its place, and the mean back,
-            itself. Others the framework copies, with all its threads.
-        sections: Memory of the gradient buffer that another plan of the same parameters may use again.
-        waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
-            gradients are copied one by one.
-        order: In which backward passes of all models make their calls over an engine that pairs the calls of
-            different ranks by it; None: nobody pairs them so.
-        owned: Who gets which part of each mean; empty: all ranks get all.
-        adopt_errors: Called at the end of each backward where gradients are encoded, with the parameters that
-            no rank used: what encoding took from the others is added to the next gradients. With None the
-            backward was not good on all ranks, and nothing of it comes back. None: nothing is encoded.
+    plan: The plan of the gradient buffer.
+    places: Each parameter's place in the gradient buffer, by index.
+    reducer: Averages the places over the ranks.
+    most_pointer_bytes: The largest gradient that the reducer copies to its place, and the mean back,
+        itself. Others the framework copies, with all its threads.
+    sections: Memory of the gradient buffer that another plan of the same parameters may use again.
+    waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
+        gradients are copied one by one.
+    order: In which backward passes of all models make their calls over an engine that pairs the calls of
+        different ranks by it; None: nobody pairs them so.
+    owned: Who gets which part of each mean; empty: all ranks get all.
+    adopt_errors: Called at the end of each backward where gradients are encoded, with the parameters that
+        no rank used: what encoding took from the others is added to the next gradients. With None the
+        backward was not good on all ranks, and nothing of it comes back. None: nothing is encoded.
     """
 
     plan: Plan
@@ -92,7 +85,7 @@ class Reduction(Generic[Tensor]):
 
 
 class Communicator(ABC, Generic[Tensor]):
-    """Between all ranks that train a model. Its methods are collective, but for `tell` and `with_hook`.
+    """Its methods are collective, but for `tell` and `with_hook`.
 
     Attributes:
         path: Where gradients are averaged: "memory", "hosts" (within each, and then between them) or "group";
@@ -114,30 +107,16 @@ class Communicator(ABC, Generic[Tensor]):
     most_bucket_bytes: int | None = None
 
     def broadcast(self, tensors: Sequence[Tensor], root: int = 0) -> None:
-        """Replace the values of `tensors` by those of the rank `root`.
-
-        Example:
-            Rank 0 passes [[1.0, 2.0]] and rank 1 [[3.0, 4.0]]; afterwards both hold [[1.0, 2.0]].
-        """
+        """Replace the values of `tensors` by those of the rank `root`."""
         self.prepare_broadcast(tensors)(root)
 
     @abstractmethod
     def prepare_broadcast(self, tensors: Sequence[Tensor]) -> Callable[[int], None]:
-        """Get ready to broadcast these tensors again and again. Not collective.
-
-        Returns:
-            What does it, given the root. Collective; as long as the tensors lie in the same memory, in the
-            same form.
-        """
+        """Get ready to broadcast these tensors again and again. Not collective."""
 
     @abstractmethod
     def sum(self, tensor: Tensor, timeout_s: float | None = None) -> None:
-        """Replace a contiguous tensor of float32 or float64 by its sum over the ranks.
-
-        Args:
-            tensor: Of one shape and dtype on all ranks.
-            timeout_s: Most seconds of this wait; None: as of all.
-        """
+        """Replace a contiguous tensor of float32 or float64 by its sum over the ranks."""
 
     @abstractmethod
     def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -155,36 +134,15 @@ class Communicator(ABC, Generic[Tensor]):
         options: ReductionOptions,
         instead_of: Reduction[Tensor] | None = None,
     ) -> Reduction[Tensor]:
-        """A gradient buffer for this plan, filled with zeros, and what averages it.
-
-        Args:
-            plan: The same on all ranks.
-            parameters: Those that the plan lists.
-            options: The same on all ranks.
-            instead_of: The reduction of another plan, which is over: it is closed, or its memory used again.
-        """
+        """A gradient buffer for this plan, filled with zeros, and what averages it."""
 
     @abstractmethod
     def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[Tensor]:
-        """A communicator that gives buckets to a hook of the user's, and does all else as this one.
-
-        Args:
-            hook: The same on all ranks.
-            process_group: The process group of the wrapped model, for the hook.
-        """
+        """A communicator that gives buckets to a user's hook, and does all else as this one."""
 
 
 class MemoryCommunicator(Communicator[Tensor]):
-    """A `Communicator` through the memory that all ranks share. The parameters are on the CPU.
-
-    Args:
-        core: The memory.
-        ops: The framework's functions.
-        calls_of_hooks: Makes the calls between the same ranks that a hook uses; None: nobody registers one.
-
-    Attributes:
-        core: The memory.
-    """
+    """A `Communicator` through the memory that all ranks share. The parameters are on the CPU."""
 
     path, bits = "memory", "world"
 
@@ -234,8 +192,6 @@ class MemoryCommunicator(Communicator[Tensor]):
 
 
 class _MemoryBroadcast(Generic[Tensor]):
-    """See `Communicator.prepare_broadcast`; by addresses in the memory of this process."""
-
     def __init__(self, core: _core.HostGroup, ops: FrameworkOps[Tensor], tensors: Sequence[Tensor]) -> None:
         self._core, self._copy = core, ops.copy
         tensors = ops.plain_tensors(tensors)
@@ -253,13 +209,6 @@ class _MemoryBroadcast(Generic[Tensor]):
 
 
 class GroupCommunicator(Communicator[Tensor]):
-    """A `Communicator` through a process group of the framework.
-
-    Args:
-        calls: Over the group; their peer monitor is there already.
-        ops: The framework's functions.
-    """
-
     path, bits = "group", "engine"
 
     def __init__(self, calls: ProcessGroupCalls[Tensor], ops: FrameworkOps[Tensor]) -> None:
@@ -305,16 +254,11 @@ class GroupCommunicator(Communicator[Tensor]):
     def hooked_into(
         self, communicator: Communicator[Tensor], hook: CommHook, process_group: Any
     ) -> Communicator[Tensor]:
-        """A communicator that gives buckets to a hook, which uses this process group."""
         return HookCommunicator(communicator, self._calls, self._ops, hook, process_group)
 
 
 class BesideCommunicator(Communicator[Tensor]):
-    """A `Communicator` that averages gradients in a way of its own, and does all else as another one.
-
-    Args:
-        other: The other one, between the same ranks.
-    """
+    """A `Communicator` that averages gradients in a way of its own, and does all else as another one."""
 
     def __init__(self, other: Communicator[Tensor]) -> None:
         self.rank, self.world_size = other.rank, other.world_size
@@ -333,16 +277,6 @@ class BesideCommunicator(Communicator[Tensor]):
 
 
 class HookCommunicator(BesideCommunicator[Tensor]):
-    """A `Communicator` that gives buckets to a user's hook.
-
-    Args:
-        other: Does all else.
-        calls: Between the same ranks, for the hook.
-        ops: The framework's functions.
-        hook: Averages buckets, which hold whole parameters.
-        process_group: The process group of the wrapped model, for the hook.
-    """
-
     path, bits = "group", "engine"
     wants_whole_buckets = True
 
@@ -385,7 +319,6 @@ def over_group(
     reducer: ProcessGroupReducer,
     adopt_errors: Callable[[Collection[int] | None], None] | None = None,
 ) -> Reduction[Tensor]:
-    """The reduction of a gradient buffer over a process group."""
     return Reduction(
         gradient_buffer.plan,
         gradient_buffer.places,
@@ -399,15 +332,7 @@ def over_group(
 
 
 def agree(communicator: Communicator[Any], numbers: Sequence[int]) -> list[int]:
-    """Rank 0's numbers, on every rank. Collective.
-
-    Args:
-        communicator: Between the ranks.
-        numbers: Below 2**31.
-
-    Example:
-        Rank 0 passes [2, 0, 1] and rank 1 [0, 1, 2]; both get [2, 0, 1].
-    """
+    """Rank 0's numbers, on every rank. Collective."""
     own = np.array(numbers, np.int32).tobytes()
     return [int(number) for number in np.frombuffer(communicator.all_gather(own)[0], np.int32)]
 
@@ -415,18 +340,7 @@ def agree(communicator: Communicator[Any], numbers: Sequence[int]) -> list[int]:
 def make_host_reducer(
     group: _core.HostGroup, plan: Plan, options: ReductionOptions, instead_of: Reduction[Any] | None
 ) -> _core.Reducer:
-    """A gradient buffer in the memory of `group`, filled with zeros, and what averages it. Collective.
-
-    Args:
-        group: All ranks that train the model.
-        plan: The same on all ranks.
-        options: Whether gradients will live in the gradient buffer; else they are handed over by pointer.
-        instead_of: Is closed first, and gives its memory back.
-
-    Example:
-        Both ranks write 1 and 3 at `plan.offsets[0]` after `reducer.buffer_pointer`, call
-        `reducer.mark_ready(0, 0)` and `reducer.finish(BackwardStatus(1), False)`, and find 2 there.
-    """
+    """A gradient buffer in the memory of `group`, filled with zeros, and what averages it. Collective."""
     if instead_of is not None:
         instead_of.reducer.close()
     return _core.Reducer(
@@ -449,12 +363,7 @@ BROADCAST_BYTES = 32 << 20  # large enough to run at full speed, small beside a 
 
 
 def pack(sizes: Iterable[int], most: int = BROADCAST_BYTES) -> list[range]:
-    """Things of these sizes, in order, in runs of at most so many bytes, or of one thing.
-
-    Example:
-        >>> pack([4, 4, 9, 1], most=8)
-        [range(0, 2), range(2, 3), range(3, 4)]
-    """
+    """Things of these sizes, in order, in runs of at most so many bytes, or of one thing."""
     runs: list[range] = []
     held = 0
     for index, size in enumerate(sizes):
@@ -472,10 +381,8 @@ Gather = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 
 
 def sum_rows(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The sum over the first dimension, with the bits of a sum in the memory of one host. Overwrites `rows`.
-
-    Args:
-        rows: C-contiguous, of float32 or float64; by rank.
+    """The sum over the first dimension, with the bits of a sum in the memory of one host.
+    Overwrites `rows`.
     """
     dtype, sums = CORE_DTYPES[rows.dtype.name], _core.REDUCE_OPS["sum"]
 
@@ -488,11 +395,7 @@ def sum_rows(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def gather_bytes(gather: Gather, payload: bytes) -> list[bytes]:
-    """Payloads of all ranks, by rank, of any lengths. Collective.
-
-    Example:
-        Rank 0 passes b"a" and rank 1 b"bc"; both get [b"a", b"bc"].
-    """
+    """Payloads of all ranks, by rank, of any lengths. Collective."""
     lengths = gather(np.array([len(payload)], np.int64)).ravel()
     own = np.zeros(max(1, int(lengths.max())), np.uint8)
     own[: len(payload)] = np.frombuffer(payload, np.uint8)

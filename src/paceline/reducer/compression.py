@@ -1,9 +1,8 @@
-"""Gradients in 16 or 8 bits per value, and what rounding took from them.
+"""Gradients in 16 or 8 bits per value, with error feedback.
 
-The one idea: every rank gathers everybody's codes and adds them up in float32, in the order of ranks, so
-nothing is rounded but once, at its origin, and that rank adds what was lost to its next gradient.
-
-Words: a *row* is what one rank sends of one bucket: its weight, then the codes.
+Every rank gathers all codes and adds them up in float32, in rank order; what rounding took from a rank's
+values is added to its next gradient. A *row* is what one rank sends of one bucket: its weight, then the
+codes.
 """
 
 from __future__ import annotations
@@ -99,17 +98,12 @@ Elements = tuple[int, int]
 
 @final
 class KeptError:
-    """What encoding has not delivered yet of some values, per unit of weight; it is added to the next ones.
-
-    What the encoding of a backward leaves takes effect with `adopt`, once the backward is known to be good on
-    all ranks. Without that call the next backward begins with the same error again, and nothing of this one
-    comes back. So there are two arrays, of which encoding reads one and writes the other.
+    """What the encoding of a backward leaves takes effect with `adopt`, once the backward is known to be good
+    on all ranks. Without that call the next backward begins with the same error again, and nothing of this
+    one comes back. So there are two arrays, of which encoding reads one and writes the other.
 
     A parameter that no rank used was sent for nothing, and its error stays. It is set aside until values come
     again: large errors would take places in the codes of values that share a block with them.
-
-    Args:
-        count: How many values there are.
     """
 
     def __init__(self, count: int) -> None:
@@ -122,7 +116,6 @@ class KeptError:
         return len(self._now)
 
     def current(self, elements: Elements) -> Floats:
-        """A copy of some of it, with what is set aside."""
         first, last = elements
         found: Floats = self._now[first:last].copy()
         for (start, stop), error in self._aside.items():
@@ -132,7 +125,6 @@ class KeptError:
         return found
 
     def begin_with(self, elements: Elements, error: Floats) -> None:
-        """Before anything is encoded: the error of some of the values."""
         self._now[slice(*elements)] = error
 
     def encode(self, encoding: int, values: int, weight: float, elements: Elements, codes: int) -> None:
@@ -149,11 +141,7 @@ class KeptError:
         self._next[here] = self._now[here]
 
     def adopt(self, unused: Collection[Elements] = ()) -> None:
-        """Go on with what is left of the backward that has ended: all values have been encoded, or waited.
-
-        Args:
-            unused: The elements of each parameter that no rank used.
-        """
+        """Go on with what is left of the backward that has ended."""
         before, self._aside = self._aside, {}
         for elements in unused:
             if elements in before:
@@ -189,12 +177,7 @@ class KeptError:
 
 
 class Codes:
-    """What one rank knows of the compression of one model's gradients.
-
-    Args:
-        encoding: One of the numbers above.
-        error_feedback: Keep what rounding takes, and add it to the next gradient.
-    """
+    """What one rank knows of the compression of one model's gradients."""
 
     def __init__(self, encoding: int, *, error_feedback: bool) -> None:
         self._encoding = encoding
@@ -204,7 +187,7 @@ class Codes:
         self._spare: Bytes | None = None
 
     def error_of(self, parameter: Hashable) -> Floats | None:
-        """What has not been transmitted yet of a parameter's gradients, copied; None: nothing is kept."""
+        """Error kept of a parameter's gradients, copied; None: nothing is kept."""
         known = self._errors.get(parameter)
         return None if known is None else known[0].current(known[1])
 
@@ -221,7 +204,6 @@ class Codes:
         return memory[: num_rows * row_bytes].reshape(num_rows, row_bytes)
 
     def recycle(self, rows: Bytes) -> None:
-        """The memory of these rows is free."""
         if self._spare is None:
             self._spare = rows.reshape(-1)
 
@@ -235,14 +217,6 @@ class Codes:
         row: Bytes,
     ) -> Callable[[Sequence[Hashable]], None]:
         """Write this rank's row.
-
-        Args:
-            bucket: Its number.
-            parameters: Whose gradients they are.
-            sizes: How many values each has.
-            values: The address of all of them, float32, multiplied by `weight`.
-            weight: The weight of this rank.
-            row: To be written.
 
         Returns:
             To be called with the parameters that no rank used, once the backward is good on all ranks: the
@@ -273,7 +247,6 @@ class Codes:
         return adopt
 
     def decode_mean(self, rows: Sequence[Bytes], count: int, mean: int) -> None:
-        """Write the mean of all ranks' rows, by rank, as float32 to the address `mean`."""
         weights = [float(row[:_HEADER_BYTES].view(np.float64)[0]) for row in rows]
         codes = [row.ctypes.data + _HEADER_BYTES for row in rows]
         _core.decode_mean(self._encoding, codes, weights, count, mean)
@@ -281,7 +254,6 @@ class Codes:
     def _error_for(
         self, bucket: int, parameters: Sequence[Hashable], sizes: Sequence[int]
     ) -> tuple[list[Elements], KeptError]:
-        """The kept error of a bucket, and where that of each parameter is; the old, or zeros at first."""
         known = self._buckets.get(bucket)
         if known is not None and _are_same(known[0], parameters):
             return known[1:]
@@ -300,11 +272,6 @@ class Codes:
 
 
 def check_state(state: Any, expected: type[_State]) -> _State:
-    """The state of a compression hook.
-
-    Raises:
-        ConfigTypeError: It is of another kind.
-    """
     if not isinstance(state, expected):
         raise ConfigTypeError(
             "A compression hook got the state of something else.",
@@ -317,16 +284,6 @@ def check_state(state: Any, expected: type[_State]) -> _State:
 
 
 def check_bucket(bucket: Any, expected: type, *, user: str, owner: str) -> None:
-    """Refuse what is no bucket of ours.
-
-    Args:
-        expected: The class of those.
-        user: What needs one.
-        owner: The wrapper that hands them out.
-
-    Raises:
-        ConfigTypeError: It is none.
-    """
     if not isinstance(bucket, expected):
         raise ConfigTypeError(
             f"{user} needs a bucket of {owner}, which knows its weight.",

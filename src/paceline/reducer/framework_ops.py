@@ -27,19 +27,6 @@ Tensor = TypeVar("Tensor", bound=Any)
 
 @dataclass(frozen=True)
 class Names:
-    """What a framework's users call things, for errors.
-
-    Attributes:
-        wrapper: The class that wraps a model.
-        variable: A wrapped model.
-        loading: Its method that loads values.
-        clearing: The call that clears gradients.
-        moving: What gives a parameter other memory.
-        converting: What gives a parameter another form.
-        device: Where tensors lie that are not on the CPU.
-        forming: How a user gets a process group.
-    """
-
     wrapper: str
     variable: str
     loading: str
@@ -54,11 +41,11 @@ class FrameworkOps(ABC, Generic[Tensor]):
     """Operations on tensors of one framework.
 
     Attributes:
-        names: What its users call things.
-        tensor: The class of its tensors.
-        stand_in: The class of what stands in the place of a gradient of which each rank has a part.
-        refuses_writes: Whether buffers that the user's program sets to other values on some ranks are an
-            error, and not a warning.
+    names: What its users call things.
+    tensor: The class of its tensors.
+    stand_in: The class of what stands in the place of a gradient of which each rank has a part.
+    refuses_writes: Whether buffers that the user's program sets to other values on some ranks are an
+        error, and not a warning.
     """
 
     names: ClassVar[Names]
@@ -178,12 +165,10 @@ class FrameworkOps(ABC, Generic[Tensor]):
         """Multiply these tensors, in place; without autograd."""
 
     @abstractmethod
-    def squared_norm(self, tensor: Tensor) -> float:
-        """The sum of its squared elements, in float64."""
+    def squared_norm(self, tensor: Tensor) -> float: ...
 
     @abstractmethod
-    def is_finite(self, tensor: Tensor) -> bool:
-        """Whether all elements are."""
+    def is_finite(self, tensor: Tensor) -> bool: ...
 
     @abstractmethod
     def average_buffers(
@@ -292,8 +277,7 @@ class FrameworkOps(ABC, Generic[Tensor]):
         """Let pieces of parameters have these gradients, without a copy."""
 
     @abstractmethod
-    def end_loans(self, pieces: Sequence[Tensor]) -> None:
-        """Take them back."""
+    def end_loans(self, pieces: Sequence[Tensor]) -> None: ...
 
     # --- models ---
 
@@ -334,15 +318,13 @@ class FrameworkOps(ABC, Generic[Tensor]):
 
 
 def numel(tensor: Any) -> int:
-    """How many elements a tensor has."""
     return int(math.prod(tensor.shape))
 
 
 def nbytes(tensor: Any) -> int:
-    """How many bytes a tensor's elements have. Not from Paddle's `size`, which asks numpy and takes 12 us."""
+    """Not from Paddle's `size`, which asks numpy and takes 12 us."""
     return int(math.prod(tensor.shape) * tensor.element_size())
 
 
 def dtype_name(tensor: Any) -> str:
-    """The name of a tensor's dtype, without the framework's."""
     return str(tensor.dtype).rpartition(".")[2]

@@ -11,19 +11,7 @@ _Tensor = TypeVar("_Tensor")
 
 
 class GradientBuffer(Generic[_Tensor]):
-    """The gradients of a model in flat memory.
-
-    Args:
-        plan: Where each lies.
-        parameters: Those that the plan lists.
-        sections: One flat tensor for each section of the plan.
-        place: A parameter's place: given a section, its first element and number of elements there, and the
-            parameter, whose shape it gets.
-
-    Attributes:
-        plan, sections: The same.
-        places: Each parameter's place, by index.
-    """
+    """The gradients of a model in flat memory; `places` has each parameter's, by index."""
 
     def __init__(
         self,
@@ -40,11 +28,9 @@ class GradientBuffer(Generic[_Tensor]):
         ]
 
     def bucket(self, number: int) -> Any:
-        """All elements of a bucket, flat."""
         return bucket_in(self.plan, self.sections, number)
 
     def addresses(self) -> list[int]:
-        """The address of each place."""
         sections = self.plan.sections
         return [
             self.sections[number].data_ptr() + first * sections[number].itemsize
@@ -52,7 +38,6 @@ class GradientBuffer(Generic[_Tensor]):
         ]
 
     def _find(self, index: int) -> tuple[int, int]:
-        """The section in which a parameter's place lies, and its first element there."""
         spec, offset = self.plan.parameters[index], self.plan.offsets[index]
         return next(
             (number, (offset - section.begin_byte) // section.itemsize)

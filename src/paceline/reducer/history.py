@@ -1,8 +1,7 @@
-"""Have these ranks the same training behind them? Compared where ranks form a new group.
+"""Check that ranks which form a new group have the same weights.
 
-The one idea: replicas that have made the same good backward passes hold the same weights. Where the numbers
-differ (a rank comes anew, or an error told some ranks of a backward and not others) the weights themselves
-are compared.
+Replicas with equal numbers of good backward passes hold the same weights; where the numbers differ, the
+weights themselves are compared.
 """
 
 from __future__ import annotations
@@ -20,18 +19,8 @@ def agree_on_backwards(
 ) -> tuple[int, bool]:
     """Raise on every rank unless all have the same weights. Collective.
 
-    Args:
-        good_backwards: The number of good backward passes of this rank; None: it has trained without counting
-            them.
-        digest: The digest of this rank's weights; asked for only if the numbers differ.
-        exchange: Connects the ranks.
-        timeout_s: Seconds to wait for the slowest rank.
-
     Returns:
         The number of good backward passes to go on from, and whether it was every rank's.
-
-    Raises:
-        ModelMismatchError: The weights differ; names the ranks and their numbers of backward passes.
     """
     own = _UNKNOWN if good_backwards is None else good_backwards
     payloads = exchange.all_gather(own.to_bytes(8, "big", signed=True), timeout_s)

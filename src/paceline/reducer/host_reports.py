@@ -1,9 +1,9 @@
 """How the ranks of a process group report to each other at the end of a backward.
 
-A report says what the host knows. Over a process group of devices it would come back only when the device has
-done all that lies before it on its streams, and each backward would end with a wait for the device. So ranks
-of one host report through memory that they share, and those of several hosts over their process group. All
-models over one process group share the same, because reports pair in the order of calls, as buckets do.
+A report says what the host knows. Over a process group of devices it would come back only when the device
+has done all that lies before it on its streams, and each backward would end with a wait for the device. So
+ranks of one host report through memory that they share, and those of several hosts over their process group.
+All models over one process group share the same, because reports pair in the order of calls, as buckets do.
 """
 
 from __future__ import annotations
@@ -27,21 +27,11 @@ class Reports(Protocol):
     """Exchanges small payloads of one length between all ranks."""
 
     def begin(self, payload: bytes) -> tuple[Work, Callable[[], list[bytes]]]:
-        """Begin to gather the payloads of all ranks. Collective, does not block.
-
-        Returns:
-            The call, and what returns the payloads, by rank, once it is over.
-        """
+        """Begin to gather the payloads of all ranks. Collective, does not block."""
         ...
 
 
 class GroupReports:
-    """Reports over a process group, in its order of calls.
-
-    Args:
-        begin_gather: See `ProcessGroupCalls.begin_gather`.
-    """
-
     def __init__(self, begin_gather: Callable[[np.ndarray[Any, Any]], tuple[Work, Rows]]) -> None:
         self._begin_gather = begin_gather
 
@@ -53,13 +43,7 @@ class GroupReports:
 def reports_of(
     group: Any, share_hosts: Callable[[], HostMemory], over_group: Callable[[], Reports]
 ) -> Reports:
-    """How ranks report to each other: the same for all models over one process group. Collective.
-
-    Args:
-        group: The framework's own, of several ranks.
-        share_hosts: Shares the memory of this rank's host.
-        over_group: How they report if they are on several hosts, or have too little memory.
-    """
+    """How ranks report to each other: the same for all models over one process group. Collective."""
     if group not in _reports:
         try:
             core = share_hosts().of_all_ranks()
@@ -70,14 +54,7 @@ def reports_of(
 
 
 class HostReports:
-    """Exchanges reports between the ranks of one host.
-
-    All models over one process group share it: reports pair in the order of calls, as their buckets do, so
-    that a rank in the backward of another model is found at once.
-
-    Args:
-        core: A group of these ranks, in the same order. Nothing else sends messages over it.
-    """
+    """Exchanges reports between the ranks of one host, over a group that sends no other messages."""
 
     def __init__(self, core: _core.HostGroup) -> None:
         self._core = core
@@ -85,14 +62,6 @@ class HostReports:
         self._under_way: list[HostGathering] = []
 
     def begin(self, payload: bytes) -> tuple[HostGathering, Callable[[], list[bytes]]]:
-        """Send this rank's report to all others. Does not block.
-
-        Args:
-            payload: Of the same length on all ranks.
-
-        Returns:
-            What tells when those of all ranks have come, and what returns them then, by rank.
-        """
         if self._under_way:
             # The backward that gave one up has let go of it, but the core may still write into its memory.
             self._under_way = [each for each in self._under_way if not each.forget()]
@@ -109,13 +78,6 @@ class HostReports:
 
 
 class HostGathering:
-    """Memory for the reports of all ranks, and these on their way, as messages between each two.
-
-    Args:
-        core: See `HostReports`.
-        size: The length of a report in bytes.
-    """
-
     def __init__(self, core: _core.HostGroup, size: int) -> None:
         self._core, self._size = core, size
         memory = np.empty((core.world_size, size), np.uint8)
@@ -127,7 +89,7 @@ class HostGathering:
         self._error: CollectiveError | None = None
 
     def start(self, payload: bytes) -> None:
-        """Start the messages to and from the other ranks. Once those that it started before are over."""
+        """Start the messages to and from the other ranks."""
         core, own, size, transfers = self._core, self._own, self._size, self._transfers
         self._rows[core.rank][:] = payload
         for peer, place in self._peers:
@@ -135,7 +97,6 @@ class HostGathering:
             transfers.append(core.start_receive(place, size, peer))
 
     def is_completed(self) -> bool:
-        """Whether all have come, or some will not, which `wait` raises."""
         core, transfers = self._core, self._transfers
         try:
             while transfers:
@@ -147,15 +108,12 @@ class HostGathering:
         return True
 
     def wait(self) -> None:
-        """Raise why some report did not come. Called once `is_completed`."""
         if self._error is not None:
             raise self._error
 
     def rows(self) -> list[bytes]:
-        """The reports, by rank."""
         return [bytes(row) for row in self._rows]
 
     def forget(self) -> bool:
-        """Whether the core is done with the memory; what has come is let go."""
         self._transfers = [each for each in self._transfers if not self._core.forget(each)]
         return not self._transfers

@@ -1,8 +1,7 @@
-"""Who needs which part of each mean gradient: told by what updates the parameters, asked by each backward.
+"""Which rank needs which part of each mean gradient.
 
-The one idea: where each rank updates a part of the parameters (`ShardedOptimizer`), the mean of an element is
-needed on one rank only, its owner. Models and optimizers are made in any order, so a table stands between
-them. Owners change where an optimizer is made, which all ranks do together, and never by a garbage collector.
+With a `ShardedOptimizer` only the owner of an element needs its mean. Models and optimizers are made in any
+order, so they meet in this table. Owners change where an optimizer is made, which all ranks do together.
 """
 
 from __future__ import annotations
@@ -36,36 +35,24 @@ Ranges = tuple[OwnedRange, ...]
 
 @dataclass(frozen=True)
 class Owned:
-    """What is known of one parameter.
-
-    Attributes:
-        ranges: Its parts.
-        rank, world_size: This rank, as the owners count.
-    """
-
     ranges: Ranges
     rank: int
     world_size: int
 
 
 class _Owners:
-    """All that is known, by parameter; the last one to tell counts."""
-
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], Owned]] = {}
         # In the order in which they were made, which is the same on all ranks.
         self._followers: list[weakref.WeakMethod[Callable[[set[int]], object]]] = []
 
     def follow(self, changed: Callable[[set[int]], object]) -> None:
-        """Call this method with the identities of parameters whose owners change. Collective then.
-
-        As long as its object lives.
-        """
+        """Call this method with the identities of parameters whose owners change."""
         self._followers[:] = [each for each in self._followers if each() is not None]
         self._followers.append(weakref.WeakMethod(changed))
 
     def tell(self, told: Iterable[tuple[Any, Owned]]) -> None:
-        """These parameters are updated so from now on. Collective: followers may agree on it."""
+        """Set the owners of these parameters. Collective: followers may agree on them."""
         changed = set()
         for parameter, owned in told:
             self._known[id(parameter)] = weakref.ref(parameter, self._forgetting(id(parameter))), owned
@@ -75,7 +62,6 @@ class _Owners:
                 follow(changed)
 
     def of(self, parameter: Any) -> Owned | None:
-        """Who owns a parameter; None: nobody has told."""
         entry = self._known.get(id(parameter))
         return None if entry is None else entry[1]
 
@@ -94,16 +80,7 @@ owners = _Owners()
 def agreed_owners(
     known: Sequence[Owned], rank: int, world_size: int, all_gather: Callable[[bytes], list[bytes]]
 ) -> tuple[Ranges, ...]:
-    """Who needs which part of each mean, if all ranks know of the same owners. Collective.
-
-    Args:
-        known: What this rank knows of each parameter.
-        rank, world_size: This rank, among those that train the model.
-        all_gather: Payloads of all of them, by rank.
-
-    Raises:
-        ConfigError: The owners are other ranks than those that train the model, or ranks know of others.
-    """
+    """Who needs which part of each mean, if all ranks know of the same owners. Collective."""
     owned = tuple(each.ranges for each in known)
     error = _other_ranks(known, rank, world_size)
     digests = all_gather(_OTHER_RANKS if error is not None else _digest_of(owned))
@@ -114,7 +91,6 @@ def agreed_owners(
 
 
 def _digest_of(owned: Sequence[Ranges]) -> bytes:
-    """The same bytes on all ranks that know of the same owners."""
     ranges = [[(each.begin, each.end, each.rank) for each in its] for its in owned]
     return _core.hash_bytes(repr(ranges).encode()).to_bytes(8, "little")
 
@@ -124,7 +100,6 @@ _OTHER_RANKS = b"other ranks"
 
 
 def _other_ranks(owned: Sequence[Owned], rank: int, world_size: int) -> ConfigError | None:
-    """An error if owners count other ranks than these; None: they don't, as far as this rank sees."""
     for each in owned:
         if (each.rank, each.world_size) != (rank, world_size):
             return ConfigError(
@@ -138,11 +113,6 @@ def _other_ranks(owned: Sequence[Owned], rank: int, world_size: int) -> ConfigEr
 
 
 def _check_agree(digests: Sequence[bytes]) -> None:
-    """Raise if ranks know of different owners.
-
-    Args:
-        digests: What each rank has told.
-    """
     if len(set(digests)) == 1:
         return
     others = [rank for rank, digest in enumerate(digests) if digest == _OTHER_RANKS]
@@ -160,7 +130,6 @@ def _check_agree(digests: Sequence[bytes]) -> None:
 
 
 def globally_unused(names: str, where: str) -> ConfigError:
-    """The error of a model with parameters that nobody updates in parts."""
     return ConfigError(
         'reduce="scatter": no ShardedOptimizer has some parameters, so nobody would get their gradients.',
         where=where,
@@ -172,7 +141,6 @@ def globally_unused(names: str, where: str) -> ConfigError:
 
 
 def several_models(names: str, where: str) -> ConfigError:
-    """The error of parameters that another wrapped model has, too."""
     return ConfigError(
         'reduce="scatter": another wrapped model has some of the parameters, too.',
         where=where,
@@ -182,7 +150,6 @@ def several_models(names: str, where: str) -> ConfigError:
 
 
 def needs_memory(path: str) -> ConfigError:
-    """The error of ranks that share no memory."""
     return ConfigError(
         'reduce="scatter" is for ranks that share memory.',
         seen="ranks on several hosts" if path == "hosts" else "gradients that go over the process group",

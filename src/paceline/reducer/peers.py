@@ -1,4 +1,4 @@
-"""The ranks that train one model, as far as no framework is needed: a `paceline.Group`, and who is known."""
+"""The ranks that train one model, without any framework."""
 
 from __future__ import annotations
 
@@ -32,21 +32,7 @@ class Ranks(Protocol):
 
 
 class GroupPeers:
-    """The ranks of a `paceline.Group`, on which a model waits as long as it was told to.
-
-    Other users of the group wait as before.
-
-    Args:
-        group: Its ranks share one host.
-        timeout_s: None: the group's own.
-        warn_after_s: None: the group's own.
-
-    Attributes:
-        group: The same.
-        core: The memory, with this patience.
-        exchange: Small messages between the ranks.
-        process_group: None: no process group of a framework connects them.
-    """
+    """The ranks of a `paceline.Group`, with time-outs of the model's own."""
 
     process_group = None
 
@@ -61,19 +47,12 @@ class GroupPeers:
         self.exchange = WholeExchange(self.core)
 
     def share_hosts(self) -> HostMemory:
-        """The memory of this rank's host, and who is on which. Collective."""
+        """Collective."""
         return HostMemory(self.core, (tuple(range(self.world_size)),))
 
 
 class EnvironmentGroup:
-    """The group of all processes that a launcher started: one for all models of this process.
-
-    Args:
-        name: The name of the group, for errors.
-
-    Attributes:
-        formed: The group; None: no model has asked for it yet.
-    """
+    """The group of all processes that a launcher started: one for all models of this process."""
 
     def __init__(self, name: str) -> None:
         self.formed: Group | None = None
@@ -81,15 +60,10 @@ class EnvironmentGroup:
 
     @property
     def current(self) -> Group | None:
-        """The group, if it is there and open."""
         return None if self.formed is None or self.formed._core.is_closed else self.formed
 
     def form(self, forming_timeout_s: float | None) -> Group:
-        """The group; forms it if it is not there, or closed. Collective then: blocks until all ranks came.
-
-        Args:
-            forming_timeout_s: Seconds for the ranks to come together; None: the group's own time-out.
-        """
+        """The group; forms it, which is collective, if there is none or it was closed."""
         if self.current is None:
             self.formed = init(name=self._name, forming_timeout_s=forming_timeout_s)
         assert self.formed is not None
@@ -103,12 +77,6 @@ def exchange_of_named(
 
     Where they are refused themselves, because they are nonsense or both are given: the group over which the
     other ranks wait, most likely.
-
-    Args:
-        group: The argument; or None.
-        mesh: The argument; or None.
-        find: The ranks that such arguments mean; raises ConfigError.
-        is_there: Whether there are ranks that two None mean.
     """
     for named, by_mesh in ((group, mesh if group is None else None), (None, None)):
         if named is None and by_mesh is None and not is_there:

@@ -4,7 +4,7 @@ Words: the *gradient buffer* is one flat memory that holds every gradient of a m
 of it with one device and one dtype; a *bucket* is a range of bytes of one section that is reduced at once; a
 *segment* is SEGMENT_ELEMENTS elements of one parameter, counted from its start.
 
-The one idea: parameters lie in the gradient buffer one after another, in the order in which backward makes
+Parameters lie in the gradient buffer one after another, in the order in which backward makes
 their gradients, and buckets are just ranges of it. So a large parameter spreads over several buckets and is
 still one contiguous view. Buckets split a parameter only between segments: statistics that are summed segment
 by segment then do not depend on the bucket size.
@@ -211,8 +211,6 @@ class BucketCaps(Protocol):
 
 
 class CappedBuckets:
-    """`BucketCaps` of which none is above a limit."""
-
     def __init__(self, caps: BucketCaps, most: int) -> None:
         self.first_bucket_bytes = min(caps.first_bucket_bytes, most)
         self.bucket_cap_bytes = min(caps.bucket_cap_bytes, most)
@@ -222,14 +220,7 @@ class CappedBuckets:
 def plan_gradients(
     parameters: Sequence[ParameterSpec], caps: BucketCaps, order: Sequence[int] | None, *, whole: bool
 ) -> Plan:
-    """Where a model's gradients are averaged, and which together.
-
-    Args:
-        parameters: In registration order.
-        caps: Sizes of buckets.
-        order: The order of the gradients; None: the reverse of registration.
-        whole: Whether a bucket must hold whole parameters.
-    """
+    """Where a model's gradients are averaged, and which together."""
     first, others, all_caps = caps.first_bucket_bytes, caps.bucket_cap_bytes, caps.bucket_caps_bytes
     if whole:
         return plan_whole_buckets(parameters, caps_bytes=all_caps or (first, others), order=order)
@@ -244,23 +235,14 @@ def has_one_order(plan: Plan) -> bool:
 
 
 def complete_order(seen: Iterable[int], count: int) -> tuple[int, ...]:
-    """The order that a backward pass showed, then the parameters it did not show, in reverse registration.
-
-    Example:
-        >>> complete_order([2, 0], 4)
-        (2, 0, 3, 1)
-    """
+    """The order that a backward pass showed, then the parameters it did not show, in reverse registration."""
     shown = list(dict.fromkeys(seen))
     missing = set(range(count)).difference(shown)
     return (*shown, *sorted(missing, reverse=True))
 
 
 def pieces_of(plan: Plan, number: int) -> list[tuple[int, int, int]]:
-    """What lies in a bucket: (parameter, its first element there, the one after its last), in its section.
-
-    Example:
-        A plan of one float32 parameter of 10 elements: pieces_of(plan, 0) == [(0, 0, 10)].
-    """
+    """(parameter, its first element there, the one after its last) of what lies in a bucket."""
     bucket = plan.buckets[number]
     section = plan.sections[bucket.section]
     pieces = []
@@ -273,7 +255,6 @@ def pieces_of(plan: Plan, number: int) -> list[tuple[int, int, int]]:
 
 
 def bucket_in(plan: Plan, sections: Sequence[_Sliceable], number: int) -> _Sliceable:
-    """All elements of a bucket, in memory of the plan's sections, which is flat."""
     bucket = plan.buckets[number]
     section = plan.sections[bucket.section]
     first, last = (
@@ -284,7 +265,6 @@ def bucket_in(plan: Plan, sections: Sequence[_Sliceable], number: int) -> _Slice
 
 
 def pieces_in(plan: Plan, sections: Sequence[_Sliceable], number: int) -> list[tuple[int, _Sliceable]]:
-    """What lies in a bucket: (parameter index, its elements there), without those that have none."""
     memory = sections[plan.buckets[number].section]
     return [(index, memory[first:last]) for index, first, last in pieces_of(plan, number) if last > first]
 
@@ -311,12 +291,7 @@ class BucketLayout:
 
 
 def bucket_layout(plan: Plan) -> tuple[BucketLayout, ...]:
-    """The buckets of a plan in the words of its user, in the order in which they are expected to be complete.
-
-    Example:
-        A plan of one float32 parameter "scale" of 10 elements:
-        `(BucketLayout(("scale",), (40,), 64, "float32", "cpu"),)`.
-    """
+    """The buckets of a plan, in the order in which they are expected to be complete."""
     layouts = []
     for number, bucket in enumerate(plan.buckets):
         section = plan.sections[bucket.section]
@@ -338,7 +313,6 @@ def bucket_layout(plan: Plan) -> tuple[BucketLayout, ...]:
 
 
 def _members(specs: tuple[ParameterSpec, ...], order: tuple[int, ...]) -> list[list[int]]:
-    """Parameter indices of each section; sections in the order in which their first gradient comes."""
     sections: dict[tuple[str, str], list[int]] = {}
     for index in order:
         sections.setdefault((specs[index].device, specs[index].dtype), []).append(index)

@@ -1,8 +1,4 @@
-"""Mixed precision as the wrappers of both front ends take it: the dtypes of a forward and of what follows.
-
-The one idea: an object with three attributes describes a precision, as torch's `_MixedPrecision` has them;
-each front end says what a dtype is, and casts.
-"""
+"""Mixed precision as both wrappers take it: an object with three dtypes, as torch's `_MixedPrecision`."""
 
 from __future__ import annotations
 
@@ -38,16 +34,6 @@ def as_precision(
     """What the argument mixed_precision describes; None: the model's own dtypes.
 
     Gradients are averaged in param_dtype where reduce_dtype is None, as in torch.
-
-    Args:
-        owner: The class whose constructor got it.
-        given: An object with the attributes param_dtype, reduce_dtype and buffer_dtype, or None.
-        as_dtype: The framework's floating-point dtype for one of them; None: it is none.
-        expected: What the argument should have been.
-        hint: How it is written.
-
-    Raises:
-        ConfigTypeError: It has no such attributes, or they are no floating-point dtypes.
     """
     if given is None:
         return Precision()

@@ -46,24 +46,12 @@ ROUNDING = 1e-9  # of weights over their sum
 
 
 class Pending(Protocol):
-    """A bucket on its way."""
-
-    def wait(self) -> None:
-        """Block until the bucket holds the sum; raises at the transport's deadline."""
-        ...
+    def wait(self) -> None: ...
 
 
 class Transport(ABC, Generic[_Tensor]):
-    """The gradient buffer of one rank, and a process group that sums ranges of it, or a hook of the user's.
-
-    The gradient buffer is ordinary tensors on the parameters' own devices, and a bucket is one asynchronous
-    all-reduce of a flat range of it. Making one is collective.
-
-    Args:
-        gradient_buffer: The gradient buffer of this rank.
-        calls: Over the process group.
-        checks_finite: Look at every gradient before it is averaged, to tell whose is not finite.
-        hook: Averages buckets instead of the process group; None: there is none.
+    """The gradient buffer is ordinary tensors on the parameters' own devices, and a bucket is one
+    asynchronous all-reduce of a flat range of it. Making one is collective.
 
     Attributes:
         hook: The same.
@@ -107,20 +95,16 @@ class Transport(ABC, Generic[_Tensor]):
     # --- what a framework adds ---
 
     @abstractmethod
-    def _start(self, bucket: int, flat: Any) -> Work:
-        """Begin to sum a bucket over the ranks."""
+    def _start(self, bucket: int, flat: Any) -> Work: ...
 
     @abstractmethod
-    def _multiply(self, flat: Any, factor: float) -> None:
-        """Multiply this rank's part of a bucket."""
+    def _multiply(self, flat: Any, factor: float) -> None: ...
 
     @abstractmethod
-    def _note_nonfinite(self, bucket: int, flat: Any) -> None:
-        """Note which of this rank's gradients in a bucket are not finite."""
+    def _note_nonfinite(self, bucket: int, flat: Any) -> None: ...
 
     @abstractmethod
-    def _is_finite(self, flat: Any) -> bool:
-        """Whether all elements are."""
+    def _is_finite(self, flat: Any) -> bool: ...
 
     @abstractmethod
     def rescale(self, factor: float) -> None:
@@ -134,15 +118,12 @@ class Transport(ABC, Generic[_Tensor]):
         """Parameters whose own gradient was not finite when its buckets were launched, since last asked."""
 
     @abstractmethod
-    def squared_norm(self) -> float:
-        """The squared norm of the gradient buffer."""
+    def squared_norm(self) -> float: ...
 
     def _complete(self, bucket: int) -> Any:
-        """The bucket, with all its gradients."""
         return self._buckets[bucket]
 
     def _wait(self, call: Work, bucket: int) -> None:
-        """Block until a bucket holds the sum, at most until the deadline."""
         self._calls.wait(call, bucket)
 
     # --- what the reducer asks of it ---
@@ -162,7 +143,6 @@ class Transport(ABC, Generic[_Tensor]):
         return self.hook.launch(bucket, self._prepare(bucket, weight), weight)
 
     def _prepare(self, bucket: int, scale: float) -> Any:
-        """This rank's part of a bucket, complete, looked at, and scaled."""
         flat = self._complete(bucket)
         if self._checks_finite and scale:
             self._note_nonfinite(bucket, flat)
@@ -173,7 +153,6 @@ class Transport(ABC, Generic[_Tensor]):
         return flat
 
     def clear(self, param: int) -> None:
-        """Fill the parameter's place with zeros."""
         place: Any = self._gradient_buffer.places[param]
         place.zero_()
 
@@ -187,7 +166,6 @@ class Transport(ABC, Generic[_Tensor]):
         return self._checks_finite and (self.is_serial or scale * self.world_size > 1 + ROUNDING)
 
     def find_overflowed(self) -> list[int]:
-        """Parameters whose reduced values are not finite. Looks at all of them."""
         is_finite = self._is_finite
         found: set[int] = set()
         for flat, pieces in zip(self._buckets, self._pieces):
@@ -212,8 +190,6 @@ class Transport(ABC, Generic[_Tensor]):
 
 
 class _Sum:
-    """A bucket on its way."""
-
     def __init__(self, transport: Transport[Any], call: Work, bucket: int) -> None:
         self._transport, self._call, self._bucket = transport, call, bucket
 
@@ -222,35 +198,19 @@ class _Sum:
 
 
 class Beside(Protocol):
-    """What moves parts of the buckets beside the transport's own calls."""
-
     def give_up(self, error: BaseException) -> None:
-        """This rank has failed: tell all others, and end what is under way. Does not block."""
+        """Report this rank's failure to all others, and end what is under way. Does not block."""
         ...
 
     def stop(self) -> None:
-        """Nobody uses the reducer any more; end once there is nothing more to do. Does not block."""
+        """End once there is nothing more to do. Does not block."""
         ...
 
-    def close(self) -> None:
-        """Give the memory back."""
-        ...
+    def close(self) -> None: ...
 
 
 class ProcessGroupReducer(ReportingReducer):
-    """A `Reducer` whose bytes are moved by a `Transport`. Making one is collective.
-
-    Args:
-        plan: The same on all ranks.
-        transport: Owns the gradient buffer that the plan describes.
-        skip_unused: Don't launch a bucket that no rank used in the backward before, until the end of a
-            backward shows that some rank has used it. The same on all ranks.
-        beside: What the transport uses besides its own calls; it ends with the reducer. None: nothing.
-
-    Example:
-        With two ranks, rank 0 marks a gradient of [2.0] and rank 1 one of [4.0]; after `finish` the
-        place of that parameter holds [3.0] on both.
-    """
+    """Making one is collective."""
 
     def __init__(
         self,
@@ -281,7 +241,6 @@ class ProcessGroupReducer(ReportingReducer):
 
     @property
     def order(self) -> CallOrder:
-        """In which order all that use the transport's process group make their calls."""
         return self._transport.order
 
     @property
@@ -293,7 +252,6 @@ class ProcessGroupReducer(ReportingReducer):
         return []  # an engine below does not tell
 
     def close(self) -> None:
-        """The transport's memory goes with the last view of it."""
         if self._beside is not None:
             self._beside.close()
 
@@ -353,7 +311,6 @@ class ProcessGroupReducer(ReportingReducer):
             self._note_nonfinite(late.union(self._nonfinite), overflowed)
 
     def _complete(self, status: BackwardStatus, allow_unused: bool) -> None:
-        """Launch what is missing, and wait for all buckets and everybody's status."""
         unused = self._leave_out_unmarked()
         if len(self._pending) < len(self._sequence):
             self._launch_complete(is_last=True)
@@ -417,14 +374,6 @@ class ProcessGroupReducer(ReportingReducer):
         self._pending: list[Pending] = []
 
     def _launch_complete(self, *, is_last: bool = False) -> bool:
-        """Launch buckets in order, up to the first one that still misses a gradient.
-
-        Args:
-            is_last: The backward ends, so nobody launches later what waits for its turn.
-
-        Returns:
-            Whether a complete bucket waits for its turn.
-        """
         order, scale = self._transport.order, self._weight / self._expected_weight
         pending, is_complete = self._pending, self.marks.is_complete
         for number in self._sequence[len(pending) :]:
@@ -443,7 +392,6 @@ class ProcessGroupReducer(ReportingReducer):
     def _gather_details(
         self, unused: Sequence[int], nonfinite: Sequence[int], overflowed: Sequence[int]
     ) -> None:
-        """Learn which parameters the statuses only count, or could not know. All ranks agree whether to."""
         self._unused, self._nonfinite, self._overflowed = self._all_used, [], []
         may_have_overflowed = not self._transport.is_serial and self._transport.may_have_overflowed(
             self._reports.largest_weight / self._expected_weight
@@ -461,7 +409,6 @@ class ProcessGroupReducer(ReportingReducer):
         self._overflowed = sorted({index for row in sums for index in row}.difference(to_blame))
 
     def _gather_bits(self, *found: Sequence[int]) -> list[list[list[int]]]:
-        """For each list of parameters, those of all ranks, by rank."""
         count = len(self._plan.parameters)
         rows = self._begin_all_gather(b"".join(pack_bits(indices, count) for indices in found))()
         size = len(pack_bits((), count))
@@ -471,7 +418,6 @@ class ProcessGroupReducer(ReportingReducer):
         ]
 
     def _finish_means(self) -> None:
-        """Divide by the weights that the ranks had, where others were expected."""
         if not self._reports.take_new_weights():  # as nearly always
             return
         with _core.DefaultFloats():  # every rank corrects for itself, and all must get the same bits

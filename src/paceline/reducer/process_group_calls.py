@@ -31,18 +31,6 @@ _Calls = TypeVar("_Calls", bound="ProcessGroupCalls[Any]")
 
 
 class ProcessGroupCalls(ABC, Generic[_Tensor]):
-    """One rank's calls over a process group.
-
-    Args:
-        group: The framework's; None: no other rank is asked over one.
-        rank, world_size: This rank's in the group.
-        waits: How this rank waits for these calls, and words their failures.
-
-    Attributes:
-        group, rank, world_size, waits: The same.
-        reports: How ranks report to each other at the end of a backward. Collective on the first call.
-    """
-
     def __init__(self, group: Any, rank: int, world_size: int, waits: ProcessGroupWaits) -> None:
         self.group = group
         self.rank, self.world_size = rank, world_size
@@ -51,7 +39,6 @@ class ProcessGroupCalls(ABC, Generic[_Tensor]):
 
     @property
     def peer_monitor(self) -> PeerMonitor | None:
-        """Names ranks that are lost or late; None: nothing does."""
         return self.waits.peer_monitor
 
     @peer_monitor.setter
@@ -65,12 +52,10 @@ class ProcessGroupCalls(ABC, Generic[_Tensor]):
         return calls
 
     @abstractmethod
-    def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]:
-        """See `paceline.reducer.communicator.Communicator`."""
+    def prepare_broadcast(self, tensors: Sequence[_Tensor]) -> Callable[[int], None]: ...
 
     @abstractmethod
-    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:
-        """See `paceline.reducer.communicator.Communicator`."""
+    def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None: ...
 
     @abstractmethod
     def begin_gather(self, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
@@ -92,45 +77,16 @@ class ProcessGroupCalls(ABC, Generic[_Tensor]):
         gradient_buffer: GradientBuffer[_Tensor],
         parameters: Sequence[_Tensor],
         process_group: Any,
-    ) -> HookedBuckets[_Tensor]:
-        """What gives buckets to a hook; see `HookedBuckets`.
-
-        Args:
-            hook: The hook, which makes these calls.
-            gradient_buffer: With whole parameters in its buckets.
-            parameters: Those that the plan lists.
-            process_group: That of the wrapped model, for the hook.
-        """
+    ) -> HookedBuckets[_Tensor]: ...
 
     def begin(self, start: Callable[[], _Begun], what: int | str) -> _Begun:
-        """Begin a call.
-
-        Args:
-            start: Makes the call, and does not wait for it.
-            what: The number of the bucket that it sums, or what it is in words.
-
-        Raises:
-            PeerLostError: The process group lost a connection.
-            CollectiveError: It failed otherwise.
-        """
         try:
             return start()
         except RuntimeError as error:
             raise self.waits.failed(error, what) from error
 
     def wait(self, call: Work, what: int | str, *, on_host: bool = True) -> None:
-        """Block until a call is over, at most until the deadline.
-
-        Args:
-            call: The call.
-            what: As for `begin`.
-            on_host: Whether this thread has to wait. Else, on a device, what is computed from now on waits.
-
-        Raises:
-            DeadlineError: It was not over in time.
-            PeerLostError: The process group lost a connection.
-            CollectiveError: It failed otherwise.
-        """
+        """Block until a call is over, at most until the deadline."""
         if on_host:
             self.waits.poll(call.is_completed, what)
         try:

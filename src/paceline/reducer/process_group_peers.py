@@ -43,15 +43,7 @@ def roll_of(
     holder: int | None,
     engine: str,
 ) -> Roll:
-    """The roll of a process group: one for each, so that all ranks count its calls alike.
-
-    Args:
-        group: The framework's own.
-        rank, world_size: This rank's in it.
-        store: The store of the group; None: there is none.
-        scope: The name of the group.
-        holder, engine: See `Roll`.
-    """
+    """One roll for each process group, so that all ranks count its calls alike."""
     if group not in _rolls:
         signed = None if store is None else SignedKeyStore(store, Signatures(find_secret().key, scope))
         _rolls[group] = Roll(signed, rank, world_size, holder, engine)
@@ -62,14 +54,6 @@ class ProcessGroupExchange:
     """An `Exchange` over a process group that the user has initialised; so Paceline opens no second port.
 
     Payloads are plain bytes; nothing is pickled.
-
-    Args:
-        rank, world_size: This rank's in the group.
-        begin_gather: See `ProcessGroupCalls.begin_gather`.
-        roll: Names the ranks that do not answer.
-
-    Example:
-        Rank 0 passes b"a" and rank 1 passes b"bc"; both get [b"a", b"bc"].
     """
 
     def __init__(
@@ -83,11 +67,7 @@ class ProcessGroupExchange:
         self._begin_gather, self._roll = begin_gather, roll
 
     def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
-        """Return the payloads of all ranks, by rank. Collective; blocks at most `timeout_s`.
-
-        Raises:
-            RendezvousError: The group failed, or some rank was late; names those that do not answer.
-        """
+        """Return the payloads of all ranks, by rank. Collective; blocks at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
 
         def gather(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -105,20 +85,6 @@ class ProcessGroupExchange:
 
 
 class ProcessGroupPeers(ABC, Generic[_Tensor]):
-    """The ranks of a framework's process group.
-
-    Args:
-        calls: Over the group.
-        exchange: Small messages between the ranks.
-        name: What the ranks of a host share memory for, in words.
-        timeout_s: Most seconds of a wait for another rank.
-        warn_after_s: Seconds after which a wait is reported.
-
-    Attributes:
-        calls, exchange, timeout_s, warn_after_s: The same.
-        process_group: The framework's own.
-    """
-
     FRAMEWORK: ClassVar[str]
     """Its name and version, which must be the same on all ranks: "torch 2.13.0"."""
 
@@ -139,26 +105,16 @@ class ProcessGroupPeers(ABC, Generic[_Tensor]):
 
     @abstractmethod
     def check_calls(self, owner: str, *, on_host: bool, reduce_through: str, between_hosts: bool) -> None:
-        """Refuse what the group cannot do.
-
-        Args:
-            owner: The class that asks for it, for errors.
-            on_host: Whether it is to move tensors of the CPU.
-            reduce_through: What was asked for.
-            between_hosts: Whether gradients go from host to host.
-
-        Raises:
-            ConfigError: It cannot move such tensors, or not in this way.
-        """
+        """Refuse what the group cannot do."""
 
     def share_hosts(self) -> HostMemory:
-        """The memory of this rank's host, and who is on which. Collective."""
+        """Collective."""
         return share_on_each_host(
             self.exchange, name=self._name, timeout_s=self.timeout_s, warn_after_s=self.warn_after_s
         )
 
     def channel(self, hosts: Sequence[Sequence[int]]) -> ControlChannel:
-        """The control channel of these ranks, which are on several hosts; see `channel_of`. Collective."""
+        """Collective."""
         return channel_of(self.process_group, self, hosts, self.FRAMEWORK)
 
     def find_peer_monitor(self) -> PeerMonitor | None:
@@ -175,7 +131,7 @@ class ProcessGroupPeers(ABC, Generic[_Tensor]):
         return PeerMonitor(ChannelSource(self.channel(memory.hosts)) if core is None else MemorySource(core))
 
     def reports(self) -> Reports:
-        """How these ranks report to each other; see `reports_of`. Collective."""
+        """Collective."""
         if self.world_size == 1:
             return self._reports_over_group()  # which a single rank never asks
         return reports_of(self.process_group, self.share_hosts, self._reports_over_group)

@@ -1,7 +1,7 @@
-"""Waiting for somebody else's all-reduce: up to a deadline, and how its failures are told.
+"""Waits for a framework's all-reduce up to a deadline, and words its failures.
 
-The one idea: what a process group knows of a failure is little (no rank, no name), so the error says which
-bucket it was and which parameters lie in it, and asks a peer monitor for the rank where there is one.
+A process group names no rank, so the error says which bucket it was and which parameters lie in it, and asks
+a peer monitor for the rank.
 """
 
 from __future__ import annotations
@@ -38,20 +38,7 @@ Rows = Callable[[], np.ndarray[Any, Any]]
 
 
 class ProcessGroupWaits:
-    """One rank's waits for the engine that averages its buckets.
-
-    Args:
-        rank: The rank of this process.
-        world_size: Number of ranks.
-        engine: What moves the bytes, in words: "torch's gloo process group".
-        timeout_s: Most seconds of one wait.
-        warn_after_s: Seconds after which a wait is reported.
-        plan: The plan of the buckets, if there are any.
-        peer_monitor: Knows more of the other ranks; None: nobody does.
-
-    Attributes:
-        peer_monitor: The same.
-    """
+    """One rank's waits for the engine that averages its buckets."""
 
     def __init__(
         self,
@@ -78,16 +65,7 @@ class ProcessGroupWaits:
         return waits
 
     def poll(self, is_completed: Callable[[], bool], what: int | str) -> None:
-        """Sleep until some work is done, at most until the deadline.
-
-        Args:
-            is_completed: Whether it is done.
-            what: A bucket's number, or the work in words.
-
-        Raises:
-            DeadlineError: It was not done in time.
-            PeerLostError: A rank has died or raised.
-        """
+        """Sleep until some work is done, at most until the deadline."""
         started = time.monotonic()
         warns_at_s = self._warn_after_s
         is_told = False
@@ -122,7 +100,6 @@ class ProcessGroupWaits:
             self.peer_monitor.tell_done()
 
     def failed(self, error: RuntimeError, what: int | str) -> CollectiveError:
-        """The engine's own error, with where it happened. Which rank it lost, only Paceline's own tells."""
         if self.peer_monitor is not None:
             self.peer_monitor.give_up()
         if isinstance(error, CollectiveError):  # the engine is Paceline's own, and knows the rank
@@ -162,7 +139,6 @@ class ProcessGroupWaits:
         )
 
     def _named(self, lost: CollectiveError, what: int | str) -> CollectiveError:
-        """What a peer monitor knows, and where it happened."""
         is_of_a_late_rank = isinstance(lost, DeadlineError) and not lost.fields.get("late")
         is_of_a_late_rank |= "DeadlineError" in lost.summary + lost.seen
         if is_of_a_late_rank and (late := self._late_by_name(what)) is not None:

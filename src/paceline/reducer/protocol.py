@@ -1,9 +1,7 @@
-"""What a front end asks of a reducer: the calls of one backward pass, whoever moves the bytes.
+"""What a front end asks of a reducer, whoever moves the bytes.
 
-Three classes satisfy it: `paceline._core.Reducer`, in C++ over memory that the ranks share;
-`paceline.reducer.process_group.ProcessGroupReducer`, over somebody else's asynchronous all-reduce; and
-`HierarchicalReducer` of `paceline.reducer.between_hosts`, over the memory of several hosts and messages
-between them. All give the same answers, so a front end has one code path.
+Implemented by `paceline._core.Reducer` (shared memory), `ProcessGroupReducer` (any asynchronous all-reduce)
+and `HierarchicalReducer` (memory of several hosts and messages between them).
 """
 
 from __future__ import annotations

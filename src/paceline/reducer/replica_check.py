@@ -1,8 +1,7 @@
-"""Do all ranks still have the same model? The last line, for what gradients don't tell.
+"""Check that all ranks still have the same model.
 
-A skipped `optimizer.step()`, another learning rate, a weight written on one rank: gradients are averaged all
-the same, and the replicas drift. The one idea: every rank hashes each of its tensors to 64 bits and one hash
-of all of them is exchanged; only where these differ the others are, to name the rank and the tensors.
+Gradients do not show a skipped `optimizer.step()`, another learning rate or a weight written on one rank.
+Every rank hashes each tensor to 64 bits; one hash of all is exchanged, and the others only where it differs.
 """
 
 from __future__ import annotations
@@ -35,20 +34,7 @@ class Entry(NamedTuple):
 
 
 def check_replicas(entries: Sequence[Entry], gather: Gather, *, where: str, seen: str = "") -> None:
-    """Raise on every rank if any two ranks have different entries. Collective.
-
-    Args:
-        entries: The entries of this rank, in the same order on all.
-        gather: Connects the ranks.
-        where: For the error: when this is.
-        seen: For the error: what led to the check.
-
-    Raises:
-        ReplicasDifferError: Names the ranks and the first entries that differ.
-
-    Example:
-        With three ranks, rank 2 has skipped an optimizer's step: all raise "Rank 2 of 3 has another model".
-    """
+    """Raise on every rank if any two ranks have different entries. Collective."""
     payload = json.dumps(entries, separators=(",", ":")).encode()
     digests = gather(_core.hash_bytes(payload).to_bytes(8, "little"))
     if len(set(digests)) > 1:
@@ -56,7 +42,6 @@ def check_replicas(entries: Sequence[Entry], gather: Gather, *, where: str, seen
 
 
 def differing(rows: Sequence[Sequence[Entry]], *, where: str, seen: str = "") -> ReplicasDifferError:
-    """The error that names what differs between these entries, of one rank each. Pure."""
     world_size = len(rows)
     values = [{(entry.kind, entry.name): entry.hash for entry in row} for row in rows]
     keys = list(dict.fromkeys(key for each in values for key in each))
@@ -92,12 +77,7 @@ def differing(rows: Sequence[Sequence[Entry]], *, where: str, seen: str = "") ->
 
 
 def flattened(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Leaves of nested dicts and sequences, with names that tell the way to them.
-
-    Example:
-        >>> list(flattened("lr", {"a": 1, "b": [2, 3]}))
-        [('lr.a', 1), ('lr.b.0', 2), ('lr.b.1', 3)]
-    """
+    """Leaves of nested dicts and sequences, with names that tell the way to them."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield from flattened(f"{name}.{key}", value[key])
@@ -109,13 +89,12 @@ def flattened(name: str, value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def hash_of_plain(value: object) -> int | None:
-    """The hash of a number, a text, a truth value or None; None: of nothing else."""
+    """None: not a number, text, truth value or None."""
     is_plain = value is None or isinstance(value, (bool, int, float, complex, str))
     return _core.hash_bytes(repr(value).encode()) if is_plain else None
 
 
 def _rows(odd_of: Mapping[tuple[str, str], tuple[int, ...]]) -> list[str]:
-    """One line for each group of ranks: what is different there."""
     groups: dict[tuple[int, ...], list[str]] = {}
     for (kind, name), odd in odd_of.items():
         groups.setdefault(odd, []).append(f"{kind} '{name}'")

@@ -1,6 +1,6 @@
 """What reducers have in common whose ranks tell each other of a backward in reports, at its end.
 
-The one idea: who moves the bytes decides how a backward is completed, and nothing else. What was marked,
+Who moves the bytes decides how a backward is completed, and nothing else. What was marked,
 weighed and noted, how the reports are judged, what is asked about the backward afterwards, and that nothing
 goes on after a failure, is here.
 """

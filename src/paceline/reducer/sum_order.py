@@ -10,12 +10,7 @@ _Item = TypeVar("_Item")
 
 
 def add_in_order(numbers: Sequence[float]) -> float:
-    """The sum, in the order in which the core sums over ranks: neighbours first, an odd one carried up.
-
-    Example:
-        >>> add_in_order([1.0, 2.0, 4.0])
-        7.0
-    """
+    """The sum, in the order in which the core sums over ranks: neighbours first, an odd one carried up."""
     return join_in_order(numbers, operator.add)
 
 

@@ -1,8 +1,8 @@
 """Accepts the connections of a listening socket, and reads the first frame of each.
 
 Every process that reaches the socket can connect to it, as often as it wants, and say nothing. So nobody is
-waited for: the queue is emptied at once, processes of other users are turned away first of all, and where
-too many connections are silent, the oldest is told to come again. A rank that was told so does.
+waited for: the queue is emptied at once, processes of other users are turned away first of all, and where too
+many connections are silent, the oldest is told to come again.
 """
 
 from __future__ import annotations
@@ -34,14 +34,6 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Caller(Generic[T]):
-    """A connection and the first frame that came on it.
-
-    Attributes:
-        peer: The connection, which is the receiver's to close.
-        greeting: What `greet` returned for it.
-        kind, raw: The frame.
-    """
-
     peer: socket.socket
     greeting: T
     kind: Frame
@@ -49,23 +41,7 @@ class Caller(Generic[T]):
 
 
 class Acceptor(Generic[T]):
-    """The connections to a listening socket that have not said their first frame. Not for several threads.
-
-    Args:
-        listener: The socket, which stays the caller's. On a Unix address only processes of this user may
-            connect.
-        expected: How many connections are expected; 64 more may be silent at a time.
-        longest: Bytes that a first frame may hold.
-        greet: Called with each new connection.
-
-    Attributes:
-        num_unknown_peers: How many connections of other users were turned away.
-        no_room: Why the last connection could not be accepted, if this process has no descriptor left.
-
-    Example:
-        A process of another user connects 10,000 times, one of this user 100 times, and rank 1 says HELLO:
-        the first are closed, the oldest of the second get FULL, and `poll` returns the connection of rank 1.
-    """
+    """The connections to a listening socket that have not said their first frame. Not for several threads."""
 
     def __init__(
         self, listener: socket.socket, expected: int, longest: int, greet: Callable[[socket.socket], T]
@@ -89,7 +65,6 @@ class Acceptor(Generic[T]):
         self.close()
 
     def close(self) -> None:
-        """Close the connections that are silent."""
         for peer in self._silent:
             peer.close()
         self._silent.clear()
@@ -108,7 +83,6 @@ class Acceptor(Generic[T]):
             yield from self._accept()
 
     def _accept(self) -> Iterator[Caller[T]]:
-        """Empty the queue, as far as that does not keep those waiting who have been accepted."""
         for _ in range(_AT_ONCE):
             try:
                 peer, _address = self._listener.accept()
@@ -141,7 +115,6 @@ class Acceptor(Generic[T]):
         return True
 
     def _drop_oldest(self) -> bool:
-        """End the connection that has been silent for longest; whether there was any."""
         for peer in self._silent:
             with contextlib.suppress(OSError):
                 peer.send(frame(Frame.FULL, b""))
@@ -155,7 +128,6 @@ class Acceptor(Generic[T]):
         return self._silent.pop(peer)[0]
 
     def _read(self, peer: socket.socket) -> Iterator[Caller[T]]:
-        """The caller, once its frame is whole."""
         _, reader = self._silent[peer]
         try:
             piece = peer.recv(reader.wants)

@@ -1,6 +1,5 @@
-"""Which address a host name stands for, over which interface this host reaches it, and who answers there.
-
-Its one idea: ask the kernel, which knows the way, and say in time what a framework would wait for in silence.
+"""Which address a host name stands for, over which interface this host reaches it, and whether a process
+listens there.
 """
 
 from __future__ import annotations
@@ -34,9 +33,6 @@ class Way:
         own_address: Where this host's packets to it come from: another host answers there.
         interface: The network interface of that address; "" where it is not known (IPv6).
         is_own: The address is one of this host's.
-
-    Example:
-        On node1, of "node0": Way("node0", "10.77.0.1", "10.77.0.2", "eth0", False).
     """
 
     name: str
@@ -47,26 +43,16 @@ class Way:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether the address means this very host, on every host."""
         return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
 
     def describe(self) -> str:
-        """In words, for messages."""
         own = "this host's own" if self.is_own else f"reached from {self.own_address}"
         stands = "" if self.name == self.address else f" stands for {self.address} here"
         return f"{self.name}{stands}, {own}{f' ({self.interface})' if self.interface else ''}"
 
 
 def find_way(name: str, what: str) -> Way:
-    """How this host reaches `name`.
-
-    Args:
-        name: A host name or an address.
-        what: What the user knows it by, as "MASTER_ADDR".
-
-    Raises:
-        ConfigError: It stands for nothing here, or there is no way to it.
-    """
+    """How this host reaches `name`."""
     here = socket.gethostname()
     try:
         family, _, _, _, where = socket.getaddrinfo(name, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
@@ -97,20 +83,7 @@ def find_way(name: str, what: str) -> Way:
 def wait_for_listener(
     way: Way, port: int, timeout_s: float, *, what: str, who: str, likely: str, hint: str
 ) -> None:
-    """Wait until somebody listens at a port; say every 10 s on standard error what is waited for.
-
-    Args:
-        way: How this host reaches it.
-        port: The port.
-        timeout_s: How long.
-        what: What the user knows the address by, as "MASTER_ADDR".
-        who: Who waits, as "Rank 1 of 4 on host node1".
-        likely: Why nobody might be there.
-        hint: What to do then.
-
-    Raises:
-        RendezvousError: Nobody did in time.
-    """
+    """Wait until somebody listens at a port; say every 10 s on standard error what is waited for."""
     begun = said = time.monotonic()
     while True:
         try:
@@ -148,20 +121,7 @@ def check_rendezvous_address(
     serves: bool,
     what: str = "MASTER_ADDR",
 ) -> None:
-    """Raise unless the ranks of this host can meet the others at the address of rank 0.
-
-    Args:
-        way: To that address.
-        rank: The rank.
-        world_size: Number of ranks.
-        spans_hosts: Whether some ranks are known to be on other hosts.
-        serves: Whether this rank listens there.
-        what: The variable that holds it.
-
-    Raises:
-        ConfigError: It is another host's address although this rank has to listen there, or it means each
-            host itself.
-    """
+    """Raise unless the ranks of this host can meet the others at the address of rank 0."""
     here = socket.gethostname()
     others = {name: own for name, own in own_addresses().items() if not own.startswith("127.")}
     has = ", ".join(f"{own} ({name})" for name, own in others.items()) or "none but 127.0.0.1"
@@ -188,9 +148,6 @@ def interface_for_gloo(way: Way) -> tuple[str, str]:
     """The interface that Gloo has to be told, and why; ("", ""): it finds the right one itself.
 
     Gloo listens where the name of this host leads to, and silently at 127.0.0.1 if it leads nowhere.
-
-    Raises:
-        ConfigError: It has to be told, and nothing here says which one.
     """
     problem = _own_name_problem(way)
     if not problem:
@@ -212,9 +169,6 @@ def interface_for_gloo(way: Way) -> tuple[str, str]:
 def interface_problems(names: str) -> tuple[str, str]:
     """What is wrong with the interfaces that Gloo is told: for this host, and for others that reach it.
 
-    Args:
-        names: The value of GLOO_SOCKET_IFNAME: interfaces, with commas between; "": it is not set.
-
     Example:
         interface_problems("lo") is ("", "GLOO_SOCKET_IFNAME=lo (127.0.0.1) is reached by no other host").
     """
@@ -232,9 +186,6 @@ def interface_problems(names: str) -> tuple[str, str]:
 
 def told_interface(names: str) -> tuple[str, str]:
     """The address where Gloo will listen because it was told an interface, and words about it.
-
-    Args:
-        names: See `interface_problems`; the first is where the ranks of a model listen.
 
     Example:
         On a host of two interfaces, told_interface("eth1") is ("10.88.0.2", "GLOO_SOCKET_IFNAME=eth1

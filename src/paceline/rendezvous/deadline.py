@@ -20,7 +20,6 @@ class Deadline:
         self._end = time.monotonic() + timeout_s
 
     def left_s(self) -> float:
-        """Seconds until then; 0 when it has passed."""
         return max(0.0, self._end - time.monotonic())
 
     def is_over(self) -> bool:

@@ -1,7 +1,7 @@
 """Descriptors of files without a name, from one rank to the others of its host, over abstract Unix sockets.
 
 A rank shows that it belongs to the job by a key, which it has from the exchange between the ranks, and gets
-the descriptor at once. Whoever connects without one gets nothing, and keeps nobody waiting (`acceptor`).
+the descriptor at once.
 """
 
 from __future__ import annotations
@@ -43,15 +43,7 @@ _WARN_AFTER_S = 10.0
 
 
 class DescriptorServer:
-    """Where a rank hands out a descriptor: a socket, and a thread that serves it until the server closes.
-
-    Args:
-        world_size: How many ranks may ask.
-
-    Attributes:
-        address: The socket's and the key, for `take_descriptor`; "": there is none.
-        reason: Why there is none.
-    """
+    """Where a rank hands out a descriptor: a socket, and a thread that serves it until the server closes."""
 
     def __init__(self, world_size: int) -> None:
         self.address = ""
@@ -70,11 +62,7 @@ class DescriptorServer:
                 raise
 
     def serve(self, fd: int) -> None:
-        """Hand out `fd`, which stays the caller's and must stay open, to the ranks that ask.
-
-        Raises:
-            RegionError: This process may have no further thread.
-        """
+        """Hand out `fd`, which stays the caller's and must stay open, to the ranks that ask."""
         thread = threading.Thread(target=self._hand_out, args=(fd,), name="paceline-server", daemon=True)
         start_thread(thread)
         self._thread = thread
@@ -88,7 +76,6 @@ class DescriptorServer:
                         self._answer(caller, fd)
 
     def _answer(self, caller: Caller[None], fd: int) -> None:
-        """What is sent fits into an empty socket, and stays there for that rank after this end is closed."""
         if caller.kind is not Frame.HELLO or not hmac.compare_digest(caller.raw, self._key.encode()):
             caller.peer.send(frame(Frame.REFUSED, b"it was not given this rank's key"))
             return
@@ -117,11 +104,6 @@ class DescriptorServer:
 
 def take_descriptor(address: str, deadline: Deadline, rank: int) -> int:
     """The descriptor that the server at this address hands out.
-
-    Args:
-        address: `DescriptorServer.address` of that rank.
-        deadline: Until when to try, where others keep that rank's socket busy.
-        rank: Which it is, for errors.
 
     Raises:
         RendezvousError: That rank refused, or others kept its socket busy until the deadline.
@@ -153,7 +135,6 @@ def take_descriptor(address: str, deadline: Deadline, rank: int) -> int:
 
 
 def _try_to_take(name: str, key: str, deadline: Deadline) -> int | None:
-    """The descriptor; None: too many others have connected."""
     try:
         peer = connect_local(name, min(deadline.left_s(), _TRY_S))
     except BlockingIOError:
@@ -173,10 +154,8 @@ def _try_to_take(name: str, key: str, deadline: Deadline) -> int | None:
 
 
 def _receive_answer(peer: socket.socket, deadline: Deadline) -> tuple[Frame, bytes, int]:
-    """A frame and the descriptor that came with it, or -1.
-
-    The descriptor is close-on-exec from the start, as socket.recv_fds cannot have it: another thread may be
-    starting a program just now.
+    """The descriptor is close-on-exec from the start, as socket.recv_fds cannot have it: another thread may
+    be starting a program just now.
     """
     reader, fds = FrameReader(LONGEST_HELLO), array.array("i")
     try:

@@ -1,7 +1,6 @@
 """Length-prefixed messages over a stream socket.
 
-A frame is a kind (one byte), a length (eight bytes, little-endian) and that many bytes. Nothing is
-unpickled, and a length beyond the limit ends the connection instead of filling the memory.
+A frame is a kind (one byte), a length (eight bytes, little-endian) and that many bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ LONGEST_HELLO = 1 << 16
 
 
 class Frame(IntEnum):
-    """What a frame holds: its first byte."""
-
     HELLO = 1
     WELCOME = 2
     REFUSED = 3
@@ -45,7 +42,6 @@ class Frame(IntEnum):
 
 
 def frame(kind: Frame, payload: bytes) -> bytes:
-    """What is sent of a frame."""
     return _HEAD.pack(kind, len(payload)) + payload
 
 
@@ -64,12 +60,6 @@ def receive_frame(
 
 
 class FrameStream:
-    """Frames that come one after the other, in pieces.
-
-    Args:
-        longest: Bytes that one may hold.
-    """
-
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._bytes = bytearray()
@@ -89,23 +79,16 @@ class FrameStream:
 
 
 class FrameReader:
-    """One frame that comes in pieces, from somebody whom one need not wait for.
-
-    Args:
-        longest: Bytes that it may hold.
-    """
-
     def __init__(self, longest: int) -> None:
         self._longest = longest
         self._bytes = bytearray()
 
     @property
     def wants(self) -> int:
-        """How many bytes to read at most."""
         return _HEAD.size + self._longest + 1 - len(self._bytes)
 
     def feed(self, piece: bytes) -> tuple[Frame, bytes] | None:
-        """The frame, once it is whole. Raises ConnectionError if it can't become one."""
+        """The frame once it is whole, else None. Raises ConnectionError if it can't become one."""
         self._bytes += piece
         if len(self._bytes) < _HEAD.size:
             return None
@@ -136,18 +119,13 @@ def _receive_exactly(peer: socket.socket, length: int, deadline: Deadline) -> by
 
 
 def peer_credentials(peer: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the other end: of whoever listens there, or has connected."""
     raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
     return pid, uid
 
 
 def check_same_user(peer: socket.socket) -> None:
-    """Only processes of the same user may speak with us.
-
-    Raises:
-        RendezvousError: The other end belongs to another user.
-    """
+    """Only processes of the same user may speak with us."""
     pid, uid = peer_credentials(peer)
     if uid != os.getuid():
         raise RendezvousError(

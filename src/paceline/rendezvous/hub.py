@@ -50,7 +50,7 @@ _DIAL_S = 0.5
 
 
 class HubExchange:
-    """Rank 0's side and the others' side of the hub. A context manager; closing it ends the connections.
+    """A context manager; closing it ends the connections.
 
     Args:
         rank: The rank of this process.
@@ -112,7 +112,6 @@ class HubExchange:
         return f"group {self._hello.name!r} at {self._key}"
 
     def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
-        """See `Exchange.all_gather`."""
         deadline = Deadline(timeout_s)
         if self.rank == 0:
             return self._gather_and_spread(payload, deadline)
@@ -212,7 +211,6 @@ class HubExchange:
         )
 
     def _fail(self, error: RendezvousError) -> NoReturn:
-        """Tell everybody who came, then raise."""
         for peer in self._peers.values():
             _try_send(peer, Frame.FAILED, write_failure(error))
         raise error
@@ -317,7 +315,6 @@ class HubExchange:
             )
 
     def _raise_if_limit(self, error: OSError) -> None:
-        """This rank can have no further socket: it says so, and tells those who have come."""
         likely, hint = explain(error.errno or 0)
         if likely:
             self._fail(
@@ -342,7 +339,7 @@ class HubExchange:
 
 
 def _failure_in(kind: Frame, answer: bytes) -> RendezvousError:
-    """Rank 0's error. Raises MessageError if the answer holds none."""
+    """Raises MessageError if the answer holds none."""
     if kind is not Frame.FAILED:
         raise MessageError(f"an unexpected {kind.name} message")
     return read_failure(answer)
@@ -355,5 +352,4 @@ def _try_send(peer: socket.socket, kind: Frame, payload: bytes, deadline: Deadli
         return  # it is gone, or does not listen: the next exchange with it will say so
 
 
-def _no_greeting(_: socket.socket) -> None:
-    """Whoever connects speaks first."""
+def _no_greeting(_: socket.socket) -> None: ...

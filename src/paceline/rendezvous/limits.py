@@ -19,10 +19,6 @@ _MEMFD = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 def explain(number: int, call: str = "") -> tuple[str, str]:
     """The likely cause of an error of the kernel and what to do; ("", "") where it is no limit of ours.
 
-    Args:
-        number: The errno.
-        call: What failed, in the words of the system call.
-
     Example:
         explain(errno.EMFILE) with `ulimit -n 1024`: ("the limit of open files and sockets of this process,
         1024, is reached", "`ulimit -n` before the job lifts it ...").
@@ -116,11 +112,7 @@ _EXPLANATIONS: dict[int, Callable[[], tuple[str, str]]] = {
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread that a group needs.
-
-    Raises:
-        RegionError: This process may have no further one; says why.
-    """
+    """Start a thread that a group needs."""
     try:
         thread.start()
     except RuntimeError as error:  # the interpreter's own words do not tell why

@@ -31,10 +31,8 @@ _ONE_VERSION = "install the same versions on all hosts"
 
 
 class MembershipStore(KeyStore, Protocol):
-    """A framework's store that counts, too."""
-
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0; its new value. Raises and blocks as the other calls."""
+        """Add to a counter, which begins at 0; its new value."""
         ...
 
 
@@ -70,7 +68,6 @@ class Arrival:
 
     @staticmethod
     def read(text: str) -> Arrival | None:
-        """What a process has written; None: no rank of Paceline has written this."""
         try:
             told = json.loads(text) if len(text) <= _LONGEST_ARRIVAL else None
         except (ValueError, RecursionError):
@@ -80,7 +77,6 @@ class Arrival:
         return Arrival(**told)
 
     def write(self) -> str:
-        """What `read` reads."""
         told = asdict(self)
         told |= {
             name: told[name][: _LONGEST_ARRIVAL // 8] for name in ("problem", "unreachable", "interface")
@@ -88,7 +84,6 @@ class Arrival:
         return json.dumps(told)
 
     def describe(self) -> str:
-        """In words: "rank 2 on host node1 (pid 4711)"."""
         return f"rank {self.rank} on host {self.host} (pid {self.pid})"
 
 
@@ -127,14 +122,12 @@ class Membership:
 
     @property
     def local_ranks(self) -> list[int]:
-        """The ranks of hosts that have this one's name, in order."""
         return sorted(each.rank for each in self.arrivals if each.host == self.own.host)
 
     def latecomer(self) -> RendezvousError | None:
         """Why somebody who has come since does not fit; None: nobody has. Blocks 5 s at most.
 
-        Jobs without an id that meet at one address look the same. A rank of one job may have taken the place
-        of one of the other; whoever had that place comes later, and is refused.
+        Jobs without an id that meet at one address look the same.
         """
         found: list[str | None] = [None]
         key = f"{self.prefix}/arrival/{len(self.arrivals) + 1}"
@@ -144,7 +137,6 @@ class Membership:
         return None if came is None else mismatch(self.own, [*self.arrivals, came])
 
     def _rank_in(self, key: str, text: str) -> Arrival | None:
-        """Who has written this; None: somebody of whom a job with a secret need not take notice."""
         raw = text.encode(errors=LOSSLESS)
         try:
             raw = self.signatures.read(key, raw)
@@ -162,24 +154,11 @@ def attend(
 
     Rank 0 says every 10 s on standard error for whom it waits.
 
-    Args:
-        membership_store: Shared by all ranks.
-        prefix: Begins the keys: the same on all ranks, another one for each call.
-        own: This process.
-        timeout_s: How long.
-        secret: The job's; empty: it has none.
-
     Raises:
         RendezvousError: Two processes claim one rank, or expect different numbers of ranks, or have different
             secrets or versions, or are of different jobs; one of them goes no further; a rank has not come in
             time; something else has written into the membership store; or the membership store does not
             answer.
-
-    Returns:
-        All ranks, and a way to see who comes later.
-
-    Example:
-        Rank 0 expects 2 ranks and rank 1 expects 3: both raise at once, and both hosts are named.
     """
     arrivals: list[Arrival] = []
     signatures = Signatures(secret, "membership")
@@ -268,7 +247,7 @@ def _see_all_come(
 
 
 def _read(own: Arrival, signatures: Signatures, key: str, text: str) -> Arrival:
-    """Who has come. Raises RendezvousError: somebody without the secret of this rank has written this."""
+    """Raises RendezvousError: somebody without the secret of this rank has written this."""
     raw, foreign = text.encode(errors=LOSSLESS), None
     try:
         raw = signatures.read(key, raw)
@@ -304,7 +283,6 @@ def _say_who_is_missing(own: Arrival, arrivals: Sequence[Arrival], waited_s: flo
 
 
 def mismatch(own: Arrival, arrivals: Sequence[Arrival]) -> RendezvousError | None:
-    """Why these can't be the ranks of one job, as an error of `own`; None: nothing speaks against it."""
     by_rank: dict[int, Arrival] = {}
     # In the order of ranks, so that the words do not depend on who came first.
     arrivals = sorted(arrivals, key=lambda each: each.rank)

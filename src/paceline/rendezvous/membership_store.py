@@ -31,15 +31,7 @@ _RETRY_S = 0.05
 
 
 class MembershipServer:
-    """Serves a membership store until the process ends, by a thread of its own.
-
-    Args:
-        port: Where; on all addresses of this host.
-        world_size: Number of ranks, each of which has a connection.
-
-    Raises:
-        OSError: Somebody else listens there.
-    """
+    """Serves a membership store until the process ends, by a thread of its own."""
 
     def __init__(self, port: int, world_size: int) -> None:
         self._listener = socket.create_server(("", port), backlog=_BACKLOG)
@@ -63,7 +55,7 @@ class MembershipServer:
         start_thread(self._thread)
 
     def close(self) -> None:
-        """End, and with it all connections. A forked child's copy does nothing."""
+        """A forked child's copy does nothing."""
         if os.getpid() == self._pid and self._thread.is_alive():
             self._wake.send(b"\0")
             self._thread.join()
@@ -140,7 +132,6 @@ class MembershipServer:
         raise ValueError("no request")
 
     def _take(self, *texts: str, instead: str = "") -> None:
-        """Count the memory of texts that are kept from now on. Raises ValueError: there is no room."""
         taken = self._bytes + sum(map(sys.getsizeof, texts)) - (sys.getsizeof(instead) if instead else 0)
         if taken > _MOST_BYTES:
             raise ValueError("no room")
@@ -149,14 +140,6 @@ class MembershipServer:
 
 class MembershipClient:
     """One rank's connection to the server; a `paceline.rendezvous.membership.MembershipStore`.
-
-    Args:
-        address: Where the server is.
-        port: And at which port.
-        timeout_s: For each call, and to connect.
-
-    Raises:
-        OSError: Nobody listens there.
 
     Example:
         Rank 1 calls write("a", "b"); then read("a") is "b" on rank 0. Both call add("n", 1): one of them
@@ -170,7 +153,6 @@ class MembershipClient:
         self._lock = threading.Lock()
 
     def close(self) -> None:
-        """End the connection."""
         self._socket.close()
 
     def add(self, key: str, amount: int) -> int:

@@ -21,8 +21,7 @@ _LARGEST_NUMBER = 1 << 31
 _LONGEST_QUOTE = 60
 
 
-class MessageError(ValueError):
-    """Bytes that are not the message that was expected."""
+class MessageError(ValueError): ...
 
 
 @dataclass(frozen=True)
@@ -40,16 +39,11 @@ _HELLO_FIELDS = {"rank": int, "world_size": int, "job_id": str, "name": str, "pi
 
 
 def write_object(values: Mapping[str, Any]) -> bytes:
-    """As JSON."""
     return json.dumps(dict(values)).encode()
 
 
 def read_object(raw: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
-    """The values of a JSON object that has these fields, of these types, and no others.
-
-    Raises:
-        MessageError: It is none.
-    """
+    """The values of a JSON object that has these fields, of these types, and no others."""
     try:
         values = json.loads(raw)
     except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
@@ -71,7 +65,6 @@ def read_hello(raw: bytes) -> Hello:
 
 
 def write_failure(error: RendezvousError) -> bytes:
-    """What rank 0 tells the others when it gives up."""
     return write_object({"text": str(error), "missing": list(error.fields.get("missing", ()))})
 
 
@@ -85,7 +78,6 @@ def read_failure(raw: bytes) -> RendezvousError:
 
 
 def join_payloads(payloads: Sequence[bytes]) -> bytes:
-    """One byte string that holds them, each after its length."""
     return b"".join(len(part).to_bytes(_SIZE_BYTES, "little") + part for part in payloads)
 
 
@@ -105,22 +97,14 @@ def split_payloads(joined: bytes, count: int) -> list[bytes]:
 
 
 def gather_objects(exchange: Exchange, values: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    """Everybody's `values`, by rank; they have the same fields and types on all ranks. Collective.
-
-    Raises:
-        RendezvousError: A rank did not hand in its own in time, or handed in something else; names it.
-    """
+    """Every rank's `values`, by rank; they have the same fields and types on all ranks. Collective."""
     payloads = exchange.all_gather(write_object(values), timeout_s)
     fields = {name: type(value) for name, value in values.items()}
     return read_of_ranks(payloads, lambda payload: read_object(payload, fields))
 
 
 def read_of_ranks(payloads: Sequence[bytes], read: Callable[[bytes], T]) -> list[T]:
-    """What `read` makes of the payloads of all ranks, by rank.
-
-    Raises:
-        RendezvousError: It could not read one; names the rank.
-    """
+    """What `read` makes of the payloads of all ranks, by rank."""
     results: list[T] = []
     try:
         for payload in payloads:
@@ -131,7 +115,6 @@ def read_of_ranks(payloads: Sequence[bytes], read: Callable[[bytes], T]) -> list
 
 
 def unreadable(rank: int, world_size: int, error: Exception) -> RendezvousError:
-    """The error for what another rank has sent and nobody can read."""
     return RendezvousError(
         f"Rank {rank} of {world_size} sent something else than was expected of it.",
         seen=str(error) or type(error).__name__,

@@ -1,8 +1,8 @@
 """Memory for the one copy of a model that the ranks of each host share.
 
-A file without a name of its own, beside the region: it is as large as the model, and outlives the group.
-Each rank puts memory behind its share of it, in the order of ranks: so a sharded optimizer, which deals
-parameters in the same order, writes to the NUMA node of its rank.
+A file without a name of its own, beside the region: it is as large as the model, and outlives the group. Each
+rank puts memory behind its share of it, in the order of ranks: so a sharded optimizer, which deals parameters
+in the same order, writes to the NUMA node of its rank.
 """
 
 from __future__ import annotations
@@ -23,11 +23,6 @@ def share_model_memory(
     exchange: Exchange, host_ranks: Sequence[int], nbytes: int, *, timeout_s: float
 ) -> _core.ModelMemory:
     """Map one file of zeros on each host. Collective over the ranks of all hosts; blocks at most `timeout_s`.
-
-    Args:
-        exchange: Connects all ranks.
-        host_ranks: The ranks of this host. The first makes the file and hands it out.
-        nbytes: The size of the file, the same on all ranks; rounded up to pages.
 
     Raises:
         RegionError: There is not enough memory, or a rank met a limit of its own; on every rank.

@@ -1,8 +1,4 @@
-"""Why a rank can't share memory, told to the others, so that all of them raise.
-
-The one idea: a rank that meets a limit of its own does not raise alone; it says so in the next exchange, and
-all ranks raise the same error.
-"""
+"""Why a rank can't share memory. It says so in the next exchange, and all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -23,9 +19,6 @@ _ALLOW = 'let them do so (SCM_RIGHTS); or reduce_through="group", which needs no
 @dataclass(frozen=True)
 class Reason:
     """Why a rank can't go on; no problem: it can.
-
-    What ends the forming is told to all ranks, and all raise: a limit of this rank, or that ranks which are
-    known to be on one host cannot share memory (`is_limit`).
 
     Attributes:
         owner: The rank whose memory this one did not get; -1: it is no matter of another rank.
@@ -48,12 +41,7 @@ class Reason:
 
     @classmethod
     def of_transfer(cls, error: PacelineError | OSError, rank: int, *, is_certain: bool = True) -> Reason:
-        """Why this rank did not get the memory of another rank of its host.
-
-        Args:
-            rank: That rank.
-            is_certain: Whether both are known to be on one host. Then it ends the forming, whatever it is.
-        """
+        """Why this rank did not get the memory of another rank of its host."""
         if isinstance(error, PacelineError):
             found = cls(f"{error.summary} {error.seen}", error.likely, error.hint, is_limit=is_certain)
         else:
@@ -67,12 +55,7 @@ class Reason:
 
 
 def raise_limits(everybodys: Sequence[Mapping[str, Any]], what: str) -> None:
-    """The error of all ranks, if one of them has met a limit.
-
-    Args:
-        everybodys: The `facts()` of all ranks.
-        what: What was to be shared.
-    """
+    """The error of all ranks, if one of them has met a limit."""
     met = [rank for rank, each in enumerate(everybodys) if each["is_limit"]]
     # Where a rank could not make its memory, that others did not get it is no news.
     failed = [rank for rank in met if everybodys[rank]["owner"] not in met]

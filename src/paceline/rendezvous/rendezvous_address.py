@@ -1,7 +1,7 @@
 """The abstract socket name where the ranks of a job meet on their host, and who sits there if not rank 0.
 
-An abstract name has no owner: whoever binds it first has it. So it is made from a secret where the launcher
-has given the job one, and where another process holds it, all ranks say which and how to go on.
+An abstract name has no owner: whoever binds it first has it. So it is made from a secret where the
+launcher has given the job one, and where another process holds it, all ranks say which and how to go on.
 """
 
 from __future__ import annotations
@@ -26,11 +26,6 @@ _HOW_TO_GO_ON = (
 def hub_address(key: str, name: str, secret: str = "") -> str:
     """Abstract socket name for the group `name` of the job that meets at `key`.
 
-    Args:
-        key: "host:port", or the job id.
-        name: The name of the group.
-        secret: What the launcher has told the ranks of this job and nobody else, if it has.
-
     Example:
         >>> hub_address("127.0.0.1:29500", "world") != hub_address("127.0.0.1:29500", "world", "5f0c")
         True
@@ -42,7 +37,6 @@ def hub_address(key: str, name: str, secret: str = "") -> str:
 
 
 def taken_error(error: OSError, world_size: int, where: str, address: str, hello: bytes) -> RendezvousError:
-    """Rank 0 could not have the name; says who has it, and what that process answers to `hello`."""
     holder, is_of_this_user, answer = _ask_holder(address, hello)
     return RendezvousError(
         f"Rank 0 of {world_size} can't open the rendezvous address of this job.",
@@ -58,7 +52,6 @@ def taken_error(error: OSError, world_size: int, where: str, address: str, hello
 
 
 def unknown_peer_error(pid: int, uid: int, rank: int, world_size: int, where: str) -> RendezvousError:
-    """Another rank found a process of another user where rank 0 should be."""
     return RendezvousError(
         f"Rank {rank} of {world_size} met a process of another user at the rendezvous address of this job.",
         where=where,
@@ -72,7 +65,6 @@ def unknown_peer_error(pid: int, uid: int, rank: int, world_size: int, where: st
 
 
 def _ask_holder(address: str, hello: bytes) -> tuple[str, bool, str]:
-    """Who listens at the address, whether that is known to be this user, and what a hub there says of us."""
     try:
         hub = connect_local(address, _PATIENCE_S)
     except OSError as error:

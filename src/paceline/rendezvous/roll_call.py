@@ -39,9 +39,7 @@ class KeyStore(Protocol):
     the store is stopped.
     """
 
-    def write(self, key: str, value: str) -> None:
-        """Let all ranks read `value` at `key`."""
-        ...
+    def write(self, key: str, value: str) -> None: ...
 
     def read(self, key: str) -> str | None:
         """What was written at `key`; None: nothing yet. Does not wait for it."""
@@ -74,15 +72,8 @@ class Missing:
 
 
 class Roll:
-    """The ranks of one process group, and the key store where they answer. Writes down where this process is.
-
-    Args:
-        key_store: The group's; its keys are this group's alone. None: there is none, and nobody can be named.
-        rank: The rank of this process in the group.
-        world_size: Number of ranks in the group.
-        holder: The rank whose process serves the key store, so that it ends with that rank; None: another
-            process does.
-        engine: What moves the bytes, in words: "torch's gloo process group".
+    """The ranks of one process group, and the key store where they answer. Writes down where this
+    process is.
     """
 
     def __init__(
@@ -102,11 +93,9 @@ class Roll:
                 call_within(1.0, lambda: key_store.write(self.place_of(rank), f"{_host()}/{os.getpid()}"))
 
     def place_of(self, rank: int) -> str:
-        """The key at which a rank has written where it is."""
         return f"{self.prefix}/place/{rank}"
 
     def begin(self) -> RollCall:
-        """The next call over the group, which every rank makes."""
         self._calls += 1
         return RollCall(self, f"{self.prefix}/{self._failures}/{self._calls}")
 
@@ -115,17 +104,7 @@ class Roll:
         self._failures += 1
 
     def complete(self, start: Callable[[], Work], call: str, timeout_s: float, deadline: float) -> None:
-        """Start a call over the group and wait for its end. Collective; blocks until `deadline` at most.
-
-        Args:
-            start: Makes the call.
-            call: Its name, for errors: "all_gather".
-            timeout_s: How long the ranks have, for errors.
-            deadline: A moment of `time.monotonic()`.
-
-        Raises:
-            RendezvousError: The group failed, or some rank was late; names those that do not answer.
-        """
+        """Start a call over the group and wait for its end. Collective; blocks until `deadline` at most."""
         where = f"{call} over {self._engine}"
         with self.begin() as roll:
             try:
@@ -170,16 +149,11 @@ class Roll:
 
 
 def _told(missing: list[Missing]) -> str:
-    """In words: "rank 1 (pid 48121) has died; rank 2 ..."."""
     return "; ".join(f"rank {each.rank} {each.state}" for each in missing)
 
 
 class RollCall:
     """One call of all ranks over a process group, which may fail. A context manager.
-
-    Args:
-        roll: The roll of the group.
-        prefix: The prefix of this call's keys.
 
     Example:
         Rank 1 of 3 was killed. The call of ranks 0 and 2 fails, or passes its deadline, so both call
@@ -201,7 +175,7 @@ class RollCall:
         self._is_over.set()
 
     def is_called(self) -> bool:
-        """Whether another rank has noticed a failure. Does not block; ask again and again."""
+        """Does not block; ask again and again."""
         if self._roll.key_store is None or time.monotonic() < self._begun + _QUIET_S:
             return False
         if self._watcher is None:
@@ -264,7 +238,6 @@ class RollCall:
                 time.sleep(_NAP_S)
 
     def _state_of(self, key_store: KeyStore, rank: int) -> tuple[str, bool]:
-        """What this rank can see of another, and whether that is why it does not answer."""
         place = key_store.read(self._roll.place_of(rank))
         if place is None:
             return "has not come so far, died before, or cannot be reached", False
@@ -281,12 +254,10 @@ class RollCall:
         return f"(pid {pid}) is alive, and has not answered in this call", False
 
     def _holder(self, state: str) -> list[Missing]:
-        """The rank whose process serves the key store, which is gone or silent; empty if that is no rank."""
         return [] if self._roll.holder is None else [Missing(self._roll.holder, state)]
 
 
 def _host() -> str:
-    """Equal where a process id means the same process."""
     try:
         return f"{_boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:  # no /proc, by which another process could be looked up

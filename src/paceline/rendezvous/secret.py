@@ -1,8 +1,7 @@
-"""The secret of a job: what its ranks know and nobody else, by which they recognise each other.
+"""The secret of a job, by which its ranks recognise each other.
 
-Its one idea: it lies where only this user can read it, in a file of mode 0600 or in memory that a launcher
-hands on to its ranks, and crosses no network; each side shows that it knows it by answering the other's
-challenge (see `handshake`).
+It lies in a file of mode 0600 or in memory that a launcher hands on to its ranks, and crosses no network:
+each side answers the other's challenge (`handshake`).
 """
 
 from __future__ import annotations
@@ -57,9 +56,6 @@ def find_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
     before what `paceline run`, `spawn` or `paceline.ray.run` has made, which programs that a rank starts do
     not have.
 
-    Raises:
-        ConfigError: What the user named cannot be read, others can read it, or it is too short.
-
     Example:
         >>> find_secret({"PACELINE_SECRET": "correct horse battery staple"}).source
         'PACELINE_SECRET'
@@ -76,7 +72,7 @@ def find_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
 
 
 def adopt_secret(secret: JobSecret) -> None:
-    """Make this process's what its launcher has handed to it. One that the user names here comes before."""
+    """Use the secret that this process's launcher has handed to it, unless the user names one here."""
     global _inherited
     _inherited = secret.key
 
@@ -91,19 +87,13 @@ def users_secret(environ: Mapping[str, str]) -> JobSecret:
 
 
 def new_secret(source: str) -> JobSecret:
-    """A secret that nobody has yet.
-
-    Args:
-        source: Who makes it, in words.
-    """
+    """A secret that nobody has yet."""
     return JobSecret(os.urandom(_MADE_BYTES).hex().encode(), source)
 
 
 def make_secret() -> int:
-    """A new secret in anonymous memory that cannot be changed any more; a descriptor that is not inherited.
-
-    Raises:
-        OSError: The kernel, or a container's filter, knows no such memory.
+    """A new secret in anonymous memory that cannot be changed any more; a descriptor that is not
+    inherited.
     """
     fd = os.memfd_create("paceline-secret", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -117,7 +107,6 @@ def make_secret() -> int:
 
 
 def _read_inherited(text: str) -> bytes:
-    """What `make_secret` made, in a process that has inherited it; empty: this one has not."""
     fd = int(text) if text.isascii() and text.isdigit() else -1
     try:
         if fd < 0 or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
@@ -130,7 +119,6 @@ def _read_inherited(text: str) -> bytes:
 
 
 def _read_private(path: str) -> bytes:
-    """The content of a file that only this user can read."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # which does not wait at a pipe
     except (OSError, ValueError) as error:

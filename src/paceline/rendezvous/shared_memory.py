@@ -69,14 +69,6 @@ def share_memory(
 ) -> HostMemory:
     """Find the ranks of this host and map one region with them. Collective; blocks at most `timeout_s`.
 
-    Args:
-        exchange: Connects all ranks of the group that is being formed.
-        name: The name of the group, for errors.
-        timeout_s: For the whole of it.
-        warn_after_s: After how long a wait in the new group reports whom it waits for.
-        group_timeout_s: Deadline of each later call on the group; None: `timeout_s`.
-        slow: Called with the facts of a wait that has lasted `warn_after_s`.
-
     Raises:
         RendezvousError: A rank did not take part in time.
         RegionError: There is not enough memory; on every rank of that host.
@@ -149,11 +141,7 @@ def share_memory(
 
 
 def _report_split(hosts: Mapping[str, Sequence[int]]) -> None:
-    """Say once why ranks of one machine count as several hosts, which nobody may have meant.
-
-    Args:
-        hosts: The ranks of each host, by its hint.
-    """
+    """Say once why ranks of one machine count as several hosts, which nobody may have meant."""
     machines: dict[str, list[tuple[str, Sequence[int]]]] = {}
     for place, ranks in hosts.items():
         boot_id, _, rest = place.partition("/")
@@ -179,12 +167,6 @@ def _report_split(hosts: Mapping[str, Sequence[int]]) -> None:
 
 
 def name_on_host(name: str, ranks: Sequence[int], world_size: int, host: str) -> str:
-    """The name of the group of one host's ranks, where there are several hosts.
-
-    Example:
-        >>> name_on_host("DDP", [2, 3], 4, "node1")
-        'DDP, ranks 2-3 of 4 on host node1'
-    """
     return f"{name}, {format_ranks(ranks)} of {world_size} on host {host}"
 
 
@@ -195,7 +177,6 @@ def _words_for(name: str) -> str:
 def _join(
     host_group: _core.HostGroup | None, exchange: Exchange, reason: _Reason, name: str, deadline: Deadline
 ) -> None:
-    """Wait for the others in the memory, unless one of them could not map it."""
     try:
         _raise_limits(_all_gather(exchange, reason.facts(), deadline), _words_for(name))
         assert host_group is not None
@@ -240,7 +221,6 @@ def _region_fd(
     *,
     is_certain: bool,
 ) -> tuple[int, _Reason]:
-    """The region's descriptor, or -1 and why not."""
     if rank == host_ranks[0]:
         fd = -1
         try:
@@ -265,10 +245,6 @@ def _region_fd(
 
 
 def _check_nonce(fd: int, nonce: str) -> None:
-    """The proof that the memory is shared with the rank that announced it.
-
-    Raises:
-        RegionError: It is not that memory.
-    """
+    """The proof that the memory is shared with the rank that announced it."""
     if _core.region_nonce(fd).hex() != nonce:
         raise RegionError("The memory does not hold the announced nonce.")

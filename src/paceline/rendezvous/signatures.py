@@ -1,8 +1,8 @@
-"""Codes on what ranks write into a framework's store, which tell their words from an unknown peer's.
+"""Codes on the values that ranks write into a framework's store, which is open to every process that reaches
+its port.
 
-A store takes the words of everybody who reaches its port. Its one idea: each value carries a code over itself
-and its key, made with the job's secret; what has none, or a wrong one, is not acted upon. Counters cannot
-carry one: whoever changes those can make ranks wait, up to their deadline, and no more.
+Each value carries a code over itself and its key, made with the job's secret; values with none, or a wrong
+one, are ignored. Counters carry none: a process that changes those can make ranks wait, up to their deadline.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Signatures:
     scope: str
 
     def sign(self, key: str, value: bytes) -> bytes:
-        """What is to be written at `key`: ASCII, a space, the value."""
+        """ASCII, a space, the value."""
         return (self._code(key, value) if self.secret else _NO_CODE) + b" " + value
 
     def read(self, key: str, raw: bytes) -> bytes:
@@ -79,11 +79,8 @@ class Signatures:
 
 
 class SignedKeyStore:
-    """A `KeyStore` where words of unknown peers count as not written; the first of them is told in a warning.
-
-    Args:
-        key_store: Where words are written.
-        signatures: The codes of this job.
+    """A `KeyStore` where words of unknown peers count as not written; the first of them is told in
+    a warning.
     """
 
     def __init__(self, key_store: KeyStore, signatures: Signatures) -> None:

@@ -1,7 +1,7 @@
 """The start of a job, before the framework forms a group: how a rank reaches rank 0, and what it tells.
 
 What a framework would wait for in silence, or meet as an error without a name, is found here: on this rank,
-or once all have come (`membership`). Both front ends do the same, each with a membership store of its own.
+or once all have come (`membership`).
 """
 
 from __future__ import annotations
@@ -54,11 +54,6 @@ class Start:
     secret: bytes
 
     def wait_for_rank_0(self) -> None:
-        """Wait until somebody listens at the address of rank 0.
-
-        Raises:
-            RendezvousError: Nobody did in time.
-        """
         wait_for_listener(
             self.way,
             self.port,
@@ -86,20 +81,7 @@ def prepare(
     over_gloo: bool,
     owner: str,
 ) -> Start:
-    """Find out whether this rank can meet the others, and tell Gloo where to listen.
-
-    Args:
-        place: This rank, and the address of rank 0.
-        what: The variable that has this address, as "MASTER_ADDR".
-        framework: Name and version.
-        timeout_s: For the ranks to come together.
-        serves: Whether this process listens at that address.
-        over_gloo: Whether the framework connects them by Gloo.
-        owner: The package of the front end, for warnings.
-
-    Raises:
-        ConfigError: The address of rank 0 cannot be, or nothing says where Gloo should listen.
-    """
+    """Find out whether this rank can meet the others, and tell Gloo where to listen."""
     deadline = Deadline(timeout_s)
     way = find_way(place.master_addr, what)
     spans_hosts = place.local_world_size not in (None, place.world_size)
@@ -146,12 +128,6 @@ def refuse_latecomers(membership: Membership | None) -> None:
     """Raise if a process has come since the group was formed, and claims a place in it.
 
     For whoever begins to train: until then two jobs that meet at one address may have mixed their ranks.
-
-    Args:
-        membership: Who has come before; None: nobody has looked.
-
-    Raises:
-        ConfigError: One has; both holders of the place are named.
     """
     error = None if membership is None else membership.latecomer()
     if error is not None:
@@ -165,7 +141,6 @@ def refuse_latecomers(membership: Membership | None) -> None:
 
 
 def _tell_gloo(way: Way, owner: str) -> None:
-    """Set GLOO_SOCKET_IFNAME where Gloo would listen at an address that no other host reaches."""
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     interface, reason = interface_for_gloo(way)

@@ -2,8 +2,7 @@
 
 Which rank updates which elements (`cuts`, `shards`), and the course of a step (`sharded_steps`,
 `shared_step`, `step_barriers`, `journal`); where shared parameters lie (`shared_parameters`), and what a lost
-rank leaves behind (`partial_steps`); gradients of which each rank has a part (`scattered_gradients`). What
-all this asks of a framework is `paceline.reducer.framework_ops`.
+rank leaves behind (`partial_steps`); gradients of which each rank has a part (`scattered_gradients`).
 
-Framework-free. Not public.
+Not public.
 """

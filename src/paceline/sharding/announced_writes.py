@@ -1,8 +1,7 @@
-"""One copy of a model's parameters on each host: where each lies, and writes that count for all ranks.
+"""One copy of a model's parameters on each host, and writes that count for all ranks.
 
-The one idea: announced writes are a transaction. Between `begin()` and `end()` each rank writes to the
-parameters as it likes, in pages of its own, and nobody reads what another has half written. At the end all
-ranks say what they have changed. If that fits together, one rank of each host publishes it; if not, or if any
+Announced writes are a transaction. Between `begin()` and `end()` each rank writes in pages of its own. At the
+end all ranks say what they have changed: if it agrees, one rank of each host publishes it; if not, or if any
 rank has raised, nothing has changed anywhere.
 """
 
@@ -21,21 +20,15 @@ _LONGEST_TEXT = 500
 
 
 class Place(NamedTuple):
-    """Where one parameter lies, in bytes from the beginning of the memory."""
-
     name: str
     begin: int
     nbytes: int
 
 
 def lay_out(sizes: Mapping[str, int]) -> tuple[list[Place], int]:
-    """The place of each parameter, and the size of all. Pure.
+    """Pure.
 
     Each begins at a cache line of its own, so ranks that update neighbours do not write to one line.
-
-    Example:
-        >>> lay_out({"weight": 100, "bias": 4})
-        ([Place(name='weight', begin=0, nbytes=100), Place(name='bias', begin=128, nbytes=4)], 192)
     """
     places, end = [], 0
     for name, nbytes in sizes.items():
@@ -45,19 +38,7 @@ def lay_out(sizes: Mapping[str, int]) -> tuple[list[Place], int]:
 
 
 class OneCopy:
-    """What the ranks of one host share, as one of them sees it.
-
-    Args:
-        memory: Mapped by all ranks of the host.
-        places: Where each parameter lies in it.
-        values_end: Where they end; behind them is room for other things that the ranks share.
-        exchange: Connects the ranks of all hosts.
-        hosts: The ranks of each host.
-        timeout_s: How long this rank waits for the others in `end`.
-
-    Attributes:
-        host_ranks: The ranks of this host.
-    """
+    """What the ranks of one host share, as one of them sees it."""
 
     def __init__(
         self,
@@ -77,20 +58,16 @@ class OneCopy:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank is between `begin()` and `end()`."""
         return self._depth > 0
 
     def begin(self) -> None:
-        """From here on this rank may write. Waits for nobody; calls may be nested."""
+        """Waits for nobody; calls may be nested."""
         if self._depth == 0:
             self.memory.begin_writing()
         self._depth += 1
 
     def end(self, failure: BaseException | None = None) -> None:
         """What was written counts now, for all ranks. Collective over all hosts.
-
-        Args:
-            failure: What this rank has raised: then nobody's writes count. The caller raises it.
 
         Raises:
             ReplicaError: Another rank has raised.
@@ -158,7 +135,6 @@ class OneCopy:
             )
 
     def _digest(self, changes: Sequence[tuple[int, int]]) -> str:
-        """The same on ranks that have made the same changes; "": there are none."""
         if not changes:
             return ""
         values = self.memory.values

@@ -1,6 +1,6 @@
-"""Who updates what: parameters, cut into pieces that are dealt to the ranks. Pure.
+"""Who updates what: parameters, cut into pieces that are dealt to the ranks.
 
-The one idea: a cut costs nothing but its two ends. So parameters are laid end to end and cut where the bytes
+A cut costs nothing but its two ends. So parameters are laid end to end and cut where the bytes
 of each rank end: every rank gets as much as any other, and only one parameter in each cut is shared at all.
 
 Words: a *piece* is a run of elements of one parameter, in the order of its memory, which one rank updates. It
@@ -33,13 +33,7 @@ elements of 4 bytes it took the least time of 32 Ki to 25 Mi; smaller pieces cos
 
 @dataclass(frozen=True)
 class Extent:
-    """The size of one parameter.
-
-    Attributes:
-        numel: Its elements.
-        itemsize: Bytes of each.
-        may_be_cut: Whether its elements fill a range of memory.
-    """
+    """The size of one parameter."""
 
     numel: int
     itemsize: int
@@ -52,15 +46,6 @@ class Extent:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of one parameter that one rank updates.
-
-    Attributes:
-        parameter: The parameter's index.
-        begin, end: The elements, in the order of memory.
-        is_whole: Whether these are all.
-        rank: Who updates them.
-    """
-
     parameter: int
     begin: int
     end: int
@@ -70,10 +55,6 @@ class Piece:
 
 def cut_evenly(extents: Sequence[Extent], world_size: int) -> list[Piece]:
     """Pieces of all parameters, in their order, with equally many bytes for each rank.
-
-    Args:
-        extents: The parameters.
-        world_size: Number of ranks.
 
     Example:
         Two parameters of 1000 and 256 elements of 4 bytes, on two ranks: rank 0 gets elements 0 to 639 of the
@@ -99,7 +80,6 @@ def cut_evenly(extents: Sequence[Extent], world_size: int) -> list[Piece]:
 
 
 def _cut_at(extent: Extent, element: float) -> int:
-    """Where a parameter is cut that should be cut at `element`: there about, or at one of its ends."""
     if not extent.may_be_cut or extent.numel < 2 * CUT_ELEMENTS:
         return extent.numel if 2 * element >= extent.numel else 0
     end = round(element / CUT_ELEMENTS) * CUT_ELEMENTS
@@ -110,13 +90,6 @@ def _cut_at(extent: Extent, element: float) -> int:
 
 def deal_whole(extents: Sequence[Extent], loads: list[int]) -> list[Piece]:
     """All parameters, each whole, the largest first to the rank that has the fewest bytes.
-
-    Args:
-        extents: The parameters.
-        loads: Bytes that each rank has already; what it gets is added.
-
-    Example:
-        Parameters of 10, 6 and 5 bytes on two ranks: rank 0 gets the first, and rank 1 the other two.
 
     Source: longest processing time first, Graham, SIAM J. Appl. Math. 17(2), 1969.
     """
@@ -132,13 +105,6 @@ def deal(
     extents: Sequence[Extent], is_frozen: Sequence[bool], is_cut: Sequence[bool], loads: list[int]
 ) -> list[Piece]:
     """Pieces of all parameters of an optimizer: of those that it may cut, and of whole ones.
-
-    Args:
-        extents: The parameters.
-        is_frozen: Those that are not trained now. They are dealt by themselves: they cost nothing until
-            somebody unfreezes them.
-        is_cut: Those whose elements are updated one by one.
-        loads: Bytes of whole parameters that each rank has already; what it gets is added.
 
     Example:
         Four equal parameters of which the last two are frozen, on two ranks: each rank gets one of the first
@@ -161,17 +127,7 @@ def deal(
 def fit_into_caches(
     pieces: Sequence[Piece], extents: Sequence[Extent], is_cut: Sequence[bool], cached_bytes: int
 ) -> list[Piece]:
-    """The same elements for each rank, in pieces of about `cached_bytes` where they are larger.
-
-    Args:
-        pieces: What was dealt.
-        extents: The parameters.
-        is_cut: Those that are updated element by element, in several runs through memory.
-        cached_bytes: How large a piece should be; one of less than 1.5 times as much stays as it is.
-
-    Example:
-        A piece of 1024 elements of 4 bytes becomes four, for `cached_bytes=1024`.
-    """
+    """The same elements for each rank, in pieces of about `cached_bytes` where they are larger."""
     fitting: list[Piece] = []
     for piece in pieces:
         extent, count = extents[piece.parameter], 1
@@ -182,16 +138,7 @@ def fit_into_caches(
 
 
 def split_into_blocks(pieces: Sequence[Piece], itemsizes: Sequence[int], block_bytes: int) -> list[Piece]:
-    """The same elements for each rank, in pieces none of which is larger than a block.
-
-    Args:
-        pieces: Runs of elements that are updated one by one.
-        itemsizes: Bytes of an element of each parameter.
-        block_bytes: How large a piece may be, from `2 * CUT_ELEMENTS` elements on.
-
-    Example:
-        With blocks of 1 MiB, a piece of 300,000 elements of 4 bytes becomes two, of 149,888 and of 150,112.
-    """
+    """The same elements for each rank, in pieces none of which is larger than a block."""
     parts: list[Piece] = []
     for piece in pieces:
         most = max(block_bytes // itemsizes[piece.parameter] // CUT_ELEMENTS, 2)
@@ -202,7 +149,7 @@ def split_into_blocks(pieces: Sequence[Piece], itemsizes: Sequence[int], block_b
 
 
 def _in_even_parts(piece: Piece, count: int) -> list[Piece]:
-    """A piece, cut into so many, or as many as `CUT_ELEMENTS` allows. The last one has what is left over."""
+    """The last one has what is left over."""
     groups = (piece.end - piece.begin) // CUT_ELEMENTS
     count = min(groups, count)
     if count <= 1:

@@ -1,10 +1,8 @@
 """A step that outlives the ranks that make it: in blocks, each of which can be begun again, by any rank.
 
-The one idea: a block is small, so a copy of its old values is cheap. Before a rank writes one, it copies what
+A block is small, so a copy of its old values is cheap. Before a rank writes one, it copies what
 the block's parameters and state are; so whoever finds it half written puts the copy back, and goes on from
 there. Parameters, state and copies lie in memory of all ranks, and what is done is noted in the step table.
-
-A front end says how its optimizer makes the step of a block (`Part`).
 """
 
 from __future__ import annotations
@@ -29,36 +27,24 @@ _LOOK_S = 0.0005
 
 
 class Part(ABC, Generic[Tensor]):
-    """A rank's part of a step: the pieces of that rank, with their gradients, and their optimizer."""
-
     @abstractmethod
-    def has_gradient(self, number: int) -> bool:
-        """Whether the step changes a piece."""
+    def has_gradient(self, number: int) -> bool: ...
 
     @abstractmethod
     def step(self, block: int, numbers: Sequence[int]) -> None:
-        """Make the step of one block.
-
-        Args:
-            block: Its number within the part.
-            numbers: Its pieces that have a gradient.
-        """
+        """Make the step of one block."""
 
     @abstractmethod
-    def held(self, number: int) -> dict[Any, Any]:
-        """What the optimizer remembers of a piece; empty: nothing."""
+    def held(self, number: int) -> dict[Any, Any]: ...
 
     @abstractmethod
-    def lay(self, number: int, key: Any, view: Tensor) -> None:
-        """Let what the optimizer remembers of a piece under this name lie in a tensor of equal values."""
+    def lay(self, number: int, key: Any, view: Tensor) -> None: ...
 
     @abstractmethod
-    def recall(self, number: int, views: Mapping[Any, Tensor]) -> None:
-        """Let the optimizer, which remembers nothing of a piece yet, remember these."""
+    def recall(self, number: int, views: Mapping[Any, Tensor]) -> None: ...
 
 
 def slots_from(held: Mapping[Any, Tensor], shape: tuple[int, ...]) -> list[Slot]:
-    """The slots of what an optimizer remembers of a parameter of this shape."""
     slots = []
     for key, value in held.items():
         own_shape = None if tuple(value.shape) == shape else tuple(value.shape)
@@ -67,11 +53,7 @@ def slots_from(held: Mapping[Any, Tensor], shape: tuple[int, ...]) -> list[Slot]
 
 
 def storage_of_all(parameters: Sequence[Tensor], world_size: int) -> SharedStorage[Tensor]:
-    """Where the parameters of a journaled optimizer lie.
-
-    Raises:
-        ConfigError: Not all of them in one memory that all ranks share.
-    """
+    """Where the parameters of a journaled optimizer lie."""
     storage = storage_of(parameters[0])
     if storage is None or any(storage_of(parameter) is not storage for parameter in parameters):
         raise no_journal("parameters that are not those of one model with share_parameters=True")
@@ -81,17 +63,7 @@ def storage_of_all(parameters: Sequence[Tensor], world_size: int) -> SharedStora
 
 
 class Journal(Generic[Tensor]):
-    """The journal of one optimizer, as one rank sees it. Collective to make.
-
-    Args:
-        shards: The pieces, none of which is larger than a block.
-        storage: Where all parameters lie.
-        slots: What the optimizer remembers of each parameter.
-        timeout_s: How long to wait for the other ranks.
-
-    Attributes:
-        storage: Where all parameters lie. That of a model that was wrapped anew is another one.
-    """
+    """The journal of one optimizer, as one rank sees it. Collective to make."""
 
     def __init__(
         self,
@@ -116,7 +88,6 @@ class Journal(Generic[Tensor]):
     # --- where the state is ---
 
     def _views_of(self, number: int) -> dict[Any, Tensor]:
-        """What is remembered of a piece, where all ranks see it."""
         if number not in self._views:
             self._views[number] = {
                 slot.key: self._shards.view(number, slot, self._bytes, at)
@@ -130,11 +101,9 @@ class Journal(Generic[Tensor]):
 
     @property
     def is_ready(self) -> bool:
-        """Whether this rank's state is here."""
         return bool(self._bytes[self._layout.is_ready[self.storage.rank]])
 
     def make_ready(self, part: Part[Tensor]) -> None:
-        """Bring this rank's state here."""
         own = self.storage.rank
         for number in self._numbers_of(own):
             self._adopt(part, number)
@@ -144,7 +113,6 @@ class Journal(Generic[Tensor]):
         self._bytes[self._layout.has_state[number]] = self._bring(part, number)
 
     def _bring(self, part: Part[Tensor], number: int) -> int:
-        """Let what the optimizer remembers of a piece lie here, with the values that it has; says whether."""
         held, views = part.held(number), self._views_of(number)
         if not held:
             return 0
@@ -163,7 +131,6 @@ class Journal(Generic[Tensor]):
         return _HERE
 
     def knows_all(self) -> bool:
-        """Whether the state of all ranks is here."""
         return all(map(self._knows, range(self.storage.world_size)))
 
     def _knows(self, rank: int) -> bool:
@@ -175,13 +142,11 @@ class Journal(Generic[Tensor]):
         return [number for number, piece in enumerate(self._pieces) if piece.rank == rank]
 
     def state(self, number: int) -> Mapping[Any, Tensor]:
-        """What is remembered of a piece; empty: nothing yet."""
         return self._views_of(number) if self._bytes[self._layout.has_state[number]] == _HERE else {}
 
     # --- steps ---
 
     def run(self, part: Part[Tensor]) -> None:
-        """Make this rank's part of the step, one block after the other."""
         self._has_written = False
         self._run(part, self.storage.rank, 0)
 
@@ -207,7 +172,6 @@ class Journal(Generic[Tensor]):
             self._has_written = True
 
     def _copies(self, of: int, number: int) -> Iterator[tuple[int, int, int]]:
-        """From where to where a block's old values are copied, and how many bytes."""
         at = self._base + self._layout.kept[of]
         for each in self._layout.blocks[of][number]:
             flag = self._layout.has_state[each]
@@ -223,7 +187,6 @@ class Journal(Generic[Tensor]):
                 at += aligned(nbytes)
 
     def _put_back(self, of: int, number: int) -> None:
-        """Undo what was written of a block."""
         at = self._base + self._layout.kept[of]
         for each in self._layout.blocks[of][number]:  # first whether there was state: it says what was copied
             self._bytes[self._layout.has_state[each]] = ctypes.c_ubyte.from_address(at).value
@@ -241,12 +204,6 @@ class Journal(Generic[Tensor]):
         until: float,
     ) -> bool:
         """Make the rest of the part of a rank that is lost; or wait until another rank has.
-
-        Args:
-            of: The rank.
-            part_of: A rank's part, with an optimizer that remembers nothing yet.
-            gone: The ranks that are lost, as of now.
-            until: When to give up waiting.
 
         Returns:
             Whether it is made.
@@ -281,12 +238,6 @@ class Journal(Generic[Tensor]):
         self, of: int, unable: Sequence[int], gone: Callable[[], set[int]], until: float
     ) -> bool:
         """Wait until another rank has made the part of one that is lost.
-
-        Args:
-            of: The rank that is lost.
-            unable: The ranks that cannot, as this one: they have no gradients.
-            gone: The ranks that are lost, as of now.
-            until: When to give up waiting.
 
         Returns:
             Whether it is made.

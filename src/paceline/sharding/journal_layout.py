@@ -1,7 +1,4 @@
-"""Where everything of a journal lies, and in which blocks a step is made. Pure.
-
-See `paceline.sharding.journal` for what a journal is.
-"""
+"""Where everything of a journal lies, and in which blocks a step is made. Pure."""
 
 from __future__ import annotations
 
@@ -38,20 +35,13 @@ Blocks = tuple[tuple[tuple[int, ...], ...], ...]
 
 
 def split(pieces: Sequence[Piece], itemsizes: Sequence[int]) -> list[Piece]:
-    """The same pieces, none of them larger than a block."""
     return split_into_blocks(pieces, itemsizes, BLOCK_BYTES)
 
 
 def blocks_of(
     pieces: Sequence[Piece], itemsizes: Sequence[int], world_size: int, block_bytes: int | None = None
 ) -> Blocks:
-    """The pieces that are written together, for each rank; no two of one parameter.
-
-    Args:
-        pieces: All, none larger than a block.
-        itemsizes: Bytes of an element of each parameter.
-        world_size: Number of ranks.
-    """
+    """The pieces that are written together, for each rank; no two of one parameter."""
     block_bytes = block_bytes or BLOCK_BYTES
     blocks: list[list[list[int]]] = [[] for _ in range(world_size)]
     filled, last = [0] * world_size, [-1] * world_size
@@ -95,14 +85,7 @@ def lay_out_journal(
     world_size: int,
     block_bytes: int | None = None,
 ) -> Layout:
-    """The layout for these pieces; the same on every rank.
-
-    Args:
-        pieces: All, none larger than a block.
-        itemsizes: Bytes of an element of each parameter.
-        slots: What the optimizer remembers of each piece.
-        world_size: Number of ranks.
-    """
+    """The layout for these pieces; the same on every rank."""
     end = len(pieces)
     has_state = tuple(range(end))
     is_ready = tuple(range(end, end + world_size))
@@ -142,7 +125,6 @@ def lay_out_journal(
 
 
 def slot_bytes(slot: Slot, piece: Piece) -> int:
-    """Bytes of one tensor that is remembered of a piece."""
     count = piece.end - piece.begin
     if slot.shape is not None:
         count = 1
@@ -156,5 +138,4 @@ def _nbytes(piece: Piece, itemsizes: Sequence[int]) -> int:
 
 
 def aligned(at: int) -> int:
-    """The next cache line."""
     return -(-at // _core.ALIGNMENT_BYTES) * _core.ALIGNMENT_BYTES

@@ -1,10 +1,8 @@
-"""May an optimizer's parameters be cut? Found out by steps on small tensors, not by the optimizer's name.
+"""Whether an optimizer's parameters may be cut: found out by steps on small tensors, not by its name.
 
-The one idea: an optimizer that is given half of a parameter and does to it what it would have done to this
-half within the whole, bit for bit, treats every element by itself. Two optimizers on the two parts of a
-tensor are compared with one on all of it, over several steps and with what they remember. The same test on
-whole tensors finds optimizers that cannot be divided at all, because the update of one parameter depends on
-others.
+Two optimizers on the two parts of a tensor are compared, bit for bit, with one on all of it, over several
+steps and with what they remember. The same test on whole tensors finds optimizers that cannot be divided at
+all.
 """
 
 from __future__ import annotations
@@ -28,8 +26,6 @@ Optimizer = TypeVar("Optimizer")
 
 
 class Kind(Enum):
-    """How an optimizer can be divided among ranks."""
-
     ELEMENTS = "elements"
     """Every element is updated by itself: parameters may be cut."""
     PARAMETERS = "parameters"
@@ -39,11 +35,7 @@ class Kind(Enum):
 
 
 class Workshop(ABC, Generic[Tensor, Optimizer]):
-    """Makes small tensors of one framework, dtype and device, and optimizers with given options of them.
-
-    Attributes:
-        own_shape: The shape of a parameter that the optimizer is for.
-    """
+    """Makes small tensors of one framework, dtype and device, and optimizers with given options of them."""
 
     own_shape: tuple[int, ...]
 
@@ -59,41 +51,28 @@ class Workshop(ABC, Generic[Tensor, Optimizer]):
         return made
 
     @abstractmethod
-    def tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
-        """A tensor with these values."""
+    def tensor(self, values: np.ndarray[Any, Any]) -> Tensor: ...
 
     @abstractmethod
-    def make(self, tensors: Sequence[Tensor]) -> Optimizer:
-        """An optimizer that updates these tensors where they are."""
+    def make(self, tensors: Sequence[Tensor]) -> Optimizer: ...
 
     @abstractmethod
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
         """Make a step with copies of these gradients, one for each of its tensors."""
 
     @abstractmethod
-    def same(self, one: Tensor, other: Tensor) -> bool:
-        """Whether two tensors are equal; a NaN equals a NaN."""
+    def same(self, one: Tensor, other: Tensor) -> bool: ...
 
     @abstractmethod
     def remembered(self, optimizer: Optimizer) -> list[Mapping[Any, Any]]:
         """What it remembers of each tensor, by name: the count of steps, say, as a tensor or a number."""
 
     @abstractmethod
-    def draw_from(self, seed: int) -> None:
-        """Let random numbers begin anew."""
+    def draw_from(self, seed: int) -> None: ...
 
 
 def checked_kind(find: Callable[[], Kind], optimizer_class: type[Any], parameters: str) -> Kind:
-    """The kind that is found.
-
-    Args:
-        find: Finds it.
-        optimizer_class: The optimizer.
-        parameters: Their dtype and device, in words.
-
-    Raises:
-        ConfigError: The optimizer cannot be divided, or makes no step on such parameters.
-    """
+    """The kind that is found."""
     try:
         kind = find()
     except Exception as error:
@@ -104,12 +83,7 @@ def checked_kind(find: Callable[[], Kind], optimizer_class: type[Any], parameter
 
 
 def kind_of(workshop: Workshop[Tensor, Optimizer]) -> Kind:
-    """How optimizers that this workshop makes can be divided.
-
-    Raises:
-        Exception: What the optimizer raises at a step, where it makes none on any tensor tried, and none on
-            one of a parameter's own shape.
-    """
+    """How optimizers that this workshop makes can be divided."""
     trial = _Trial(workshop)
     flat = [(size,) for size in _SIZES]
     if trial.is_divisible(flat, trial.halves) is True and trial.has_plain_state():
@@ -128,12 +102,10 @@ class _Trial(Generic[Tensor, Optimizer]):
         self._workshop = workshop
 
     def halves(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What each of two optimizers gets of two flat tensors."""
         first, second = tensors
         return [[first, second[:CUT_ELEMENTS]], [second[CUT_ELEMENTS:]]]
 
     def wholes(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What each of several optimizers gets: one tensor."""
         return [[tensor] for tensor in tensors]
 
     def is_divisible(
@@ -159,7 +131,6 @@ class _Trial(Generic[Tensor, Optimizer]):
         return are_same and len({_numbers(shop.remembered(optimizer)) for optimizer in [one, *several]}) == 1
 
     def check_step(self) -> None:
-        """Raise what a step on a tensor of a parameter's own shape raises."""
         shop, shapes = self._workshop, [self._workshop.own_shape]
         try:
             optimizer = shop.make(shop.tensors(shapes, 0))
@@ -181,7 +152,6 @@ class _Trial(Generic[Tensor, Optimizer]):
         )
 
     def draws_numbers(self) -> bool:
-        """Whether two optimizers that do the same on the same tensors come to different results."""
         shop = self._workshop
         results = []
         for seed in (1, 2):
@@ -193,7 +163,6 @@ class _Trial(Generic[Tensor, Optimizer]):
 
 
 def _numbers(remembered: Sequence[Mapping[Any, Any]]) -> tuple[Any, ...]:
-    """What an optimizer remembers of its first tensor as one number (the count of steps), with names."""
     numbers: list[tuple[Any, Any]] = []
     for key, value in remembered[0].items() if remembered else ():
         if isinstance(value, (int, float)):

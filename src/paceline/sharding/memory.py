@@ -1,4 +1,4 @@
-"""How much memory a training takes: parameters, gradients and an optimizer's state, by variant. Pure.
+"""How much memory a training takes: parameters, gradients and an optimizer's state, by variant.
 
 Variants (torch's DDP, ZeRO, Paceline with its options) differ in how many copies there are of each: one for
 each rank, one for each host, or one for all. Nothing is counted that depends on the batch (activations), nor
@@ -55,7 +55,6 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.parameters + self.gradients + self.state + self.region
 
 
@@ -82,8 +81,6 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class _Way:
-    """How many copies: of gradients for each rank; of the rest for each rank, or for each host or for all."""
-
     label: str
     copies_of_gradients: int
     is_ours: bool = False
@@ -111,18 +108,7 @@ _WAYS = {
 
 
 def plan_ways(sizes: ModelSizes, ranks: int, hosts: int, *, is_allocated: bool = False) -> MemoryPlan:
-    """The memory of each way to train on one of the hosts.
-
-    Args:
-        sizes: What one copy of the model takes.
-        ranks: Number of ranks; a multiple of `hosts`.
-        hosts: Number of hosts.
-        is_allocated: For the plan.
-
-    Example:
-        1 GiB of parameters and of gradients, 2 GiB of Adam's state, 4 ranks on one host: 16 GiB for
-        `torch_view` and 7 GiB, and 3 MiB for the region, for `paceline_shared_view`.
-    """
+    """The memory of each way to train on one of the hosts."""
     ways = {key: _memory_of(way, sizes, ranks // hosts, hosts) for key, way in _WAYS.items()}
     return MemoryPlan(ranks, hosts, sizes, MappingProxyType(ways), is_allocated)
 

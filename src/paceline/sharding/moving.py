@@ -1,6 +1,6 @@
 """Parameters move into memory that the ranks of a host share: whether they can, and how.
 
-The one idea: a parameter stays the same object, so whoever holds it (an optimizer that was made before, a
+A parameter stays the same object, so whoever holds it (an optimizer that was made before, a
 tied layer, a hook) goes on with it. What can't move is refused on all ranks, before anything has moved.
 """
 
@@ -40,16 +40,6 @@ def move(
 ) -> SharedStorage[Tensor]:
     """Let the ranks of each host have one copy of these tensors. Collective.
 
-    Args:
-        owner: Who asks for it, for errors.
-        tensors: By name; alike on all ranks. `refuse_strange` has looked at them.
-        peers: The ranks.
-        memory: Theirs, on this host.
-        ops: The framework's operations.
-        is_in_backward: Whether this thread runs a backward.
-        are_equal: Whether all ranks are known to have the same values. False: they are compared.
-        allows_writing: Whether the model is to be trained.
-
     Raises:
         RegionError: There is not enough memory; on every rank.
         ReplicasDifferError: The ranks have different values.
@@ -86,7 +76,6 @@ def move(
 
 
 def move_out(model: Any) -> None:
-    """Give this process a copy of its own of each parameter and buffer of a model that lies elsewhere."""
     for storage in storages_of([*model.parameters(), *model.buffers()]):
         storage.move_out()
 
@@ -99,13 +88,6 @@ def share_to_read(
     ops: FrameworkOps[Tensor],
 ) -> None:
     """Let all ranks of a host compute with one copy of a model, rank 0's. Collective.
-
-    Args:
-        owner: Who asks for it, for errors.
-        model: Has `parameters()` and `buffers()`.
-        tensors: What is shared of it, by name; alike on all ranks.
-        peers: The ranks.
-        ops: The framework's operations.
 
     Raises:
         ConfigError: The ranks are on several hosts, or a tensor can't be shared.
@@ -126,18 +108,7 @@ def share_to_read(
 def refuse_strange(
     owner: str, model: Any, tensors: Mapping[str, Tensor], peers: Ranks, ops: FrameworkOps[Tensor]
 ) -> None:
-    """Refuse tensors of a model that can't be shared. Collective.
-
-    Args:
-        owner: Who is to share them, for errors.
-        model: The model.
-        tensors: By name.
-        peers: The ranks.
-        ops: The framework's operations.
-
-    Raises:
-        ConfigError: A rank has one; on every rank.
-    """
+    """Refuse tensors of a model that can't be shared. Collective."""
     problem = next(_problems(model, tensors, ops), "")
     told = [each["problem"] for each in gather_objects(peers.exchange, {"problem": problem}, peers.timeout_s)]
     found = next((text for text in told if text), "")
@@ -151,7 +122,6 @@ def refuse_strange(
 
 
 def _problems(model: Any, tensors: Mapping[str, Tensor], ops: FrameworkOps[Tensor]) -> Iterator[str]:
-    """Why these tensors can't be shared, each with what to do in a second line."""
     for name, tensor in tensors.items():
         if problem := ops.why_not_shared(name, tensor):
             yield problem
@@ -168,15 +138,7 @@ def _problems(model: Any, tensors: Mapping[str, Tensor], ops: FrameworkOps[Tenso
 
 
 def overlapping(ranges: Iterable[tuple[int, str, int]]) -> Iterable[str]:
-    """Problems of different parameters that lie in the same memory.
-
-    Args:
-        ranges: Address, name and bytes of each.
-
-    Example:
-        >>> [text.partition("\\n")[0] for text in overlapping([(0, "a", 8), (4, "b", 8)])]
-        ["'a' and 'b' are different parameters in the same memory"]
-    """
+    """Problems of different parameters that lie in the same memory."""
     previous, end = "", 0
     for begin, name, size in sorted(ranges):
         if begin < end:

@@ -13,17 +13,7 @@ OWNER = "ShardedOptimizer"
 
 
 def as_entries(argument: str, parameters: Any, tensor: type[Any], kinds: str) -> list[Any]:
-    """Parameters, or groups whose parameters are lists, as users pass them; nothing of theirs is changed.
-
-    Args:
-        argument: How the front end calls the argument.
-        parameters: What was passed.
-        tensor: The class of tensors.
-        kinds: What may be listed, in words; with pairs, these are (name, parameter).
-
-    Raises:
-        ConfigError: They are something else.
-    """
+    """Parameters, or groups whose parameters are lists, as users pass them; nothing of theirs is changed."""
     check, expected = Arguments(OWNER), f'{kinds}, or dicts with them under "params"'
     if isinstance(parameters, (tensor, Mapping)) or not isinstance(parameters, Iterable):
         raise check.refuse(argument, parameters, expected, "model.parameters()", is_type=True)
@@ -60,17 +50,7 @@ def _checked_list(
 
 
 def check_class(optimizer_class: Any, base: type[Any], whose: str, example: str) -> None:
-    """Refuse what is no class of optimizers, or one whose methods tell that it cannot be sharded.
-
-    Args:
-        optimizer_class: What was passed.
-        base: The framework's class of optimizers.
-        whose: The framework's name with an 's.
-        example: A class, in words.
-
-    Raises:
-        ConfigError: Says which and why.
-    """
+    """Refuse what is no class of optimizers, or one whose methods tell that it cannot be sharded."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, base)):
         hint = f"optimizer_class={example}"
         if isinstance(optimizer_class, base):
@@ -81,11 +61,7 @@ def check_class(optimizer_class: Any, base: type[Any], whose: str, example: str)
 
 
 def no_journal(got: str) -> ConfigError:
-    """The error where a journal cannot be kept.
-
-    Args:
-        got: Why.
-    """
+    """The error where a journal cannot be kept."""
     return Arguments(OWNER).refuse(
         "journal",
         True,
@@ -96,11 +72,7 @@ def no_journal(got: str) -> ConfigError:
 
 
 def refuse_closure(optimizer_class: type[Any]) -> None:
-    """Refuse an optimizer that evaluates the loss within its step.
-
-    Raises:
-        ConfigError: Its step() needs a closure.
-    """
+    """Refuse an optimizer that evaluates the loss within its step."""
     closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise Arguments(OWNER).refuse(
@@ -112,7 +84,6 @@ def refuse_closure(optimizer_class: type[Any]) -> None:
 
 
 def coupled(optimizer_class: type[Any]) -> ConfigError:
-    """The error for an optimizer that updates a parameter by what it sees of others."""
     name = optimizer_class.__name__
     return Arguments(OWNER).refuse(
         "optimizer_class",
@@ -124,13 +95,7 @@ def coupled(optimizer_class: type[Any]) -> ConfigError:
 
 
 def no_step(optimizer_class: type[Any], parameters: str, error: BaseException) -> ConfigError:
-    """The error for an optimizer whose step raises on such parameters, found out before there is one.
-
-    Args:
-        optimizer_class: The optimizer.
-        parameters: Their dtype and device, in words.
-        error: What its step has raised.
-    """
+    """The error for an optimizer whose step raises on such parameters, found out before there is one."""
     name = optimizer_class.__name__
     return ConfigError(
         f"{OWNER}: {name} makes no step on these parameters.",
@@ -144,7 +109,6 @@ def no_step(optimizer_class: type[Any], parameters: str, error: BaseException) -
 def wrong_arguments(
     optimizer_class: type[Any], error: BaseException, defaults: Mapping[str, Any]
 ) -> ConfigError:
-    """The error for arguments that an optimizer refuses; quotes it."""
     return ConfigError(
         f"{OWNER}: {optimizer_class.__name__} refuses its arguments.",
         seen=str(error),
@@ -154,11 +118,6 @@ def wrong_arguments(
 
 
 def refuse_copies() -> NoReturn:
-    """Refuse to pickle or to copy an optimizer.
-
-    Raises:
-        ConfigError: Always.
-    """
     raise ConfigError(
         f"{OWNER} cannot be pickled or copied.",
         likely="it shares its step with other processes",

@@ -1,11 +1,9 @@
-"""Parameters that hold half of an optimizer's step: a rank was lost in the middle of it.
+"""Parameters that hold half of an optimizer's step, because a rank was lost in the middle of it.
 
-The one idea: nobody may take them for whole ones, so whatever reads them asks here first. Parameters that the
-ranks of a host share say themselves whether they are whole (`SharedStorage.check_whole`); those of one
-process, and those that have left a shared memory half written, are listed here until other values are loaded.
-
-A model's own `state_dict()` asks from the moment on at which a step has left half of itself. Before, nothing
-is added to the model: hooks would be pickled with it.
+Whatever reads parameters asks here first. Shared parameters know themselves (`SharedStorage.check_whole`);
+those of one process, and those that have left a shared memory half written, are listed here until other
+values are loaded. A model's own `state_dict()` asks only once a step was partial: hooks added before would be
+pickled with the model.
 """
 
 from __future__ import annotations
@@ -40,24 +38,16 @@ class TornParameters:
     def mark(
         self, parameters: Iterable[Any], versions: Callable[[Sequence[Any]], list[int]], seen: str
     ) -> None:
-        """These parameters may hold half of a step.
-
-        Args:
-            parameters: Tensors of any framework.
-            versions: Counts the writes to each: a parameter that was written to since then was loaded.
-            seen: What has happened.
-        """
+        """These parameters may hold half of a step."""
         for parameter in parameters:
             key = id(parameter)
             reference = weakref.ref(parameter, functools.partial(self._drop, key))
             self.marks[key] = _Mark(reference, versions, versions([parameter])[0], seen)
 
     def call_guard(self, guard: Callable[[], None]) -> None:
-        """Call a method when a step has left half of itself, as long as its object lives."""
         self.guards.append(weakref.WeakMethod(guard, self.guards.remove))
 
     def tell_guards(self) -> None:
-        """A step has left half of itself."""
         for reference in list(self.guards):
             if (guard := reference()) is not None:
                 guard()
@@ -73,15 +63,7 @@ class TornParameters:
             self.marks.pop(id(parameter), None)
 
     def check(self, owner: str, parameters: Iterable[Any]) -> None:
-        """Raise if some of these hold half of a step.
-
-        Args:
-            owner: What is about to read them.
-            parameters: Tensors of any framework.
-
-        Raises:
-            TornStepError: They do.
-        """
+        """Raise if some of these hold half of a step."""
         for parameter in parameters:
             mark = self.marks.get(id(parameter))
             if mark is None or mark.parameter() is not parameter:
@@ -96,12 +78,7 @@ torn = TornParameters()
 
 
 def torn_error(owner: str, seen: str) -> TornStepError:
-    """The error for parameters that hold half of a step.
-
-    Args:
-        owner: What was about to use them.
-        seen: What has happened.
-    """
+    """The error for parameters that hold half of a step."""
     return TornStepError(
         f"{owner}: an earlier step was not completed.",
         seen=seen,

@@ -1,9 +1,7 @@
-"""Mean gradients of which each rank has the part that it owns, and what stands for them meanwhile.
+"""Mean gradients of which each rank has the part that it owns.
 
-The one idea: a gradient that is there in part must not be taken for a whole one. A norm of it, or a step
-with it, would differ from rank to rank, and nobody would see. So each parameter has a *stand-in*, which a
-front end puts where a gradient is looked for, and which raises on every rank. `ShardedOptimizer` asks for the
-part that is here.
+A step or a norm with a part would silently differ from rank to rank. So each parameter has a *stand-in* in
+place of its gradient, which raises on every rank; `ShardedOptimizer` asks for the part that is here.
 """
 
 from __future__ import annotations
@@ -23,13 +21,6 @@ NO_BACKWARD = -1
 
 class Scattered(Generic[Tensor]):
     """The means of one model, as a backward that scatters leaves them on this rank.
-
-    Args:
-        names: The parameters' names.
-        ops: The framework's operations.
-        parameters: Those that the plan lists.
-        reduction: Says who owns what of each, and where its mean lies.
-        rank: This rank.
 
     Attributes:
         of_backward: The number of the last backward that has left its means here; 0: they are of no use now.
@@ -70,18 +61,15 @@ class Scattered(Generic[Tensor]):
         self._here: list[int] = []
 
     def _cut(self, index: int, begin: int, end: int) -> Tensor:
-        """The mean of these elements where it lies; all of them in the parameter's shape."""
         place = self._places[index]
         part: Tensor = place if end - begin == numel(place) else self._ops.flat(place)[begin:end]
         return part
 
     def _found(self, index: int) -> object | None:
-        """What is in the place of a gradient: a stand-in, of whatever plan, or a tensor."""
         found: object | None = self._ops.gradient(self._parameters[index])
         return found
 
     def name(self, index: int) -> str:
-        """The parameter's."""
         return self._names[index]
 
     def find_nonfinite(self) -> set[int]:
@@ -90,11 +78,10 @@ class Scattered(Generic[Tensor]):
         return set() if result is None else {*(index for _, index in result.nonfinite), *result.overflowed}
 
     def forget(self) -> None:
-        """A backward begins, and will overwrite the means."""
         self.of_backward = 0
 
     def put(self, indices: Iterable[int]) -> None:
-        """A backward has made the means of these parameters: let their stand-ins be found."""
+        """Put the stand-ins of these parameters in place: a backward has made their means."""
         self._backwards += 1
         self.of_backward = self._backwards
         self._factors.clear()
@@ -104,7 +91,6 @@ class Scattered(Generic[Tensor]):
             self._ops.put_stand_in(self._parameters[index], self.stand_ins[index])
 
     def give_up(self) -> None:
-        """A backward has raised: what gradients are now is of no use to anybody."""
         self.of_backward = 0
         for index in range(len(self._names)):
             if self._found(index) is not None:
@@ -123,11 +109,7 @@ class Scattered(Generic[Tensor]):
         before.of_backward = 0
 
     def check_present(self, index: int) -> None:
-        """Raise if what a stand-in stands for is not there any more.
-
-        Raises:
-            ConfigError: It is not of the last backward.
-        """
+        """Raise if what a stand-in stands for is not there any more."""
         if self.stand_ins[index].of_backward == self.of_backward:
             return
         raise ConfigError(
@@ -138,7 +120,6 @@ class Scattered(Generic[Tensor]):
         )
 
     def cannot_use(self, index: int, seen: str, likely: str) -> ConfigError:
-        """The error of a use of a stand-in as if it were the whole gradient."""
         names = self._ops.names
         return ConfigError(
             f"The gradient of '{self._names[index]}' cannot be used: this rank has a part of it.",
@@ -155,9 +136,6 @@ class Scattered(Generic[Tensor]):
         """The mean of these elements of a parameter, in the order of its memory.
 
         All of them in the parameter's shape, if this rank owns all.
-
-        Raises:
-            ConfigError: It does not own them.
         """
         part = self._parts.get((index, begin, end))
         if part is None:
@@ -175,17 +153,12 @@ class Scattered(Generic[Tensor]):
         )
 
     def own_parts(self, index: int) -> list[Tensor]:
-        """The parts of a parameter's mean that are here."""
         return [self._parts[index, begin, end] for begin, end in self._own[index]]
 
     # --- the norm ---
 
     def check_complete(self, doing: str) -> None:
-        """Raise unless all gradients are those that the last backward has left.
-
-        Raises:
-            ConfigError: One was left, or replaced.
-        """
+        """Raise unless all gradients are those that the last backward has left."""
         for index in range(len(self._names)):
             found = self._found(index)
             if found is None and index not in self._here:
@@ -201,21 +174,11 @@ class Scattered(Generic[Tensor]):
             self.check_present(index)
 
     def note_factor(self, indices: Iterable[int], factor: float) -> None:
-        """These means have been multiplied with it, on all ranks."""
         for index in indices:
             self._factors[index] = self._factors.get(index, 1.0) * factor
 
     def clip(self, max_norm: float, norm_type: float, squared_norm: float) -> float:
         """Scale all means so that their norm is at most `max_norm`.
-
-        Args:
-            max_norm: The largest norm allowed.
-            norm_type: The p of the p-norm: the backward passes have found the one of 2 on their way, and no
-                other.
-            squared_norm: What the backward has found.
-
-        Returns:
-            The norm before.
 
         Raises:
             ConfigError: Another norm, or gradients that are not those of the last backward.
@@ -241,7 +204,6 @@ class Scattered(Generic[Tensor]):
 
 
 def _only_two_norm(norm_type: float) -> ConfigError:
-    """The error of a norm that the backward passes have not found on their way."""
     return ConfigError(
         'clip_grad_norm_: with reduce="scatter" there is the 2-norm.',
         expected="norm_type=2.0, which the ranks have found in backward",
@@ -259,16 +221,7 @@ def scatter(
     rank: int,
     before: Scattered[Tensor] | None,
 ) -> Scattered[Tensor] | None:
-    """What a reduction leaves on this rank, if it scatters; else None.
-
-    Args:
-        names: The parameters' names.
-        ops: The framework's operations.
-        parameters: The parameters.
-        reduction: A new one.
-        rank: This rank.
-        before: The means of the reduction that it replaces, which move.
-    """
+    """What a reduction leaves on this rank, if it scatters; else None."""
     if not reduction.owned:
         return None
     means = Scattered(names, ops, parameters, reduction, rank)
@@ -278,7 +231,6 @@ def scatter(
 
 
 def left_over(name: str, where: str, words: Names) -> ConfigError:
-    """The error of a gradient that is to be averaged although its stand-in is still there."""
     return ConfigError(
         f"{words.wrapper} cannot average the gradient of '{name}' once more.",
         where=where,
@@ -288,15 +240,7 @@ def left_over(name: str, where: str, words: Names) -> ConfigError:
 
 
 def refuse_sparse(words: Names, names: Sequence[str]) -> None:
-    """Raise if parameters have sparse gradients, which no rank gets a part of.
-
-    Args:
-        words: The framework's.
-        names: Their names; none: all gradients are dense.
-
-    Raises:
-        ConfigError: There are some.
-    """
+    """Raise if parameters have sparse gradients, which no rank gets a part of."""
     if names:
         raise ConfigError(
             f'{words.wrapper}: reduce="scatter" is for dense gradients.',

@@ -36,16 +36,7 @@ MAKING = "make the optimizer"
 
 
 class ShardedSteps(Generic[Tensor]):
-    """What a `ShardedOptimizer` of any framework does.
-
-    Attributes:
-        rank: The rank of this process.
-        world_size: Number of ranks.
-        _shards: The pieces of all parameters.
-        _keeps_journal: Whether its steps go through a journal.
-        _journal: None: there is none (yet).
-        _communicator: Between the ranks; None: there is one rank.
-    """
+    """What a `ShardedOptimizer` of any framework does."""
 
     rank: int
     world_size: int
@@ -55,7 +46,6 @@ class ShardedSteps(Generic[Tensor]):
     _communicator: Communicator[Tensor] | None
 
     def _begin(self, peers: Any, optimizer_class: type[Any], reduce_through: str, journal: bool) -> None:
-        """Take the ranks, and what they are asked to do."""
         self._peers, self._reduce_through = peers, reduce_through
         self.rank, self.world_size = peers.rank, peers.world_size
         self._keeps_journal = journal and self.world_size > 1
@@ -92,14 +82,7 @@ class ShardedSteps(Generic[Tensor]):
         look: Callable[[], object],
         spell: Callable[[], dict[str, str]],
     ) -> None:
-        """Begin with no pieces. Collective.
-
-        Args:
-            shards: Theirs.
-            connect: The framework's; see `hosts_communicator.connect`.
-            on_host: Whether all parameters lie on the CPU.
-            look, spell: As of `SharedStep`.
-        """
+        """Begin with no pieces. Collective."""
         self._shards, self._communicator, exchange = shards, None, None
         self._loads = [0] * self.world_size
         if self.world_size > 1:
@@ -119,14 +102,7 @@ class ShardedSteps(Generic[Tensor]):
         kinds: Sequence[Kind],
         fit: Callable[[list[Piece], list[Extent]], list[Piece]] = lambda pieces, _: pieces,
     ) -> None:
-        """Deal more parameters to the ranks. What was dealt before stays where its state is.
-
-        Args:
-            parameters: The parameters.
-            names: Theirs, for errors.
-            kinds: How each may be divided.
-            fit: Cuts the pieces of each rank once more.
-        """
+        """Deal more parameters to the ranks. What was dealt before stays where its state is."""
         shards = self._shards
         first = len(shards.parameters)
         extents = shards.extents(parameters)
@@ -143,10 +119,6 @@ class ShardedSteps(Generic[Tensor]):
 
     def _make_step(self, kwargs: Mapping[str, Any], *, has_data: bool = True) -> bytes:
         """Make one step of all parameters. Collective.
-
-        Args:
-            kwargs: For the optimizer's own step().
-            has_data: False: this rank has no gradients any more, and takes part in the steps of others.
 
         Returns:
             For each parameter whether it had a gradient; empty: no rank has data any more.
@@ -188,15 +160,10 @@ class ShardedSteps(Generic[Tensor]):
 
     @abstractmethod
     def _step_own(self, gradients: Sequence[Any] | None, kwargs: Mapping[str, Any]) -> None:
-        """The step of this rank's part, with the hyperparameters that users see and change.
-
-        Args:
-            gradients: Of all parameters; None: the pieces of this rank have theirs already.
-            kwargs: For the optimizer's own step().
-        """
+        """The step of this rank's part, with the hyperparameters that users see and change."""
 
     def _tells_writes(self) -> Callable[[], bool] | None:
-        """What tells whether a step that has raised has written anything; None: the versions of tensors."""
+        """None: the versions of tensors show whether a step that has raised has written anything."""
         return None if self._journal is None else self._journal.has_written
 
     def _lend(self, joined: Sequence[int], gradients: Sequence[Any] | None, has_gradient: bytes) -> bytes:
@@ -215,11 +182,7 @@ class ShardedSteps(Generic[Tensor]):
     # --- the journal ---
 
     def _plan_step(self, gradients: Sequence[Any]) -> JournalPlan[Tensor] | None:
-        """Where a journal is to be made; None: none is.
-
-        Raises:
-            ConfigError: It is not possible; on every rank alike.
-        """
+        """Where a journal is to be made; None: none is."""
         if not self._keeps_journal:
             return None
         if self._are_scattered(gradients):
@@ -230,16 +193,10 @@ class ShardedSteps(Generic[Tensor]):
         return storage, self._slots()
 
     def _are_scattered(self, gradients: Sequence[Any]) -> bool:
-        """Whether a rank has a part of some of these gradients."""
         return any(type(gradient) is self._shards.ops.stand_in for gradient in gradients)
 
     @abstractmethod
-    def _slots(self) -> list[list[Slot]]:
-        """What the optimizer remembers of each parameter.
-
-        Raises:
-            ConfigError: A journal cannot be kept for them.
-        """
+    def _slots(self) -> list[list[Slot]]: ...
 
     def _begin_journal(self, to_make: JournalPlan[Tensor] | None) -> None:
         """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
@@ -249,8 +206,7 @@ class ShardedSteps(Generic[Tensor]):
             self._journal.make_ready(self._own_part({}))
 
     @abstractmethod
-    def _own_part(self, kwargs: Mapping[str, Any]) -> Part[Tensor]:
-        """This rank's part of a step; `kwargs` are for the optimizer's own step()."""
+    def _own_part(self, kwargs: Mapping[str, Any]) -> Part[Tensor]: ...
 
     @abstractmethod
     def _part_of(
@@ -281,8 +237,7 @@ class ShardedSteps(Generic[Tensor]):
         return put_together(self._shards, gather_states(self._shards, self._held, self._communicator, to))
 
     @abstractmethod
-    def _held(self, number: int) -> Mapping[Any, Any] | None:
-        """What this rank's optimizer remembers of one of its pieces."""
+    def _held(self, number: int) -> Mapping[Any, Any] | None: ...
 
     def _state_in_journal(self) -> Whole | None:
         """The state of all ranks, as far as it lies in memory of all; None: not all of it does."""
@@ -293,17 +248,11 @@ class ShardedSteps(Generic[Tensor]):
         return put_together(self._shards, states)
 
     def _consolidated(self) -> Whole:
-        """The whole state, as last consolidated.
-
-        Raises:
-            ConfigError: It has not been consolidated on this rank.
-        """
         if self.world_size == 1:
             self.consolidate_state_dict()
         return self._steps.consolidated(self.rank)
 
     def _note_loaded(self) -> None:
-        """Another state was loaded."""
         if self._journal is not None:
             self._journal.note_loaded()
         self._steps.begin_anew()

@@ -27,15 +27,12 @@ from paceline.sharding.shared_parameters import (
 
 
 def part_of(ops: FrameworkOps[Tensor], tensor: Tensor, piece: Piece) -> Tensor:
-    """The elements of a piece in a tensor that is as its parameter; all of it where the piece is whole."""
     part: Tensor = tensor if piece.is_whole else ops.flat(tensor)[piece.begin : piece.end]
     return part
 
 
 @dataclass
 class _Run:
-    """Pieces of one rank that lie one after the other in one parameter: what it was dealt of it."""
-
     parameter: int
     begin: int
     end: int
@@ -46,11 +43,6 @@ class _Run:
 
 class Shards(Generic[Tensor]):
     """All pieces of an optimizer's parameters, on one rank.
-
-    Args:
-        ops: The framework's operations.
-        rank: The rank of this process.
-        world_size: Number of ranks.
 
     Attributes:
         parameters: All of them.
@@ -76,7 +68,6 @@ class Shards(Generic[Tensor]):
         self._runs: list[_Run] = []
 
     def add(self, parameters: Sequence[Tensor], names: Sequence[str], pieces: Sequence[Piece]) -> None:
-        """Take more parameters; `pieces` are theirs."""
         self.parameters += parameters
         self.storages = storages_of(self.parameters)
         self.names += names
@@ -91,15 +82,13 @@ class Shards(Generic[Tensor]):
         self.generation += 1
 
     def extents(self, parameters: Sequence[Tensor]) -> list[Extent]:
-        """Their sizes, and whether they can be cut."""
         return [Extent(numel(p), int(p.element_size()), self.ops.is_dense(p)) for p in parameters]
 
     def numbers_of(self, rank: int) -> list[int]:
-        """The numbers of the pieces of a rank."""
         return [number for number, piece in enumerate(self.pieces) if piece.rank == rank]
 
     def tell_owners(self) -> None:
-        """Tell wrapped models which rank needs which part of each gradient. Collective."""
+        """Publish to wrapped models which rank needs which part of each gradient. Collective."""
         ranges: list[list[OwnedRange]] = [[] for _ in self.parameters]
         itemsizes = self.itemsizes()
         for piece in self.pieces:
@@ -116,7 +105,6 @@ class Shards(Generic[Tensor]):
         )
 
     def own_versions(self) -> list[int]:
-        """Counts the writes to each piece of this rank."""
         return self.ops.versions([self.tensors[number] for number in self.own])
 
     def has_part(self, has_gradient: Sequence[int]) -> bool:
@@ -158,7 +146,6 @@ class Shards(Generic[Tensor]):
         self.ops.lay(self.tensors[number], values)
 
     def _memory_of(self, parameter: Tensor) -> Tensor:
-        """A parameter's elements, where this rank may write them."""
         storage = storage_of(parameter)
         if storage is None:
             return self.ops.data(parameter)
@@ -168,11 +155,7 @@ class Shards(Generic[Tensor]):
     # --- gradients ---
 
     def gradients(self) -> list[Any]:
-        """Each parameter's gradient; None where the optimizer would find none.
-
-        Raises:
-            ConfigError: One cannot be used, or the part of it that this rank needs is not here.
-        """
+        """Each parameter's gradient; None where the optimizer would find none."""
         found, stand_in = self._find_gradients(), self.ops.stand_in
         scattered = [gradient for gradient in found if type(gradient) is stand_in]
         for gradient in scattered:
@@ -184,11 +167,6 @@ class Shards(Generic[Tensor]):
         return found
 
     def _find_gradients(self) -> list[Any]:
-        """What is in the place of each parameter's gradient.
-
-        Raises:
-            ConfigError: One is sparse.
-        """
         ops = self.ops
         found = ops.step_gradients(self.parameters)
         for name, gradient in zip(self.names, found):
@@ -202,12 +180,7 @@ class Shards(Generic[Tensor]):
         return found
 
     def lend_gradients(self, gradients: Sequence[Any], numbers: Sequence[int] | None = None) -> None:
-        """Give pieces their parts of the gradients.
-
-        Args:
-            gradients: The whole ones, one for each parameter.
-            numbers: Which pieces; None: those of this rank.
-        """
+        """Give pieces their parts of the gradients."""
         tensors: list[Tensor] = []
         parts: list[Tensor] = []
         for run in self._runs if numbers is None else _runs_of(self.pieces, numbers):
@@ -218,7 +191,6 @@ class Shards(Generic[Tensor]):
         self.ops.lend_gradients(tensors, parts)
 
     def _parts_of(self, run: _Run, gradient: Any) -> Sequence[Tensor]:
-        """What each piece of a run has of a gradient."""
         if type(gradient) is self.ops.stand_in:
             part = gradient.of.part(gradient.number, run.begin, run.end)
         elif run.is_whole:
@@ -237,15 +209,7 @@ class Shards(Generic[Tensor]):
         gradients: Sequence[Any] | None,
         has_gradient: Sequence[int],
     ) -> None:
-        """Give a rank without data its part of the gradients of another. Collective.
-
-        Args:
-            communicator: Between the ranks.
-            to: The rank that gets them; its pieces have them afterwards.
-            root: The rank that gives them.
-            gradients: All gradients of this rank; None: it has none.
-            has_gradient: Whether each parameter has one.
-        """
+        """Give a rank without data its part of the gradients of another. Collective."""
         parts: list[Tensor] = []
         for piece, tensor in zip(self.pieces, self.tensors):
             if piece.rank != to or not has_gradient[piece.parameter]:
@@ -283,24 +247,15 @@ class Shards(Generic[Tensor]):
     # --- for a journal ---
 
     def itemsizes(self) -> list[int]:
-        """Bytes of an element of each parameter."""
         return [int(parameter.element_size()) for parameter in self.parameters]
 
     def place_of(self, number: int) -> tuple[int, int]:
-        """Where a piece may be written, and how many bytes it has."""
         tensor = self.tensors[number]
         size = nbytes(tensor)
         return (tensor.data_ptr() if size else 0), size
 
     def view(self, number: int, slot: Slot, memory: Any, at: int) -> Tensor:
-        """A tensor for what is remembered of a piece.
-
-        Args:
-            number: The piece.
-            slot: What it is.
-            memory: An array of bytes, which the tensor keeps alive.
-            at: Where it begins there.
-        """
+        """A tensor for what is remembered of a piece."""
         shape, like = slot.shape, None
         if shape is None:
             like = self.tensors[number]
@@ -309,7 +264,6 @@ class Shards(Generic[Tensor]):
 
 
 def _runs_of(pieces: Sequence[Piece], numbers: Sequence[int]) -> list[_Run]:
-    """Some pieces, those that lie one behind the other together."""
     runs: list[_Run] = []
     for number in numbers:
         piece = pieces[number]

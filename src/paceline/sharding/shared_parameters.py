@@ -1,6 +1,6 @@
 """Which parameters lie in memory that the ranks of a host share, and who may write to them.
 
-The one idea: a parameter stays the object that users and optimizers hold, and a table says where it lives.
+A parameter stays the object that users and optimizers hold, and a table says where it lives.
 `storage_of()` is what an optimizer asks that updates a part of the parameters on each rank:
 
     storage = storage_of(parameter)            # None: it is this rank's own
@@ -26,20 +26,7 @@ from paceline.sharding.partial_steps import torn, torn_error
 
 
 class SharedStorage(Generic[Tensor]):
-    """One host's copy of a model's parameters.
-
-    Args:
-        copy: The memory, and writes to it that count for all.
-        core: The ranks of this host, in a group of its own kind: they number from 0 there.
-        ops: The framework's operations.
-        is_in_backward: Whether this thread runs a backward.
-        allows_writing: Whether the model is trained; False: it is only read (`share()`).
-
-    Attributes:
-        rank: This rank's number on the host.
-        world_size: The number of ranks on the host.
-        step_table: How far each rank of the host is with a step that all of them make together.
-    """
+    """One host's copy of a model's parameters."""
 
     def __init__(
         self,
@@ -64,11 +51,9 @@ class SharedStorage(Generic[Tensor]):
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank is within `writing()`: it may change parameters in place."""
         return self.copy.is_writing
 
     def fill(self, parameter: Tensor, place: Place) -> None:
-        """Write a parameter's values to its place, on one rank of the host."""
         if place.nbytes:
             target = self._view(parameter, self.copy.memory.writable + place.begin, place.nbytes)
             self.ops.copy(parameter, target)
@@ -102,7 +87,6 @@ class SharedStorage(Generic[Tensor]):
         return self._view(parameter, parameter.data_ptr() - memory.values + memory.writable, nbytes)
 
     def note_writes(self) -> None:
-        """The elements have been written to: a backward that needs the old values raises, as always."""
         self.ops.count_writes(list(self._held()))
 
     def missing_parts(self) -> list[int]:
@@ -110,14 +94,7 @@ class SharedStorage(Generic[Tensor]):
         return [rank for rank in range(self.world_size) if not self._step_table_to_read.is_finished(rank)]
 
     def check_whole(self, owner: str) -> None:
-        """Raise if these are the parameters of half a step.
-
-        Args:
-            owner: What is about to use them.
-
-        Raises:
-            TornStepError: Says whose part is missing.
-        """
+        """Raise if these are the parameters of half a step."""
         if not self._step_table_to_read.is_whole:
             raise torn_error(owner, self._tell_missing())
 
@@ -128,11 +105,8 @@ class SharedStorage(Generic[Tensor]):
         )
 
     def check_in_place(self) -> None:
-        """Raise if a write has strayed, if a parameter has left this memory, or if a step was not completed.
-
-        Raises:
-            ConfigError: Names the parameters.
-            TornStepError: A rank was lost in the middle of a step.
+        """Raise if a write has strayed, if a parameter has left this memory, or if a step was not
+        completed.
         """
         self.raise_stray_write()
         self.check_whole(self.ops.names.wrapper)
@@ -204,7 +178,7 @@ def _register(parameter: Tensor, storage: SharedStorage[Tensor]) -> None:
 
 
 def storage_of(parameter: Tensor) -> SharedStorage[Tensor] | None:
-    """Where a parameter lives; None: in memory of this process alone."""
+    """None: the parameter lies in memory of this process alone."""
     entry = _storages.get(id(parameter))
     return None if entry is None else entry[1]
 
@@ -220,15 +194,7 @@ def storages_of(parameters: Iterable[Tensor]) -> list[SharedStorage[Tensor]]:
 
 
 def check_whole(owner: str, parameters: Iterable[Any]) -> None:
-    """Raise if parameters hold half of an optimizer's step, in which a rank was lost.
-
-    Args:
-        owner: What is about to read them.
-        parameters: Tensors, in whatever shared storage, or of this process alone.
-
-    Raises:
-        TornStepError: They do.
-    """
+    """Raise if parameters hold half of an optimizer's step, in which a rank was lost."""
     held = list(parameters)
     for storage in storages_of(held):
         storage.check_whole(owner)
@@ -245,10 +211,7 @@ _core.tell_stray_writes(_tell_of_stray_write)
 
 @contextlib.contextmanager
 def written(storage: SharedStorage[Tensor] | None) -> Iterator[None]:
-    """Within it parameters of `storage` may be changed; its end is collective.
-
-    Args:
-        storage: None: each rank has its own parameters, and there is nothing to do.
+    """Parameters of `storage` may be changed within it; its end is collective. None: each rank has its own.
 
     Raises:
         ConfigError: A backward is running, or a write has strayed before.
@@ -286,15 +249,7 @@ def written(storage: SharedStorage[Tensor] | None) -> Iterator[None]:
 
 
 def refuse_step(optimizer: object, parameters: Iterable[Tensor]) -> None:
-    """Refuse a step of an optimizer that would be applied once by each rank.
-
-    Args:
-        optimizer: Whose step it is.
-        parameters: What it updates.
-
-    Raises:
-        ConfigError: Some of them are shared, and this rank is not within `writing()`.
-    """
+    """Refuse a step of an optimizer that would be applied once by each rank."""
     for parameter in parameters:
         storage = storage_of(parameter)
         if storage is not None and not storage.is_writing:
@@ -321,16 +276,7 @@ def _refused(name: str, storage: SharedStorage[Any]) -> ConfigError:
 
 
 def check_step_allowed(storage: SharedStorage[Any], owner: str, world_size: int) -> None:
-    """Raise where a step that the ranks share must not write to parameters that they share.
-
-    Args:
-        storage: Where the parameters lie.
-        owner: The optimizer's class.
-        world_size: The number of ranks that share the step.
-
-    Raises:
-        ConfigError: Says why.
-    """
+    """Raise where a step that the ranks share must not write to parameters that they share."""
     names = storage.ops.names
     if not storage.allows_writing:
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 A step: the ranks meet and compare (`meet`), each updates its part, and what it has written reaches the others
 (`make`), within `updating`, so that a step that was begun and not completed is remembered, and nobody takes
-its half for a whole (`step_tables`, `partial_steps`). A front end adds what its tensors and optimizers are.
+its half for a whole (`step_tables`, `partial_steps`).
 """
 
 from __future__ import annotations
@@ -42,15 +42,7 @@ State = TypeVar("State")
 
 
 class SharedStep(Generic[State]):
-    """The steps of one optimizer, on one rank.
-
-    Args:
-        pieces: The pieces of its parameters, of all ranks.
-        communicator: Connects the ranks; None: there is one rank.
-        travel: Brings what they write to each other; None: there is one rank.
-        look: The hyperparameters as they are now, to be compared with what they were: schedulers change them.
-        spell: The same by name, as text.
-    """
+    """The steps of one optimizer, on one rank."""
 
     def __init__(
         self,
@@ -80,10 +72,6 @@ class SharedStep(Generic[State]):
     def meet(self, call: Call, has_gradient: bytes) -> tuple[int, ...]:
         """Compare with the other ranks what this one is about to do. Collective.
 
-        Args:
-            call: What that is.
-            has_gradient: For each parameter whether it has a gradient here.
-
         Returns:
             The ranks that have no data any more.
 
@@ -109,7 +97,7 @@ class SharedStep(Generic[State]):
                 raise
 
     def refuse(self, error: ConfigError) -> None:
-        """Let the others know why this rank makes no step; they would wait. Collective."""
+        """Report to the others why this rank makes no step. Collective."""
         if self._barriers is not None:
             facts = Facts(Call.REFUSED, failure=str(error))
             try:
@@ -121,11 +109,6 @@ class SharedStep(Generic[State]):
         self, complete: Complete | None = None, prepare: Callable[[], None] = lambda: None
     ) -> _Updating:
         """A context for all that writes to parameters.
-
-        Args:
-            complete: Makes the part of a rank that is lost; None: nobody can.
-            prepare: What has to be there before anything is written; all ranks have met before it, for the
-                same step. May be collective.
 
         An exception within it breaks the optimizer, unless the step is found to be complete.
 
@@ -159,7 +142,6 @@ class SharedStep(Generic[State]):
             )
 
     def _end(self, complete: Complete | None, error: BaseException) -> None:
-        """The step has raised: look what was made of it, and tell."""
         if error is self._refusal:
             self._refusal = None
             return
@@ -182,7 +164,6 @@ class SharedStep(Generic[State]):
             self._travel.fail(error)
 
     def _own_parameters(self) -> list[Any]:
-        """Those that no other rank shares."""
         return [parameter for parameter in self._pieces.parameters if storage_of(parameter) is None]
 
     def make(
@@ -194,12 +175,6 @@ class SharedStep(Generic[State]):
         """Make this rank's part, and bring what each rank has written to the others. Collective.
 
         Within `updating`.
-
-        Args:
-            part: Makes it. Nothing in it is collective.
-            has_gradient: For each parameter whether it had a gradient, on some rank.
-            has_written: Whether anything is written of this rank's part, when `part` has raised. None: the
-                versions of its pieces tell; a journal, which takes back what was written last, knows better.
 
         Raises:
             Exception: What `part` raises. If no rank has written anything then, the step was not made, and
@@ -230,7 +205,6 @@ class SharedStep(Generic[State]):
             self._follow(outcomes)
 
     def _find_route(self, has_gradient: bytes) -> tuple[Any, bool]:
-        """What is spread after a step with these gradients, and whether this rank has no part of it."""
         assert self._travel is not None
         key = (self._pieces.generation, has_gradient)
         if self._route[0] != key:
@@ -274,7 +248,6 @@ class SharedStep(Generic[State]):
         return True
 
     def _follow(self, outcomes: bytes) -> None:
-        """Raise because others have. Collective."""
         assert self._travel is not None and self._barriers is not None
         if not _is_refusal(outcomes):
             self._travel.meet()  # raises what the others tell
@@ -286,11 +259,7 @@ class SharedStep(Generic[State]):
             raise
 
     def check_unbroken(self) -> None:
-        """Raise if a step was begun and not completed.
-
-        Raises:
-            TornStepError: Quotes why.
-        """
+        """Raise if a step was begun and not completed."""
         for storage in self._pieces.storages:
             storage.check_whole(OWNER)
         if self._failure is not None and len(self._own_parameters()) > 0:
@@ -320,13 +289,6 @@ class SharedStep(Generic[State]):
     ) -> None:
         """Bring the state of all ranks together on one. Collective.
 
-        Args:
-            to: The rank that keeps it.
-            rank: This process's.
-            world_size: Number of ranks.
-            gather: Called with `to`: the whole state there, anything on the others. Collective.
-            in_reach: The state of all ranks, where a lost one has left it; None: it is not all there.
-
         Raises:
             ConfigError: There is no such rank.
             MismatchError: Another rank makes a step instead.
@@ -349,11 +311,6 @@ class SharedStep(Generic[State]):
             self._state = state
 
     def consolidated(self, rank: int) -> State:
-        """The whole state, as last consolidated.
-
-        Raises:
-            ConfigError: It has not been consolidated on this rank.
-        """
         if self._state is None:
             raise ConfigError(
                 f"{OWNER}.state_dict: the state has not been consolidated on rank {rank}.",
@@ -377,13 +334,7 @@ def is_loss(error: BaseException | None) -> bool:
 
 
 class telling:
-    """A context that adds to errors of a group in which step they came, and what that means.
-
-    Args:
-        owner: The class whose step() it is.
-        consequence: For the parameters.
-        fields: Facts for programs, which become attributes of the error.
-    """
+    """A context that adds to errors of a group in which step they came, and what that means."""
 
     # Not a generator: those take longer to enter than the ranks to meet.
     def __init__(self, owner: str, consequence: str, **fields: object) -> None:
@@ -397,7 +348,6 @@ class telling:
             raise self.told(error) from error
 
     def told(self, error: CollectiveError) -> CollectiveError:
-        """The same error, with these words."""
         where = ", ".join(filter(None, [f"{self._owner}.step; {self._consequence}", error.where]))
         rows = {row: getattr(error, row) for row in ("seen", "expected", "got", "likely", "hint")}
         fields = {**error.fields, **self._fields}
@@ -405,12 +355,10 @@ class telling:
 
 
 def _telling(*, has_begun: bool) -> telling:
-    """Says what an error before this rank's part means, by whether another rank has begun to write."""
     return telling(OWNER, HALF if has_begun else NOTHING_WRITTEN, step_is_complete=not has_begun)
 
 
 def _is_refusal(outcomes: bytes) -> bool:
-    """Whether no rank has written anything."""
     return _REFUSED in outcomes and {*outcomes} <= {_REFUSED, _IDLE}
 
 

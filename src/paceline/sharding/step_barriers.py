@@ -1,8 +1,8 @@
 """What the ranks compare before a step, so that none of them writes half of one.
 
-The one idea: each rank brings four numbers (what it calls, how often it has met, a hash of all
-hyperparameters, a hash of which gradients are there), and only where these differ the facts behind them
-travel, to say in the same words on every rank what differs and where.
+Each rank brings four numbers (its call, how often the ranks have synced, a hash of all hyperparameters, a
+hash of which gradients are there). Only where these differ the facts behind them travel, for an error that
+says what differs and where.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ NUMBERS_BYTES = _NUMBERS.size
 
 
 class Call(IntEnum):
-    """What a rank has come for."""
-
     STEP = 1
     JOINED_STEP = 2  # in torch's Join, after the end of this rank's data
     CONSOLIDATE = 3
@@ -69,17 +67,7 @@ class Facts:
 
 
 class StepBarriers:
-    """The barriers of one optimizer, counted.
-
-    Args:
-        gather: Everybody's numbers, one rank's behind the other's, on every rank. Collective.
-        gather_bytes: Everybody's bytes, of any lengths. Collective.
-        owner: The class, for errors.
-        parameters: Asked for the parameters that it updates.
-
-    Attributes:
-        number: How often the ranks have met.
-    """
+    """The barriers of one optimizer, counted."""
 
     def __init__(
         self,
@@ -98,12 +86,6 @@ class StepBarriers:
 
     def meet(self, call: Call, options: int, gradients: int, facts: Callable[[], Facts]) -> tuple[int, ...]:
         """Return when all ranks have come for the same. Collective.
-
-        Args:
-            call: What this rank has come for.
-            options: The hash of its hyperparameters.
-            gradients: The hash of which gradients it has.
-            facts: What stands behind all that; asked only if the ranks differ.
 
         Returns:
             The ranks that have no data any more, and so no gradients.
@@ -130,7 +112,6 @@ class StepBarriers:
         raise difference(told, [row[1] for row in rows], self._owner)
 
     def _hash_member(self) -> int:
-        """Another number for each of the members that train on their own; 0 where none do."""
         parameters = self._parameters()
         now = registry.version, len(parameters)
         if self._member_of != now:  # a model was wrapped, or is gone
@@ -212,7 +193,6 @@ def _gradients_error(told: Sequence[Facts], owner: str, where: str) -> UnusedPar
 
 
 def hash_options(options: Mapping[str, str]) -> int:
-    """The same number on all ranks that have the same hyperparameters."""
     return _core.hash_bytes(json.dumps(list(options.items())).encode())
 
 
@@ -221,14 +201,6 @@ def spell_options(groups: Iterable[Mapping[str, Any]], first: int = 0) -> dict[s
 
     What is no number, text, truth value or None, nor a sequence of these, is left out: its text may tell an
     address.
-
-    Args:
-        groups: The groups.
-        first: The number of the first of them.
-
-    Example:
-        >>> spell_options([{"params": [], "lr": 0.1, "betas": (0.9, 0.99)}])
-        {'lr of group 0': '0.1', 'betas of group 0': '(0.9, 0.99)'}
     """
     return {
         f"{key} of group {number}": repr(value)

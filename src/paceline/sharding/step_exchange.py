@@ -1,8 +1,4 @@
-"""How the ranks meet, and how what each has written reaches the others: through memory, or a process group.
-
-The one idea: both ways do the same things, and the optimizer sees no difference: `gather` a few numbers,
-`meet`, and `spread` what each rank has written, with how each has fared.
-"""
+"""How ranks sync in a step, and exchange what each has written: through memory, or a process group."""
 
 from __future__ import annotations
 
@@ -26,61 +22,38 @@ Spread = TypeVar("Spread", contravariant=True)
 
 
 class Travel(Protocol[Spread]):
-    """Between the ranks of one optimizer. All methods are collective, but for `prepare` and `fail`."""
+    """All methods are collective, but for `prepare` and `fail`."""
 
-    def gather(self, numbers: bytes) -> bytes:
-        """Everybody's `NUMBERS_BYTES` bytes, one rank's behind the other's."""
-        ...
+    def gather(self, numbers: bytes) -> bytes: ...
 
     def meet(self) -> None:
         """Return when all ranks have come here; what they wrote before is there."""
         ...
 
-    def prepare(self, by_rank: Sequence[Sequence[Spread]]) -> Any:
-        """Get ready to spread these tensors, any number of times.
-
-        Args:
-            by_rank: Those that each rank has written: the same shapes on all ranks.
-        """
-        ...
+    def prepare(self, by_rank: Sequence[Sequence[Spread]]) -> Any: ...
 
     def spread(self, prepared: Any, outcome: int) -> bytes | None:
         """Replace the tensors of each rank by those that it has.
 
-        Args:
-            prepared: By `prepare`.
-            outcome: How this rank has fared, in one byte.
-
         Returns:
             How each rank has, where that travels along; None: ask `outcomes`.
-
-        Example:
-            Rank 0 owns `a` and rank 1 owns `b`. Rank 0 holds [1] and [0], rank 1 holds [0] and [2] in them;
-            afterwards both hold [1] and [2].
         """
         ...
 
     @property
-    def compares_outcomes(self) -> bool:
-        """Whether `outcomes` is possible: it is where it costs next to nothing."""
-        ...
+    def compares_outcomes(self) -> bool: ...
 
     def outcomes(self, own: int) -> bytes:
         """How each rank has fared, one byte for each rank. Afterwards what all wrote before is there."""
         ...
 
     def fail(self, error: BaseException) -> None:
-        """This rank has raised, and will not come: the others raise at once, quoting it. Does not block."""
+        """Report this rank's failure, so that the others raise at once, quoting it. Does not block."""
         ...
 
 
 class MemoryTravel(Generic[Tensor]):
-    """A `Travel` through the memory of a host. Everything is on the CPU.
-
-    Args:
-        core: The memory.
-        ops: The framework's operations.
-    """
+    """A `Travel` through the memory of a host. Everything is on the CPU."""
 
     def __init__(self, core: _core.HostGroup, ops: FrameworkOps[Tensor]) -> None:
         self._core = core
@@ -138,14 +111,7 @@ class MemoryTravel(Generic[Tensor]):
 
 
 class GroupTravel(Generic[Tensor]):
-    """A `Travel` through a communicator over a process group.
-
-    Args:
-        communicator: The communicator.
-        ops: The framework's operations, where all that is spread lies on the CPU: how a rank has fared
-            then travels in the broadcast of what it has written. None: it lies on a device, and the host
-            would wait for the device.
-    """
+    """A `Travel` through a communicator over a process group."""
 
     def __init__(self, communicator: Communicator[Tensor], ops: FrameworkOps[Tensor] | None) -> None:
         self._communicator, self._ops = communicator, ops
@@ -163,7 +129,6 @@ class GroupTravel(Generic[Tensor]):
         return [self._with(byte, tensors) for byte, tensors in zip(outcomes, by_rank)], outcomes
 
     def _with(self, byte: Tensor, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """What a rank broadcasts, one list after the other: a communicator packs the tensors of each."""
         assert self._ops is not None
         if len(tensors) == 1 and self._ops.is_dense(tensors[0]) and nbytes(tensors[0]) > _PACKED_BYTES:
             return [[*tensors], [byte]]
@@ -208,7 +173,6 @@ def _outcomes(core: _core.HostGroup, own: int) -> bytes:
 def exchange_over(
     communicator: Communicator[Tensor], ops: FrameworkOps[Tensor], *, on_host: bool
 ) -> Travel[Tensor]:
-    """The best way over a communicator; `on_host`: all parameters lie on the CPU."""
     if communicator.path == "memory":
         return MemoryTravel(cast(Any, communicator).core, ops)
     return GroupTravel(communicator, ops if on_host else None)

@@ -1,8 +1,7 @@
-"""Whether a step on memory that ranks share is made, and whether all of it is.
+"""Which parts of a step on shared memory are written.
 
-The one idea: what one rank has written, all see at once. So the ranks of a host write down, in the same
-memory, whether they make a step, and which parts of it are written; this outlives them. A rank that loses
-another one in the middle looks there, and knows whether it has a whole step, none, or half of one.
+The ranks of a host note in that memory whether they make a step, and which parts are written; this outlives
+them. A rank that loses another one in the middle finds there whether the step is whole, not made, or partial.
 """
 
 from __future__ import annotations
@@ -26,11 +25,7 @@ rank that does. Returns whether it is made."""
 
 
 class StepTables:
-    """The step tables of an optimizer's parameters that the ranks of this host share.
-
-    Args:
-        storages: Asked for where they lie; none: no parameter is shared, and nothing is written down.
-    """
+    """The step tables of an optimizer's parameters that the ranks of this host share."""
 
     def __init__(self, storages: Callable[[], Sequence[SharedStorage[Any]]]) -> None:
         self._storages = storages
@@ -51,27 +46,17 @@ class StepTables:
         return any(storage.step_table.decide(False) for storage in self._storages()[:1])
 
     def end_part(self) -> None:
-        """This rank's part is written."""
         for storage in self._storages():
             storage.step_table.finish(storage.rank)
 
     def give_up(self, text: str) -> None:
-        """This rank has raised, and will not write the rest of its part; the others need not wait for it.
-
-        Args:
-            text: What it has raised.
-        """
+        """This rank has raised, and will not write the rest of its part; the others need not wait for it."""
         for storage in self._storages():
             storage.step_table.give_up()
             storage.core.abort(text)
 
     def settle(self, error: BaseException, complete: Complete | None) -> bool:
-        """When a rank is lost: wait until nobody writes any more. Returns whether all of the step is made.
-
-        Args:
-            error: How this rank knows of it.
-            complete: Makes the part of a rank that is lost.
-        """
+        """When a rank is lost: wait until nobody writes any more. Returns whether all of the step is made."""
         until = time.monotonic() + (0 if isinstance(error, DeadlineError) else _LONGEST_PART_S)
         for storage in self._storages():
             if not storage.step_table.is_finished(storage.rank):
@@ -94,7 +79,7 @@ class StepTables:
 
 
 def _missing(storage: SharedStorage[Any]) -> list[int]:
-    """The ranks whose parts of this rank's step are not written. Another rank may be at the next step."""
+    """Another rank may be at the next step."""
     return [rank for rank in range(storage.world_size) if not storage.step_table.is_finished(rank)]
 
 

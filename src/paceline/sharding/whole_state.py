@@ -30,12 +30,6 @@ def gather_states(
 ) -> Iterator[tuple[int, Mapping[Any, Any]]]:
     """The states of all pieces, brought together on one rank. Collective; each rank must exhaust it.
 
-    Args:
-        shards: The pieces.
-        held_of: What this rank's optimizer remembers of one of its pieces.
-        communicator: Between the ranks; None: there is one rank.
-        to: The rank that gets them.
-
     Returns:
         The number of each piece, and what is remembered of it; nothing on other ranks than `to`.
 
@@ -60,12 +54,6 @@ def gather_states(
 
 
 def put_together(shards: Shards[Tensor], states: Iterable[tuple[int, Mapping[Any, Any]]]) -> Whole:
-    """What an unsharded optimizer would remember.
-
-    Args:
-        shards: The pieces.
-        states: The number of each piece, and what is remembered of it.
-    """
     by_parameter: Whole = {}
     for number, state in states:
         piece = shards.pieces[number]
@@ -90,7 +78,6 @@ def is_cut(ops: FrameworkOps[Any], value: Any, piece: Piece) -> bool:
 def _describe(
     shards: Shards[Tensor], held_of: Callable[[int], Mapping[Any, Any] | None]
 ) -> tuple[list[tuple[int, Any]], list[Tensor], str]:
-    """This rank's state as JSON and tensors; and why it cannot travel, if it cannot."""
     tree: list[tuple[int, Any]] = []
     tensors: list[Tensor] = []
     for number in shards.own:
@@ -105,7 +92,6 @@ def _describe(
 
 
 def _spelled(value: Any, tensors: list[Tensor], ops: FrameworkOps[Tensor], parameter: Tensor) -> Any:
-    """A value as JSON: a list of its kind and what it holds."""
     if isinstance(value, ops.tensor):
         # To the parameter's device, whose group moves it: counts of steps of GPU optimizers lie on the CPU.
         tensors.append(ops.beside(value, parameter))

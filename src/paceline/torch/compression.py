@@ -62,12 +62,7 @@ def eight_bit_hook(state: EightBitCompression, bucket: GradBucket) -> torch.futu
 
 
 def _average(state: Compression, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """The future of the mean of a bucket's gradients over all ranks. Collective; does not block.
-
-    Raises:
-        ConfigError: The gradients are not in the host's memory, or not floating.
-        ConfigTypeError: It is no bucket of `paceline.torch.DistributedDataParallel`.
-    """
+    """The future of the mean of a bucket's gradients over all ranks. Collective; does not block."""
     values, codes = _values_of(bucket, type(state).__name__), state.codes(torch.from_numpy)
     group, parameters = bucket.process_group(), bucket.parameters()
     all_rows = codes.rows(values.numel(), 1 + dist.get_world_size(group))
@@ -88,7 +83,7 @@ def _average(state: Compression, bucket: Any) -> torch.futures.Future[torch.Tens
 
 
 def _values_of(bucket: Any, name: str) -> torch.Tensor:
-    """A bucket's gradients in float32, flat: the bucket's own memory if it is float32."""
+    """The bucket's own memory if it is float32."""
     check_bucket(bucket, GradBucket, user=name, owner="paceline.torch.DistributedDataParallel")
     flat = as_real(bucket.buffer())
     if flat.device.type != "cpu" or not flat.is_floating_point():

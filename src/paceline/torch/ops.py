@@ -36,8 +36,6 @@ from paceline.trace.recording import batches, optimizer_steps
 
 
 class TorchOps(FrameworkOps[torch.Tensor]):
-    """See `FrameworkOps`."""
-
     names = Names(
         wrapper="DistributedDataParallel",
         variable="ddp",
@@ -110,7 +108,7 @@ class TorchOps(FrameworkOps[torch.Tensor]):
     def buffer_at(
         self, plan: Plan, parameters: Sequence[torch.Tensor], pointer: int, owner: object
     ) -> GradientBuffer[torch.Tensor]:
-        """A gradient buffer at this address; every view keeps `owner` alive, which keeps it mapped."""
+        """Every view keeps `owner` alive, which keeps it mapped."""
         memory = (ctypes.c_char * max(1, plan.buffer_bytes)).from_address(pointer)
         memory.owner = owner  # type: ignore[attr-defined]
         sections = []

@@ -63,15 +63,12 @@ class _RowsOfAllRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor, None]:
-        """Sum over ranks; itself differentiable."""
         group = ctx.exchange.group
         rank = dist.get_rank(group) if isinstance(group, dist.ProcessGroup) else group.rank
         return None, _weighted_sum(ctx.exchange, gradient, rank), None
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks; its gradient is that too."""
-
     @staticmethod
     def forward(ctx: Any, exchange: _Exchange, value: torch.Tensor) -> torch.Tensor:
         ctx.exchange = exchange
@@ -100,11 +97,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def _weighted_sum(exchange: _Exchange, gradient: torch.Tensor, row: int | None = None) -> torch.Tensor:
-    """The sum of all ranks' gradients, each times its rank's weight, in units of this rank's weight.
-
-    Args:
-        row: Only this row of it is needed.
-    """
+    """The sum of all ranks' gradients, each times its rank's weight, in units of this rank's weight."""
     if exchange.without_backward:
         who = format_ranks(exchange.without_backward)
         raise ConfigError(
@@ -196,7 +189,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         return nn.BatchNorm2d.forward(cast("Any", _AnyDimension(self)), input)
 
     def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
-        """Move the running statistics towards those of this batch."""
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         assert self.num_batches_tracked is not None
@@ -220,8 +212,6 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
 
 class _AnyDimension:
-    """A batch norm without its check of the number of dimensions, which differs between torch's classes."""
-
     def __init__(self, module: nn.SyncBatchNorm) -> None:
         self._module = module
 
@@ -255,7 +245,6 @@ def _convert(
 
 
 def _group(given: Any) -> Any:
-    """The group whose ranks share statistics; None where there is one rank."""
     group = given
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
@@ -268,9 +257,8 @@ def _group(given: Any) -> Any:
 
 
 def _way_between(layer: nn.Module, group: Any, device: torch.device) -> tuple[Any, Patience]:
-    """What exchanges the statistics of a layer, and how it waits: as the wrapper of the model that it is in.
-
-    Ranks that share memory exchange them there, where they notice at once that they are in different calls.
+    """Ranks that share memory exchange them there, where they notice at once that they are in different
+    calls.
     """
     wrapper: Any = TorchDDP._active_ddp_module
     backward_sync = getattr(wrapper, "_backward_sync", None)

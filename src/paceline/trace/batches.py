@@ -18,7 +18,7 @@ def shape_of_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int,
 
 
 def samples_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """How many samples a model is called with: the first dimension of the first tensor; 0: there is none."""
+    """0: there is no tensor."""
     shape = _first_shape((*args, *kwargs.values()), _DEPTH)
     return shape[0] if shape else 0
 

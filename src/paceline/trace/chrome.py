@@ -3,8 +3,6 @@
 A process is a host, a thread is a rank (and a model, where there are several); an arrow leads from the rank
 that came last to each one that waited for it. Times are in microseconds since the first slice. Pure, but for
 `write`.
-
-Source: "Trace Event Format", Google, 2016.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ _LANES_PER_RANK = 100
 
 
 def trace_events(recordings: Sequence[RankRecording]) -> dict[str, Any]:
-    """The recordings of a job as one trace."""
     lines = on_one_clock([make_timeline(recording) for recording in recordings])
     starts = [each.begin_ns for line in lines for each in line.slices]
     events = list(_Writer(lines, min(starts, default=0)).events())
@@ -33,11 +30,6 @@ def trace_events(recordings: Sequence[RankRecording]) -> dict[str, Any]:
 
 
 def check(path: Path) -> None:
-    """Raise unless a trace can be written there.
-
-    Raises:
-        ConfigError: It can't.
-    """
     is_new = not path.exists()
     try:
         with path.open("a"):
@@ -49,11 +41,6 @@ def check(path: Path) -> None:
 
 
 def write(path: Path, recordings: Sequence[RankRecording]) -> None:
-    """Write the trace of a job.
-
-    Raises:
-        ConfigError: The file can't be written.
-    """
     try:
         with path.open("w") as file:
             json.dump(trace_events(recordings), file)
@@ -62,7 +49,6 @@ def write(path: Path, recordings: Sequence[RankRecording]) -> None:
 
 
 def _cannot_write(path: Path, error: OSError) -> ConfigError:
-    """What is wrong with the place of a trace."""
     return ConfigError(
         f"The trace can't be written to {path}.",
         seen=error.strerror or str(error),
@@ -101,7 +87,6 @@ class _Writer:
             yield {"ph": "M", "name": "thread_sort_index", **thread, "args": order}
 
     def _arrows(self) -> Iterator[dict[str, Any]]:
-        """From the end of the last rank's backward to where each other rank went on, for every backward."""
         by_rank = {line.rank: line for line in self._lines}
         number = 0
         for key, whom in sorted(last_to_arrive(self._lines).items()):
@@ -132,7 +117,6 @@ class _Writer:
 
 
 def _went_on(line: RankTimeline, key: BackwardKey, came_ns: int) -> int | None:
-    """When a rank went on after the last one had come; None: it never did."""
     waits = [
         wait.end_ns for wait in line.waits if wait.key == key and wait.begin_ns <= came_ns <= wait.end_ns
     ]

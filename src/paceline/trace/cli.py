@@ -21,11 +21,6 @@ which it records; of several hosts, by one folder for each.
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command; the value is the exit status.
-
-    Raises:
-        ConfigError: There is no such job, it can't be read, or the output can't be written.
-    """
     parser = argparse.ArgumentParser(
         prog="paceline trace", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,8 +1,8 @@
 """One clock for several hosts, out of what their ranks have recorded.
 
-The one idea: no rank leaves a backward before every rank has come to its end. So of each backward we know on
+No rank leaves a backward before every rank has come to its end. So of each backward we know on
 which side of the truth a guess is: what host B's last rank did before host A's first rank went on, and the
-reverse. Over many backward passes both bounds close in to the time of a message. Pure.
+reverse. Over many backward passes both bounds close in to the time of a message.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from paceline.trace.timeline import BackwardKey, RankTimeline
 
 
 def on_one_clock(timelines: Sequence[RankTimeline]) -> list[RankTimeline]:
-    """The timelines by the clock of the first one's host; ranks of one host share a clock already."""
     hosts: dict[str, list[RankTimeline]] = {}
     for each in timelines:
         hosts.setdefault(each.recording.header.boot, []).append(each)
@@ -50,6 +49,5 @@ def _bounds(ranks: Sequence[RankTimeline]) -> tuple[Mapping[BackwardKey, int], M
 
 
 def _by_real_time(ranks: Sequence[RankTimeline]) -> int:
-    """What the host's clock showed in 1970, if its time of day is right."""
     header = ranks[0].recording.header
     return header.monotonic_ns - header.real_ns

@@ -1,9 +1,8 @@
 """The ranks of other hosts, as the host of rank 0 knows them: what each tells once in a second.
 
-The one idea: a rank tells the beginning of its own file (who it is, and its totals) and a few words. Rank 0's
-process writes that into a file for each such rank, beside the files of the ranks that record there. So who
-watches a job reads all ranks in one folder, whatever became of the process that has written it. Bytes of the
-file, of which the first 3072 are those of a ring's file (`ring_file`):
+A rank tells the beginning of its own file (who it is, and its totals) and a few words. Rank 0's
+process writes that into a file for each such rank, beside the files of the ranks that record there. Bytes of
+the file, of which the first 3072 are those of a ring's file (`ring_file`):
 
     0       header
     1024    totals at the end of the first backward, and those of the last look
@@ -38,8 +37,6 @@ _NAME_CHARACTERS, _FAILURE_CHARACTERS = 40, 200
 
 
 class State(IntEnum):
-    """Whether a rank of another host is there."""
-
     LIVE = 0
     LEFT = 1
     """It has ended in good order."""
@@ -64,7 +61,6 @@ class Words:
     memory_bytes: int | None = None
 
     def pack(self) -> bytes:
-        """As JSON, and never longer than there is room."""
         values = {name[:_NAME_CHARACTERS]: value for name, value in list(self.values.items())[:_MOST_VALUES]}
         told = {
             "step": self.step,
@@ -107,7 +103,6 @@ class FarRank:
 
 
 def pack_figures(header: RankHeader, first: Totals, last: Totals, words: Words) -> bytes:
-    """What a rank tells of itself, for `FarRanks.take`."""
     packed = header.pack()
     return b"".join(
         [len(packed).to_bytes(2, "little"), packed, pack_totals(1, first), pack_totals(1, last), words.pack()]
@@ -126,19 +121,12 @@ def _unpack_figures(raw: bytes) -> tuple[RankHeader, Totals, Totals, Words]:
 
 
 class FarRanks:
-    """Writes the files; in the process of rank 0. For one thread.
-
-    Args:
-        folder: Tells where the job records on this host; None: nowhere (yet).
-    """
-
     def __init__(self, folder: Callable[[], Path | None]) -> None:
         self._folder = folder
         self._files: dict[int, mmap.mmap] = {}  # by the number by which the channel calls a rank
         self._written = 0
 
     def take(self, who: int, raw: bytes) -> None:
-        """A rank has told its figures; what is none, or has no room on the disk, is dropped."""
         with suppress(ValueError, OSError, struct.error):
             header, first, last, words = _unpack_figures(raw)
             memory = self._files.get(who)
@@ -156,15 +144,12 @@ class FarRanks:
             self._write(memory, State.LIVE, words.pack())
 
     def leave(self, who: int) -> None:
-        """A rank has ended in good order."""
         self._end(who, State.LEFT)
 
     def lose(self, who: int) -> None:
-        """A rank has died, or its host cannot be reached."""
         self._end(who, State.LOST)
 
     def _end(self, who: int, state: State) -> None:
-        """The first word about it counts."""
         memory = self._files.get(who)
         if memory is not None:
             _, _, before, length = _HEAD.unpack_from(memory, _WORDS_AT)
@@ -181,7 +166,6 @@ class FarRanks:
 
 
 def _drop_old(folder: Path) -> None:
-    """What an earlier job has left in a folder of the user's."""
     for name in os.listdir(folder):
         if _is_far(name):
             (folder / name).unlink(missing_ok=True)
@@ -205,15 +189,7 @@ def _create(path: Path) -> mmap.mmap:
 
 
 def far_ranks(folder: Path, since_ns: int = 0) -> list[FarRank]:
-    """The ranks of other hosts that have told anything here, by rank; none, if the folder can't be read.
-
-    Args:
-        folder: Where the job records on this host.
-        since_ns: Leave out whom nobody has heard of since then (CLOCK_MONOTONIC): an earlier job's.
-
-    Raises:
-        ConfigError: A file is damaged.
-    """
+    """The ranks of other hosts that have told anything here, by rank; none, if the folder can't be read."""
     found = []
     with suppress(OSError):
         for name in os.listdir(folder):

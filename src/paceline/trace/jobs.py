@@ -1,6 +1,6 @@
 """Where jobs record, and which jobs have recorded something.
 
-The one idea: each job of a launcher has a folder of its own below one folder per user, which nobody else may
+Each job of a launcher has a folder of its own below one folder per user, which nobody else may
 look into. A job that ends well takes its folder along; one that fails leaves it, and the oldest of these go
 when there are many. While a job runs, its launcher has a lock on its folder, which nobody else can take, in
 whatever container they are: a folder that can be locked is one of a job that has ended.
@@ -32,16 +32,6 @@ _locks: dict[Path, int] = {}  # on the folders of the jobs that this process has
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What a launcher writes about its job.
-
-    Attributes:
-        name: The script.
-        pid: The launcher.
-        nprocs: Number of ranks.
-        started_s: Seconds since 1970.
-        exit_status: None: it has not ended, as far as anybody has written down.
-    """
-
     name: str
     pid: int
     nprocs: int
@@ -54,7 +44,6 @@ class JobFacts:
 
     @property
     def state(self) -> str:
-        """In words."""
         if self.exit_status is not None:
             return f"exit status {self.exit_status}"
         return "running" if self.is_running else "killed with its launcher"
@@ -73,12 +62,10 @@ def _temporary() -> Path:
 
 
 def new_folder() -> Path:
-    """A folder for one more job, which does not exist yet."""
     return users_folder() / os.urandom(3).hex()
 
 
 def squatter() -> str:
-    """Who has taken the name of this user's folder, as errors say it; "": nobody, it can be used."""
     folder = users_folder()
     with suppress(OSError):
         found = folder.lstat()
@@ -97,11 +84,7 @@ def _user(uid: int) -> str:
 
 
 def begin(folder: Path, facts: JobFacts) -> None:
-    """Make the folder of a job, and drop those of the oldest jobs that have ended.
-
-    Raises:
-        OSError: It can't be made, or another user has made the folder above it.
-    """
+    """Make the folder of a job, and drop those of the oldest jobs that have ended."""
     above = folder.parent
     while True:
         above.mkdir(mode=0o700, exist_ok=True)
@@ -117,7 +100,7 @@ def begin(folder: Path, facts: JobFacts) -> None:
 
 
 def _drop_oldest() -> None:
-    """Keep the newest of the jobs that have ended, one less than may be kept: one more has begun."""
+    """Keep one less than may be kept: one more has begun."""
     ended = [folder for folder, facts in jobs() if not facts.is_running]
     for folder in ended[_MOST_KEPT - 1 :]:
         with _held(folder) as is_over:
@@ -127,7 +110,6 @@ def _drop_oldest() -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
-    """Whether the job of a folder is over; it can't become another's within."""
     try:
         fd = _lock(folder)
     except BlockingIOError:
@@ -143,7 +125,7 @@ def _held(folder: Path) -> Iterator[bool]:
 
 
 def _lock(folder: Path) -> int:
-    """A descriptor that holds the lock of a folder. Raises BlockingIOError: another process has it."""
+    """Raises BlockingIOError: another process has it."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,7 +136,6 @@ def _lock(folder: Path) -> int:
 
 
 def end(folder: Path, facts: JobFacts, exit_status: int) -> None:
-    """Write down how a job has ended; nothing is kept of one that ended well."""
     with suppress(OSError):
         if exit_status == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -177,7 +158,6 @@ def jobs() -> list[tuple[Path, JobFacts]]:
 
 
 def facts_of(folder: Path) -> JobFacts | None:
-    """What the launcher has written about a job; None: nothing that can be read."""
     try:
         facts = JobFacts(**json.loads(read_bytes(folder / _FACTS, _MOST_FACTS)))
         name = printable(facts.name)
@@ -189,11 +169,7 @@ def facts_of(folder: Path) -> JobFacts | None:
 
 
 def find(name: str) -> Path:
-    """The folder of a job: the folder itself, the job's id, or the process id of its launcher.
-
-    Raises:
-        ConfigError: There is no such job, or another user's.
-    """
+    """The folder of a job: the folder itself, the job's id, or the process id of its launcher."""
     if "/" in name or paths_in(Path(name)):
         try:
             is_folder = Path(name).is_dir()
@@ -223,11 +199,6 @@ def folders_of_others() -> str:
 
 
 def read(folders: Sequence[Path]) -> list[RankRecording]:
-    """What the ranks of a job have recorded: of one folder, or one for each host.
-
-    Raises:
-        ConfigError: A folder can't be read, or holds nothing.
-    """
     found: list[RankRecording] = []
     for folder in folders:
         try:
@@ -244,7 +215,6 @@ def read(folders: Sequence[Path]) -> list[RankRecording]:
 
 
 def _cannot_read(folder: Path, error: OSError) -> ConfigError:
-    """What is wrong with the folder of a job."""
     return ConfigError(
         f"What the job has recorded can't be read: {folder}.",
         seen=error.strerror or str(error),
@@ -257,7 +227,6 @@ def _cannot_read(folder: Path, error: OSError) -> ConfigError:
 
 
 def age(facts: JobFacts) -> str:
-    """When a job was started, as people say it."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.started_s))
 
 

@@ -12,11 +12,8 @@ _COLUMNS = ("data", "forward", "backward", "average", "optimizer")
 
 
 def render(recordings: Sequence[RankRecording], num_backwards: int) -> str:
-    """A table of the last backward passes, a row for each rank, in milliseconds; then a line for each rank.
-
-    Args:
-        recordings: What the ranks have recorded.
-        num_backwards: How many backward passes to show, of each model.
+    """A table of the last backward passes, a row for each rank, in milliseconds; then a line for
+    each rank.
     """
     lines = on_one_clock([make_timeline(recording) for recording in recordings])
     last = last_to_arrive(lines)
@@ -31,7 +28,6 @@ def render(recordings: Sequence[RankRecording], num_backwards: int) -> str:
 
 
 def _last_keys(lines: Sequence[RankTimeline], num_backwards: int) -> list[BackwardKey]:
-    """The last backward passes that any rank has begun, for each model."""
     keys = {
         _key_of(each)
         for line in lines
@@ -49,7 +45,6 @@ def _key_of(each: Slice) -> BackwardKey:
 
 
 def _cells(line: RankTimeline, key: BackwardKey, whom: int | None) -> list[str]:
-    """What a rank did in a backward: a time for each column, and whom it waited for."""
     own = [each for each in line.slices if each.name in _COLUMNS and each.args.get("iteration") == key[1]]
     own = [each for each in own if each.lane == key[0]]
     begin_ns = min((each.begin_ns for each in own), default=0)
@@ -81,7 +76,6 @@ def _cells(line: RankTimeline, key: BackwardKey, whom: int | None) -> list[str]:
 
 
 def _last_words(line: RankTimeline, end_ns: int) -> str:
-    """What a rank was doing last, and why its backward passes failed."""
     header, records = line.recording.header, line.recording.records
     who = f"rank {header.rank} (pid {header.pid})"
     failures = [note["text"] for note in line.recording.notes if note.get("what") == "failure"]

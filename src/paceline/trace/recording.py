@@ -1,6 +1,6 @@
 """What this process records: off, or into one ring.
 
-The one idea: whoever has something to note asks `recording.note`, which is None while nothing is recorded;
+Whoever has something to note asks `recording.note`, which is None while nothing is recorded;
 that is all that it costs then. A recording is begun by the launcher's variable, or by `trace()` of a model.
 The memory of a ring stays mapped until the process ends: another thread may be in the middle of a note.
 """
@@ -46,7 +46,7 @@ MOST_NAMES = 64
 
 @final
 class Recording:
-    """The recording of this process. There is one: `recording`.
+    """The recording of this process.
 
     Attributes:
         note: Notes an event and its two numbers; None: nothing is recorded.
@@ -134,7 +134,6 @@ class Recording:
 
     @property
     def folder(self) -> Path | None:
-        """Where this process records; None: nowhere, or where nobody finds it."""
         return None if self._path is None else self._path.parent
 
     def begin_if_batches_count(self, rank: int, world_size: int) -> None:
@@ -143,23 +142,13 @@ class Recording:
             self.begin_if_asked(rank, world_size)
 
     def note_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note the size of what a wrapped model was given to train on. Wrappers ask `has_batches` first."""
+        """Wrappers ask `has_batches` first."""
         if (note := self.note) is not None:
             shape = shape_of_batch(args, kwargs)
             note(_BATCH, shape[0], math.prod(shape))
 
     def start(self, path: Path | None, rank: int, world_size: int, capacity: int) -> None:
-        """Record from now on, into a new file; None: one without a name.
-
-        Args:
-            path: The file.
-            rank: This process in its job.
-            world_size: Number of ranks of the job.
-            capacity: Most records that are kept; rounded up to a power of two.
-
-        Raises:
-            OSError: The file can't be made.
-        """
+        """Record from now on, into a new file; None: one without a name."""
         capacity = 1 << max(6, (capacity - 1).bit_length())
         memory = ring_file.create(path, capacity)
         header = RankHeader(
@@ -206,7 +195,6 @@ class Recording:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it nothing is noted; what was recorded before stays."""
         memory = self._memory
         _core.stop_recording()
         self.note = None
@@ -223,35 +211,30 @@ class Recording:
         self.note = _core.record
 
     def snapshot(self) -> bytes:
-        """A copy of what was recorded so far; empty: nothing is recorded."""
         return b"" if self._memory is None else self._memory[:]
 
     def read(self) -> RankRecording | None:
-        """What was recorded so far."""
         return ring_file.read(self.snapshot())
 
     def number_model(self, totals: ModelTotals) -> int:
-        """A number for one more wrapped model, whose totals count from now on."""
         self._num_models += 1
         self._models[self._num_models - 1] = totals
         return self._num_models - 1
 
     def tell(self, what: str, model: int, **facts: Any) -> None:
-        """Tell something in words that a reader must know to understand the records of a model."""
+        """Note in words what a reader needs to understand the records of a model."""
         fact = {"what": what, "model": model, **facts}
         self._facts[what, model] = fact
         if self._memory is not None:
             ring_file.add_note(self._memory, fact)
 
     def forget(self, model: int) -> None:
-        """A model makes no backward passes any more: further rings need not be told of it."""
         self._facts = {key: fact for key, fact in self._facts.items() if key[1] != model}
         totals = self._models.pop(model, None)
         if totals is not None:
             self._gone = sum_of((self._gone, totals.read()))
 
     def tell_failure(self, error: BaseException) -> None:
-        """Tell why a backward, or the program, raised."""
         text = f"{type(error).__name__}: {error}"[:2000]
         if self._memory is not None and text != self._last_failure:
             self._last_failure = text
@@ -266,7 +249,6 @@ class Recording:
         return Timed(self._timed[total])
 
     def number_name(self, name: str) -> int | None:
-        """A number for the name of a logged value; None: there are too many names."""
         number = self._names.get(name)
         if number is None and len(self._names) < MOST_NAMES:
             number = self._names[name] = len(self._names)
@@ -275,15 +257,7 @@ class Recording:
         return number
 
     def sample(self, now_ns: int, number: int = 0) -> bool:
-        """Write the totals of this process, once in a second. Called at the end of backward passes.
-
-        Args:
-            now_ns: By CLOCK_MONOTONIC.
-            number: The backward that has ended, as records have it (`backward_id`).
-
-        Returns:
-            Whether it has; the caller may note more that is worth no look in each backward.
-        """
+        """Write the totals of this process, once in a second. Called at the end of backward passes."""
         if now_ns < self.next_sample_ns or self._memory is None:
             return False
         self.next_sample_ns = now_ns + _SAMPLE_EVERY_NS
@@ -294,7 +268,6 @@ class Recording:
         return True
 
     def _tell_host(self) -> None:
-        """Tell the host of rank 0, if that is another one."""
         if self.tell_host is None or self._header is None or not self._last:
             return
         step = self._steps.get(min(self._steps, default=0))
@@ -317,13 +290,12 @@ class Recording:
         ring_file.write_totals(memory, totals, self._num_samples)
 
     def _sample_last(self) -> None:
-        """The process ends."""
         if self._first:
             self._write_totals(time.monotonic_ns())
             self._tell_host()
 
     def _stop(self) -> None:
-        """Record no more. In a forked child, too: the ring is its parent's."""
+        """In a forked child, too: the ring is its parent's."""
         _core.stop_recording()
         self.note = self._memory = self._path = None
         self.has_batches = False
@@ -335,9 +307,6 @@ recording = Recording()
 
 class Timed:
     """Something that a program does now and then: its begin and end are noted, and its time is added up.
-
-    Args:
-        records: Notes and adds up, while anything is recorded.
 
     Attributes:
         begin: It begins; takes any arguments, so that it can be a hook. Not within itself.
@@ -362,12 +331,10 @@ class Timed:
 
 
 def optimizer_steps() -> Timed:
-    """The steps of optimizers."""
     return recording.timed(Total.OPTIMIZER_NS, Event.OPTIMIZER_BEGAN, Event.OPTIMIZER_ENDED)
 
 
 def batches() -> Timed:
-    """What data loaders are asked for."""
     return recording.timed(Total.DATA_NS, Event.DATA_BEGAN, Event.DATA_ENDED)
 
 
@@ -376,7 +343,6 @@ def _named(name: str, number: int) -> dict[str, Any]:
 
 
 def _place_in_job(rank: int, world_size: int) -> tuple[int, int]:
-    """This process among all of its job, which may train models in smaller groups."""
     given = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if all(text.isdigit() for text in given):
         return int(given[0]), int(given[1])
@@ -384,7 +350,6 @@ def _place_in_job(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def _is_of_other_process(path: Path) -> bool:
-    """Whether a process that still runs records there."""
     try:
         before = ring_file.read_header(ring_file.read_bytes(path, ring_file.COUNT_AT))
     except (OSError, ValueError):

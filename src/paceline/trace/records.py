@@ -1,6 +1,6 @@
 """The words of a recording: what a rank notes while it trains, and how a note lies in memory.
 
-The one idea: a record is 32 bytes, of which the core writes some and Python the others. `Event` has the same
+A record is 32 bytes, of which the core writes some and Python the others. `Event` has the same
 numbers as `Event` in cpp/core/recorder.h.
 """
 
@@ -62,8 +62,6 @@ class Event(IntEnum):
 
 
 class Record(NamedTuple):
-    """One note of a rank."""
-
     time_ns: int
     event: int
     thread: int
@@ -72,38 +70,24 @@ class Record(NamedTuple):
 
 
 def backward_id(model: int, number: int) -> int:
-    """A backward of a model in one number; models and backward passes are counted in each process.
-
-    Example:
-        >>> backward_of(backward_id(2, 117))
-        (2, 117)
-    """
+    """A backward of a model in one number; models and backward passes are counted in each process."""
     return model << _MODEL_SHIFT | number
 
 
 def backward_of(identity: int) -> tuple[int, int]:
-    """The model and the number of a backward; see `backward_id`."""
     return identity >> _MODEL_SHIFT, identity & ((1 << _MODEL_SHIFT) - 1)
 
 
 def float_bits(value: float) -> int:
-    """A float64 as the second number of a record."""
     return int(_INTEGER.unpack(_FLOAT.pack(value))[0])
 
 
 def bits_float(bits: int) -> float:
-    """The float64 that a record holds."""
     return float(_FLOAT.unpack(_INTEGER.pack(bits))[0])
 
 
 def unpack(ring: bytes, count: int) -> list[Record]:
-    """The records of a ring that are whole, oldest first.
-
-    Args:
-        ring: The memory of the ring.
-        count: How many records were begun since the ring was empty. The last of them may be torn; then the
-            sequence number there is not that of its place.
-    """
+    """The records of a ring that are whole, oldest first."""
     capacity = len(ring) // RECORD_BYTES
     first = max(0, count - capacity)
     split = first % capacity * RECORD_BYTES
@@ -111,13 +95,7 @@ def unpack(ring: bytes, count: int) -> list[Record]:
 
 
 def unpack_run(data: bytes, first: int, end: int) -> list[Record]:
-    """The records that are whole of those that lie one after another.
-
-    Args:
-        data: Their memory.
-        first: The number of the first one, from 0.
-        end: The number behind the last one; there may be more memory.
-    """
+    """The records that are whole of those that lie one after another."""
     found = []
     for index, fields in zip(range(first, end), RECORD.iter_unpack(data)):
         time_ns, sequence, event, thread, one, two = fields

@@ -1,7 +1,7 @@
 """The file of one rank: who it is, notes in words, and the ring of its records.
 
-The one idea: the rank maps the file and never closes it, so all that it wrote is there however it ended; and
-its disk space is reserved first, so that writing cannot fail. Bytes of the file:
+The rank maps the file and never closes it, so all that it wrote is there however it ended;
+and its disk space is reserved first, so that writing cannot fail. Bytes of the file:
 
     0       Header
     512     number of records begun (8 bytes, written by the core), bytes of notes written (8 bytes)
@@ -115,12 +115,10 @@ class RankRecording:
 
 
 def path_of(folder: Path, rank: int) -> Path:
-    """Where a rank records."""
     return folder / f"rank{rank}{_SUFFIX}"
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """What ranks have recorded in a folder, in no order; nothing, if it can't be read."""
     try:
         return [folder / name for name in os.listdir(folder) if _is_ring(name)]
     except OSError:
@@ -132,21 +130,15 @@ def _is_ring(name: str) -> bool:
 
 
 def file_bytes(capacity: int) -> int:
-    """Size of the file of a rank."""
     return RECORDS_AT + capacity * RECORD_BYTES
 
 
 def capacity_of(memory: mmap.mmap) -> int:
-    """How many records a file holds that is mapped."""
     return (len(memory) - RECORDS_AT) // RECORD_BYTES
 
 
 def create(path: Path | None, capacity: int) -> mmap.mmap:
-    """A new file in the place of any that is there, its disk space reserved; None: one without a name.
-
-    Raises:
-        OSError: It can't be made, or the disk is full.
-    """
+    """A new file in the place of any that is there, its disk space reserved; None: one without a name."""
     if path is None:
         fd = os.memfd_create("paceline-trace")
     else:
@@ -172,7 +164,6 @@ def write_header(memory: mmap.mmap, header: RankHeader) -> None:
 
 
 def add_note(memory: mmap.mmap, note: dict[str, Any], *, is_failure: bool = False) -> bool:
-    """Write a note, where there is room; for failures some is kept. Whether there was."""
     line = json.dumps(note).encode() + b"\n"
     (used,) = struct.unpack_from("<Q", memory, NOTES_USED_AT)
     room = _NOTES_BYTES - used - (0 if is_failure else _KEPT_FOR_FAILURES)
@@ -184,17 +175,12 @@ def add_note(memory: mmap.mmap, note: dict[str, Any], *, is_failure: bool = Fals
 
 
 def write_totals(memory: mmap.mmap, totals: Totals, number: int, *, is_first: bool = False) -> None:
-    """Write the number-th totals over the last ones, or those of the first backward."""
     at = _FIRST_AT if is_first else _LAST_AT
     memory[at : at + TABLE_BYTES] = pack_totals(number, totals)
 
 
 def read_totals(data: bytes) -> tuple[Totals, Totals]:
-    """The first and the last totals of a rank, by the first 4096 bytes of its file.
-
-    Raises:
-        ValueError: They are damaged.
-    """
+    """The first and the last totals of a rank, by the first 4096 bytes of its file."""
     first, last = (unpack_totals(data[at : at + TABLE_BYTES]) for at in (_FIRST_AT, _LAST_AT))
     if any(totals and Total.TIME_NS not in totals for totals in (first, last)):
         raise ValueError("it holds totals of no moment")
@@ -202,11 +188,7 @@ def read_totals(data: bytes) -> tuple[Totals, Totals]:
 
 
 def read_header(data: bytes) -> RankHeader | None:
-    """Who has recorded, by the first bytes of the file; None: it is no such file, or of another version.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """Who has recorded, by the first bytes of the file; None: it is no such file, or of another version."""
     if len(data) < _HEADER.size or data[:8] != _MAGIC:
         return None
     _, version, record_bytes, capacity, *numbers, host, boot = _HEADER.unpack_from(data)
@@ -220,11 +202,7 @@ def read_header(data: bytes) -> RankHeader | None:
 
 
 def read_notes(lines: bytes) -> list[dict[str, Any]]:
-    """The notes of a rank, or some of them.
-
-    Raises:
-        ValueError: They are damaged.
-    """
+    """The notes of a rank, or some of them."""
     return [_note_of(line) for line in lines.split(b"\n") if line]
 
 
@@ -255,17 +233,11 @@ _NOTES: dict[str, dict[str, type]] = {
 
 
 def is_number(value: object) -> bool:
-    """Whether what was JSON is an integer of a size that a rank or a launcher writes."""
     return isinstance(value, int) and abs(value) < 1 << 63
 
 
 def printable(text: str, also: str = "") -> str:
-    """A text that somebody else may have written, for a terminal: without characters that control one.
-
-    Args:
-        text: The text.
-        also: Control characters that stay.
-    """
+    """A text that somebody else may have written, for a terminal: without characters that control one."""
     return "".join(
         "?" if unicodedata.category(each) in _CONTROLS and each not in also else each for each in text
     )
@@ -276,11 +248,7 @@ _CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def read(data: bytes) -> RankRecording | None:
-    """What a copy of the file holds; None: it is no such file, or its rank has not come far enough.
-
-    Raises:
-        ValueError: It is damaged.
-    """
+    """What a copy of the file holds; None: it is no such file, or its rank has not come far enough."""
     header = read_header(data)
     if header is None:
         return None
@@ -299,11 +267,7 @@ def check_size(header: RankHeader, size: int) -> None:
 
 
 def notes_end(used: int) -> int:
-    """Where the notes end, of which a rank has written so many bytes.
-
-    Raises:
-        ValueError: There is no room for as many.
-    """
+    """Where the notes end, of which a rank has written so many bytes."""
     if used > _NOTES_BYTES:
         raise ValueError(f"it tells of {used} bytes of notes, and has room for {_NOTES_BYTES}")
     return NOTES_AT + int(used)
@@ -329,13 +293,11 @@ def open_regular(path: Path) -> int:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """The beginning of a regular file. Raises OSError: it can't be read."""
     with os.fdopen(open_regular(path), "rb") as file:
         return file.read(most)
 
 
 def damaged(path: Path, error: ValueError) -> ConfigError:
-    """The error of all readers for a file that holds what no rank has written."""
     return ConfigError(
         f"This recording is damaged: {printable(str(path))}.",
         seen=str(error),
@@ -360,12 +322,7 @@ def read_start(path: Path) -> RankRecording | None:
 
 
 def read_file(path: Path) -> RankRecording | None:
-    """All that a rank has recorded; None: no rank (yet). While it runs, what is there now.
-
-    Raises:
-        OSError: It can't be read.
-        ConfigError: It is damaged.
-    """
+    """All that a rank has recorded; None: no rank (yet)."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             header = read_header(file.read(COUNT_AT))
@@ -379,11 +336,6 @@ def read_file(path: Path) -> RankRecording | None:
 
 
 def read_folder(folder: Path) -> list[RankRecording]:
-    """What the ranks have recorded in a folder, by rank. While they run, what is there now.
-
-    Raises:
-        OSError: The folder, or a file in it, can't be read.
-        ConfigError: A file is damaged.
-    """
+    """What the ranks have recorded in a folder, by rank."""
     found = [read_file(folder / name) for name in os.listdir(folder) if _is_ring(name)]
     return sorted((each for each in found if each is not None), key=lambda each: each.header.rank)

@@ -1,8 +1,8 @@
 """Which rank the others wait for, and why: found in the totals of the ranks, and said in a sentence.
 
-The one idea: backward is a barrier, so every rank has the same step and only its own work tells who is slow.
+Backward is a barrier, so every rank has the same step and only its own work tells who is slow.
 Whatever a rank does more of than the others, for each step, may be the cause; the part of the difference that
-it explains decides. Pure.
+it explains decides.
 """
 
 from __future__ import annotations
@@ -56,15 +56,6 @@ WHILE_IT_RUNS = Limits(passes=100, seconds=10.0, lost_s=1.0)
 
 @dataclass(frozen=True)
 class Span:
-    """What one rank has done between two looks at its totals.
-
-    Attributes:
-        rank: The rank.
-        world_size: Number of ranks of its job.
-        host: The name of its host.
-        grown: By how much each total has grown.
-    """
-
     rank: int
     world_size: int
     host: str
@@ -79,7 +70,6 @@ class Span:
         return self.grown[Total.TIME_NS] / self.passes
 
     def of_step(self, total: Total) -> float | None:
-        """What a total has grown for each step; None: it is not told."""
         grown = self.grown.get(total)
         return None if grown is None else grown / self.passes
 
@@ -114,12 +104,6 @@ class SlowRank:
     cause: Cause | None
 
     def sentence(self, when: str = "") -> str:
-        """For people.
-
-        Example:
-            "the others waited for rank 3 of 8 (host b) in 91 % of 1240 steps, 4.2 of 20.1 ms per step. Why:
-            its data loading took 4.4 ms per step, that of the others 0.2 ms."
-        """
         span = self.span
         return (
             f"the others waited for rank {span.rank} of {span.world_size} (host {span.host}) in "
@@ -130,28 +114,17 @@ class SlowRank:
 
 
 def whole_spans(recordings: Sequence[RankRecording]) -> list[Span]:
-    """What each rank has done since the end of its first backward, as far as it has written that."""
     return [span_of(each, each.first) for each in recordings]
 
 
 def span_of(recording: RankRecording, since: Totals) -> Span:
-    """What a rank has done since a look at its totals."""
     header = recording.header
     grown = {total: value - since[total] for total, value in recording.last.items() if total in since}
     return Span(header.rank, header.world_size, header.host, grown)
 
 
 def slow_ranks(spans: Sequence[Span], limits: Limits) -> list[SlowRank]:
-    """The ranks that the others wait for, the slowest first, three at most. None: all is balanced.
-
-    Args:
-        spans: One for each rank of a job, or for those whose hosts one can look at.
-        limits: What must have been seen.
-
-    Example:
-        Two ranks made 100 steps of 20 ms. Rank 0 worked for 10 ms in each, and then waited; rank 1 worked for
-        20 ms, of which its data loader took 12. Rank 1 is slow, by "data".
-    """
+    """The ranks that the others wait for, the slowest first, three at most. None: all is balanced."""
     able = [span for span in spans if span.passes >= max(1, limits.passes)]
     found: list[tuple[float, SlowRank]] = []
     for span in able:
@@ -171,13 +144,7 @@ def slow_ranks(spans: Sequence[Span], limits: Limits) -> list[SlowRank]:
 
 
 def find_cause(span: Span, others: Sequence[Span], more_ns: float) -> Cause | None:
-    """What a rank does more of than the others, and what explains most of its longer work.
-
-    Args:
-        span: The slow rank.
-        others: The other ranks.
-        more_ns: How much longer it works for each step.
-    """
+    """What a rank does more of than the others, and what explains most of its longer work."""
     weighed = {kind: explains(span, others) for kind, (explains, _) in _CAUSES.items()}
     kind = max(weighed, key=weighed.__getitem__)
     if weighed[kind] >= _EXPLAINS * more_ns:
@@ -194,7 +161,6 @@ _Tells = Callable[[Span, Sequence[Span]], str]
 
 
 def _more(span: Span, others: Sequence[Span], total: Total) -> float:
-    """By how much a total grows more in each step than the median of the others; 0: it is not told."""
     own, theirs = span.of_step(total), _of_others(others, total)
     return 0.0 if own is None or theirs is None else own - theirs
 
@@ -205,7 +171,7 @@ def _of_others(others: Sequence[Span], total: Total) -> float | None:
 
 
 def _times(total: Total, template: str) -> tuple[_Explains, _Tells]:
-    """A cause that is a time. The template says {own} and {others}."""
+    """The template says {own} and {others}."""
 
     def explains(span: Span, others: Sequence[Span]) -> float:
         return _more(span, others, total)
@@ -219,8 +185,6 @@ def _times(total: Total, template: str) -> tuple[_Explains, _Tells]:
 
 
 def _faults(total: Total, each_ns: int, template: str) -> tuple[_Explains, _Tells]:
-    """A cause that is a number of page faults, of so many nanoseconds each."""
-
     def explains(span: Span, others: Sequence[Span]) -> float:
         return _more(span, others, total) * each_ns
 
@@ -232,8 +196,6 @@ def _faults(total: Total, each_ns: int, template: str) -> tuple[_Explains, _Tell
 
 
 def _larger(total: Total, what: str) -> tuple[_Explains, _Tells]:
-    """A cause that is a larger batch, whose forward and backward take so much longer."""
-
     def explains(span: Span, others: Sequence[Span]) -> float:
         own, theirs = span.of_step(total), _of_others(others, total)
         if not own or not theirs:
@@ -252,7 +214,6 @@ def _larger(total: Total, what: str) -> tuple[_Explains, _Tells]:
 
 
 def _without_core(span: Span, others: Sequence[Span]) -> float:
-    """How much longer it worked without computing."""
     more = _more(span, others, Total.WORKED_NS)
     return more - max(0.0, _more(span, others, Total.CPU_NS)) if Total.CPU_NS in span.grown else 0.0
 
@@ -313,11 +274,7 @@ def _ms(ns: float) -> str:
 
 
 class CauseWatch:
-    """Tells why a rank is slow now, whenever somebody looks.
-
-    The one idea: what the ranks have done since a look some seconds ago; at first, since their first
-    backward.
-    """
+    """Says why a rank is slow, from what the ranks have done since a look some seconds ago."""
 
     _SPAN_NS = 10_000_000_000
 
@@ -327,7 +284,6 @@ class CauseWatch:
         self._spans: list[Span] = []
 
     def look(self, recordings: Sequence[RankRecording]) -> None:
-        """Keep what the ranks have written by now."""
         now = {each.header.rank: each.last for each in recordings if each.last}
         before = self._looks[0] if self._looks else {}
         self._spans = []
@@ -344,15 +300,9 @@ class CauseWatch:
 
     @property
     def spans(self) -> Mapping[int, Span]:
-        """What each rank has done since then."""
         return {span.rank: span for span in self._spans}
 
     def of(self, rank: int) -> Cause | None:
-        """Why this rank works longer than the others; None: it does not, or that could not be told.
-
-        Example:
-            Rank 1 of two loads data for 12 ms per step, and rank 0 for 1 ms: `of(1).kind` is "data".
-        """
         able = [span for span in self._spans if span.passes and span.grown.get(Total.TIME_NS)]
         span = next((each for each in able if each.rank == rank), None)
         others = [each for each in able if each.rank != rank]
@@ -367,9 +317,8 @@ def _newest_ns(look: Mapping[int, Totals]) -> float:
 
 
 class SlowWatch:
-    """Says of a job that runs which rank has become slow, once for each rank and cause.
-
-    The one idea: spans that follow each other, each long enough for the limits, so that what is over is over.
+    """Says of a running job which rank has become slow, once for each rank and cause. Spans follow each
+    other, each long enough for the limits.
     """
 
     def __init__(self, limits: Limits = WHILE_IT_RUNS) -> None:
@@ -378,11 +327,7 @@ class SlowWatch:
         self._told: set[tuple[int, str]] = set()
 
     def look(self, recordings: Sequence[RankRecording]) -> list[str]:
-        """The sentences that are due now.
-
-        Args:
-            recordings: Who the ranks are, and their totals; nothing else of them is read.
-        """
+        """The sentences that are due now."""
         now = {each.header.rank: each.last for each in recordings if each.last}
         spans = [
             span_of(each, self._since[each.header.rank])

@@ -1,8 +1,7 @@
 """From the records of a rank to what it did and when: slices of time, and whom it waited for.
 
-The one idea: records tell when something began and ended; what lies within what follows from the times.
-Slices of one lane never overlap in part, so that viewers can nest them. A lane is a model: two models may
-share one backward. Pure.
+Records tell when something began and ended; what lies within what follows from the times.
+Slices of one lane never overlap in part, so that viewers can nest them.
 """
 
 from __future__ import annotations
@@ -38,16 +37,6 @@ _OF_A_BACKWARD = {"forward", "backward", "average"}
 
 @dataclass(frozen=True)
 class Slice:
-    """Something that took a time.
-
-    Attributes:
-        name: What a viewer shows.
-        begin_ns: When it began.
-        end_ns: When it ended.
-        lane: The model that it belongs to.
-        args: What a viewer shows of it on request.
-    """
-
     name: str
     begin_ns: int
     end_ns: int
@@ -61,7 +50,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank has waited at the end of a backward. `whom`: the last rank to come, as it knows it."""
+    """whom: the last rank to come, as this one knows it."""
 
     key: BackwardKey
     begin_ns: int
@@ -96,7 +85,6 @@ class RankTimeline:
         return self.recording.header.rank
 
     def shifted(self, by_ns: int) -> RankTimeline:
-        """The same by a clock that shows so much more."""
         if not by_ns:
             return self
         return RankTimeline(
@@ -111,23 +99,16 @@ class RankTimeline:
 
 
 def make_timeline(recording: RankRecording) -> RankTimeline:
-    """Read the records of one rank."""
     return _Builder(recording).build()
 
 
 def last_to_arrive(timelines: Sequence[RankTimeline]) -> dict[BackwardKey, int]:
-    """The rank that all others waited for, by iteration; for those that all ranks have recorded.
-
-    Example:
-        Rank 0's backward of iteration 7 was over at 100 and rank 1's at 130: {(0, 7): 1}.
-    """
+    """The rank that all others waited for, by iteration; for those that all ranks have recorded."""
     shared = set.intersection(*(set(each.arrivals) for each in timelines)) if timelines else set()
     return {key: max(timelines, key=lambda each: each.arrivals[key]).rank for key in shared}
 
 
 class _Builder:
-    """Goes through the records of a rank in the order of time."""
-
     def __init__(self, recording: RankRecording) -> None:
         self._line = RankTimeline(recording)
         self._found: list[Slice] = []

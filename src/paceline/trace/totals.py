@@ -1,6 +1,6 @@
 """What a rank has used and done since it began, in numbers that only grow; and how they lie in its file.
 
-The one idea: a rank writes its totals once in a second, so whoever watches a job reads some hundred bytes for
+A rank writes its totals once in a second, so whoever watches a job reads some hundred bytes for
 each rank, whatever the length of its ring and of the job. What a machine or a program does not tell is NaN.
 Imports the standard library: launchers read totals, and start without the core.
 """
@@ -64,16 +64,10 @@ TABLE_BYTES = _TABLE.size
 
 
 def pack_totals(number: int, totals: Totals) -> bytes:
-    """A table of totals, the number-th that is written to its place."""
     return _TABLE.pack(number, *(totals.get(total, math.nan) for total in Total), number)
 
 
 def unpack_totals(table: bytes) -> Totals:
-    """What was packed; nothing, if nothing was, or this was read in the middle of a change.
-
-    Raises:
-        ValueError: No rank has packed that.
-    """
     first, *values, last = _TABLE.unpack(table)
     if first != last or not first:
         return {}
@@ -84,7 +78,6 @@ def unpack_totals(table: bytes) -> Totals:
 
 
 def sum_of(parts: Iterable[Totals]) -> dict[Total, float]:
-    """The totals of several models of one process."""
     found: dict[Total, float] = {}
     for part in parts:
         for total, value in part.items():
@@ -94,12 +87,6 @@ def sum_of(parts: Iterable[Totals]) -> dict[Total, float]:
 
 class ModelTotals:
     """What one wrapped model adds to the totals of its process.
-
-    Args:
-        rank: This rank among those of the model.
-        times: A method that returns when the ranks came to the ends of the backward passes so far.
-        records: Notes the moments of its backward passes, and sums up what is between backward passes, and
-            samples.
 
     Attributes:
         weight: As the total of this name; None: no weight was ever given.
@@ -121,7 +108,6 @@ class ModelTotals:
         self._last: Totals = {}
 
     def read(self) -> Totals:
-        """The totals now; of a model that is gone, its last."""
         of_model = self._times()
         if of_model is None:
             return self._last

@@ -1,7 +1,6 @@
 """What this process has used of the machine so far: processor time, and what kept it from running.
 
-The one idea: totals since the process began, from files that stay open, so that a look costs microseconds.
-What a machine does not tell is left out.
+Totals since the process began, from files that stay open, so that a look costs microseconds.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ _TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 class UsageReader:
-    """Reads the totals of this process."""
-
     def __init__(self) -> None:
         self._schedstat = _open("/proc/self/schedstat")
         self._stat = _open("/proc/stat")
@@ -29,7 +26,6 @@ class UsageReader:
         )
 
     def read(self) -> dict[Total, float]:
-        """All totals that this machine tells."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         found: dict[Total, float] = {
             Total.CPU_NS: time.process_time_ns(),
@@ -49,11 +45,7 @@ class UsageReader:
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
-    """The memory of a process, with what it shares with others; None: this machine does not tell.
-
-    Args:
-        pid: The process; None: this one.
-    """
+    """None: this machine does not say; `pid` None: this process."""
     try:
         pages = int(Path(f"/proc/{'self' if pid is None else pid}/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -62,7 +54,6 @@ def resident_bytes(pid: int | None = None) -> int | None:
 
 
 def _steal_of(stat: bytes, cpus: set[int]) -> int:
-    """Time that was stolen from some processors, by /proc/stat."""
     total = 0
     for line in stat.splitlines():
         name, *times = line.split()
@@ -72,7 +63,6 @@ def _steal_of(stat: bytes, cpus: set[int]) -> int:
 
 
 def _cpu_stat_paths() -> list[str]:
-    """Where the control group of this process tells how long it was throttled."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

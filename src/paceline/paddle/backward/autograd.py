@@ -1,8 +1,8 @@
 """The backward passes of a Paddle layer: when one begins and ends, and the layer's other parts.
 
-A backward begins at the first gradient of an output of forward, so that a rank on which no parameter gets a
-gradient ends its backward too; or at that of a parameter, unless another wrapped model has it as well. It
-ends when backward() is over. What happens there is in `reducer.backward`.
+A backward begins at the first gradient of an output of forward, so that a rank on which no parameter gets
+a gradient ends its backward too; or at that of a parameter, unless another wrapped model has it as well. It
+ends when backward() is over.
 
 In the first backward, gradients are handed over at its end. What fires more than once in it, or inside an
 inner backward (reentrant recompute), is handed over at the end of all further backward passes, when it is
@@ -42,11 +42,6 @@ from paceline.trace.recording import recording
 class PaddleAutograd:
     """See `paceline.reducer.backward.front_end.Autograd`.
 
-    Args:
-        tensors: The model's.
-        state: The state of its backward passes.
-        gradients: Handed over by its hooks.
-
     Attributes:
         weights: The weights of this rank's micro-batches.
     """
@@ -78,7 +73,6 @@ class PaddleAutograd:
         self._shared = indices
 
     def scattered_in_place(self) -> Scattered | None:
-        """The gradients of which each rank has a part, if something stands for any of them now."""
         scattered = self._gradients.scattered
         if scattered is None or all(internals.stand_in_of(p) is None for p in self._tensors.trainable):
             return None
@@ -88,7 +82,7 @@ class PaddleAutograd:
         """What comes several times waits for the end of backward anyway."""
 
     def close(self) -> None:
-        """Listen no more. Paddle keeps the hooks."""
+        """Paddle keeps the hooks."""
         self._is_closed = True
         self._listen(False)
 
@@ -130,7 +124,7 @@ class PaddleAutograd:
                 tensor.register_hook(begin)
 
     def _on_output_gradient(self, graph: Graph) -> None:
-        """The backward of an output has begun, or paddle.grad() through it, which is no backward."""
+        """The backward of an output has begun; or paddle.grad() through it, which is no backward."""
         try:
             state = self._state
             if calls.depth and state.is_other(graph):
@@ -155,7 +149,6 @@ class PaddleAutograd:
             self.keep_error(error)
 
     def _listen(self, is_listening: bool) -> None:
-        """Take notice of gradients, or let them pass."""
         self._is_listening = is_listening
         self._is_steady = is_listening and not self._is_first  # then nothing is special about a gradient
 
@@ -178,7 +171,6 @@ class PaddleAutograd:
         self._listen(not self._is_closed)
 
     def on_gradient(self, index: int) -> None:
-        """A parameter's gradient is accumulated."""
         state = self._state
         is_running = state.phase >= RUNNING and state.is_syncing
         if self._is_steady and is_running and index not in self._always_at_end:
@@ -211,7 +203,6 @@ class PaddleAutograd:
             self._ways[index]()
 
     def is_foreign(self, index: int) -> bool:
-        """Whether a gradient that comes while no backward is under way is that of another wrapped model."""
         return self._is_closed or (index in self._shared and self._begins_at_outputs)
 
     def _postpone(self, index: int) -> None:
@@ -224,7 +215,7 @@ class PaddleAutograd:
             self._at_end[index] = None
 
     def note_hook_of_others(self, parameter: paddle.Tensor) -> None:
-        """A hook of the user's will be called after ours: hand over what it leaves."""
+        """Hand over what this hook, which is called after ours, leaves."""
         self._always_at_end.update(i for i, each in enumerate(self._tensors.trainable) if each is parameter)
 
     def is_in_backward(self) -> bool:
@@ -272,11 +263,9 @@ class PaddleAutograd:
         if (scattered := self._gradients.scattered) is not None:
             scattered.give_up()
 
-    def after_means(self) -> None:
-        """Nothing."""
+    def after_means(self) -> None: ...
 
-    def learn(self) -> None:
-        """What the first backward shows is known when it ends, good or not."""
+    def learn(self) -> None: ...
 
     def forget(self) -> None:
         self._drop_kept()
@@ -289,7 +278,7 @@ PaddleBackwardSync: TypeAlias = BackwardSync[PaddleAutograd]
 def make_sync(
     tensors: ManagedTensors, communicator: Communicator[paddle.Tensor], config: DataParallelConfig
 ) -> PaddleBackwardSync:
-    """Averages the gradients of `tensors` over the ranks of `communicator` in each backward. Collective."""
+    """Collective."""
     state = BackwardState(communicator.rank, communicator.world_size)
     gradients = Gradients(
         tensors,

@@ -31,7 +31,6 @@ class _Forwards:
 
     @property
     def weights(self) -> MicroBatchWeights | None:
-        """Of that model."""
         return None if self.backward_sync is None else self.backward_sync.micro_batches
 
 
@@ -39,16 +38,14 @@ forwards = _Forwards()
 
 
 def address_of(node: Any) -> int:
-    """Where the node is: each look at it makes another object in Python."""
+    """Each look at a node makes another object in Python."""
     address: int = node.node_ptr()
     return address
 
 
 def find_exchanges(roots: Sequence[paddle.Tensor]) -> list[str]:
-    """See `MicroBatchWeights._find_exchanges`.
-
-    A node costs Python 2 us. So the graph is searched only if it may hold what is looked for: on the CPU that
-    is a function written in Python, because Paddle's own operators exchange on devices only.
+    """A node costs Python 2 us. So the graph is searched only if it may hold what is looked for: on the CPU
+    that is a function written in Python, because Paddle's own operators exchange on devices only.
     """
     names = {
         _OF_PYTHON + function.__name__: f"{function.__module__}.{function.__qualname__}"

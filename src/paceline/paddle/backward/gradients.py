@@ -1,13 +1,10 @@
 """The gradients of one model, and where they lie: Paddle's own memory, or the gradient buffer.
 
-The one idea: a gradient is handed over in one of four ways. By *pointer* the reducer reads it where Paddle
+A gradient is handed over in one of four ways. By *pointer* the reducer reads it where Paddle
 keeps it and writes the mean there. A *copy* goes to the gradient buffer, and the mean comes back from there:
 where the reducer takes no pointers, for parameters that other wrapped models have, too, and where gradients
 are averaged in another dtype. The gradient *lives* in the gradient buffer. Or it is *taken* there, and each
 rank gets its part of the mean.
-
-A gradient is handed over some hundred times in every backward, by a closure over what it needs; whatever is
-rare is a call of something else.
 """
 
 from __future__ import annotations
@@ -31,13 +28,6 @@ from paceline.sharding.scattered_gradients import left_over, scatter
 
 class Gradients:
     """The gradients of the parameters that a plan lists; see `paceline.reducer.backward.front_end.Gradients`.
-
-    Args:
-        tensors: The model's.
-        state: The state of its backward passes.
-        rank: This rank.
-        live_in_buffer: Keep gradients in the gradient buffer, but for those of shared parameters.
-        reduce_dtype: In which gradients are averaged; None: in that of each parameter.
 
     Attributes:
         scattered: What each rank has a part of; None: every rank gets all means.
@@ -70,7 +60,6 @@ class Gradients:
         self._dtypes = [parameter.dtype for parameter in tensors.trainable]
 
     def adopt(self, reduction: Reduction[paddle.Tensor]) -> None:
-        """Have gradients averaged here from now on; those that live in a gradient buffer are moved."""
         moved = self._in_buffer()
         self._reduction = reduction
         self._places = reduction.places
@@ -87,7 +76,7 @@ class Gradients:
         return self._tensors.specs(self._reduce_dtype)
 
     def share(self, indices: set[int]) -> None:
-        """Note which parameters other wrapped models have, too. Their gradients leave the gradient buffer."""
+        """Their gradients leave the gradient buffer."""
         self.leave_buffer(indices)
         self._shared = indices
         self._choose_hand_overs()
@@ -102,8 +91,7 @@ class Gradients:
         """Paddle runs a backward in the thread of its caller."""
         self.leave_buffer()
 
-    def settle(self) -> None:
-        """Nothing is left to do."""
+    def settle(self) -> None: ...
 
     def _choose_hand_overs(self) -> None:
         count = len(self._parameters)
@@ -112,7 +100,6 @@ class Gradients:
         self._state.handed.watch(self._parameters, "", "", uses, self._in_own_memory())
 
     def _in_own_memory(self) -> list[int]:
-        """Parameters whose gradients stay where Paddle has made them, so that means are written there."""
         if self.scattered is not None:
             return []
         return [
@@ -123,7 +110,6 @@ class Gradients:
         ]
 
     def _choose_copy_or_view(self, index: int) -> Callable[[int], Callable[[], None]]:
-        """What copies a gradient, hands its pointer over, or keeps it in the gradient buffer as a view."""
         if not internals.same_dtype(self._places[index].dtype, self._dtypes[index]):
             return self._by_cast
         if index in self._shared:
@@ -137,7 +123,6 @@ class Gradients:
 
     @property
     def any_in_buffer(self) -> bool:
-        """Whether any lives in the gradient buffer."""
         return bool(self._in_buffer())
 
     def _in_buffer(self) -> dict[int, paddle.Tensor]:
@@ -154,11 +139,7 @@ class Gradients:
         return OPS.gradient(self._parameters[index]) is not None
 
     def check_cleared(self, index: int) -> None:
-        """Raise if a backward has added to what only stands for a gradient: that sum would lack it.
-
-        Raises:
-            ConfigError: The gradient of an earlier backward was not cleared.
-        """
+        """Raise if a backward has added to what only stands for a gradient: that sum would lack it."""
         if self.scattered is not None and internals.stand_in_of(self._parameters[index]) is not None:
             raise left_over(self._names[index], self._state.where, OPS.names)
 
@@ -287,7 +268,6 @@ class Gradients:
         return hand_over
 
     def _taking(self, index: int) -> Callable[[], None]:
-        """Copies a gradient to its place and lets go of it: its memory is for the next one."""
         assert self.scattered is not None
         take, copy, state, parameter = (
             self._take,
@@ -311,7 +291,6 @@ class Gradients:
         return hand_over
 
     def _take(self, index: int) -> paddle.Tensor | None:
-        """The gradient, contiguous; None: it was refused."""
         parameter = self._parameters[index]
         gradient = internals.gradient_of(parameter)
         if not self._check(index, gradient):
@@ -335,9 +314,7 @@ class Gradients:
             parameter.register_hook(lambda gradient: gradient.contiguous())
 
     def _check(self, index: int, gradient: paddle.Tensor | None) -> bool:
-        """Whether the gradient can be averaged; else it is refused, on all ranks.
-
-        None: the parameter counts as unused. Paddle calls its hooks, but leaves the gradient undefined, as
+        """None: the parameter counts as unused. Paddle calls its hooks, but leaves the gradient undefined, as
         that of a batch normalisation's shift is whose scale is frozen.
         """
         if index in self._state.handed:
@@ -355,7 +332,6 @@ class Gradients:
         return False
 
     def _move_to_buffer(self, index: int, gradient: paddle.Tensor) -> paddle.Tensor:
-        """Let the gradient live in its place in the gradient buffer."""
         parameter, place = self._parameters[index], self._places[index]
         place.copy_(gradient, True)
         if not gradient.is_contiguous():
@@ -396,7 +372,6 @@ class Gradients:
         return [i for i, now in shared.items() if now is None or now.data_ptr() != handed[i].data_ptr()]
 
     def _in_own_dtype(self, index: int) -> paddle.Tensor:
-        """The mean as the parameter's gradient has it: its place, or a cast of that."""
         place = self._places[index]
         return (
             place
@@ -405,7 +380,6 @@ class Gradients:
         )
 
     def keep(self) -> dict[int, Any]:
-        """All gradients where no backward changes them, and whether they live in the gradient buffer."""
         in_buffer: dict[int, paddle.Tensor] = self._in_buffer()
         kept: dict[int, Any] = {}
         for index, parameter in enumerate(self._parameters):
@@ -421,7 +395,6 @@ class Gradients:
         return kept
 
     def restore(self, kept: dict[int, Any]) -> None:
-        """Make what keep() has returned the only gradients that there are."""
         for index, parameter in enumerate(self._parameters):
             internals.drop_stand_in(parameter)
             if index not in kept:
@@ -454,7 +427,6 @@ class Gradients:
         return [g.data_ptr() for g in gradients], [nbytes(g) for g in gradients]
 
     def _check_kind(self, index: int) -> None:
-        """Refuse a parameter that has another shape or dtype than when it was wrapped, and no gradient."""
         parameter = self._parameters[index]
         if not internals.same_dtype(parameter.dtype, self._dtypes[index]):
             self._state.refuse(index, self._error(index, _described(parameter, "a value"), _CONVERTED))
@@ -500,5 +472,4 @@ def _described(tensor: paddle.Tensor, what: str) -> str:
     return f"{what} of {dtype_name(tensor.dtype)}, shape {list(tensor.shape)}"
 
 
-def _nothing() -> None:
-    """What a parameter with sparse gradients hands over."""
+def _nothing() -> None: ...

@@ -3,12 +3,10 @@
 Three things that Paddle tells nobody by itself: which tensors a forward returned, that a parameter's gradient
 is accumulated (and that somebody else has hooked that parameter later), and when the user's backward is over.
 
-For the last one: Paddle has one function through which every backward() goes. Around it we count how deep we
-are, so that the inner backward passes of recompute and PyLayer are told from the user's, and what must happen
-at the end of the user's happens after it, where an exception reaches the user as it is. (Paddle's own hook at
-the end of a backward turns every exception into a SystemError, and fires early where they nest.)
-
-`reducer.backward.state` keeps what belongs to the graph of a forward.
+Paddle has one function through which every backward() goes. Around it we count how deep we are, so that the
+inner backward passes of recompute and PyLayer are told from the user's, and what must happen at the end of
+the user's happens after it, where an exception reaches the user as it is. (Paddle's own hook at the end of a
+backward turns every exception into a SystemError, and fires early where they nest.)
 """
 
 from __future__ import annotations
@@ -34,14 +32,12 @@ _PLAIN = (str, bytes, int, float, complex, np.ndarray, np.generic, type(None))
 
 
 def tensors_in(output: object) -> Iterator[paddle.Tensor]:
-    """All tensors in tuples, lists, mappings, dataclasses and distributions."""
     for leaf in _leaves(output):
         if isinstance(leaf, paddle.Tensor):
             yield leaf
 
 
 def may_hide_tensors(output: object) -> bool:
-    """Whether it holds an object that nobody here can look into."""
     return any(not isinstance(leaf, (paddle.Tensor, *_PLAIN)) for leaf in _leaves(output))
 
 
@@ -65,15 +61,9 @@ def _leaves(output: object) -> Iterator[object]:
 
 
 class Listener(Protocol):
-    """The backward passes of one wrapped model."""
+    def on_gradient(self, index: int) -> None: ...
 
-    def on_gradient(self, index: int) -> None:
-        """A parameter's gradient is accumulated."""
-        ...
-
-    def note_hook_of_others(self, parameter: paddle.Tensor) -> None:
-        """Somebody has registered a hook, of any parameter, that will be called after ours."""
-        ...
+    def note_hook_of_others(self, parameter: paddle.Tensor) -> None: ...
 
 
 _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
@@ -144,7 +134,6 @@ _is_watching = False
 
 
 def watch_backwards() -> None:
-    """Begin to watch, if nobody has."""
     global _is_watching
     with _watch_lock:
         if not _is_watching:
@@ -152,8 +141,7 @@ def watch_backwards() -> None:
             _is_watching = True
 
 
-def _nothing() -> None:
-    """What most need."""
+def _nothing() -> None: ...
 
 
 def at_end(end: Callable[[], None], *, before: Callable[[], None] = _nothing) -> None:
@@ -167,11 +155,7 @@ def at_end(end: Callable[[], None], *, before: Callable[[], None] = _nothing) ->
 
 
 def raise_after_backward(error: Exception) -> None:
-    """Raise the error of a step of the graph when backward is over; Paddle would make it an OSError.
-
-    Raises:
-        Exception: That one, where this is no backward that is watched.
-    """
+    """Raise the error of a step of the graph when backward is over; Paddle would make it an OSError."""
 
     def end() -> None:
         raise error
@@ -182,7 +166,6 @@ def raise_after_backward(error: Exception) -> None:
 
 
 def keep_as_it_is(error: Exception) -> None:
-    """Let a backward that is watched raise this, which a step of its graph raises now, and no OSError."""
     if calls.depth:
         calls.error = error
 
@@ -217,7 +200,6 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_ends() -> None:
-    """All of them, even if one raises."""
     ends, calls.ends = calls.ends, []
     for each in ends:
         each.before()

@@ -17,15 +17,7 @@ from paceline.reducer.backward.state import BackwardState
 
 
 class PaddleWeights(MicroBatchWeights):
-    """See `MicroBatchWeights`.
-
-    Args:
-        parameters: Those that are trained.
-        state: The state of the model's backward passes.
-        keep_error: Called with an exception that a hook must not raise.
-        is_foreign: Whether a parameter (its number in the list), where no backward has begun to weigh, gets
-            its gradient from another wrapped model's.
-    """
+    """See `MicroBatchWeights`."""
 
     def __init__(
         self,
@@ -41,7 +33,6 @@ class PaddleWeights(MicroBatchWeights):
         self._handles: list[Any] = []
 
     def watch_local(self) -> None:
-        """An output of a forward in no_sync() has got its gradient: its backward begins."""
         if not self.is_open and graphs.calls.depth:
             self.begin()
 

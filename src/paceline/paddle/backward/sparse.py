@@ -1,6 +1,6 @@
 """Sparse gradients (SelectedRows): the rows that any rank touched, with the mean of their values.
 
-The one idea: every rank gets everybody's rows, in rank order, each value times that rank's share of the
+Every rank gets everybody's rows, in rank order, each value times that rank's share of the
 weight. A row that several ranks touched stands there several times, which Paddle's optimizers add up, as they
 do for a word that occurs twice in one batch.
 """
@@ -23,10 +23,6 @@ from paceline.reducer.communicator import Communicator
 class SparseMeans:
     """Averages the sparse gradients of one model.
 
-    Args:
-        tensors: The model's.
-        communicator: Between the ranks.
-
     Attributes:
         squared_norm: 0: no norm counts them.
         nonfinite: (rank, parameter) of each that was not finite in the last backward.
@@ -44,7 +40,7 @@ class SparseMeans:
         return len(self._parameters)
 
     def average(self, weight: float, *, has_data: bool) -> None:
-        """See `average_rows`; a rank without data has no gradients. Collective."""
+        """Collective."""
         self.nonfinite = []
         for index, (name, parameter) in enumerate(self._parameters.items(), self._first):
             ranks = average_rows(parameter, name, self._communicator, weight)
@@ -60,9 +56,6 @@ def average_rows(
 
     Returns:
         The ranks whose rows hold an infinity or a NaN.
-
-    Example:
-        Rank 0 has row 1 with [2, 2], rank 1 row 4 with [6, 6]; both get rows 1 and 4 with [1, 1], [3, 3].
     """
     gradient = internals.gradient_of(parameter)
     is_dense = gradient is not None and not internals.is_sparse(gradient)

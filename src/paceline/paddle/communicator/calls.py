@@ -1,9 +1,8 @@
 """Calls of paddle.distributed that the caller can wait for up to a deadline.
 
-The one idea: Paddle's Gloo does everything within the call, in C++, and takes no time-out from us. So on the
-CPU a thread of their own makes these calls, one after another, while the caller computes or waits. Those of
-NCCL, and of the engines of other devices, return at once. They are made where the caller is, and follow its
-stream.
+Paddle's Gloo does everything within the call, in C++, and takes no time-out from us. So on the CPU a
+thread of their own makes these calls, one after another, while the caller computes or waits. Those of NCCL,
+and of the engines of other devices, return at once. They are made where the caller is, and follow its stream.
 """
 
 from __future__ import annotations
@@ -44,17 +43,9 @@ _PATIENCE_S = 0.02
 class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
     """See `ProcessGroupCalls`; over a group of paddle.distributed, in the order in which they are begun.
 
-    Args:
-        group: None: the default group.
-        timeout_s: Most seconds of a wait.
-        warn_after_s: Seconds after which a wait is reported.
-
     Attributes:
         backend: What moves the bytes, as Paddle names it.
         on_host: Whether the group moves tensors of the CPU, or those of this process's device.
-
-    Raises:
-        ConfigError: This process is not in the group.
     """
 
     _thread: _CallThread | None = None
@@ -94,13 +85,11 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
         self._device = None if on_host else internals.device_of_this_process()
 
     def all_reduce(self, tensor: paddle.Tensor) -> Work:
-        """Begin to replace `tensor` by its sum over the ranks."""
         if self.on_host and tensor.dtype == paddle.float16:
             return self._make(lambda: _WideSum(tensor, self.group))
         return self._make(lambda: dist.all_reduce(tensor, group=self.group, sync_op=False))
 
     def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Work:
-        """Begin to collect the `tensor` of every rank in `out`, one after another in dimension 0."""
         return self._make(lambda: dist.stream.all_gather(out, tensor, group=self.group, sync_op=False))
 
     def sum(self, tensor: paddle.Tensor, timeout_s: float | None = None) -> None:
@@ -123,7 +112,6 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
         return broadcast
 
     def _broadcast(self, pieces: list[paddle.Tensor], root: int) -> None:
-        """Replace tensors of bytes by those of the rank `root`."""
         packed, what = pieces[0] if len(pieces) == 1 else paddle.concat(pieces), "a broadcast of values"
 
         def broadcast() -> Any:
@@ -168,7 +156,6 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
         return self.all_gather(out, own), rows
 
     def _to_wire(self, tensor: paddle.Tensor) -> paddle.Tensor:
-        """The tensor where the group can move it: itself, or a copy."""
         if tensor.place.is_cpu_place() == self.on_host:
             return tensor
         return tensor.cpu() if self.on_host else internals.copy_to(tensor, self._device)
@@ -181,11 +168,7 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
 
 
 class LoneCalls(GroupCalls):
-    """The calls of a process that is alone: every sum is what it has.
-
-    Args:
-        on_host: Whether it trains on the CPU.
-    """
+    """The calls of a process that is alone: every sum is what it has."""
 
     def __init__(self, *, on_host: bool) -> None:
         self.backend, patience = "missing", (math.inf, WARN_AFTER_S)
@@ -200,11 +183,7 @@ class LoneCalls(GroupCalls):
 
 
 class MemoryCalls(GroupCalls):
-    """The calls of the ranks of one host, in the memory that they share: done when they return.
-
-    Args:
-        core: The memory.
-    """
+    """The calls of the ranks of one host, in the memory that they share: done when they return."""
 
     def __init__(self, core: _core.HostGroup) -> None:
         self.backend, engine = "shared memory", "the memory that the ranks share"
@@ -223,15 +202,12 @@ class MemoryCalls(GroupCalls):
 
 
 def _as_bytes(tensor: paddle.Tensor) -> paddle.Tensor:
-    """The tensor's own memory as flat bytes, or a copy of it."""
     whole = tensor.detach().contiguous().reshape([-1])
     # Paddle counts the offset of a part of a larger tensor in elements of the new type.
     return paddle.view(whole.clone() if whole.offset else whole, "uint8")
 
 
 class _Done:
-    """A call that is done."""
-
     def is_completed(self) -> bool:
         return True
 
@@ -240,8 +216,6 @@ class _Done:
 
 
 class _WideSum:
-    """A sum of float16 on its way in float32: of 1 and 1 in float16, Paddle's Gloo makes an infinity."""
-
     def __init__(self, tensor: paddle.Tensor, group: Any) -> None:
         self._tensor = tensor
         with paddle.no_grad():
@@ -258,8 +232,6 @@ class _WideSum:
 
 
 class _ThreadCall:
-    """A call that another thread makes."""
-
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make: Callable[[], Any] | None = make
         self._error: BaseException | None = None
@@ -285,8 +257,6 @@ class _ThreadCall:
 
 
 class _CallThread:
-    """Makes calls one after another, as long as this object lives."""
-
     def __init__(self) -> None:
         self._calls: SimpleQueue[_ThreadCall | None] = SimpleQueue()
         # A daemon: one that Gloo holds, for a rank that is gone, must not hold the end of this process. Nor

@@ -84,11 +84,9 @@ class GradBucket(HookedBucket[paddle.Tensor]):
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are."""
         return self._calls.world_size
 
     def process_group(self) -> Any:
-        """The group of the wrapped model, of paddle.distributed or a `paceline.Group`."""
         return self._process_group
 
     def all_reduce(self, tensor: paddle.Tensor) -> Future[paddle.Tensor]:
@@ -118,7 +116,6 @@ class GradBucket(HookedBucket[paddle.Tensor]):
 
 
 def cut(buffer: paddle.Tensor, parameters: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
-    """Parts of a flat buffer, in its memory, shaped like these parameters, one after another."""
     parts, first = [], 0
     for parameter in parameters:
         last = first + int(parameter.size)
@@ -128,15 +125,7 @@ def cut(buffer: paddle.Tensor, parameters: Sequence[paddle.Tensor]) -> list[padd
 
 
 class PaddleHook(HookedBuckets[paddle.Tensor]):
-    """See `HookedBuckets`; a hook returns a tensor, or a future of one.
-
-    Args:
-        hook: The hook.
-        gradient_buffer: With whole parameters in its buckets.
-        parameters: Those that the plan lists.
-        calls: Between the ranks.
-        process_group: For the hook.
-    """
+    """See `HookedBuckets`; a hook returns a tensor, or a future of one."""
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ def connect(
     reduce_through: str = "auto",
     between_hosts: BetweenHosts | None = None,
 ) -> Communicator[paddle.Tensor]:
-    """See `hosts_communicator.connect`. Collective."""
+    """Collective."""
     if isinstance(peers, LonePeers):
         if on_host and reduce_through != "group":
             return MemoryCommunicator(peers.share_hosts().host_group, OPS, MemoryCalls)
@@ -53,7 +53,6 @@ def connect(
 
 
 def _tell_limit(rank: int, timeout_s: float) -> None:
-    """Say what nobody would expect who has set a longer time-out, or none."""
     global _is_limit_told
     if rank == 0 and timeout_s > GLOO_LIMIT_S and not _is_limit_told:
         _is_limit_told = True

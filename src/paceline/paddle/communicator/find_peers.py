@@ -38,8 +38,6 @@ _environment = EnvironmentGroup("paceline.paddle")
 
 
 class PaddlePeers(ProcessGroupPeers[paddle.Tensor]):
-    """The ranks of a group of paddle.distributed."""
-
     FRAMEWORK = f"paddle {paddle.__version__}"
     calls: GroupCalls
 
@@ -70,8 +68,6 @@ class PaddlePeers(ProcessGroupPeers[paddle.Tensor]):
 
 
 class LonePeers:
-    """A process that trains alone, and yet weighs its micro-batches, say."""
-
     rank, world_size, timeout_s, warn_after_s = 0, 1, math.inf, WARN_AFTER_S
     group = None
 
@@ -80,7 +76,6 @@ class LonePeers:
         return self
 
     def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
-        """See `Exchange`."""
         return [payload]
 
     def share_hosts(self) -> HostMemory:
@@ -101,18 +96,8 @@ def find_peers(
 ) -> Peers | None:
     """The group that was passed, else paddle.distributed's, else one formed from the environment.
 
-    Args:
-        group: A group of paddle.distributed, or ours, or None.
-        timeout_s: For the slowest rank; None: the group's own.
-        warn_after_s: Until a late rank is named in a warning; None: the usual.
-        device_mesh: The ranks instead of a group, or None.
-        owner: The class that asks for it, for errors.
-
     Returns:
         None: this process is the only one.
-
-    Raises:
-        ConfigError: The group is none of ours or Paddle's, or both a group and a mesh were passed.
     """
     group = checked_group(owner, group)
     if device_mesh is not None:
@@ -132,7 +117,6 @@ def find_peers(
 
 
 def known_exchange(group: Any, device_mesh: Any = None) -> tuple[Exchange, float] | None:
-    """What connects the ranks that these arguments name; see `exchange_of_named`."""
     if getattr(group, "rank", 0) == _OUTSIDE:  # nobody in the group waits for this rank
         return None
     is_there = _environment.formed is not None or dist.is_initialized()
@@ -142,7 +126,7 @@ def known_exchange(group: Any, device_mesh: Any = None) -> tuple[Exchange, float
 
 
 def _group_of_mesh(mesh: Any, group: Any) -> Any:
-    """The group of the ranks in a ProcessMesh of paddle.distributed. Collective."""
+    """Collective."""
     if group is not None:
         raise ConfigError(
             "DataParallel: group and device_mesh both name the ranks.",
@@ -177,15 +161,11 @@ def _group_of_mesh(mesh: Any, group: Any) -> Any:
 
 
 def _paddles_timeout_s() -> float:
-    """How long Paddle's own process groups wait, which users set by PADDLE_PG_TIMEOUT."""
     return float(dist.ParallelEnv().pg_timeout) / 1000
 
 
 def connect_environment(forming_timeout_s: float | None = None) -> Group | None:
     """Bring the processes that the launcher started together: in memory, or by paddle.distributed.
-
-    Args:
-        forming_timeout_s: For them to come together; None: the group's own time-out.
 
     Returns:
         None: this process is the only one, or paddle.distributed did it. Collective on the first call.

@@ -51,16 +51,9 @@ _kept: list[Pipes] = []  # for the goodbye at the end of the process, which a gr
 def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     """Connect this rank to its partners on the other hosts. Collective, over all ranks.
 
-    Args:
-        peers: The ranks.
-        memory: What this rank's host shares.
-
     Returns:
         Who is where; None: not between these ranks. They need a group of Paddle's over Gloo, and at most
         MOST_HOSTS hosts.
-
-    Raises:
-        RendezvousError: A partner could not be reached in time.
     """
     if not isinstance(peers, PaddlePeers) or not peers.calls.on_host or len(memory.hosts) > MOST_HOSTS:
         return None
@@ -102,7 +95,7 @@ class _Offer:
 
 
 def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | None:
-    """The connections to this rank's partners; None: it has no share. Collective, over all ranks."""
+    """Collective, over all ranks."""
     global _next_id
     own = next(host for host, ranks in enumerate(hosts) if peers.rank in ranks)
     place, shares = hosts[own].index(peers.rank), num_shares(hosts)
@@ -140,14 +133,13 @@ def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | N
 
 
 def _reserve_port() -> socket.socket:
-    """A port that nobody else gets while the socket is open."""
     reserved = socket.socket()
     reserved.bind(("", 0))
     return reserved
 
 
 def _tell(peers: Ranks, own: _Offer) -> list[_Offer]:
-    """What all ranks tell, by rank. Collective."""
+    """Collective."""
     rows = peers.exchange.all_gather(json.dumps(asdict(own)).encode(), peers.timeout_s)
     fields = {"next_id": int, "addresses": list, "ports": dict}
     return read_of_ranks(rows, lambda raw: _Offer(**read_object(raw, fields)))
@@ -155,17 +147,6 @@ def _tell(peers: Ranks, own: _Offer) -> list[_Offer]:
 
 @dataclass(frozen=True)
 class _RendezvousPoint:
-    """Two partners make one direction of their connection.
-
-    Attributes:
-        peers: All ranks.
-        control: Their channel.
-        partner: The other one.
-        addresses: Where the store may be reached.
-        port: Where it keeps it.
-        held: What holds the port until then; None: the partner keeps the store.
-    """
-
     peers: Ranks
     control: ControlChannel
     partner: int
@@ -174,11 +155,6 @@ class _RendezvousPoint:
     held: socket.socket | None
 
     def connect(self, number: int, *, receives: bool) -> Carry:
-        """Make the Gloo group of this number.
-
-        Raises:
-            RendezvousError: The partner could not be reached in time.
-        """
         within_s = min(self.peers.timeout_s, _CONNECT_WITHIN_S)
         made: list[Carry] = []
 
@@ -206,7 +182,6 @@ class _RendezvousPoint:
         return made[0]
 
     def _reachable(self, deadline: Deadline) -> str:
-        """The address by which this host reaches the store, once it is there."""
         reasons: list[str] = []
         while not reasons or not deadline.is_over():
             reasons.clear()
@@ -219,7 +194,6 @@ class _RendezvousPoint:
 
 
 def _reason(address: str, port: int) -> str:
-    """Why nobody can be reached there; "": somebody can."""
     try:
         socket.create_connection((address, port), _TRY_S).close()
     except OSError as error:

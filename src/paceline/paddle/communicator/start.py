@@ -3,8 +3,6 @@
 Paddle's store waits in silence for ranks that do not fit together, and ends the process that opens it where
 somebody else listens. So all ranks meet in a membership store first, at the address that the launcher gave
 them, and see who has come. Paddle's store is then at a port that rank 0 tells them there.
-
-Ranks of one host need no group of Paddle's; what Paddle is told of them is here, too.
 """
 
 from __future__ import annotations
@@ -53,7 +51,6 @@ _membership: Membership | None = None
 
 
 def needs_paddles_group() -> bool:
-    """Whether the launcher's processes are on several hosts, or train on GPUs."""
     try:
         place = read_rank_environment(needs_address=False)
     except ConfigError:
@@ -68,9 +65,6 @@ def form_paddles_group(timeout_s: float) -> None:
     """Call paddle.distributed.init_parallel_env(), if the ranks fit together.
 
     Collective; blocks until all have come.
-
-    Args:
-        timeout_s: For the ranks to come together.
 
     Raises:
         ConfigError: The address of rank 0 cannot be, or a variable is missing; or the group was formed and
@@ -129,12 +123,10 @@ def _paddles_address() -> str:
 
 
 def membership_of_default_group() -> Membership | None:
-    """Who has come before paddle.distributed formed its group; None: it was formed elsewhere."""
     return _membership
 
 
 def _export_paddle_variables() -> None:
-    """Set the variables that paddle.distributed reads, where another launcher (Slurm, MPI) set its own."""
     if "PADDLE_TRAINER_ID" in os.environ:
         return
     if "PADDLE_MASTER" not in os.environ:
@@ -159,9 +151,6 @@ def export_place(group: Group) -> None:
 
     Collective. Paddle's samplers and its `get_rank()` then know the rank, though it has formed no group. If
     the script has it form one later, it finds a free port: torchrun's own holds a store of the agent.
-
-    Args:
-        group: All ranks of the job.
     """
     ports = np.zeros(group.world_size, np.int64)
     if group.rank == 0:
@@ -178,11 +167,6 @@ def export_place(group: Group) -> None:
 
 
 def _open_store(start: Start, *, serves: bool) -> MembershipClient:
-    """Where all ranks meet, served by rank 0.
-
-    Raises:
-        RendezvousError: Somebody else listens there, or nobody any more.
-    """
     global _server
     try:
         if serves and (_server is None or _server.port != start.port):
@@ -200,7 +184,7 @@ def _open_store(start: Start, *, serves: bool) -> MembershipClient:
 
 
 def _port_of_paddles_store(start: Start, membership: Membership, key: str, *, serves: bool) -> int:
-    """A free port of rank 0's host, where Paddle's store is about to be. Collective.
+    """Collective.
 
     Rank 0 returns when all others know it: then it calls Paddle, which keeps the interpreter's lock until the
     group is there, and the membership store answers nobody meanwhile.
@@ -225,14 +209,10 @@ def _port_of_paddles_store(start: Start, membership: Membership, key: str, *, se
 
 
 def _form_with_all(start: Start, membership: Membership, key: str, *, serves: bool) -> None:
-    """Call paddle.distributed.init_parallel_env(), and return when all ranks have. Collective.
+    """Collective.
 
     Gloo has formed its group on one rank while another one still reads addresses from the store. If the first
     one ended then, the second one would find closed connections, and call that a time-out.
-
-    Raises:
-        RendezvousError: Another rank could not form the group, or has not in time.
-        Exception: What Paddle raised on this rank.
     """
     own = membership.own.rank
     try:
@@ -270,7 +250,6 @@ def _form_with_all(start: Start, membership: Membership, key: str, *, serves: bo
 
 
 def _problem_of_others(membership: Membership, key: str, deadline: Deadline) -> str:
-    """Why a rank could not form the group, or that it has not by the deadline; "": all others have."""
     for rank in range(1, len(membership.arrivals)):
         reason = f"rank {rank} has not formed Paddle's group {deadline.timeout_s:.1f} s after rank 0"
         try:
@@ -283,7 +262,7 @@ def _problem_of_others(membership: Membership, key: str, deadline: Deadline) -> 
 
 
 def _tell_all(membership: Membership, key: str, text: str, deadline: Deadline) -> None:
-    """Let rank 0 tell a text, and return when all others have read it. Raises as `_wait`."""
+    """Raises as `_wait`."""
     membership_store, others = membership.membership_store, len(membership.arrivals) - 1
     _write(membership, key, text)
     reason = "not all have read what rank 0 wrote"
@@ -291,7 +270,7 @@ def _tell_all(membership: Membership, key: str, text: str, deadline: Deadline) -
 
 
 def _told_by_rank_0(membership: Membership, key: str, what: str, deadline: Deadline) -> str:
-    """What `_tell_all` tells on rank 0. Raises as `_await`."""
+    """Raises as `_await`."""
     text = _await(membership, key, f"rank 0 has not said {what}", deadline)
     membership.membership_store.add(f"{key}/told", 1)
     return text
@@ -303,14 +282,13 @@ def _write(membership: Membership, key: str, text: str) -> None:
 
 
 def _await(membership: Membership, key: str, reason: str, deadline: Deadline) -> str:
-    """What a rank has written, once it is there. Raises as `_wait`; ForeignValueError: no rank wrote it."""
+    """Raises as `_wait`; ForeignValueError: no rank wrote it."""
     text = _wait(lambda: membership.membership_store.read(key), deadline, reason)
     return membership.signatures.read(key, text.encode(errors=LOSSLESS)).decode(errors=LOSSLESS)
 
 
 @contextlib.contextmanager
 def _reaching_the_store(start: Start) -> Iterator[None]:
-    """Raise RendezvousError where the membership store does not answer in time, or holds other words."""
     try:
         yield
     except (RuntimeError, ForeignValueError, ValueError) as error:
@@ -324,7 +302,7 @@ def _reaching_the_store(start: Start) -> Iterator[None]:
 
 
 def _wait(find: Callable[[], _Found | None], deadline: Deadline, reason: str) -> _Found:
-    """What is found, once it is there. Raises RuntimeError with a reason: it is not, at the deadline."""
+    """Raises RuntimeError with a reason: it is not, at the deadline."""
     while (found := find()) is None:
         if deadline.is_over():
             raise RuntimeError(reason)
@@ -334,7 +312,6 @@ def _wait(find: Callable[[], _Found | None], deadline: Deadline, reason: str) ->
 
 @contextlib.contextmanager
 def _naming(endpoint: str) -> Iterator[None]:
-    """Let Paddle read another address of rank 0, and the process find the launcher's again."""
     before = os.environ.get(_WHAT)
     os.environ[_WHAT] = endpoint
     try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PaddleTransport(Transport[paddle.Tensor]):
-    """See `Transport`. Paddle computes on one stream."""
+    """Paddle computes on one stream."""
 
     _calls: GroupCalls
 

@@ -1,7 +1,5 @@
-"""What code that knows paddle.DataParallel, or torch's class, reads of a wrapper beyond its public methods.
-
-The one idea: ours is a subclass, so that Paddle and trainers recognise it, and does not run Paddle's
-constructor; what Paddle's class has besides is hidden: it would run on state that is not there.
+"""Names of paddle.DataParallel and of torch's class that code reads of a wrapper. Ours is a subclass that
+does not run Paddle's constructor, so what else Paddle's class has is hidden.
 """
 
 # mypy: disable-error-code="misc"
@@ -71,7 +69,6 @@ class PaddleNames(PaddleDataParallel):
 
     @property
     def _strategy(self) -> Any:
-        """The argument; without it, one of as many ranks as there are."""
         if self._arguments["strategy"] is not None:
             return self._arguments["strategy"]
         strategy = ParallelStrategy()
@@ -81,13 +78,10 @@ class PaddleNames(PaddleDataParallel):
 
     @property
     def _reducer(self) -> PaddleReducer:
-        """The member of Paddle's reducer that trainers call."""
         return PaddleReducer(self._backward_sync)
 
 
 class PaddleReducer:
-    """The member of Paddle's reducer that trainers call."""
-
     def __init__(self, backward_sync: PaddleBackwardSync | None) -> None:
         self._backward_sync = backward_sync
 
@@ -99,6 +93,5 @@ class PaddleReducer:
 
 
 def hide_paddles_own(cls: _Class) -> _Class:
-    """Let `cls` inherit from Paddle's class nothing that it does not replace. A class decorator."""
     hide_inherited(cls, PaddleDataParallel)
     return cls

@@ -231,7 +231,6 @@ class DataParallel(WrappedModel, PaddleNames):
         self._tell_of_unused_compression(0 if peers is None else peers.rank)
 
     def _prepare(self, layers: nn.Layer, arguments: dict[str, Any]) -> None:
-        """All that this rank does by itself."""
         checked_layer("DataParallel", layers, "layers")
         # Not Paddle's DataParallel: it is a base only so that others recognise this class.
         nn.Layer.__init__(self, f"{layers.full_name()}_data_parallel")
@@ -574,7 +573,6 @@ class DataParallel(WrappedModel, PaddleNames):
 
 
 def _asks_for_one_rank(strategy: Any) -> bool:
-    """Whether a ParallelStrategy says that this process trains alone."""
     if getattr(strategy, "nranks", 2) > 1:
         return False
     text = f"DataParallel averages nothing: strategy.nranks is {strategy.nranks}. Leave strategy out."

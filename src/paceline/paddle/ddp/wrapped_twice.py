@@ -19,29 +19,20 @@ _OURS, _THEIRS = "paceline.paddle.DataParallel", "paddle.DataParallel"
 
 
 def check_inner(layer: nn.Layer) -> None:
-    """Refuse to wrap what Paddle has wrapped.
-
-    Raises:
-        ConfigError: A part of the model is a wrapper of Paddle's that averages.
-    """
+    """Refuse to wrap what Paddle has wrapped."""
     for name, part in layer.named_sublayers(include_self=True):
         if _averages(part):
             raise inner_error(_OURS, _THEIRS, name, **_library(part))
 
 
 def check_outer() -> None:
-    """Refuse a forward that runs within a forward of a wrapper of Paddle's.
-
-    Raises:
-        ConfigError: There is one that averages.
-    """
+    """Refuse a forward that runs within a forward of a wrapper of Paddle's."""
     for outer in callers({_Theirs.forward.__code__}):
         if _averages(outer):
             raise outer_error(_OURS, _THEIRS, f"a forward of ours within one of {_THEIRS}", **_library(outer))
 
 
 def _library(wrapper: object) -> dict[str, str]:
-    """Which part of Paddle has made a wrapper, and what to do; nothing where the script has."""
     adapters = callers({vars(_HapiModel)[name].__code__ for name in ("train_batch", "eval_batch")})
     if any(getattr(adapter, "ddp_model", None) is wrapper for adapter in adapters):
         return {"by": "paddle.Model (hapi)", "cure": _CURE.format("paddle.Model(model)")}

@@ -1,7 +1,4 @@
-"""Arguments that are Paddle's own things: layers, groups and flags. Checked before Paddle sees them.
-
-What is of no framework is checked in `paceline.arguments`.
-"""
+"""Arguments that are Paddle's own things: layers, groups and flags. Checked before Paddle sees them."""
 
 from __future__ import annotations
 
@@ -18,11 +15,6 @@ _STRIDES = "FLAGS_use_stride_kernel"
 
 
 def checked_layer(owner: str, layer: Any, name: str) -> nn.Layer:
-    """A layer, made already.
-
-    Raises:
-        ConfigError: It is none.
-    """
     hint = "nn.LayerList(...) of several layers; for a function, the layer that it calls"
     layer_of: nn.Layer = Arguments(owner).instance(
         name, layer, nn.Layer, what="a layer", of="paddle.nn.Layer", hint=hint
@@ -31,11 +23,6 @@ def checked_layer(owner: str, layer: Any, name: str) -> nn.Layer:
 
 
 def checked_group(owner: str, group: Any, name: str = "group") -> Any:
-    """A group of processes, or None.
-
-    Raises:
-        ConfigError: It is none; the name of a backend is none, either.
-    """
     if group is None or isinstance(group, Group) or hasattr(group, "nranks"):
         return group
     expected = "a paceline.Group, a group of paddle.distributed, or None"
@@ -44,11 +31,7 @@ def checked_group(owner: str, group: Any, name: str = "group") -> Any:
 
 
 def check_views(owner: str) -> None:
-    """Refuse a Paddle whose view(), slices and reshape() copy: means would be written to the copies.
-
-    Raises:
-        ConfigError: It was told to do so.
-    """
+    """Refuse a Paddle whose view(), slices and reshape() copy: means would be written to the copies."""
     if not paddle.get_flags(_STRIDES)[_STRIDES]:
         raise ConfigError(
             f"{owner}: Paddle was told to make no views of memory ({_STRIDES}).",

@@ -1,6 +1,6 @@
 """The arguments of `DataParallel`, Paddle's and torch's, checked and made one frozen object.
 
-The one idea: an argument is honoured, or refused with a sentence; none is silently ignored.
+An argument is honoured, or refused with a sentence; none is silently ignored.
 """
 
 from __future__ import annotations
@@ -49,11 +49,7 @@ class DataParallelConfig(WrapperOptions):
         }
 
     def check_devices(self, place: Any) -> None:
-        """Refuse arguments that name another device than that of the parameters.
-
-        Raises:
-            ConfigError: One does.
-        """
+        """Refuse arguments that name another device than that of the parameters."""
         for name, device in self.devices.items():
             if not _names(device, place):
                 raise ConfigError(
@@ -74,11 +70,7 @@ def make_config(
     mixed_precision: Any,
     **others: Any,  # those of SHARED_NAMES; `ManagedTensors` looks at any others that are not in HARMLESS
 ) -> DataParallelConfig:
-    """Check the constructor's arguments; see `DataParallel` for what they mean.
-
-    Raises:
-        ConfigError: An argument has a value that is not supported or makes no sense.
-    """
+    """Check the constructor's arguments; see `DataParallel` for what they mean."""
     for name in HARMLESS:
         _check_harmless(name, others[name])
     if bucket_cap_mb is None:
@@ -91,7 +83,6 @@ def make_config(
 
 
 def _check_harmless(name: str, value: Any) -> None:
-    """Refuse a value that asks for something that there is not."""
     allowed = HARMLESS[name]
     if True in allowed:
         _arguments.check.flag(name, value)
@@ -117,7 +108,6 @@ def _named_devices(device_ids: Sequence[Any] | None, output_device: Any) -> dict
 
 
 def _names(device: Any, place: Any) -> bool:
-    """Whether it means that place: by its kind ("gpu"), with its number ("gpu:0"), or by its number alone."""
     named, meant = (str(each).lower().removeprefix("place(").removesuffix(")") for each in (device, place))
     kind, _, number = meant.partition(":")
     return named == number if isinstance(device, int) else named in (kind, meant)

@@ -1,8 +1,7 @@
 """What stands in the place of a parameter's gradient where each rank has its part of the mean.
 
-The one idea: Paddle has no tensors that refuse to be computed with, so the gradient is dropped, and the
-parameter answers for it: `.grad` and whatever else reads a gradient raises, on every rank. Why, and what it
-stands for: `paceline.sharding.scattered_gradients`.
+Paddle has no tensors that refuse to be computed with, so the gradient is dropped, and the parameter answers
+for it: `.grad` and whatever else reads a gradient raises, on every rank.
 """
 
 from __future__ import annotations
@@ -16,19 +15,6 @@ from paceline.sharding.scattered_gradients import NO_BACKWARD
 
 
 class ScatteredGradient:
-    """Stands in the place of a parameter's gradient.
-
-    Args:
-        name: The parameter's name.
-        number: Which parameter's it is.
-        parameter: The parameter, whose place for a gradient it is.
-
-    Attributes:
-        of: The gradients that it is one of.
-        number: As it was given.
-        of_backward: The backward that has put it there.
-    """
-
     of: Scattered
 
     def __init__(self, name: str, number: int, parameter: paddle.Tensor) -> None:

@@ -28,19 +28,11 @@ ITEMSIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
 
 
 def dtype_name(dtype: paddle.dtype) -> str:
-    """As numpy spells it.
-
-    Example:
-        >>> dtype_name(paddle.float32)
-        'float32'
-    """
     return str(dtype).removeprefix("paddle.")
 
 
 class ManagedTensors:
-    """What DataParallel keeps in step: gradients of what is trained, values of what is not.
-
-    Parameters and buffers with `no_sync = True` are left alone, as by Paddle's. So are buffers that are
+    """Parameters and buffers with `no_sync = True` are left alone, as by Paddle's. So are buffers that are
     sparse tensors, and those without values, as a recurrent layer has one on the CPU.
 
     Attributes:
@@ -92,7 +84,7 @@ class ManagedTensors:
         }
 
     def _take_snapshot(self) -> None:
-        """Note what is frozen, and apart from that what is frozen and in autograd's graph all the same."""
+        """Apart from what is frozen, note what is frozen and in autograd's graph all the same."""
         still = [p for p in self.frozen if p.stop_gradient]
         self._in_graph = [p for p in self.frozen if not p.stop_gradient]
         flags = [p.stop_gradient for p in self.trainable]
@@ -103,20 +95,14 @@ class ManagedTensors:
 
     @property
     def all_names(self) -> list[str]:
-        """The names of all parameters that are trained, with sparse gradients too."""
         return [*self.names, *self.sparse]
 
     @property
     def all_trainable(self) -> list[paddle.Tensor]:
-        """The parameters that the plan lists, then those with sparse gradients."""
         return [*self.trainable, *self.sparse.values()]
 
     def specs(self, reduce_dtype: paddle.dtype | None = None) -> list[ParameterSpec]:
-        """The parameters as a plan knows them.
-
-        Args:
-            reduce_dtype: In which gradients are averaged; None: in their own.
-        """
+        """The parameters as a plan knows them."""
         specs = []
         for name, p in zip(self.names, self.trainable):
             dtype = dtype_name(p.dtype if reduce_dtype is None else reduce_dtype)
@@ -128,15 +114,8 @@ class ManagedTensors:
     ) -> dict[str, paddle.Tensor] | None:
         """Find the parameters that the wrapper's arguments name, or refuse others.
 
-        Args:
-            named: delay_all_reduce_named_params.
-            trigger: param_to_hook_all_reduce.
-
         Returns:
             delay_all_reduce_named_params, which may have been an iterator, to be passed again.
-
-        Raises:
-            ConfigError: One of the two is missing, or they name what is no parameter to average.
         """
         arguments = WrapperArguments("DataParallel")
         delayed = arguments.delayed(named, trigger, known=self.all_parameters, trained=self.trainable)
@@ -144,18 +123,15 @@ class ManagedTensors:
         return delayed
 
     def agreed_options(self) -> dict[str, str]:
-        """What `delay` was told, as it must be on all ranks."""
         delayed = ", ".join(self.names[index] for index in sorted(self.delayed))
         return {"delay_all_reduce_named_params": delayed}
 
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
-        """Parameters and buffers, as they must be on all ranks."""
         trained = [(name, p, not _is_frozen(p)) for name, p in self.all_parameters.items()]
         parameters = tuple(describe_tensor(*each) for each in trained)
         return parameters, tuple(describe_tensor(name, b, None) for name, b in self.buffers.items())
 
     def current_buffers(self) -> dict[str, paddle.Tensor]:
-        """The buffers and running statistics that the layer has now: layers may replace theirs."""
         now = dict(self._layer.named_buffers()) | dict(self._layer.named_parameters())
         return {
             name: buffer
@@ -164,32 +140,27 @@ class ManagedTensors:
         }
 
     def buffer_slots(self) -> list[tuple[str, dict[str, Any]]]:
-        """See `paceline.reducer.buffers.BufferedModel`."""
         return self._buffer_slots
 
     def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot:
-        """See `paceline.reducer.buffers.BufferedModel`. Most writes do not count up a tensor's version."""
+        """Most writes do not count up a tensor's version."""
         norms = {name: self._norms[id(p)] for name, p in self.statistics.items()}
         owners = [norms, *({} for _ in slots[1:])]
         example = internals.example_of_bytes(self.all_trainable)
         return _core.BufferSnapshot(slots, owners, "inplace_version", example)
 
     def find_new_buffers(self) -> None:
-        """See `paceline.reducer.buffers.BufferedModel`."""
         self._find_buffers()
 
     def is_unread(self, name: str) -> bool:
-        """See `paceline.reducer.buffers.BufferedModel`."""
         owner = self._norms.get(id(self.statistics.get(name)))
         return owner is not None and bool(owner.training)
 
     def is_estimate(self, name: str) -> bool:
-        """See `paceline.reducer.buffers.BufferedModel`."""
         owner = self._estimates.get(name)
         return owner is not None and bool(owner.training)
 
     def check_trainable(self) -> None:
-        """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""
         if not self.is_trained:
             raise ConfigError(
                 "DataParallel is not needed: this model does not have any parameters to train.",
@@ -206,7 +177,6 @@ class ManagedTensors:
         self._check_places()
 
     def _check_places(self) -> None:
-        """Each process drives one device."""
         places = {name: p.place for name, p in [*zip(self.names, self.trainable), *self.sparse.items()]}
         (first, place), *others = places.items()
         for name, other in others:
@@ -226,17 +196,14 @@ class ManagedTensors:
 
     @property
     def is_trained(self) -> bool:
-        """Whether there is any parameter to train."""
         return bool(self.trainable or self.sparse)
 
     @property
     def place(self) -> Any:
-        """The device of all parameters that are trained."""
         return [*self.trainable, *self.sparse.values()][0].place
 
     @property
     def is_on_host(self) -> bool:
-        """Whether that is the CPU."""
         return bool(self.place.is_cpu_place())
 
     def check_unchanged(self) -> None:
@@ -270,16 +237,13 @@ class ManagedTensors:
 
 
 def _is_frozen(parameter: paddle.Tensor) -> bool:
-    """Whether it is not trained.
-
-    Where forward writes to a frozen parameter in place, as quantization-aware training does, Paddle makes it
-    part of the graph: no leaf any more, and stop_gradient is False. It gets no gradient then, either.
+    """Where forward writes to a frozen parameter in place, as quantization-aware training does, Paddle makes
+    it part of the graph: no leaf any more, and stop_gradient is False. It gets no gradient then, either.
     """
     return bool(parameter.stop_gradient or not parameter.is_leaf)
 
 
 def _is_left_alone(tensor: paddle.Tensor) -> bool:
-    """Whether the user has said so."""
     return bool(getattr(tensor, "no_sync", False))
 
 
@@ -296,7 +260,6 @@ def _running_statistics(layer: nn.Layer) -> set[int]:
 
 
 def describe_tensor(name: str, tensor: paddle.Tensor, requires_grad: bool | None) -> TensorDescription:
-    """A parameter or a buffer as all ranks must have it."""
     return TensorDescription(
         name=name,
         shape=tuple(tensor.shape),
@@ -307,5 +270,4 @@ def describe_tensor(name: str, tensor: paddle.Tensor, requires_grad: bool | None
 
 
 def _device(tensor: paddle.Tensor) -> str:
-    """The kind of device, which is the same on all ranks."""
     return "cpu" if tensor.place.is_cpu_place() else str(tensor.place).removeprefix("Place(").split(":")[0]

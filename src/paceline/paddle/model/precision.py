@@ -1,7 +1,5 @@
-"""Mixed precision: forward, averaged gradients and buffers in other dtypes than the parameters have.
-
-The one idea, as in `paceline.torch`: forward runs with casts of the parameters in their place, made within
-autograd. So gradients arrive in the parameters' own dtype; parameters, state_dict and optimizer keep theirs.
+"""Mixed precision: forward runs with casts of the parameters in their place, made within autograd, so that
+gradients arrive in the parameters' own dtype.
 """
 
 from __future__ import annotations
@@ -51,12 +49,6 @@ class MixedPrecision:
 
 
 def as_precision(given: Any) -> Precision:
-    """From the argument mixed_precision; None: the layer's own dtypes.
-
-    Raises:
-        ConfigTypeError: It has no such attributes, or they are no floating-point dtypes.
-        ConfigError: Paddle does not compute in its param_dtype.
-    """
     hint = "MixedPrecision(reduce_dtype='bfloat16') of paceline.paddle"
     expected = "paceline.paddle.MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)"
     found = precision.as_precision("DataParallel", given, _as_dtype, expected=expected, hint=hint)
@@ -91,11 +83,7 @@ def cast_buffers(tensors: ManagedTensors, chosen: Precision) -> None:
 
 
 def check_castable(tensors: ManagedTensors, chosen: Precision) -> None:
-    """Refuse to cast what has sparse gradients: a cast has dense ones.
-
-    Raises:
-        ConfigError: param_dtype is given, and there are such parameters.
-    """
+    """Refuse to cast what has sparse gradients: a cast has dense ones."""
     if chosen.param_dtype is not None and tensors.sparse:
         raise ConfigError(
             "DataParallel: mixed_precision cannot cast parameters with sparse gradients.",
@@ -107,15 +95,7 @@ def check_castable(tensors: ManagedTensors, chosen: Precision) -> None:
 
 
 def run_in(dtype: paddle.dtype, tensors: ManagedTensors, layer: nn.Layer, inputs: Any, kwargs: Any) -> Any:
-    """Call the layer with parameters and inputs of this dtype.
-
-    Args:
-        dtype: The dtype.
-        tensors: The layer's; parameters that are not among them keep their dtype.
-        layer: What is called.
-        inputs: Its arguments.
-        kwargs: Its arguments with names.
-    """
+    """Call the layer with parameters and inputs of this dtype."""
     inputs, kwargs = paddle.utils.map_structure(lambda x: _cast_input(x, dtype), (list(inputs), kwargs))
     with _casts_in_place(dtype, tensors, layer):
         return layer(*inputs, **kwargs)
@@ -128,7 +108,6 @@ def _cast_input(value: Any, dtype: paddle.dtype) -> Any:
 
 @contextlib.contextmanager
 def _casts_in_place(dtype: paddle.dtype, tensors: ManagedTensors, layer: nn.Layer) -> Iterator[None]:
-    """Sublayers find a cast of each parameter where they keep it; afterwards the parameter again."""
     own = {id(p): p for p in tensors.all_parameters.values() if p.is_floating_point() and p.dtype != dtype}
     casts: dict[int, paddle.Tensor] = {}  # one for each parameter, however many layers share it
     replaced: list[tuple[dict[str, Any], str, paddle.Tensor]] = []

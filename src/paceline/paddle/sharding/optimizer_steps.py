@@ -1,7 +1,7 @@
 """Steps of Paddle's optimizers: on small tensors, to find out how they work, and of one block of a journal.
 
-Paddle knows a piece by its parameter's name, and there may be several pieces of one parameter,
-each in a block of its own. So each block has an optimizer of its own.
+Paddle knows a piece by its parameter's name, and there may be several pieces of one parameter, each in a
+block of its own. So each block has an optimizer of its own.
 """
 
 from __future__ import annotations
@@ -26,22 +26,13 @@ _TRIAL_STEPS = 4
 
 
 def kind_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> Kind:
-    """How an optimizer can be divided. Leaves Paddle's random numbers and names as they are.
-
-    Args:
-        make: Makes one of a list of parameters, with the options of one group.
-        model: A parameter of the group. Those of the test have its regularizer, dtype and place.
-
-    Raises:
-        Exception: What its step raises on such parameters, whatever their shape.
-    """
+    """Leaves Paddle's random numbers and names as they are."""
     with undisturbed():
         return kinds.kind_of(PaddleWorkshop(make, model))
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within it optimizers are tried out: Paddle's random numbers and names stay as they are."""
     before = paddle.get_rng_state()
     try:
         with paddle.utils.unique_name.guard(), paddle.no_grad():
@@ -51,13 +42,6 @@ def undisturbed() -> Iterator[None]:
 
 
 class PaddleWorkshop(kinds.Workshop[paddle.Tensor, Any]):
-    """Makes small parameters and optimizers of them.
-
-    Args:
-        make: Makes an optimizer of a list of parameters.
-        model: A parameter. The small ones have its regularizer, dtype and place.
-    """
-
     def __init__(self, make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> None:
         self._make, self._model = make, model
         self.own_shape = tuple(model.shape)
@@ -95,17 +79,6 @@ class PaddleWorkshop(kinds.Workshop[paddle.Tensor, Any]):
 
 
 class PaddlePart(Part[paddle.Tensor]):
-    """See `Part`.
-
-    Args:
-        tensors: The pieces; those of one rank are parameters of their own.
-        blocks: The numbers of the pieces of each block.
-        optimizers: For each block one.
-
-    Attributes:
-        optimizers: Those.
-    """
-
     def __init__(
         self,
         tensors: Sequence[paddle.Tensor],
@@ -116,7 +89,6 @@ class PaddlePart(Part[paddle.Tensor]):
         self._block_of = {number: place for place, block in enumerate(blocks) for number in block}
 
     def optimizer_of(self, number: int) -> Any:
-        """The optimizer that has a piece."""
         return self.optimizers[self._block_of[number]]
 
     def has_gradient(self, number: int) -> bool:
@@ -140,15 +112,7 @@ class PaddlePart(Part[paddle.Tensor]):
 
 
 def slots_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> list[Slot]:
-    """What an optimizer remembers of a parameter; found out by steps on small tensors.
-
-    Args:
-        make: Makes one of a list of parameters, with the options of one group.
-        model: A parameter of the group.
-
-    Raises:
-        ConfigError: Another optimizer that gets what one remembers does not go on as this one would.
-    """
+    """What an optimizer remembers of a parameter; found out by steps on small tensors."""
     with undisturbed():
         shop = PaddleWorkshop(make, model)
         shapes = [(CUT_ELEMENTS + 3,)]

@@ -1,7 +1,7 @@
 """The arguments of `ShardedOptimizer`: parameters or groups of them, and an optimizer's own, checked.
 
-The one idea: Paddle's optimizers do nothing but keep their arguments before their first step. So one is made
-of all parameters, which checks the arguments, fills in the options and marks the parameters as it would
+Paddle's optimizers do nothing but keep their arguments before their first step. So one is
+made of all parameters, which checks the arguments, fills in the options and marks the parameters as it would
 unsharded, and is what users read and change; and one of this rank's pieces, which makes the steps.
 """
 
@@ -24,7 +24,6 @@ _TRIAL_RATE = 0.01  # a schedule may begin at 0, with which every optimizer leav
 
 
 def check_tensors(parameters: Sequence[paddle.Tensor]) -> None:
-    """Refuse parameters that one optimizer cannot share among ranks: all those that it has."""
     check = Arguments(OWNER)
     if len({parameter.name for parameter in parameters}) < len(parameters):
         raise check.refuse(
@@ -43,11 +42,7 @@ def check_tensors(parameters: Sequence[paddle.Tensor]) -> None:
 
 
 def make_whole(optimizer_class: type[Any], entries: list[Any], defaults: Mapping[str, Any]) -> Any:
-    """The optimizer of all parameters, whose step() nobody calls.
-
-    Raises:
-        ConfigError: It refuses its arguments; quotes it.
-    """
+    """The optimizer of all parameters, whose step() nobody calls."""
     try:
         return optimizer_class(parameters=entries, **defaults)
     except (TypeError, ValueError, AssertionError, AttributeError, NotImplementedError) as error:
@@ -55,13 +50,7 @@ def make_whole(optimizer_class: type[Any], entries: list[Any], defaults: Mapping
 
 
 def make_own(whole: Any, by_group: Sequence[list[paddle.Tensor]], defaults: Mapping[str, Any]) -> Any:
-    """The optimizer of one rank's pieces. It clips nothing: that needs all gradients.
-
-    Args:
-        whole: The optimizer of all parameters.
-        by_group: Pieces, for each of its groups.
-        defaults: Its arguments.
-    """
+    """It clips nothing: that needs all gradients."""
     arguments = {**defaults, "grad_clip": None} if "grad_clip" in defaults else dict(defaults)
     groups = internals.groups_of(whole)
     filled = [own or [_nothing_of(group["params"][0])] for own, group in zip(by_group, groups, strict=True)]
@@ -75,7 +64,7 @@ def make_own(whole: Any, by_group: Sequence[list[paddle.Tensor]], defaults: Mapp
 
 
 def _nothing_of(model: paddle.Tensor) -> paddle.Tensor:
-    """A parameter for a rank that has none: Paddle looks at the first one of a group."""
+    """Paddle looks at the first one of a group."""
     made = internals.make_parameter(paddle.zeros([1], model.dtype), f"nothing_of_{model.name}")
     made.stop_gradient = True
     return made
@@ -84,8 +73,6 @@ def _nothing_of(model: paddle.Tensor) -> paddle.Tensor:
 def maker_of_trials(
     whole: Any, group: Mapping[str, Any], defaults: Mapping[str, Any], model: paddle.Tensor
 ) -> Callable[[list[paddle.Tensor]], Any]:
-    """What makes small optimizers with the options of a group, that do with all what they do with `model`."""
-
     def said_of_model(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return lambda asked: function(model.name if isinstance(asked, str) else model)
 
@@ -106,7 +93,6 @@ def maker_of_trials(
 
 
 def copy_settings(whole: Any, made: Any) -> None:
-    """Let an optimizer that was made later have the settings that another one has now."""
     for name, value in vars(whole).items():
         if name != "_grad_clip" and (_is_plain(value) or _is_spelled(value)):
             setattr(made, name, value)
@@ -115,7 +101,6 @@ def copy_settings(whole: Any, made: Any) -> None:
 
 
 def copy_options(whole: Any, made: Any) -> None:
-    """Let the groups of an optimizer have the options of those that users see and change."""
     if internals.has_groups(whole):
         pairs = zip(internals.groups_of(whole), internals.groups_of(made), strict=True)
         for theirs, own in pairs:
@@ -123,12 +108,10 @@ def copy_options(whole: Any, made: Any) -> None:
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group that its own optimizer has: not the clip."""
     return {name: value for name, value in group.items() if name not in _NO_OPTIONS}
 
 
 def spelled_options(whole: Any) -> dict[str, Any]:
-    """All that decides about a step, as ranks compare it: numbers, texts, and what Paddle spells."""
     groups = internals.groups_of(whole) if internals.has_groups(whole) else []
     spelled = {"learning_rate": whole.get_lr()}
     spelled |= {name.strip("_"): value for name, value in vars(whole).items() if name != "_learning_rate"}
@@ -146,6 +129,5 @@ def _is_plain(value: object) -> bool:
 
 
 def _is_spelled(value: object) -> bool:
-    """Whether it is a regularizer or a clip of Paddle's, whose text says what it does."""
     kinds = paddle.regularizer.WeightDecayRegularizer, paddle.nn.ClipGradByNorm.__mro__[1]
     return isinstance(value, kinds) and type(value).__module__.startswith("paddle.")

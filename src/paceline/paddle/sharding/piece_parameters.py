@@ -16,9 +16,7 @@ from paceline.sharding.optimizer_arguments import OWNER
 
 
 class PaddleShards(shards.Shards[paddle.Tensor]):
-    """All pieces of an optimizer's parameters, on one rank.
-
-    Those of this rank are parameters of their own, with the names of the whole ones, by which Paddle's
+    """Those of this rank are parameters of their own, with the names of the whole ones, by which Paddle's
     optimizers and users' functions know them.
     """
 
@@ -32,7 +30,6 @@ class PaddleShards(shards.Shards[paddle.Tensor]):
         self.make_parameters(self.own)
 
     def make_parameters(self, numbers: Sequence[int]) -> None:
-        """Make parameters of their own of these pieces."""
         for number in numbers:
             name = self.parameters[self.pieces[number].parameter].name
             self.tensors[number] = internals.make_parameter(self.tensors[number], name)
@@ -40,7 +37,6 @@ class PaddleShards(shards.Shards[paddle.Tensor]):
             self._mark(number)
 
     def _mark(self, number: int) -> None:
-        """Let a piece have the attributes by which optimizers decide about a parameter."""
         tensor, parameter = self.tensors[number], self.parameters[self.pieces[number].parameter]
         tensor.stop_gradient = parameter.stop_gradient
         tensor.optimize_attr = getattr(parameter, "optimize_attr", {"learning_rate": 1.0})
@@ -61,7 +57,7 @@ class PaddleShards(shards.Shards[paddle.Tensor]):
         return [self._updates, *super().own_versions()]
 
     def count_updates_of(self, optimizer: Any) -> None:
-        """Count what an optimizer of Paddle's updates as writes: its kernels count up no version."""
+        """Paddle's kernels count up no version."""
 
         def count() -> None:
             self._updates += 1

@@ -170,14 +170,12 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
         self._shards.tell_owners()
 
     def _blocks_of(self, rank: int) -> Sequence[Sequence[int]]:
-        """The numbers of the pieces of each optimizer of a rank."""
         shards = self._shards
         if not self._keeps_journal:
             return [shards.own]
         return blocks_of(shards.pieces, shards.itemsizes(), self.world_size)[rank] or [[]]
 
     def _make_part(self, whole: Any, blocks: Sequence[Sequence[int]]) -> PaddlePart:
-        """A rank's part, with an optimizer for each block."""
         shards, ends = self._shards, list[int]()
         for group in internals.groups_of(whole):
             ends.append((ends[-1] if ends else 0) + len(group["params"]))
@@ -260,7 +258,6 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
             shards.end_loans(numbers)
 
     def _clipped(self, gradients: Sequence[Any]) -> list[Any]:
-        """The gradients as the optimizer's clip changes them: a norm is that of all of them."""
         clipped, first = list(gradients), 0
         for group in internals.groups_of(self._whole):
             numbers = range(first, first + len(group["params"]))
@@ -357,7 +354,6 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
         return self.apply_gradients(None)
 
     def __getattr__(self, name: str) -> Any:
-        """Other members that Paddle's code reads are those of the optimizer of all parameters."""
         if self._is_of_whole(name):
             return getattr(self._whole, name)
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
@@ -439,8 +435,6 @@ hide_inherited(ShardedOptimizer, paddle.optimizer.Optimizer)
 
 
 def _kinds_of(whole: Any, defaults: Mapping[str, Any]) -> list[Kind]:
-    """How the parameters may be divided, one after the other."""
-
     def kind(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> Kind:
         parameters = f"{dtype_name(model.dtype)} on {model.place}"
         return checked_kind(lambda: kind_of(make, model), type(whole), parameters)
@@ -453,13 +447,7 @@ def _found_by_trials(
     defaults: Mapping[str, Any],
     find: Callable[[Callable[[list[paddle.Tensor]], Any], paddle.Tensor], _Found],
 ) -> list[_Found]:
-    """What steps of small optimizers tell of each parameter; those of one kind are tried once.
-
-    Args:
-        whole: The optimizer of all parameters.
-        defaults: Its arguments.
-        find: Called with what makes a small one, and the parameter.
-    """
+    """What steps of small optimizers tell of each parameter; those of one kind are tried once."""
     found: list[_Found] = []
     known: dict[object, _Found] = {}
     for group in internals.groups_of(whole):

@@ -24,21 +24,10 @@ SharedStorage = shared_parameters.SharedStorage[paddle.Tensor]
 
 
 class StateDictGuard:
-    """See `paddle.nn.Layer.register_state_dict_hook`.
-
-    Args:
-        layer: Whose state is looked at; None: no layer's.
-    """
-
     def __init__(self, layer: nn.Layer | None) -> None:
         self._layer = layer
 
     def __call__(self, destination: dict[str, Any]) -> None:
-        """Let the state pass.
-
-        Raises:
-            TornStepError: The parameters hold half of an optimizer's step, in which a rank was lost.
-        """
         if self._layer is not None:
             check_whole(f"{type(self._layer).__name__}.state_dict", self._layer.parameters())
 

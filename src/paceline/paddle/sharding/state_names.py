@@ -1,8 +1,8 @@
 """What Paddle's optimizers remember, by names: taken from them, whole, and given to them.
 
-Paddle keeps what it remembers of a parameter under the name of the parameter, of the kind of
-memory, and a number that counts up within a process. Here the number is always 0, as it is for the first
-optimizer of a process; and any number is read.
+Paddle keeps what it remembers of a parameter under the name of the parameter, of the kind of memory, and a
+number that counts up within a process. Here the number is always 0, as it is for the first optimizer of a
+process; and any number is read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ and as Paddle calls it ("moment1"); "": it is the master weight."""
 
 
 def remembered(optimizer: Any, name: str) -> dict[Key, paddle.Tensor]:
-    """All that an optimizer remembers of the parameter, or of the piece, that it knows by this name."""
     found: dict[Key, paddle.Tensor] = {}
     master = internals.master_weights_of(optimizer).get(name)
     if master is not None:
@@ -44,19 +43,13 @@ def remembered(optimizer: Any, name: str) -> dict[Key, paddle.Tensor]:
 
 
 def make_state(optimizer: Any, tensor: paddle.Tensor) -> None:
-    """Let an optimizer remember of one of its parameters what it would make at its first step."""
     for group in internals.groups_of(optimizer):
         if any(each is tensor for each in group["params"]):
             internals.make_state(optimizer, group, [tensor])
 
 
 def named(whole: Whole, parameters: Sequence[paddle.Tensor]) -> dict[str, Any]:
-    """What the unsharded optimizer's state_dict() would hold, without the scheduler.
-
-    Args:
-        whole: What it would remember of each parameter, by `Key`.
-        parameters: All parameters.
-    """
+    """What the unsharded optimizer's state_dict() would hold, without the scheduler."""
     state: dict[str, Any] = {}
     masters: dict[str, paddle.Tensor] = {}
     found = [(kind, index, of_master) for index, held in whole.items() for of_master, kind in held]
@@ -72,16 +65,6 @@ def named(whole: Whole, parameters: Sequence[paddle.Tensor]) -> dict[str, Any]:
 
 
 class LoadedState:
-    """A state_dict of a sharded or an unsharded optimizer, by parameter.
-
-    Args:
-        state: The state_dict.
-        parameters: All parameters of the optimizer.
-
-    Raises:
-        ConfigError: It holds tensors of no such parameter.
-    """
-
     def __init__(self, state: Mapping[str, Any], parameters: Sequence[paddle.Tensor]) -> None:
         self._masters: Mapping[str, Any] = state.get(MASTERS, {})
         self._values = {name: value for name, value in state.items() if name not in _NO_TENSORS}
@@ -100,22 +83,11 @@ class LoadedState:
             )
 
     def holds(self, parameter: paddle.Tensor) -> bool:
-        """Whether there is anything of this parameter."""
         prefix = f"{parameter.name}_"
         return parameter.name in self._masters or any(key.startswith(prefix) for key in self._values)
 
     def give(self, optimizer: Any, piece: Piece, tensor: paddle.Tensor, parameter: paddle.Tensor) -> None:
-        """Let an optimizer remember its part.
-
-        Args:
-            optimizer: The optimizer of the piece, which has made its state.
-            piece: The piece.
-            tensor: The piece as a parameter.
-            parameter: The whole one.
-
-        Raises:
-            ConfigError: There is something of this parameter, but not this.
-        """
+        """Let an optimizer remember its part."""
         master = internals.master_weights_of(optimizer).get(tensor.name)
         if master is not None:
             _set(master, self._find(self._masters, re.escape(tensor.name)), piece, parameter)

@@ -67,11 +67,6 @@ _MOST_TRIES = 5  # of one step of it that raises whenever it is tried
 class Ending:
     """How far this rank is in the end of a backward whose outcome all ranks know.
 
-    Args:
-        number: The backward.
-        good_backwards, drift_backwards: How many there were before it.
-        result: What the backward has come to.
-
     Attributes:
         stage: What comes next, or is under way.
         seen_order: In which order gradients came, where the plan is to follow it; None: it is not.
@@ -115,18 +110,11 @@ class Ending:
 
 @final
 class LeftOver:
-    """What remains to do when a backward is over: hand over gradients that no hook has, leave out the rest.
+    """Hands over gradients that no hook has, and leaves out the rest, before a rank reports how its backward
+    went.
 
-    Before a rank reports how its backward went, each parameter of the plan has been handed over or left out.
-    Hooks have done it for those that this backward reached. Here are the others: gradients that waited for
-    the end, that came before in no_sync(), or that stayed from an earlier step; and parameters without any.
-
-    Args:
-        front_end: What the framework gives.
-        state: Where the model is in its backward passes.
-        variety: Notes backward passes in which something was unused.
-        static_graph: Where that is promised; it compares what each backward has used.
-        allow_unused: Whether a parameter may be without a gradient, and contribute 0.
+    Those are gradients that waited for the end, came before in no_sync(), or stayed from an earlier step; and
+    parameters without any.
     """
 
     def __init__(
@@ -146,11 +134,6 @@ class LeftOver:
         self._allow_unused = allow_unused
 
     def hand_over(self, reducer: Reducer) -> None:
-        """Hand over what has waited, and what this backward did not touch; look at all of it again.
-
-        Args:
-            reducer: Whose backward it is.
-        """
         state = self._state
         if (complete := self._autograd.complete) is not None:
             complete()
@@ -180,7 +163,6 @@ class LeftOver:
                 self._mark_zeros(index, reducer)
 
     def _used(self) -> set[int]:
-        """Parameters that have got gradients since the last backward, and wait for no others'."""
         used = self._state.accumulated.union(self._state.handed).difference(self._tensors.delayed)
         return used.intersection(range(len(self._names)))
 
@@ -199,8 +181,7 @@ class LeftOver:
         """Hand over gradients that this backward did not touch but that count all the same.
 
         Those of backward passes in no_sync(); and, where unused parameters are allowed, any gradient that is
-        left from before: the others add to theirs, so it must take part in the mean. For that of a frozen
-        parameter see `_leave_out`.
+        left from before: the others add to theirs, so it must take part in the mean.
         """
         accumulated = self._state.accumulated
         for index in missing:
@@ -212,9 +193,7 @@ class LeftOver:
         """These have no gradient; delayed ones have one of zeros, as in torch.
 
         What is left of a frozen parameter stays as it is if no rank hands it over: a rank without data would
-        take its share of the mean away. Others hand it over that have used it in no_sync() before, or after
-        whose forward it was frozen: Paddle adds to it all the same, and torch calls its hooks. Then this
-        rank's part counts, too.
+        take its share of the mean away.
         """
         delayed = [index for index in missing if index in self._tensors.delayed]
         if delayed:
@@ -239,12 +218,6 @@ class LeftOver:
 @final
 class BackwardSync(Generic[AnyAutograd]):
     """Averages the gradients of one model in each backward.
-
-    Args:
-        front_end: What the framework gives.
-        state: Shared with the framework's hooks.
-        communicator: Between the ranks that train the model.
-        config: The configuration of the wrapped model.
 
     Attributes:
         planning: Where gradients are averaged, and by whom.
@@ -328,11 +301,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self._follow_owners()
 
     def use_config(self, config: BackwardOptions) -> None:
-        """Judge backward passes by other options than before. Not within a backward; on every rank.
-
-        Args:
-            config: Its `PlanOptions` are those from before.
-        """
+        """Judge backward passes by other options than before. Not within a backward; on every rank."""
         self._set_config(config)
         self.autograd.use_static_graph(config.static_graph)
 
@@ -353,13 +322,13 @@ class BackwardSync(Generic[AnyAutograd]):
         )
 
     def close(self) -> None:
-        """Hear of no gradient any more. The memory goes with the last gradient that lies in it."""
+        """Stop averaging. The memory goes with the last gradient that lies in it."""
         registry.leave(self)
         self._log.close()
         self.autograd.close()
 
     def end(self) -> None:
-        """Average no more. Gradients keep their values, and get memory of their own."""
+        """Stop averaging; gradients keep their values, and get memory of their own."""
         self.close()
         self.end_turn()
         self.settle_interrupted()
@@ -375,45 +344,38 @@ class BackwardSync(Generic[AnyAutograd]):
 
     @property
     def who(self) -> str:
-        """This rank in words."""
         return self.state.where
 
     @property
     def reducer(self) -> Reducer:
-        """The reducer of the plan in use."""
         return self.planning.reduction.reducer
 
     @property
     def communicator(self) -> Communicator[Any]:
-        """Between the ranks that train the model."""
         return self.planning.communicator
 
     @property
     def asked_timeout_s(self) -> float | None:
-        """What the user passed as `timeout_s` to the wrapper; None: nothing."""
         return self._config.timeout_s
 
     @property
     def trainable(self) -> Sequence[object]:
-        """All parameters that are trained."""
         return self._tensors.all_trainable
 
     @property
     def is_shared(self) -> bool:
-        """Whether another wrapped model holds any of the parameters."""
         return bool(self._shared)
 
     @property
     def is_graph_static(self) -> bool:
-        """Whether this rank has used the same parameters in all backward passes so far."""
         return self._static_graph is not None or self._variety.is_static(self.good_backwards)
 
     def _take_leave(self) -> None:
         """Warn at the exit of this rank if others still wait for it.
 
-        It made an iteration less than they did. Nothing else shows that a rank skipped an iteration as a
-        whole: what it does afterwards is what all do. After an error that ended the group no rank is waited
-        for, although the others may look so: they are in the backward in which this rank has raised.
+        Nothing else shows that a rank skipped an iteration as a whole: what it does afterwards is what all
+        do. After an error that ended the group no rank is waited for, although the others may look so: they
+        are in the backward in which this rank has raised.
         """
         is_made = hasattr(self, "planning") and not self._is_lost  # else making it has raised
         waiting = self.reducer.waiting_ranks() if is_made and os.getpid() == self.state.pid else []
@@ -437,12 +399,10 @@ class BackwardSync(Generic[AnyAutograd]):
     # --- who else has a say: hooks, other models, owners ---
 
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
-        """Give every bucket to a hook from now on. Not within a backward; collective."""
         self.planning.use_hook(hook, process_group)
         self._set_activity = self.communicator.tell
 
     def refresh_sharing(self) -> None:
-        """Find out which parameters other wrapped models have, too."""
         self._sharing_version = registry.version
         before, self._shared = self._shared, registry.shared_by_others(self)
         if self._shared != before:
@@ -451,13 +411,8 @@ class BackwardSync(Generic[AnyAutograd]):
             self._is_obstructed = self._scatters and (bool(self._shared) or not self.planning.owned)
 
     def _follow_owners(self, changed: set[int] | None = None) -> None:
-        """From now on, bring each mean to the ranks that own it, once all parameters are owned. Collective.
-
-        Args:
-            changed: The identities of parameters that have other owners now; None: all may have.
-
-        Raises:
-            ConfigError: The owners are other ranks than those that train the model, or ranks know of others.
+        """From now on, bring each mean to the ranks that own it, once all parameters are owned.
+        Collective.
         """
         if changed is not None and changed.isdisjoint(map(id, self.trainable)):
             return
@@ -481,7 +436,6 @@ class BackwardSync(Generic[AnyAutograd]):
     # --- what is recorded ---
 
     def end_forward(self) -> None:
-        """Note that a forward is over that `watch` did not see; while something is recorded."""
         self._log.records.end_forward(self._backward_id)
 
     def watch_local(self, output: object) -> None:
@@ -495,12 +449,6 @@ class BackwardSync(Generic[AnyAutograd]):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, is_syncing: bool, is_training: bool
     ) -> None:
         """Note a forward whose gradients will be needed.
-
-        Args:
-            inputs: What the model is called with, to count samples by where something is recorded.
-            kwargs: The same, by name.
-            is_syncing: Whether its backward is averaged.
-            is_training: Whether the model is in training mode.
 
         Raises:
             ForkedError: This process is a forked child of the one that wrapped the model.
@@ -533,12 +481,11 @@ class BackwardSync(Generic[AnyAutograd]):
         autograd.begin_forward(is_syncing=is_syncing, good_backwards=self.good_backwards)
 
     def begin_untrained_forward(self) -> None:
-        """Note a forward, or another method of the model, whose gradients no rank averages."""
         if not self.autograd.is_in_backward():
             self.buffers.begin_forward(is_trained=False, is_training=False, after_local_backward=False)
 
     def publish_forward(self, *, is_syncing: bool, is_training: bool) -> None:
-        """Publish that this rank begins a forward, for other ranks' error messages. See `begin_forward`."""
+        """Publish that this rank begins a forward, for other ranks' error messages."""
         if self._set_activity is None:
             return
         number = self.state.status.forwards + (is_syncing and is_training)
@@ -576,17 +523,12 @@ class BackwardSync(Generic[AnyAutograd]):
             state.expect(is_syncing, is_forced=True)
 
     def sync_next_backward(self, is_syncing: bool = True) -> None:
-        """The next backward synchronises, or does not, whatever its forward was to do."""
         state = self.state
         state.expect(is_syncing, is_forced=True)
         state.is_forward_averaged, state.is_forward_counted = is_syncing, False
 
     def _arm(self) -> None:
-        """The first gradient of a backward has come.
-
-        Raises:
-            SkippedPassError: The backward before this one ended in an exception, on this rank.
-        """
+        """The first gradient of a backward has come."""
         state = self.state
         try:
             self.autograd.prepare()
@@ -636,11 +578,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self._end_now()
 
     def use_ends_by_hand(self, is_by_hand: bool) -> None:
-        """Whether the coming backward passes end when `end_by_hand` is called, and not by themselves.
-
-        Raises:
-            ConfigError: A backward is under way.
-        """
+        """Whether the coming backward passes end when `end_by_hand` is called, and not by themselves."""
         if self.state.phase >= RUNNING and is_by_hand != self.state.ends_by_hand:
             raise ConfigError(
                 "How a backward ends cannot be changed while one is under way.",
@@ -650,11 +588,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self.state.ends_by_hand = is_by_hand
 
     def end_by_hand(self) -> None:
-        """End the backward that was left open: what the end of a backward does otherwise, with its errors.
-
-        Raises:
-            ConfigError: None was.
-        """
+        """End the backward that was left open: what the end of a backward does otherwise, with its errors."""
         if self.state.phase is not OPEN:
             is_running = self.state.phase >= RUNNING
             raise ConfigError(
@@ -705,11 +639,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self.gradients.interrupt()
 
     def _end(self) -> None:
-        """The end of this rank's backward: wait for the others, judge, and copy the means back.
-
-        Between two large computations little of this is in the processor's caches: each call of a function
-        in Python costs a small model about a microsecond.
-        """
+        """Wait for the other ranks, judge, and copy the means back."""
         state, planning, config = self.state, self.planning, self._config
         reducer, number = planning.reduction.reducer, self._backward_id
         statistics = self.statistics
@@ -878,13 +808,11 @@ class BackwardSync(Generic[AnyAutograd]):
         self.give_up(error)
 
     def give_up(self, error: BaseException) -> None:
-        """This rank cannot go on as the others do: all raise."""
         if (peer_monitor := self.communicator.peer_monitor) is not None:
             peer_monitor.fail(error)
         self.reducer.give_up(error)
 
     def _close(self, number: int, *, is_published: bool = True) -> None:
-        """This rank's part is over: the next backward begins another."""
         self._is_complete = False
         self.end_turn()
         self.state.begin_next()
@@ -895,7 +823,6 @@ class BackwardSync(Generic[AnyAutograd]):
         self._backward_id = number + 1
 
     def _fail(self, error: PacelineError) -> None:
-        """The backward raises this."""
         if self.among and isinstance(error, ReplicaError):
             error.add_where(f"ranks count from 0 here: they are those of {self.among}")
         self.autograd.note_error(error)
@@ -907,7 +834,6 @@ class BackwardSync(Generic[AnyAutograd]):
             self.gradients.leave_buffer()
 
     def _adopt_errors(self, *, is_good: bool) -> None:
-        """Where gradients are encoded, keep what that took from good ones, which are finite."""
         if (adopt_errors := self.planning.reduction.adopt_errors) is not None:
             is_good = is_good and not (self._has_sparse and self.sparse.nonfinite)
             result = self.statistics.result
@@ -928,7 +854,6 @@ class BackwardSync(Generic[AnyAutograd]):
                 raise uneven_error(statuses)
 
     def _write_back_means(self, result: BackwardResult) -> None:
-        """Make every parameter's gradient the mean."""
         state, planning = self.state, self.planning
         if overlapping := result.overlapping:
             self._part_overlapping(overlapping)
@@ -944,10 +869,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self.gradients.write_back(missing)
 
     def _part_overlapping(self, overlapping: Sequence[int]) -> None:
-        """Where gradients share memory, copy their means back into memory of their own.
-
-        As for parameters that this backward left without a gradient.
-        """
+        """Where gradients share memory, copy their means back into memory of their own."""
         state = self.state
         for index in overlapping:
             state.handed.discard(index)
@@ -1001,7 +923,6 @@ class BackwardSync(Generic[AnyAutograd]):
             self.state.phase = INTERRUPTED
 
     def _give_up_interrupted(self) -> None:
-        """End the backward that an exception broke off, so that all ranks learn of it and can go on."""
         error, self._unreported = self._unreported, None
         if error is None:
             error = self._end_interrupted()
@@ -1038,9 +959,6 @@ class BackwardSync(Generic[AnyAutograd]):
         """Take part in a backward of the others without gradients; within a `Shadow`. Collective.
 
         The rank gets the means as its gradients as well, for those who step along.
-
-        Returns:
-            Whether any rank had data.
         """
         self.state.check_process()
         self._report_interrupted()

@@ -8,8 +8,6 @@ by itself: the first two are reasons to compare the replicas there and then, the
 A difference of bits that no rank made on purpose may still be harmless (processors of different kinds round
 differently in an optimizer), so by default it is a warning, once; it is an error where ranks have also
 written to their parameters differently often, and where the user asked for checks.
-
-The core counts and packs notes (`_core.IterationNotes`), because each step does so; here is what they mean.
 """
 
 from __future__ import annotations
@@ -36,10 +34,10 @@ class Note(NamedTuple):
     """What one rank reports.
 
     Attributes:
-        writes: To its parameters, since its previous backward; of large numbers only the last bits.
-        sample: A hash of some bytes of its parameters; 0: they can't be read.
-        dropped: Batches that it took without running forward.
-        accumulated: Whether it ran a backward of its own, in no_sync(), since its previous backward.
+    writes: To its parameters, since its previous backward; of large numbers only the last bits.
+    sample: A hash of some bytes of its parameters; 0: they can't be read.
+    dropped: Batches that it took without running forward.
+    accumulated: Whether it ran a backward of its own, in no_sync(), since its previous backward.
     """
 
     writes: int = 0
@@ -65,13 +63,11 @@ class Note(NamedTuple):
 
 
 def sampled(ops: FrameworkOps[Any], parameters: Sequence[Any]) -> list[tuple[Any, int, int]]:
-    """Some of these parameters, with the first byte and the number of bytes of what is looked at there."""
     sizes = [nbytes(each) if ops.is_readable(each) else 0 for each in parameters]
     return [(parameters[index], begin, size) for index, begin, size in places_to_sample(sizes)]
 
 
 def sampler(ops: FrameworkOps[Any], places: Sequence[tuple[Any, int, int]]) -> Callable[[], int]:
-    """A function that hashes these bytes: microseconds. 0: they can't be read, or have changed."""
     lengths = [size for *_, size in places]
 
     def take() -> int:
@@ -83,12 +79,6 @@ def sampler(ops: FrameworkOps[Any], places: Sequence[tuple[Any, int, int]]) -> C
 
 
 def places_to_sample(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Index, first byte and number of bytes of what is looked at in tensors of these sizes: little.
-
-    Example:
-        >>> places_to_sample([4, 1000])
-        [(0, 0, 4), (1, 448, 128)]
-    """
     filled = [index for index, size in enumerate(sizes) if size]
     count = min(_SAMPLED_TENSORS, len(filled))
     chosen = [filled[place * (len(filled) - 1) // max(1, count - 1)] for place in range(count)]
@@ -100,18 +90,12 @@ def places_to_sample(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def describe_writes(notes: Sequence[Note]) -> str:
-    """Ranks by how often their parameters were written to; "" if equally often.
-
-    Example:
-        >>> describe_writes([Note(1), Note(0), Note(1)])
-        'writes to parameters since the last backward, as an optimizer makes: ranks 0, 2: 1; rank 1: 0'
-    """
+    """Ranks by how often their parameters were written to; "" if equally often."""
     counts = _by_count([note.writes for note in notes])
     return f"writes to parameters since the last backward, as an optimizer makes: {counts}" if counts else ""
 
 
 def dropped_warning(notes: Sequence[Note]) -> str:
-    """What to say of batches that some ranks dropped; "" if all dropped equally many."""
     counts = _by_count([note.dropped for note in notes])
     if not counts:
         return ""
@@ -137,12 +121,6 @@ class DriftWatch:
 
     Args:
         every: Compare after so many backward passes; None: where there is a reason; 0: never.
-        hash_replica: Hashes of all that is the same on all ranks between two backward passes, and of the
-            state of an optimizer, if there is one.
-        gather: Connects the ranks.
-
-    Attributes:
-        backwards: Good backward passes so far in which all ranks had data.
     """
 
     def __init__(
@@ -157,30 +135,17 @@ class DriftWatch:
         self._has_warned_of_dropped = False
 
     def check(self, optimizer: Any = None, *, seen: str = "") -> None:
-        """Compare the replicas, and the optimizer's state if there is one. Collective.
-
-        Args:
-            optimizer: None: there is none.
-            seen: For the error: the reason for the check.
-
-        Raises:
-            ReplicasDifferError: They are not the same.
-        """
+        """Compare the replicas, and the optimizer's state if there is one. Collective."""
         backwards = f"{self.backwards} backward pass{'es' * (self.backwards != 1)}"
         where = f"the check of replicas after {backwards} of all ranks"
         check_replicas(self._hash_replica(optimizer), self._gather, where=where, seen=seen)
 
     @property
     def is_due(self) -> bool:
-        """Whether to compare the replicas at the end of this backward whatever the ranks' notes say."""
         return self._every is not None and self._every > 0 and self.backwards % self._every == 0
 
     def look(self, notes: Sequence[int] | None) -> None:
-        """Compare the replicas if there is a reason. Collective then.
-
-        Args:
-            notes: All ranks', by rank; None: they agree.
-        """
+        """Compare the replicas if there is a reason. Collective then."""
         if notes is not None:
             reported = [Note.unpack(note) for note in notes]
             known = [note for note in reported if note is not None]

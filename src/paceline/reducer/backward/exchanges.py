@@ -35,14 +35,6 @@ _DEPTH = 3  # how many calls are followed
 
 @final
 class ExchangeWeight:
-    """The weight of the gradients that one call of a layer exchanges in backward.
-
-    Args:
-        what: The layer, for errors.
-        owner: The weights of the wrapped model in whose forward the layer was called; None: in none.
-        upstream: The node of the framework's graph that made the layer's input; None: there is none.
-    """
-
     __slots__ = ("_found", "_owner", "_upstream", "_what")
 
     def __init__(self, what: str, owner: MicroBatchWeights | None, upstream: object) -> None:
@@ -85,15 +77,7 @@ class ExchangeWeight:
         rows: str,
         row: int | None = None,
     ) -> Any:
-        """The sum of all ranks' gradients, each times its rank's weight, in units of this rank's weight.
-
-        Args:
-            gradient: This rank's.
-            sum_over_ranks: Collective.
-            zeros_like: Makes a tensor of zeros.
-            rows: What the rank has put in, in words; empty: nothing.
-            row: Only this row of the sum is needed; None: all of it.
-        """
+        """The sum of all ranks' gradients, each times its rank's weight, in units of this rank's weight."""
         weight = self.now()
         if weight != 1.0:
             # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
@@ -105,11 +89,8 @@ class ExchangeWeight:
         return own / weight if weight not in (0.0, 1.0) else own
 
     def _refuse_lost(self, rows: str) -> None:
-        """Refuse this backward: the rank has weight 0, so the part of the gradient is lost that comes
-        from other ranks' losses through its samples.
-
-        Args:
-            rows: What the rank has put in, in words.
+        """Refuse this backward: the rank has weight 0, so the part of the gradient is lost that comes from
+        other ranks' losses through its samples.
         """
         self._refuse(
             f"{self._what}: a rank whose gradients weigh 0 has samples in the batch of all ranks.",
@@ -135,12 +116,7 @@ def _as_it_is(node: Any) -> Any:
 
 
 def nodes_from(roots: Iterable[Any], key: Callable[[Any], Hashable] = _as_it_is) -> Iterator[Any]:
-    """All nodes of a framework's graph that a backward from these comes to, once each, near ones first.
-
-    Args:
-        roots: Nodes, or None.
-        key: What tells a node from others.
-    """
+    """All nodes of a framework's graph that a backward from these comes to, once each, near ones first."""
     pending = [root for root in roots if root is not None]
     seen = {key(root) for root in pending}
     for node in pending:  # which grows
@@ -167,9 +143,6 @@ def names_a_collective(
     """Whether the code of a function names one, or that of functions and classes that it calls.
 
     Those are found by its names, in its module, in what it encloses, and within these.
-
-    Args:
-        called: What else is called by the names in a function, in ways that only a framework knows.
     """
     level, seen = [_unwrapped(function)], set()
     for _ in range(_DEPTH + 1):
@@ -212,7 +185,6 @@ def _is_followed(value: object) -> bool:
 
 
 def _is_entered(value: object) -> bool:
-    """Whether a function that has this calls functions of it."""
     if isinstance(value, ModuleType):
         return not _is_harmless(value.__name__)
     return not isinstance(value, (type, FunctionType)) and type(value).__module__ not in _PLAIN
@@ -224,7 +196,6 @@ def _is_harmless(module: str | None) -> bool:
 
 
 def enclosed_by(function: FunctionType) -> list[object]:
-    """What the cells of a function hold."""
     return [_content(cell) for cell in function.__closure__ or ()]
 
 

@@ -1,7 +1,4 @@
-"""What a framework gives to the backward passes of a model: its gradients, its autograd, weights and buffers.
-
-The one idea: `BackwardSync` is the same for every framework, and asks these few things of one.
-"""
+"""What `BackwardSync` asks of a framework: gradients, autograd, weights and buffers."""
 
 from __future__ import annotations
 
@@ -27,8 +24,6 @@ Memory = tuple[list[int], list[int]]
 
 
 class PlanOptions(BucketCaps, Protocol):
-    """How the gradients of a wrapped model are averaged; it stays so as long as its `BackwardSync` does."""
-
     @property
     def nonfinite(self) -> str: ...
     @property
@@ -38,8 +33,6 @@ class PlanOptions(BucketCaps, Protocol):
 
 
 class BackwardOptions(PlanOptions, Protocol):
-    """What a wrapped model was asked to do, as far as the backward passes need it."""
-
     @property
     def allow_unused(self) -> bool: ...
     @property
@@ -79,41 +72,27 @@ class Tensors(BufferedModel, Protocol):
     @property
     def delayed(self) -> Collection[int]: ...
     @property
-    def is_on_host(self) -> bool:
-        """Whether all trained parameters are on the CPU."""
-        ...
+    def is_on_host(self) -> bool: ...
 
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]: ...
     def agreed_options(self) -> dict[str, str]: ...
 
 
 class Gradients(Protocol):
-    """The gradients of the parameters that a plan lists, and where they lie."""
-
     @property
-    def any_in_buffer(self) -> bool:
-        """Whether any may live in the gradient buffer."""
-        ...
+    def any_in_buffer(self) -> bool: ...
 
-    def specs(self, *, whole: bool) -> list[ParameterSpec]:
-        """The parameters as a plan knows them; `whole`: for buckets that a hook looks at."""
-        ...
+    def specs(self, *, whole: bool) -> list[ParameterSpec]: ...
 
     def adopt(self, reduction: Reduction[Any]) -> None:
-        """Have gradients averaged here from now on; those that live in a gradient buffer are moved."""
+        """Have gradients averaged here from now on; those in a gradient buffer are moved."""
         ...
 
-    def share(self, indices: set[int]) -> None:
-        """Note which parameters other wrapped models have, too."""
-        ...
+    def share(self, indices: set[int]) -> None: ...
 
-    def exists(self, index: int) -> bool:
-        """Whether the parameter has a gradient."""
-        ...
+    def exists(self, index: int) -> bool: ...
 
-    def hand_over_rest(self, index: int) -> None:
-        """Give a gradient to the reducer that its hook has not given."""
-        ...
+    def hand_over_rest(self, index: int) -> None: ...
 
     def count_unused(self, indices: Collection[int]) -> None:
         """Let what is left of these parameters count in the means, although this backward has not used them.
@@ -122,25 +101,18 @@ class Gradients(Protocol):
         """
         ...
 
-    def clear(self, index: int) -> None:
-        """Fill the parameter's place in the gradient buffer with zeros."""
-        ...
+    def clear(self, index: int) -> None: ...
 
-    def leave_out(self, indices: Collection[int]) -> None:
-        """These have no gradient in this backward: their places will become zeros."""
-        ...
+    def leave_out(self, indices: Collection[int]) -> None: ...
 
     def check(self) -> None:
-        """Look again at what was handed over, before this rank tells how its backward went."""
+        """Check again what was handed over, before this rank reports its status."""
         ...
 
     def write_back(self, missing: Sequence[int]) -> None:
         """Make every gradient the mean, where the reducer has not done so itself.
 
         If the reduction has owners, let what is there in part stand for it.
-
-        Args:
-            missing: Parameters that got none on this rank, and one on others.
         """
         ...
 
@@ -148,9 +120,7 @@ class Gradients(Protocol):
         """All gradients, by parameter, where no backward changes them."""
         ...
 
-    def restore(self, kept: dict[int, Any]) -> None:
-        """Make what keep() has returned the only gradients that there are."""
-        ...
+    def restore(self, kept: dict[int, Any]) -> None: ...
 
     def leave_buffer(self, indices: Collection[int] | None = None) -> None:
         """Give these gradients (None: all) memory of their own, with the values that they have.
@@ -174,9 +144,7 @@ class Gradients(Protocol):
         """
         ...
 
-    def fingerprint(self) -> Fingerprint:
-        """Identity and version counter of each."""
-        ...
+    def fingerprint(self) -> Fingerprint: ...
 
     def memory(self) -> Memory | None:
         """Where all are; None: not all where the processor can read them."""
@@ -184,59 +152,35 @@ class Gradients(Protocol):
 
 
 class Sparse(Protocol):
-    """Gradients that lie elsewhere, and are averaged after all others.
-
-    Attributes:
-        squared_norm: The squared norm of the last backward's means.
-        nonfinite: (rank, parameter) of each that was not finite in the last backward.
-    """
-
     squared_norm: float
     nonfinite: list[tuple[int, int]]
 
-    def __len__(self) -> int:
-        """How many parameters have such gradients."""
-        ...
+    def __len__(self) -> int: ...
 
     def average(self, weight: float, *, has_data: bool) -> None:
-        """Replace them by their weighted means. Collective.
-
-        Args:
-            weight: The weight of this rank.
-            has_data: False: what is there is left from an earlier backward.
-        """
+        """Replace them by their weighted means. Collective."""
         ...
 
 
 class Autograd(Protocol):
-    """When a framework's backward passes begin and end."""
-
-    def frozen_among(self, indices: Iterable[int]) -> set[int]:
-        """Of these parameters, those that are frozen now."""
-        ...
+    def frozen_among(self, indices: Iterable[int]) -> set[int]: ...
 
     def install(self) -> None:
         """Hook the parameters, as `Gradients` hands them over now."""
         ...
 
-    def share(self, indices: set[int]) -> None:
-        """Note which parameters other wrapped models have, too."""
-        ...
+    def share(self, indices: set[int]) -> None: ...
 
-    def use_static_graph(self, is_static: bool) -> None:
-        """Whether that is promised from now on."""
-        ...
+    def use_static_graph(self, is_static: bool) -> None: ...
 
-    def begin_forward(self, *, is_syncing: bool, good_backwards: int) -> None:
-        """A forward begins whose gradients will be needed."""
-        ...
+    def begin_forward(self, *, is_syncing: bool, good_backwards: int) -> None: ...
 
     def watch(self, output: object) -> None:
         """Let the backward of these outputs be averaged even if it reaches no parameter."""
         ...
 
     def watch_local(self, output: object, backward: LocalBackward) -> None:
-        """Tell of the backward of what a forward in no_sync() has returned."""
+        """Report the backward of what a forward in no_sync() has returned."""
         ...
 
     def is_in_backward(self) -> bool:
@@ -255,9 +199,7 @@ class Autograd(Protocol):
         """
         ...
 
-    def prepare(self) -> None:
-        """The first gradient of a backward has come."""
-        ...
+    def prepare(self) -> None: ...
 
     def at_end(self, end: Callable[[], None]) -> None:
         """Call `end` when the backward that runs is over; drop it where it raises."""
@@ -276,25 +218,15 @@ class Autograd(Protocol):
         """Hands over gradients that have waited for the end of backward; None: none ever do."""
         ...
 
-    def note_error(self, error: PacelineError) -> None:
-        """The backward raises this."""
-        ...
+    def note_error(self, error: PacelineError) -> None: ...
 
-    def after_means(self) -> None:
-        """The means are in place."""
-        ...
+    def after_means(self) -> None: ...
 
-    def learn(self) -> None:
-        """The backward was good."""
-        ...
+    def learn(self) -> None: ...
 
-    def forget(self) -> None:
-        """The backward is over, or was given up."""
-        ...
+    def forget(self) -> None: ...
 
-    def close(self) -> None:
-        """Hear of no gradient any more."""
-        ...
+    def close(self) -> None: ...
 
 
 AnyAutograd = TypeVar("AnyAutograd", bound=Autograd, covariant=True)
@@ -302,18 +234,7 @@ AnyAutograd = TypeVar("AnyAutograd", bound=Autograd, covariant=True)
 
 @dataclass(frozen=True)
 class FrontEnd(Generic[AnyAutograd]):
-    """What a framework gives to the backward passes of one model.
-
-    Attributes:
-        tensors: The model's.
-        gradients: Where they lie.
-        sparse: Those that lie elsewhere.
-        autograd: When backward passes begin and end.
-        micro_batches: The weights of this rank's micro-batches.
-        buffers: Keeps them in step.
-        notes: What this rank does between two backward passes.
-        hash_model: Hashes of parameters, buffers and an optimizer's state, if there is one.
-    """
+    """What a framework gives to the backward passes of one model."""
 
     tensors: Tensors
     gradients: Gradients

@@ -1,8 +1,5 @@
-"""What the backward passes of one model leave in the recording of this process, and in the totals of its job.
-
-The one idea: backward passes say what happens, with numbers that are unique among all models of the process,
-and once per plan the recording says what those numbers stand for. What happens in each
-backward is noted by the core (`records`), because nothing may cost a call in Python there; the rest is here.
+"""What one model's backward passes leave in the recording and in the totals of the job. The core notes the
+moments of each backward (`records`), because nothing there may cost a call in Python.
 """
 
 from __future__ import annotations
@@ -31,11 +28,6 @@ _BEGAN, _ENDED = int(Event.LOCAL_BACKWARD_BEGAN), int(Event.LOCAL_BACKWARD_ENDED
 class BackwardLog:
     """The recording, as the backward passes of one model write to it.
 
-    Args:
-        rank, world_size: This rank, and the number of ranks that train the model.
-        names: The names of the parameters, by index in the plan.
-        times: A method that returns those of all backward passes so far.
-
     Attributes:
         records: Notes the moments of each backward. Ask `recording.note` first.
         totals: What the model adds to the totals of the process.
@@ -59,7 +51,6 @@ class BackwardLog:
         self.before_first = backward_id(self._model, 0)
 
     def record_plan(self, communicator: Communicator[Any], plan: Plan) -> None:
-        """Tell who this rank is, and what its buckets hold: a reader of the recording must know."""
         recording.tell(
             "model", self._model, rank=self._rank, world_size=self._world_size, path=communicator.path
         )
@@ -70,32 +61,22 @@ class BackwardLog:
         recording.tell("buckets", self._model, buckets=buckets)
 
     def note_nonfinite(self, number: int, result: BackwardResult) -> None:
-        """Note how many gradients of this backward were not finite, and of which rank first."""
         if (note := recording.note) is not None and (pairs := result.nonfinite):
             note(_NONFINITE, number, len(pairs) << 32 | min(rank for rank, _ in pairs))
 
     def sample(self, now_ns: int, number: int, squared_norm: Callable[[], float] | None) -> None:
-        """Write what is written once in a second, at the end of the backward of this number.
-
-        Args:
-            now_ns: By CLOCK_MONOTONIC.
-            number: The backward.
-            squared_norm: Returns that of its means; None: it is not known for nothing.
-        """
+        """Write what is recorded once a second."""
         has_norm = recording.sample(now_ns, number) and squared_norm is not None
         if has_norm and squared_norm is not None and (note := recording.note) is not None:
             note(_NORM, number, float_bits(math.sqrt(squared_norm())))
 
     def close(self) -> None:
-        """The model makes no backward passes any more."""
         recording.forget(self._model)
 
 
 class LocalBackward:
-    """Notes when the backward of one forward in no_sync() begins and ends; nothing else takes notice of it.
-
-    Args:
-        identity: The backward that its gradients will be averaged in.
+    """Notes when the backward of one forward in no_sync() begins and ends; nothing else takes
+    notice of it.
     """
 
     __slots__ = ("_identity", "_is_open")

@@ -1,6 +1,6 @@
 """The weighted mean, over the micro-batches of one rank: each gradient as their running mean.
 
-The one idea: after micro-batches with weights w_1 ... w_n, the gradient is sum(w_i * g_i) / W with
+After micro-batches with weights w_1 ... w_n, the gradient is sum(w_i * g_i) / W with
 W = sum(w_i). A micro-batch of weight w keeps that true: what is there shrinks by W / (W + w) before the
 framework adds to it, and each incoming gradient by w / (W + w). The reducer then weighs the ranks by their W,
 so the mean over ranks and micro-batches is that of one process with the whole batch. A single micro-batch

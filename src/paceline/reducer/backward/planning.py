@@ -1,9 +1,8 @@
 """Where one model's gradients are averaged, and when that is planned anew.
 
-The one idea: a plan, the memory laid out by it and the reducer that averages it are made together and
-replaced together. That happens after the first good backward, in the order that it has shown; where a hook
-takes over the buckets; and where the ranks that update parameters change. All of it is collective, and never
-within a backward; gradients, hooks and the recording learn of the new plan before the old memory goes.
+A plan, its memory and its reducer are replaced together: after the first good backward (in the order that it
+has shown), for a communication hook, and where owners change. That is collective, and never within a
+backward; gradients, hooks and the recording get the new plan before the old memory goes.
 """
 
 from __future__ import annotations
@@ -22,13 +21,6 @@ from paceline.reducer.plan import CappedBuckets, Plan, complete_order, has_one_o
 @final
 class Planning:
     """The plan of one model in use, and what comes of it. Its methods are collective.
-
-    Args:
-        front_end: What the framework gives: parameters, gradients, hooks.
-        communicator: Between the ranks that train the model.
-        options: How its gradients are averaged.
-        statistics: Takes over what the reducers of earlier plans have counted.
-        record_plan: Called with the communicator and each plan that comes into use.
 
     Attributes:
         communicator: Between the ranks that train the model; a communication hook replaces it.
@@ -59,13 +51,11 @@ class Planning:
         self.is_order_final = has_one_order(self.reduction.plan)
 
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
-        """Give every bucket to a hook from now on."""
         self.communicator = self.communicator.with_hook(hook, process_group)
         self._replace(self._make_plan(self.reduction.plan.order))
         self.is_order_final = self.is_order_final or has_one_order(self.reduction.plan)
 
     def use_owners(self, owned: tuple[Ranges, ...]) -> None:
-        """Bring each mean to those that need it from now on; as `owned`."""
         if owned != self.owned:
             self.owned = owned
             self._replace(self._make_plan(self.reduction.plan.order))

@@ -1,9 +1,8 @@
-"""Parameters that several wrapped models of this process have in common. The same for every framework.
+"""Parameters that several wrapped models of this process have in common.
 
-The one idea: each of them averages the gradient, so none may change it, or read it where it lies, before the
-last has its copy. Such gradients are copied to and from the gradient buffer, whatever is done with all
-others. And where one backward runs through several such models, each hands over all that it has before the
-first of them writes its means: they would count as this rank's own where a model has got nothing.
+Each averages the gradient, so none may change it, or read it where it lies, before the last has its copy:
+such gradients are copied to and from the gradient buffer. Where one backward runs through several such
+models, each hands over all that it has before the first writes its means.
 """
 
 from __future__ import annotations
@@ -20,23 +19,16 @@ if TYPE_CHECKING:
 
 
 class _Registry:
-    """The backward passes of all wrapped models of this process.
-
-    Attributes:
-        version: Another number after each change.
-    """
-
     def __init__(self) -> None:
         self.version = 0
         # In the order in which they were wrapped, which is the same on all ranks.
         self._holders: weakref.WeakKeyDictionary[Holder, None] = weakref.WeakKeyDictionary()
 
     def _all(self) -> list[Holder]:
-        """All of them now. A copy, because a garbage collection may end one of them at any time."""
+        """A copy, because a garbage collection may end one of them at any time."""
         return [holder for find in self._holders.keyrefs() if (holder := find()) is not None]
 
     def join(self, holder: Holder) -> None:
-        """One more: the others learn of it at once."""
         others = self._all()
         self._holders[holder] = None
         self.version += 1
@@ -49,22 +41,15 @@ class _Registry:
         self.version += 1
 
     def complete_all(self, backward: int) -> None:
-        """The first model ends its part of this backward: its means may come to what others must read."""
         for holder in self._all():
             holder.complete(backward)
 
     def begin_member(self, holder: Holder, member: str) -> None:
-        """From now on the replicas of other ranks differ from the holder's on purpose.
-
-        Args:
-            holder: Of the model.
-            member: See `BackwardSync.member`.
-        """
+        """From now on the replicas of other ranks differ from the holder's on purpose."""
         holder.member = member
         self.version += 1
 
     def member_of(self, parameters: Sequence[object]) -> str:
-        """The `member` of a holder of any of these parameters; empty: no holder has one."""
         apart = [holder for holder in self._all() if holder.member]
         known = {id(parameter) for parameter in parameters} if apart else set()
         return next(
@@ -73,9 +58,8 @@ class _Registry:
         )
 
     def timeout_of(self, parameters: Iterable[object]) -> float | None:
-        """The `timeout_s` that a user gave to the wrapper of any of these parameters; None: to none of them.
-
-        The longest, where several wrappers have parameters in common.
+        """The `timeout_s` that a user gave to the wrapper of any of these parameters; None: to
+        none of them.
         """
         asked = {each: each.asked_timeout_s for each in self._all()}
         known = {id(parameter) for parameter in parameters} if any(asked.values()) else set()
@@ -87,7 +71,6 @@ class _Registry:
         return max(found, default=None)
 
     def shared_by_others(self, holder: Holder) -> set[int]:
-        """Indices of the holder's parameters that others hold as well."""
         held = Counter(id(p) for each in self._all() for p in each.trainable)
         return {index for index, p in enumerate(holder.trainable) if held[id(p)] > 1}
 

@@ -1,7 +1,7 @@
 """What is known of the backward passes of one model without any cost: `stats()`, norms, times of waiting.
 
-Nothing here looks at a gradient or calls another rank. A reducer goes with its plan: what it has counted is
-taken over before it is closed, so that the figures are those of all backward passes.
+Nothing here looks at a gradient or calls another rank. A reducer goes with its plan: what it has counted
+is taken over before it is closed, so that the figures are those of all backward passes.
 """
 
 from __future__ import annotations
@@ -83,16 +83,7 @@ class FreshGradients:
 
     A gradient that was replaced is another object, and one that was changed by its framework has another
     version; writes past the framework (through `.data`, numpy or a kernel) are seen in a few lines of memory
-    of each gradient. Such a write that changes a few elements only may go unseen. The same lines on every
-    rank, so that ranks with the same gradients find the same.
-
-    Args:
-        fingerprint: A fingerprint of all gradients.
-        memory: Where all gradients are; None: not all where the processor can read them, and then nobody
-            knows.
-
-    Attributes:
-        is_used: Whether anybody has asked. Until then nothing is noted, and the answer is no.
+    of each gradient. Such a write that changes a few elements only may go unseen.
     """
 
     def __init__(self, fingerprint: Callable[[], Fingerprint], memory: Callable[[], Memory | None]) -> None:
@@ -103,16 +94,13 @@ class FreshGradients:
         self._sample: int | None = None
 
     def note(self) -> None:
-        """A backward has just made them the means."""
         self._sample = self._take_sample()
         self._seen = None if self._sample is None else self._fingerprint()
 
     def forget(self) -> None:
-        """A backward was void, or raised: what the gradients are now, nobody knows."""
         self._seen = None
 
     def are_unchanged(self) -> bool:
-        """Whether nobody has changed a gradient since note(), as far as that is seen."""
         self.is_used = True
         return (
             self._seen is not None
@@ -127,12 +115,7 @@ class FreshGradients:
 
 @final
 class BackwardStatistics:
-    """The figures of all backward passes of one model. None of its methods is collective.
-
-    Args:
-        front_end: What the framework gives: parameters, gradients, sparse gradients.
-        communicator: Between the ranks that train the model.
-        asks_for_nonfinite: Whether infinities are looked for wherever gradients are averaged.
+    """None of its methods is collective.
 
     Attributes:
         fresh: Whether gradients are still those of the last backward.
@@ -153,33 +136,27 @@ class BackwardStatistics:
         self.earlier_norm: float | None = None
 
     def use(self, communicator: Communicator[Any], reduction: Reduction[Any]) -> None:
-        """A plan comes into use."""
         self._communicator, self._reduction = communicator, reduction
         earlier, self._times = self._times, reduction.reducer.times
         self._times.add(earlier)
 
     def take_over(self) -> None:
-        """Another reducer will take the place of the one in use, which is not closed yet."""
         self.earlier_norm = self._reduction.reducer.squared_norm()
 
     def times(self) -> BackwardTimes:
-        """When the ranks have come to the ends of their backward passes."""
         return self._times
 
     @property
     def waited_s(self) -> float:
-        """Seconds that this rank has spent waiting for the others at the end of backward, so far."""
         return self._times.waited_ns / 1e9
 
     def squared_norm(self) -> float:
-        """The squared norm of the last backward's mean gradient; NaN if that backward was void, or raised."""
         norm = self.earlier_norm
         if norm is None:
             norm = self._reduction.reducer.squared_norm()
         return norm + self._sparse.squared_norm
 
     def known_norm(self) -> float | None:
-        """The 2-norm of all gradients that the plan lists, if it is that of the last backward's means."""
         if not self.fresh.are_unchanged() or self.result is None or self.result.globally_unused:
             return None
         norm = math.sqrt(self.squared_norm())
@@ -187,11 +164,9 @@ class BackwardStatistics:
 
     @property
     def looks_for_nonfinite(self) -> bool:
-        """Whether gradients are looked at: in memory that costs nothing."""
         return self._communicator.path != "group" or self._asks_for_nonfinite
 
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
-        """Names of parameters whose gradient was not finite in the last backward, by rank."""
         pairs = () if self.result is None else self.result.nonfinite
         found = names_by_rank(pairs, self._tensors.names)
         for rank, names in names_by_rank(self._sparse.nonfinite, self._tensors.all_names).items():
@@ -199,7 +174,6 @@ class BackwardStatistics:
         return found
 
     def now(self, good_backwards: int) -> Statistics:
-        """All that is known of the backward passes so far, of which so many were good."""
         communicator, plan, times = self._communicator, self._reduction.plan, self._times
         unused = () if self.result is None else self.result.unused[communicator.rank]
         return Statistics(

@@ -1,10 +1,8 @@
 """Ranks that run out of data before the others, and shadow the backward passes of those who have some.
 
-The one idea: such a rank takes part in the backward passes of the others with no gradients and a weight of 0,
+Such a rank takes part in the backward passes of the others with no gradients and a weight of 0,
 until every rank has none left; each rank says so in the status that ends a backward, so nobody asks. Then it
 gets the model of the rank that went on longest, and its own gradients are again what they were.
-
-A backward without data is a backward as any other, so `BackwardSync.shadow` makes it.
 """
 
 from __future__ import annotations
@@ -22,10 +20,6 @@ class Shadow:
 
     Most loops clear gradients after a step, so what is left of the others' would be added to the first
     gradient of the next epoch. So its own are put aside, and come back.
-
-    Args:
-        backward_sync: In which it takes part; not within one of them.
-        keep_accumulated: Give back what no_sync() has accumulated too; else it is dropped.
     """
 
     def __init__(self, backward_sync: BackwardSync[Any], *, keep_accumulated: bool) -> None:
@@ -40,7 +34,6 @@ class Shadow:
         backward_sync.gradients.restore({})
 
     def end(self) -> None:
-        """Give this rank its own gradients back: the next backward adds to them."""
         self._backward_sync.gradients.restore(self._gradients)
         self._backward_sync.state.accumulated |= self._accumulated
 
@@ -52,12 +45,6 @@ def take_part_until_all_finished(
 ) -> bool:
     """Shadow the others' backward passes, then take over the model of those who went on longest. Collective.
 
-    Args:
-        backward_sync: This rank has no data for them.
-        after_pass: Called after each of them, with the means as gradients; None: this rank makes no steps.
-        are_over: Asked before each of them whether other backward passes take their place, on all ranks
-            alike.
-
     Returns:
         Whether all ranks are finished. Else these backward passes are over, and no model was taken over.
     """
@@ -66,13 +53,7 @@ def take_part_until_all_finished(
 
 @contextlib.contextmanager
 def joining(backward_sync: BackwardSync[Any], *, divide_by_all: bool, throws: bool) -> Iterator[None]:
-    """Within it, ranks may make different numbers of backward passes. Its end is collective.
-
-    Args:
-        backward_sync: Some of them this rank may make without data.
-        divide_by_all: Ranks without data count in the mean, with zeros.
-        throws: All ranks raise at the end of the first backward for which one had no data.
-    """
+    """Within it, ranks may make different numbers of backward passes. Its end is collective."""
     before, backward_sync.refuses_uneven = backward_sync.refuses_uneven, throws
     try:
         yield
@@ -109,11 +90,8 @@ def _take_part(
 
 
 def take_over_model(backward_sync: BackwardSync[Any], active: Sequence[int]) -> None:
-    """Give the ranks without data, which may have made no step, the model of one that had some. Collective.
-
-    Args:
-        backward_sync: In which they took part.
-        active: Who had data in the last backward for which somebody had; empty: there was none.
+    """Give the ranks without data, which may have made no step, the model of one that had some.
+    Collective.
     """
     if 0 < len(active) < backward_sync.world_size:
         backward_sync.broadcast_model(active[0])

@@ -1,7 +1,7 @@
 """Whose sums go from host to host, and in which order they are added up there.
 
-The one idea: a block is a node of the binary tree over all ranks, or a whole host. With nodes of that tree
-the sums have the bits of one host with all ranks; whole hosts send the least. Pure.
+A block is a node of the binary tree over all ranks, or a whole host. With nodes of the tree the sums have the
+bits of one host with all ranks; whole hosts send the least.
 """
 
 from __future__ import annotations
@@ -15,12 +15,7 @@ from paceline.reducer.sum_order import add_in_order, join_in_order
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring ranks of a host, whose sum goes to the other hosts.
-
-    Attributes:
-        host: The number of the host.
-        local_ranks: The first of the ranks and the one behind the last, by their local ranks.
-    """
+    """Neighbouring ranks of a host, whose sum goes to the other hosts."""
 
     host: int
     local_ranks: tuple[int, int]
@@ -40,7 +35,6 @@ class Blocks:
     steps: tuple[tuple[int, int], ...] = ()
 
     def add(self, numbers: Sequence[float]) -> float:
-        """The sum of one number for each block, in the order of sums."""
         if not self.steps:
             return add_in_order(numbers)
         found = list(numbers)
@@ -51,10 +45,6 @@ class Blocks:
 
 def whole_hosts(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
     """Each host as one block: the fewest bytes.
-
-    Args:
-        ranks: The ranks of each host, in order; hosts in the order of their lowest ranks.
-        most_at_once: How many sums can be added without steps.
 
     Example:
         >>> whole_hosts([[0], [1], [2]], 128).steps, whole_hosts([[0], [1], [2]], 2).steps
@@ -68,10 +58,6 @@ def exact_blocks(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
     """The largest nodes of the tree over all ranks that lie on one host each, and the rest of this tree.
 
     So their sum is that of one host with all the ranks, to the last bit.
-
-    Args:
-        ranks: See `whole_hosts`.
-        most_at_once: How many sums can be added without steps.
 
     Example:
         >>> exact_blocks([[0, 1], [2, 3]], 128) == whole_hosts([[0, 1], [2, 3]], 128)
@@ -90,7 +76,6 @@ def exact_blocks(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
 
 
 def _in_steps(tree: _Tree, most_at_once: int) -> Blocks:
-    """How a tree is added up: without steps, if it is the one in which all its leaves are added at once."""
     blocks: list[Block] = []
     pairs: list[_Pair] = []
     _flatten(tree, blocks, pairs)
@@ -103,8 +88,6 @@ def _in_steps(tree: _Tree, most_at_once: int) -> Blocks:
 
 @dataclass(frozen=True)
 class _Pair:
-    """A sum of what lies on several hosts."""
-
     left: _Tree
     right: _Tree
 
@@ -119,7 +102,6 @@ def _join_on_one_host(left: _Tree, right: _Tree) -> _Tree:
 
 
 def _flatten(tree: _Tree, blocks: list[Block], pairs: list[_Pair]) -> None:
-    """Append the leaves of a tree, and its inner nodes in an order in which they can be added."""
     if isinstance(tree, Block):
         blocks.append(tree)
         return
@@ -130,9 +112,6 @@ def _flatten(tree: _Tree, blocks: list[Block], pairs: list[_Pair]) -> None:
 
 def has_bits_of_one_host(ranks: Sequence[Sequence[int]]) -> bool:
     """Whether sums in each host, and then over the hosts, are the sums of one host with all the ranks.
-
-    Args:
-        ranks: The ranks of each host, in order; hosts in the order of their lowest ranks.
 
     Example:
         >>> has_bits_of_one_host([[0, 1], [2, 3]]), has_bits_of_one_host([[0, 2], [1, 3]])

@@ -1,6 +1,6 @@
 """One rank's share of each bucket on its way to the other hosts and back; this folder's head has the words.
 
-The one idea: whoever runs the backward makes and sends, and one thread waits, adds up and publishes. It has
+Whoever runs the backward makes and sends, and one thread waits, adds up and publishes. It has
 to be a thread, because a transport tells that a message has come only to who waits for it; its waits let
 Python's lock go. So messages travel while the backward goes on.
 
@@ -51,24 +51,20 @@ _LOOK_S = 0.05  # how often who waits for free memory looks whether the host's g
 _FEW_MESSAGES = 8  # of a backward: then their receives are begun in the backward before it
 
 
-class _ReceiveNext:
-    """Tells the thread to begin the receives of the next backward."""
+class _ReceiveNext: ...
 
 
 _RECEIVE_NEXT = _ReceiveNext()
 
 
 class HostExchange:
-    """Carries the sums of one rank's shares to the other hosts and back. See the head of this file.
+    """Carries the sums of one rank's shares to the other hosts and back.
 
     Args:
         terms: What all buckets of this rank have in common.
         group: The memory of this host, whose other ranks are told of a failure.
         control: Tells all ranks of a failure of one.
         timeout_s: Most seconds to wait for ranks of the host.
-
-    Attributes:
-        failure: What has ended the exchange; None: it goes on.
     """
 
     def __init__(
@@ -108,7 +104,7 @@ class HostExchange:
     # --- the thread that runs the backward ---
 
     def end_backward(self) -> None:
-        """All means are there. Let the thread begin to receive what peers send of the next backward.
+        """Let the thread begin to receive what peers send of the next backward.
 
         The thread, because nobody waits for it: the user's program goes on meanwhile.
         """
@@ -125,12 +121,6 @@ class HostExchange:
         may_wait: bool,
     ) -> bool:
         """Sum this rank's share of a bucket that all ranks of the host have posted, and begin to exchange it.
-
-        Args:
-            bucket: In the plan's order, from 0 in each backward.
-            note_nonfinite: Called with (bucket, elements) if a gradient there is not finite.
-            make_report: What travels beside the last bucket, called once its share is summed.
-            may_wait: Wait until there is memory for it, at most until the deadline.
 
         Returns:
             Whether it was launched: False where there is no memory now.
@@ -154,12 +144,11 @@ class HostExchange:
         return True
 
     def check(self) -> None:
-        """Raise what has ended the exchange, if anything has."""
         if self.failure is not None:
             raise self.failure
 
     def give_up(self, error: BaseException) -> None:
-        """This rank has failed: tell all others, and end all transfers. Does not block."""
+        """Report this rank's failure to all others, and end all transfers. Does not block."""
         if self.failure is None:
             self.failure = error
         self._group.abort(pack_failure(error, self._rank))
@@ -167,7 +156,7 @@ class HostExchange:
         self.stop()
 
     def stop(self) -> None:
-        """End the thread, once it has nothing more to do. Does not block."""
+        """End the thread, once it has nothing more to do."""
         self._flights.put(None)
 
     def join(self) -> None:
@@ -176,11 +165,7 @@ class HostExchange:
         self._thread.join(self._timeout_s)
 
     def _make_ready(self, *, may_wait: bool) -> None:
-        """Begin receives of the buckets that come next, as far as there is memory.
-
-        Args:
-            may_wait: Wait until there is memory for one, at most until the deadline.
-        """
+        """Begin receives of the buckets that come next, as far as there is memory."""
         if self._met is not None:
             raise self._met
         while self._next_ready < len(self._terms.routes):
@@ -192,7 +177,6 @@ class HostExchange:
             self._ready.append(flight)
 
     def _take_flight(self, bucket: int, *, may_wait: bool) -> Flight | None:
-        """The messages of a bucket, once its room is free."""
         room = self._room_of(bucket, self._number)
         ends_s = time.monotonic() + self._waits.patience_with_its_host_s
         with self._is_free:
@@ -214,7 +198,6 @@ class HostExchange:
         return flight
 
     def _room_of(self, bucket: int, number: int) -> int:
-        """The number of the room that a bucket has in a backward."""
         num_rooms = len(self._rooms)
         return (number if len(self._terms.routes) < num_rooms else bucket) % num_rooms
 
@@ -254,7 +237,6 @@ class HostExchange:
         return self._kind_of(bucket).room_bytes(self._terms, bucket)
 
     def _piece_bytes(self) -> int:
-        """The size of the largest piece of any bucket, as sums."""
         terms = self._terms
         return max(
             terms.sums.nbytes(bucket, len(piece))
@@ -264,7 +246,6 @@ class HostExchange:
         )
 
     def _has_few(self) -> bool:
-        """Whether few messages come in a backward of a plan of one bucket."""
         return self._kind_of(0).num_coming(self._terms, 0) <= _FEW_MESSAGES
 
     # --- the thread that waits ---
@@ -296,7 +277,6 @@ class HostExchange:
             self._end_flight(flight)
 
     def _end_flight(self, flight: Flight) -> None:
-        """Wait for what was sent, and give its memory back."""
         flight.wait_sent()
         with self._is_free:
             self._is_taken[self._room_of(flight.bucket, flight.number)] = False
@@ -338,7 +318,6 @@ class HostExchange:
     # --- failures ---
 
     def _fail(self, error: BaseException) -> None:
-        """Tell this rank's own backward, and the other ranks of the host."""
         with self._is_free:
             if self.failure is not None:  # a consequence
                 return
@@ -348,6 +327,6 @@ class HostExchange:
         self._tell(error)
 
     def _tell(self, error: BaseException) -> None:
-        """Tell all hosts the reason, then end the connections, so that the peers wake."""
+        """Report the reason to all hosts, then end the connections, so that the peers wake."""
         self._control.tell(error)
         self._terms.transport.abort()

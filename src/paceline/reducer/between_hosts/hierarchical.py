@@ -1,6 +1,6 @@
 """One backward pass over several hosts: sums in the memory of each host, then between hosts, then back.
 
-The one idea: the rank with local rank l has the same *share* of each bucket on every host. It sums that over
+The rank with local rank l has the same *share* of each bucket on every host. It sums that over
 its host's ranks, exchanges the sum with its peers, and writes the mean into the gradient buffers of all
 ranks of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks
 that have a share: as many on each host as the smallest host has ranks.
@@ -57,21 +57,7 @@ _PAIR = struct.Struct("<II")
 
 @dataclass(frozen=True)
 class Hosts:
-    """Who is where.
-
-    Attributes:
-        rank: The number of this process.
-        world_size: Number of ranks.
-        ranks: The ranks of each host, in order; hosts in the order of their lowest ranks.
-        group: The memory of this host.
-        transport: To the peers of this rank; None: it has no share.
-        control: Tells all ranks of a failure of one.
-        gather: Payloads of all ranks, by rank, of any lengths. Collective; only for what is unusual. None:
-            nobody asks whose gradients are not finite.
-        timeout_s: Most seconds of one wait.
-        model: Number of the model, among those that use the same connections.
-        known_as: This rank in words, where these numbers are not those that its user knows; empty: they are.
-    """
+    """Who is where."""
 
     rank: int
     world_size: int
@@ -86,34 +72,19 @@ class Hosts:
 
     @property
     def who(self) -> str:
-        """This rank in words."""
         return self.known_as or f"rank {self.rank} of {self.world_size}"
 
     @property
     def own_ranks(self) -> tuple[int, ...]:
-        """The ranks of this host."""
         return next(ranks for ranks in self.ranks if self.rank in ranks)
 
 
 class HierarchicalReducer(ReportingReducer):
     """A `Reducer` over several hosts. Making one is collective, over all their ranks.
 
-    Args:
-        plan: The same on all ranks; with at least one bucket.
-        hosts: The ranks.
-        generation: Number of the plan, among all whose messages take the same connections.
-        encoding: How sums between hosts are encoded, by its number in the core; None: they go as they are.
-        before: The codes of an earlier plan of the same model, whose errors are taken over; None: there
-            are none.
-        is_exact: Give the bits of one host in every layout; without `encoding`.
-
     Attributes:
         codes: What keeps the errors of encoding; None: nothing is encoded.
         saw_nonfinite: Whether the last backward had a gradient or a mean that is not finite; all ranks agree.
-
-    Example:
-        Two hosts of one rank: rank 0 writes [2.0] to the place of a parameter in its gradient buffer and rank
-        1 [4.0]; both mark it and finish; then the place holds [3.0] on both.
     """
 
     def __init__(
@@ -165,11 +136,10 @@ class HierarchicalReducer(ReportingReducer):
 
     @property
     def memory(self) -> object:
-        """Who keeps the gradient buffer mapped."""
         return self._core
 
     def waiting_ranks(self) -> list[int]:
-        """The ranks of this host that wait: of the others nobody knows."""
+        """The ranks of this host that wait; those of others are unknown."""
         return [self._own_ranks[local_rank] for local_rank in self._core.waiting_ranks()]
 
     def _squared_norm(self) -> float:
@@ -215,7 +185,6 @@ class HierarchicalReducer(ReportingReducer):
         return self._next < self._last and self.marks.is_complete(self._next)
 
     def _post_complete(self) -> None:
-        """Post the buckets in which a gradient was the last."""
         if not self._is_begun:
             self._is_begun = True
             self._found.clear()
@@ -262,7 +231,6 @@ class HierarchicalReducer(ReportingReducer):
         ctypes.memset(self.buffer_pointer + plan.offsets[param], 0, plan.parameters[param].nbytes)
 
     def _launch_rest(self, status: BackwardStatus, allow_unused: bool) -> None:
-        """Post and launch what is missing."""
         plan, unused = self._plan, self._leave_out_unmarked()
         if unused:
             self._post_complete()
@@ -303,7 +271,6 @@ class HierarchicalReducer(ReportingReducer):
             ctypes.memset(self.buffer_pointer + end, 0, gap)
 
     def _gather_nonfinite(self, gather: Callable[[bytes], list[bytes]]) -> None:
-        """Learn which gradients are not finite, on which ranks. Collective."""
         own = [len(self._found), len(self._not_finite)]
         pairs = sorted(self._found)
         payload = b"".join(_PAIR.pack(*pair) for pair in (own, *pairs))
@@ -318,7 +285,6 @@ class HierarchicalReducer(ReportingReducer):
         self._overflowed = sorted(sums.difference(index for _, index in found))
 
     def _note_nonfinite(self, bucket: int, elements: range) -> None:
-        """Find out whose gradient of which parameter it is; before the means overwrite them."""
         for index, part in self._pieces(bucket, elements):
             for local_rank in self._core.find_nonfinite(bucket, part.start, len(part)):
                 self._found.add((self._own_ranks[local_rank], index))
@@ -326,14 +292,7 @@ class HierarchicalReducer(ReportingReducer):
     def _note_values(
         self, bucket: int, elements: range, values: Sequence[int], weights: Sequence[float]
     ) -> None:
-        """As `_note_nonfinite`, where gradients of all hosts have come. Called by another thread.
-
-        Args:
-            bucket: In the plan.
-            elements: Some of the bucket's.
-            values: Where the first of these elements of each host's only rank is.
-            weights: What these ranks weigh.
-        """
+        """As `_note_nonfinite`, where gradients of all hosts have come. Called by another thread."""
         section = self._plan.sections[self._plan.buckets[bucket].section]
         for index, part in self._pieces(bucket, elements):
             offset = (part.start - elements.start) * section.itemsize
@@ -348,7 +307,7 @@ class HierarchicalReducer(ReportingReducer):
             )
 
     def _note_overflow(self, bucket: int, elements: range) -> None:
-        """Some mean there is not finite. Called by another thread."""
+        """Called by another thread."""
         found = {
             index
             for index, part in self._pieces(bucket, elements)
@@ -359,7 +318,6 @@ class HierarchicalReducer(ReportingReducer):
             self._core.note_overflow()
 
     def _pieces(self, bucket: int, elements: range) -> Iterator[tuple[int, range]]:
-        """What lies in a part of a bucket: (parameter, its elements there)."""
         span = self._plan.buckets[bucket]
         section = self._plan.sections[span.section]
         begin = (span.begin_byte - section.begin_byte) // section.itemsize
@@ -456,7 +414,6 @@ class HierarchicalReducer(ReportingReducer):
         raise reason from (None if is_packed(error) else error)
 
     def _fail(self, error: BaseException) -> None:
-        """Messages do not pair any more. The others are told, if they do not know."""
         if self._failure is None:
             super()._fail(error)
             if self._exchange is None:
@@ -474,8 +431,6 @@ class HierarchicalReducer(ReportingReducer):
 
 
 def bucket_in_words(plan: Plan) -> Callable[[int], str]:
-    """What an error says of a bucket: its number, size and parameters."""
-
     def where(number: int) -> str:
         bucket = plan.buckets[number]
         names = shorten([plan.parameters[index].name for index in bucket.parameters])

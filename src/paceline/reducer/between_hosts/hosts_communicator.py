@@ -61,9 +61,6 @@ def connect(
             Collective.
         why_not_joined: Why it cannot, in words.
         calls_of_hooks: See `MemoryCommunicator`.
-
-    Raises:
-        ConfigError: That is not possible here.
     """
     memory = peers.share_hosts() if on_host and reduce_through != "group" else None
     if memory is not None and len(memory.hosts) == 1:
@@ -92,11 +89,7 @@ def connect(
 def check_group(
     peers: object, ops: FrameworkOps[Any], owner: str, *, on_host: bool, reduce_through: str
 ) -> None:
-    """Refuse what only the memory of one host could do, and ranks that no process group connects.
-
-    Raises:
-        ConfigError: That is not possible here.
-    """
+    """Refuse what only the memory of one host could do, and ranks that no process group connects."""
     on_device = f"parameters on {ops.names.device}"
     if reduce_through == "memory":
         raise ConfigError(
@@ -113,16 +106,6 @@ def check_group(
 
 
 class HostReducers:
-    """Makes the reducers of a model.
-
-    Args:
-        hosts: Who is where, and their connections.
-        between_hosts: What is asked of the way between them.
-
-    Attributes:
-        bits: Which runs give gradients of the same bits; see `WrappedModel.bits`.
-    """
-
     def __init__(self, hosts: Hosts, between_hosts: BetweenHosts) -> None:
         compression, self._is_exact = between_hosts.compression, between_hosts.deterministic is not None
         is_as_one_host = self._is_exact or has_bits_of_one_host(hosts.ranks)
@@ -137,13 +120,7 @@ class HostReducers:
     def make(
         self, plan: Plan, options: ReductionOptions, instead_of: Reduction[Any] | None
     ) -> HierarchicalReducer | None:
-        """The reducer of a plan; None: it is one for the process group alone. Collective, over all ranks.
-
-        Args:
-            plan: The same on all ranks.
-            options: The same on all ranks.
-            instead_of: The reduction of the plan before, whose reducer is closed first.
-        """
+        """The reducer of a plan; None: it is one for the process group alone. Collective, over all ranks."""
         if instead_of is not None:
             instead_of.reducer.close()
         if options.skip_unused or not plan.buckets:
@@ -151,12 +128,7 @@ class HostReducers:
         return self.make_next(plan, self._codes)
 
     def make_next(self, plan: Plan, before: CodedSums | None) -> HierarchicalReducer:
-        """The reducer of a plan that follows on the one before, if there was one. Collective, as above.
-
-        Args:
-            plan: The same on all ranks.
-            before: The codes whose errors are taken over; None: there are none, or nobody does.
-        """
+        """The reducer of a plan that follows on the one before, if there was one. Collective, as above."""
         self._num_plans += 1
         generation = self._hosts.model * PLANS + self._num_plans % PLANS
         reducer = HierarchicalReducer(
@@ -169,12 +141,6 @@ class HostReducers:
 class HostsCommunicator(BesideCommunicator[_Tensor]):
     """A `Communicator` between several hosts: gradients meet in the memory of each, all else goes over the
     group.
-
-    Args:
-        communicator: For all else.
-        ops: The framework's functions.
-        hosts: Who is where, and their connections.
-        between_hosts: What is asked of the way between them.
     """
 
     most_bucket_bytes: int | None = BUCKET_BYTES

@@ -1,10 +1,7 @@
 """Messages of a bucket between hosts: laid out once, written and begun anew in every backward.
 
-The one idea: a bucket has the same memory, peers and tags in every backward, so all that Python has to
-work out is worked out when it first comes. A backward only writes headers and begins transfers: Python is
-slow there, because it runs between megabytes that leave nothing of it in the caches.
-
-What all kinds of buckets share is here; `sum_messages` and `value_messages` have the kinds.
+A bucket has the same memory, peers and tags in every backward, so a backward only writes headers and begins
+transfers. `sum_messages` and `value_messages` have the kinds.
 """
 
 from __future__ import annotations
@@ -69,17 +66,14 @@ class Terms:
 
     @property
     def host(self) -> int:
-        """The number of this rank's host."""
         return self.transport.host
 
     @property
     def num_hosts(self) -> int:
-        """How many hosts there are."""
         return len(self.transport.ranks)
 
     @property
     def others(self) -> list[int]:
-        """The other hosts, in the order in which this one sends to them."""
         return turns_of(self.host, self.num_hosts)
 
     def is_last(self, bucket: int) -> bool:
@@ -87,7 +81,6 @@ class Terms:
         return bucket == len(self.routes) - 1
 
     def bytes_of_reports(self, host: int) -> int:
-        """The size of the reports that come from a host."""
         return len(self.reporting[host]) * self.report_bytes
 
     def take_reports(self, host: int, reports: Message) -> None:
@@ -98,11 +91,7 @@ class Terms:
 
 
 class Layout:
-    """Cuts a room into messages.
-
-    Args:
-        memory: The room.
-    """
+    """Cuts a room into messages."""
 
     def __init__(self, memory: Message) -> None:
         self._memory = memory
@@ -110,26 +99,16 @@ class Layout:
         self._used = 0
 
     def take(self, nbytes: int) -> tuple[Message, int]:
-        """Memory for a message, at a multiple of a cache line, and its address."""
         begin = self._used
         self._used += aligned(nbytes)
         return self._memory[begin : begin + nbytes], self._address + begin
 
 
 def aligned(nbytes: int) -> int:
-    """The memory that a message takes in a room."""
     return -(-nbytes // HEADER_BYTES) * HEADER_BYTES
 
 
 class Coming(Protocol):
-    """What comes in every backward anew.
-
-    Attributes:
-        host: The number of the host that sends it.
-        begin: Begins to receive it.
-        transfer: The one that is under way in this backward; None: it has come.
-    """
-
     host: int
     begin: Begin
     transfer: Transfer | None
@@ -165,14 +144,7 @@ class Sent:
 
 
 class Received:
-    """A message with a header that another host makes, in every backward anew.
-
-    Attributes:
-        host: The number of the host that sends it.
-        begin: Begins to receive it.
-        transfer: The one that is under way in this backward; None: it has come.
-        block, elements, memory, payload, envelope, reports: As in `Sent`.
-    """
+    """A message with a header that another host makes, in every backward anew."""
 
     __slots__ = (
         "begin",
@@ -206,10 +178,6 @@ class Received:
 class Flight(ABC):
     """A bucket under way, in one room.
 
-    Args:
-        terms: What all buckets of this rank have in common.
-        bucket: In the plan.
-
     Attributes:
         bucket: The same.
         number: The backward in which it is under way.
@@ -226,18 +194,15 @@ class Flight(ABC):
         self._sends: list[tuple[int, Transfer]] = []
 
     def begin(self, number: int) -> None:
-        """A backward begins. The messages of the one before have all ended."""
         self.number = number
 
     @abstractmethod
-    def receive(self) -> None:
-        """Begin to receive all that comes of this bucket in this backward."""
+    def receive(self) -> None: ...
 
     @abstractmethod
     def send(
         self, note_nonfinite: Callable[[int, range], None], make_report: Callable[[], bytes] | None
-    ) -> None:
-        """Begin to send this rank's share; see `HostExchange.launch`."""
+    ) -> None: ...
 
     @abstractmethod
     def first_round(self) -> None:
@@ -248,8 +213,7 @@ class Flight(ABC):
         """Wait for the means that others send."""
 
     @abstractmethod
-    def silent(self) -> Iterable[int]:
-        """Hosts from which a message of this bucket may still be missing."""
+    def silent(self) -> Iterable[int]: ...
 
     def wait_sent(self) -> None:
         """Wait until nothing reads this rank's messages any more."""
@@ -301,7 +265,7 @@ class Flight(ABC):
             raise self._terms.waits.mismatch(message.host, message.memory, f"weight {weight}")
 
     def _arrived(self, message: Received) -> float:
-        """Wait for a message, see that it is the right one, and take the reports beside it; its weight."""
+        """Wait for a message, check it, and take the reports beside it; returns its weight."""
         self._wait(message)
         weight = message.envelope.weight_in(self.number)
         if weight is None:

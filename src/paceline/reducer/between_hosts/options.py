@@ -16,11 +16,6 @@ class BetweenHosts:
     """What is asked of the way between hosts.
 
     `compression` and `deterministic` are never both set: the wrapper's arguments refuse that.
-
-    Attributes:
-        owner: The class whose constructor got the arguments.
-        compression: compress_between_hosts, a key of `sum_formats.ENCODINGS`; None: sums go as they are.
-        deterministic: "world": the bits of one host in every layout; None: those of the layout.
     """
 
     owner: str
@@ -28,14 +23,7 @@ class BetweenHosts:
     deterministic: str | None
 
     def refuse(self, seen: str) -> None:
-        """Refuse what was asked for, if anything was, because sums do not go from host to host here.
-
-        Args:
-            seen: Why they do not, in words.
-
-        Raises:
-            ConfigError: Something was asked for.
-        """
+        """Refuse what was asked for, if anything was, because sums do not go from host to host here."""
         if self.compression is not None:
             raise ConfigError(
                 f"{self.owner}: compress_between_hosts={show(self.compression)} is not possible here.",
@@ -49,11 +37,7 @@ class BetweenHosts:
 
 
 def refuse_other_bits(owner: str, deterministic: str | None, seen: str) -> None:
-    """Refuse `deterministic`, if it was asked for, because somebody else decides the order of sums.
-
-    Raises:
-        ConfigError: It was asked for.
-    """
+    """Refuse `deterministic`, if it was asked for, because somebody else decides the order of sums."""
     if deterministic is not None:
         raise ConfigError(
             f"{owner}: deterministic={show(deterministic)} is not possible here.",

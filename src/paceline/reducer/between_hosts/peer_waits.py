@@ -1,7 +1,7 @@
-"""A rank's messages to and from its peers: how long it waits for them, and what it says if they fail.
+"""A rank's messages to and from its peers: how long it waits, and what it raises if they fail.
 
-The one idea: a transport knows no more than that a connection broke or that nothing came. Who is behind it
-the control channel knows, so each failure is first held against what that has heard.
+A transport knows only that a connection broke or that nothing came, so the control channel is asked which
+rank is behind each failure.
 """
 
 from __future__ import annotations
@@ -24,35 +24,20 @@ _ASKS_WITHIN_S = ASK_AGAIN_WITHIN_S + 2 * ASK_WITHIN_S
 def patience_s(timeout_s: float) -> float:
     """How long to wait for a message, where ranks of one host wait `timeout_s` for each other.
 
-    A little longer: a peer may be waiting for a rank of its own host, and it alone knows which. It has
-    given up by then, and told.
+    A little longer: a peer may be waiting for a rank of its own host, and it alone knows which.
     """
     return timeout_s + min(2.0, timeout_s / 2)
 
 
 def patience_with_its_host_s(timeout_s: float) -> float:
-    """How long to wait for somebody on this host, a rank or a thread, who waits for a message of a peer.
-
-    Who waits for the peer knows its name: its deadline comes first, and it is to have told by then.
+    """How long to wait for a rank or thread of this host that waits for a message of a peer: longer than
+    that, because it knows the peer's name.
     """
     return patience_s(timeout_s) + _ASKS_WITHIN_S
 
 
 class PeerWaits:
-    """See the head of this file. Hosts are given by their numbers, buckets by theirs in the plan.
-
-    Args:
-        transport: To the peers.
-        peer_monitor: Knows whose failure it is.
-        who: This rank in words: "rank 1 of 4".
-        where: A bucket in words.
-        timeout_s: Most seconds that ranks of one host wait for each other.
-
-    Attributes:
-        patience_s: Most seconds of one wait for a message.
-        timeout: The same, as transfers take it.
-        patience_with_its_host_s: Most seconds of one wait for somebody on this host who waits for a message.
-    """
+    """Hosts are given by their numbers, buckets by theirs in the plan."""
 
     def __init__(
         self,
@@ -69,14 +54,6 @@ class PeerWaits:
         self.patience_with_its_host_s = patience_with_its_host_s(timeout_s)
 
     def late(self, hosts: Iterable[int], doing: str, bucket: int, text: str = "") -> DeadlineError:
-        """The error for peers from which nothing has come in time.
-
-        Args:
-            hosts: Where they are.
-            doing: What this rank waits for, in words: "average gradients".
-            bucket: Which one.
-            text: The transport's own words.
-        """
         if (stopped := self._not_answering(doing, bucket, text)) is not None:
             return stopped  # peers may be waiting for it, too
         names = " and ".join(map(self._transport.name, hosts))
@@ -91,7 +68,6 @@ class PeerWaits:
         )
 
     def mismatch(self, host: int, message: Message, expected: str) -> MismatchError:
-        """The error for a message from a host which is another one than is waited for."""
         header = Header.read(message)
         return MismatchError(
             f"{self._who.capitalize()} got another message from {self._transport.name(host)} than it "
@@ -103,17 +79,7 @@ class PeerWaits:
         )
 
     def lost(self, error: RuntimeError, host: int, bucket: int, silent: Iterable[int]) -> CollectiveError:
-        """The error for a message that a transport could not begin, or whose wait has failed.
-
-        Args:
-            error: What it has raised.
-            host: Where the message was to go, or to come from.
-            bucket: Whose message it is.
-            silent: The hosts from which something of the bucket may not have come.
-
-        Returns:
-            An error with the ranks that are to blame, as far as they are known.
-        """
+        """The error for a message that a transport could not begin, or whose wait has failed."""
         text, peer = str(error)[:_SHOWN], self._transport.name(host)
         if is_of_a_late_peer(text):
             # Who is waited for may itself be waiting for another one that is silent.
@@ -137,6 +103,5 @@ class PeerWaits:
         )
 
     def _not_answering(self, doing: str, bucket: int, text: str) -> DeadlineError | None:
-        """The error for ranks whose processes do not run, if there are any."""
         late = self._peer_monitor.silent()
         return None if late is None else late_error(self._who, late, doing, self._where(bucket), text)

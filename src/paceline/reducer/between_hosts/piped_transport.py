@@ -1,10 +1,10 @@
 """Messages between hosts over an engine whose calls block, and pair by their order alone.
 
-The one idea: each connection has one direction and one thread, at each end. The one that sends puts messages
+Each connection has one direction and one thread, at each end. The one that sends puts messages
 through in the order in which they were begun; the one that receives looks at the header of what comes, and
 lays it where it is waited for. So it does not matter in which order the two ends begin messages, nor which
-thread does, and several models may use the same connections. There may be several to each peer: an engine
-may ask for room before it sends a message, and this question waits in the same queues as data.
+thread does, and several models may use the same connections. There may be several to each peer: an engine may
+ask for room before it sends a message, and this question waits in the same queues as data.
 
     this rank                                                            its peer
     send()    -> queue -> thread -> the engine's call  .. thread -> header -> memory of a receive()
@@ -12,11 +12,10 @@ may ask for room before it sends a message, and this question waits in the same 
 
 An engine may give up a call after a time that nobody can set (Paddle's Gloo: 30 s). So the receiving thread
 is always in a call, and the sending one sends a few bytes when there has been nothing else to send for a
-while. How long this rank waits is then for it alone to say. What is left of that limit: a process that is
-stopped, or whose interpreter lock is held, for so long that not even these bytes move.
+while. How long this rank waits is then for it alone to say.
 
-Memory: a frame for each peer, and what has come before this rank asked for it, up to what peers may
-have under way.
+Memory: a frame for each peer, and what has come before this rank asked for it, up to what peers may have
+under way.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ _Item = TypeVar("_Item")
 
 
 class PipedTransfer:
-    """A message on its way; see `paceline.reducer.between_hosts.wire.Transfer`."""
+    """A message on its way."""
 
     __slots__ = ("__weakref__", "_error", "_under_way", "message")
 
@@ -68,7 +67,7 @@ class PipedTransfer:
         self._under_way.acquire()
 
     def end(self, error: str = "") -> None:
-        """It is done; or will never be, for a reason."""
+        """Ends it; with an error if it failed."""
         self._error = error
         self._under_way.release()
 
@@ -81,20 +80,7 @@ class PipedTransfer:
 
 
 class Pipes:
-    """One rank's connections to its peers, for all models that are wrapped over one group.
-
-    Args:
-        host: Number of this rank's host.
-        ranks: The peer on each host, and this rank.
-        names: Each of them in words.
-        outgoing: What sends to each other host: at least one, and each is called by one thread only.
-        incoming: What receives from each other host: its number n gets what number n there sends.
-        sockets: Their connections, by which they can be ended.
-        limit_s: After so long the engine gives up a call.
-
-    Attributes:
-        num_models: How many models use them.
-    """
+    """One rank's connections to its peers, for all models that are wrapped over one group."""
 
     def __init__(
         self,
@@ -149,7 +135,6 @@ class Pipes:
             self._join([*self._senders, *self._receivers])
 
     def _note_end(self) -> None:
-        """A thread is in no call any more. After the last one, peers may be told that all is over."""
         with self._lock:
             self._num_in_calls -= 1
             is_last = self._num_in_calls == 0
@@ -163,13 +148,6 @@ class Pipes:
 
 
 class PipedTransport:
-    """One model's messages through `Pipes`; a `paceline.reducer.between_hosts.wire.HostsTransport`.
-
-    Args:
-        pipes: The connections, which other models may use too.
-        model: Number of the model among those; its headers have it.
-    """
-
     def __init__(self, pipes: Pipes, model: int) -> None:
         self.host, self.ranks = pipes.host, pipes.ranks
         self.needs_headers = self.lets_signals_in = True
@@ -194,15 +172,6 @@ class PipedTransport:
 
 
 class _Lane(ABC):
-    """One direction of one connection, and the thread that is in its calls.
-
-    Args:
-        carry: The engine's call.
-        limit_s: After so long the engine gives up a call.
-        over: Called by the thread when it makes no further call.
-        name: The name of the thread.
-    """
-
     def __init__(self, carry: Carry, limit_s: float, over: Callable[[], None], name: str) -> None:
         self._carry_frame, self._limit_s, self._over = carry, limit_s, over
         self._lock = threading.Lock()
@@ -217,8 +186,7 @@ class _Lane(ABC):
             self._over()
 
     @abstractmethod
-    def _run(self) -> None:
-        """What the thread does, until the connection is over."""
+    def _run(self) -> None: ...
 
     def _carry(self, frame: Message) -> None:
         """Raises RuntimeError: the connection is over, in words that `process_group_waits` knows."""
@@ -234,8 +202,6 @@ class _Lane(ABC):
 
 
 class _Outgoing(_Lane):
-    """Sends to one peer, in order."""
-
     def __init__(self, carry: Carry, limit_s: float, over: Callable[[], None]) -> None:
         self._queue: queue.SimpleQueue[PipedTransfer | None] = queue.SimpleQueue()
         super().__init__(carry, limit_s, over, "paceline-send")
@@ -249,7 +215,7 @@ class _Outgoing(_Lane):
         return transfer
 
     def leave(self) -> None:
-        """Tell the peer, after what is to be sent, that nothing more will come. Does not block."""
+        """Send the peer a last notice that nothing more will come. Does not block."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -284,8 +250,6 @@ class _Outgoing(_Lane):
 
 
 class _Incoming(_Lane):
-    """Receives from one peer, in the order in which it sends."""
-
     def __init__(self, carry: Carry, limit_s: float, over: Callable[[], None]) -> None:
         self._frame: Message = np.empty(FRAME_BYTES, np.uint8)
         # Not held: the receives of a plan that was replaced go with the plan, and what they would fill.
@@ -365,7 +329,7 @@ def _pop(rows: dict[_Key, deque[_Item]], key: _Key) -> _Item:
 
 
 def _lay(message: Message, transfer: PipedTransfer) -> None:
-    """As an engine would that receives into the memory itself: a message of another size does not fit."""
+    """Refuses a message of another size, as an engine that receives into the memory itself would."""
     if len(message) != len(transfer.message):
         transfer.end(f"a message of {len(message)} bytes came where {len(transfer.message)} are awaited")
         return
@@ -374,7 +338,6 @@ def _lay(message: Message, transfer: PipedTransfer) -> None:
 
 
 def _notice(kind: bytes) -> Message:
-    """A frame that is no message."""
     frame = np.zeros(HEADER_BYTES, np.uint8)
     frame[: len(kind)] = np.frombuffer(kind, np.uint8)
     return frame

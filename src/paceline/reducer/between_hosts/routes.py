@@ -48,7 +48,6 @@ class Route:
         return len(self.parts) == 1
 
     def part_of(self, host: int) -> tuple[range, ...]:
-        """Pieces whose sums of all hosts a host adds up."""
         return self.parts[0 if self.is_one_round else host]
 
 
@@ -65,18 +64,6 @@ def plan_route(
     is_followed: bool = False,
 ) -> Route:
     """The route of one rank's share; a pure function, the same for all its peers.
-
-    Args:
-        count: Elements of the bucket.
-        itemsize: Bytes of an element of a sum.
-        local_rank: Number of the rank in its host.
-        num_ranks: How many have a share, on each host.
-        num_hosts: At least 2.
-        piece_bytes: Most of one message; None: what suits it.
-        num_blocks: How many blocks each host has; None: one.
-        value_bytes: Bytes of an element of a gradient, where gradients may travel as they are; None: they
-            may not.
-        is_followed: Whether more buckets come behind this one.
 
     Example:
         >>> plan_route(64, 4, 1, 2, 2)
@@ -107,44 +94,23 @@ def plan_route(
 
 
 def _more_in_one_round(nbytes: int, num_blocks: Sequence[int]) -> float:
-    """How many bytes more than in two rounds the host with the most blocks sends in one.
-
-    Example:
-        >>> [_more_in_one_round(96, num_blocks) for num_blocks in ([1, 1], [1, 1, 1], [1, 2])]
-        [0.0, 64.0, 48.0]
-    """
+    """How many bytes more than in two rounds the host with the most blocks sends in one."""
     hosts, blocks = len(num_blocks), max(num_blocks)
     return (blocks * hosts - blocks - 1) * (hosts - 1) * nbytes / hosts
 
 
 def place_of(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
-    """The number of a rank's host, and its local rank there.
-
-    Example:
-        >>> place_of([[0, 1], [2, 3]], 3)
-        (1, 1)
-    """
     host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
     return host, list(hosts[host]).index(rank)
 
 
 def num_shares(ranks: Sequence[Sequence[int]]) -> int:
-    """How many ranks of each host have a share, where these are the ranks of the hosts.
-
-    Example:
-        >>> num_shares([[0, 1], [2]])
-        1
-    """
+    """How many ranks of each host have a share."""
     return min(map(len, ranks))
 
 
 def spoken_for(ranks: Sequence[int], local_rank: int, shares: int) -> tuple[int, ...]:
     """The ranks of a host whose reports travel beside the share of one of them: itself, and some without one.
-
-    Args:
-        ranks: The ranks of the host.
-        local_rank: Below `shares`.
-        shares: See `num_shares`.
 
     Example:
         >>> spoken_for([4, 5, 6], local_rank=0, shares=2)
@@ -156,12 +122,8 @@ def spoken_for(ranks: Sequence[int], local_rank: int, shares: int) -> tuple[int,
 def turns_of(host: int, num_hosts: int) -> list[int]:
     """The other hosts, in the order in which one sends to them.
 
-    In each turn every host is sent to by one other, so that no link has two messages for it while another
-    one has none.
-
-    Example:
-        >>> [turns_of(host, 3) for host in range(3)]
-        [[1, 2], [2, 0], [0, 1]]
+    In each turn every host is sent to by one other, so that no link has two messages for it while another one
+    has none.
     """
     return [(host + turn) % num_hosts for turn in range(1, num_hosts)]
 
@@ -177,8 +139,7 @@ def _cut_by_blocks(share: range, one: int, other: int) -> list[range]:
     """The parts of two hosts that have so many blocks, with which both send the same.
 
     Whoever owns x of the share sends its blocks of the rest, and x: with 1 and 2 blocks, the second host owns
-    everything, gets the first one's sum and sends the result, and neither sends more than the share. Its
-    result waits for all that it is made of, piece by piece; so this is for shares of several pieces.
+    everything, gets the first one's sum and sends the result, and neither sends more than the share.
     """
     blocks = -(-len(share) // _BLOCK_ELEMENTS)
     cut = min(len(share), blocks * (one - 1) // (one + other - 2) * _BLOCK_ELEMENTS)

@@ -1,6 +1,6 @@
 """Shares of buckets that lie on devices, between hosts: what a transport needs beside its process group.
 
-The one idea: the process group of a host leaves each of its ranks a share of each bucket, and then it is as
+The process group of a host leaves each of its ranks a share of each bucket, and then it is as
 if this rank were a host of its own. So a `HierarchicalReducer` over hosts of one rank each, whose plan has
 one parameter for each share, exchanges it with the peers, and gives back the mean over the hosts.
 
@@ -42,20 +42,13 @@ _LOOK_S = 0.05  # how often whoever waits looks for signals, and for a failure t
 
 
 def share_elements(plan: Plan, bucket: int, num_ranks: int) -> int:
-    """How many elements of a bucket each of so many ranks gets; the last ones may be no gradient's."""
     span = plan.buckets[bucket]
     return -(-span.nbytes // plan.sections[span.section].itemsize // num_ranks)
 
 
 def plan_of_shares(plan: Plan, num_ranks: int) -> Plan:
-    """One parameter, and one bucket, for one rank's share of each bucket; the same for all places in a host.
-
-    Args:
-        plan: The plan of the whole buckets.
-        num_ranks: How many ranks each host has.
-
-    Example:
-        A plan of one bucket of 48 float32 elements, for 5 ranks: one bucket of 10 elements.
+    """One parameter, and one bucket, for one rank's share of each bucket; the same for all places
+    in a host.
     """
     specs = []
     for number, bucket in enumerate(plan.buckets):
@@ -68,30 +61,12 @@ def plan_of_shares(plan: Plan, num_ranks: int) -> Plan:
 
 @dataclass(frozen=True)
 class Place:
-    """Whose shares they are.
-
-    Attributes:
-        number: The rank's place in its host.
-        num_ranks: How many ranks each host has.
-    """
-
     number: int
     num_ranks: int
 
 
 def pieces_in_share(plan: Plan, bucket: int, place: Place) -> list[tuple[int, slice, slice]]:
-    """What lies in a share of a bucket, in order: (parameter, its elements, where they are in the share).
-
-    Args:
-        plan: The plan of the whole buckets.
-        bucket: Its number.
-        place: Whose share.
-
-    Example:
-        A plan of float32 parameters of 10 and 16 elements in one bucket, in which the second begins at
-        element 16: the first of two ranks has [(0, slice(0, 10), slice(0, 10))], the other
-        [(1, slice(0, 16), slice(0, 16))].
-    """
+    """(parameter, its elements, where they are in the share) of one rank's share of a bucket, in order."""
     count = share_elements(plan, bucket, place.num_ranks)
     span = plan.buckets[bucket]
     section = plan.sections[span.section]
@@ -106,7 +81,6 @@ def pieces_in_share(plan: Plan, bucket: int, place: Place) -> list[tuple[int, sl
 
 
 def gaps_in_share(plan: Plan, bucket: int, place: Place) -> list[slice]:
-    """Elements of one rank's share that no gradient has; see `pieces_in_share`."""
     at, gaps = 0, []
     for _, _, elements in pieces_in_share(plan, bucket, place):
         if elements.start > at:
@@ -122,14 +96,6 @@ def take_over(
     """Begin with the errors of encoding of another plan of the same parameters. Collective over the host.
 
     Which rank of the host sends a value has changed, as in `CodedSums.take_over`.
-
-    Args:
-        before: The codes of the shares of `plan_before`.
-        plan_before: The plan of whole buckets before.
-        codes: The codes of the shares of `plan`.
-        plan: The plan of whole buckets now.
-        place: This rank's.
-        host: The memory of the host.
     """
     kept = before.kept()
     errors: list[Floats] = [
@@ -150,18 +116,7 @@ def take_over(
 
 
 class Shares:
-    """One rank's shares on their way to the peers and back, one backward after the other.
-
-    Args:
-        reducer: Exchanges them; its plan is a `plan_of_shares`.
-        num_shares: How many there are in a backward.
-        who: This rank in words: "rank 1 of 4".
-        timeout_s: Most seconds of one wait.
-        abort: Ends what this rank has under way within its host. Must not block.
-        peer_monitor: Learns whether this rank waits for another host.
-        host: The memory of the host, where shares are encoded: its ranks have different shares, and all keep
-            what encoding took, or none does. None: nothing is encoded.
-    """
+    """One rank's shares on their way to the peers and back, one backward after the other."""
 
     def __init__(
         self,
@@ -184,25 +139,12 @@ class Shares:
         start_thread(self._thread)
 
     def bring(self, bucket: int, fetch: Callable[[], None]) -> None:
-        """Take over a bucket that was just launched; they come in the plan's order. Does not block.
-
-        Args:
-            bucket: Its number.
-            fetch: Puts this rank's share of it into its place in the gradient buffer of `reducer`, up to a
-                deadline. Called by another thread.
-
-        Raises:
-            CollectiveError: An earlier share has failed.
-        """
+        """Take over a bucket that was just launched; they come in the plan's order. Does not block."""
         self.check()
         self._coming.put((bucket, fetch))
 
     def finish(self) -> None:
-        """Wait until the gradient buffer of `reducer` holds the means over the hosts.
-
-        Raises:
-            CollectiveError: A share has failed, or did not come in time.
-        """
+        """Wait until the gradient buffer of `reducer` holds the means over the hosts."""
         ends_s = time.monotonic() + patience_with_its_host_s(self._timeout_s)
         num_ready = 0
         with self._changed:
@@ -224,13 +166,6 @@ class Shares:
         self._peer_monitor.tell_done()
 
     def adopt_errors(self, plan: Plan, place: Place, unused: Collection[int] | None) -> None:
-        """See `Reduction.adopt_errors`.
-
-        Args:
-            plan: The plan of the whole buckets.
-            place: This rank's.
-            unused: Parameters of that plan.
-        """
         codes = self.reducer.codes
         if codes is None or unused is None or self._saw_nonfinite:
             return
@@ -243,12 +178,11 @@ class Shares:
         )
 
     def check(self) -> None:
-        """Raise what has ended the exchange, if anything has."""
         if self._failure is not None:
             raise self._failure
 
     def give_up(self, error: BaseException) -> None:
-        """This rank has failed: tell all others, and end what is under way. Does not block."""
+        """Report this rank's failure to all others, and end what is under way. Does not block."""
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
@@ -257,11 +191,10 @@ class Shares:
         self.stop()
 
     def stop(self) -> None:
-        """End the thread, once it has nothing more to do. Does not block."""
+        """End the thread. Does not block."""
         self._coming.put(None)
 
     def close(self) -> None:
-        """Give the memory back. The gradient buffer of `reducer` must not be used any more."""
         self.stop()
         self._thread.join(self._timeout_s)
         self.reducer.close()

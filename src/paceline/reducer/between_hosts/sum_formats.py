@@ -1,8 +1,7 @@
 """What a message between hosts holds of sums: the values as they are, or codes of fewer bytes.
 
-The one idea: whoever sends codes goes on with what they decode to, as all others do, so every host adds the
-same numbers. What encoding took from a share stays with the rank that sends it, and is added the next time;
-what it took in a backward that was not good, or from a parameter that no rank used, is as if it had not been.
+What encoding took from a share stays with the rank that sends it, and is added the next time; what it took in
+a backward that was not good, or from a parameter that no rank used, is as if it had not been.
 
 Words: a *share*, a *part*, a *piece* as at the head of this folder; the *error* of a share is what its codes
 have not delivered yet, per unit of weight, so that it does not grow when the weights of ranks change.
@@ -34,31 +33,14 @@ which ones they are, and their place there."""
 class SumFormat(Protocol):
     """How sums stand in messages. `weight` is what the sums hold: of a host, or of all."""
 
-    def nbytes(self, bucket: int, count: int) -> int:
-        """Bytes of so many sums of a bucket."""
-        ...
+    def nbytes(self, bucket: int, count: int) -> int: ...
 
     def room(self, phase: int, bucket: int, payload: int) -> int:
-        """The address where the sums are made that `write` puts into a message; good for one piece.
-
-        Args:
-            phase: The round. Each may be of another thread.
-            bucket: In the plan.
-            payload: The address behind the message's header.
-        """
+        """The address where the sums are made that `write` puts into a message; good for one piece."""
         ...
 
     def write(self, phase: int, bucket: int, elements: range, payload: int, weight: float) -> None:
-        """Put the sums of a piece, which are in `room`, into a message.
-
-        Args:
-            phase: The round.
-            bucket: In the plan.
-            elements: A range of the bucket's elements, within this rank's share.
-            payload: The address behind the message's header.
-            weight: The weight of the ranks whose values are in the sums: those of a block in the first
-                round, all ranks in the second.
-        """
+        """Put the sums of a piece, which are in `room`, into a message."""
         ...
 
     def read(self, bucket: int, count: int, payload: int, weight: float, row: int) -> int:
@@ -67,12 +49,6 @@ class SumFormat(Protocol):
 
 
 class PlainSums:
-    """A `SumFormat` of the values themselves.
-
-    Args:
-        itemsizes: Bytes of an element of the sums of each bucket.
-    """
-
     def __init__(self, itemsizes: Sequence[int]) -> None:
         self._itemsizes = itemsizes
 
@@ -93,14 +69,6 @@ class CodedSums:
     """A `SumFormat` of codes, with error feedback; sums of float64 go as they are.
 
     Making one is collective over the ranks of the host if errors are taken over.
-
-    Args:
-        encoding: Its number in the core.
-        plan: The same on all ranks.
-        routes: The way of this rank's share of each bucket; empty: it has no share, and sends nothing.
-        itemsizes: Bytes of an element of the sums of each bucket.
-        host: Number of this rank's host.
-        host_sizes: How many ranks each host has.
     """
 
     def __init__(
@@ -145,16 +113,12 @@ class CodedSums:
             self._begin_with(index, whole)
 
     def kept(self) -> list[Floats]:
-        """The errors of each parameter; see `error_of`."""
         return [self.error_of(index) for index in range(len(self._plan.parameters))]
 
     def error_of(self, index: int) -> Floats:
         """What this rank has not delivered yet of a parameter's sums; zeros where another rank sends them.
 
         That of sums over all hosts counts as one of this host's.
-
-        Example:
-            A rank that sends all of a parameter of 3 elements, as it does of its shares: 3 errors.
         """
         whole: Floats = np.zeros(self._plan.parameters[index].numel, np.float32)
         for phase, kept, elements, place in self._pieces.get(index, ()):
@@ -163,7 +127,6 @@ class CodedSums:
         return whole
 
     def keep(self, errors: Sequence[Floats]) -> None:
-        """Begin with these errors, one array for each parameter; what others send is passed over."""
         for index, whole in enumerate(errors):
             self._begin_with(index, whole)
 
@@ -176,9 +139,6 @@ class CodedSums:
         """The backward that has ended is good: what was encoded in it is delivered, and the rest is kept.
 
         Without this call the next backward begins with the errors that this one began with.
-
-        Args:
-            unused: Elements that no rank used, of parameters of the plan: their errors stay.
         """
         left_out: dict[KeptError, list[Elements]] = {}
         for index, without in unused:
@@ -192,7 +152,6 @@ class CodedSums:
                 kept.adopt(left_out.get(kept, ()))
 
     def _by_parameter(self) -> dict[int, list[_Piece]]:
-        """What this rank sends of each parameter: its shares, and sums over all hosts."""
         found: dict[int, list[_Piece]] = {}
         for number, (bucket, firsts) in enumerate(zip(self._plan.buckets, self._firsts)):
             section = self._plan.sections[bucket.section]

@@ -1,9 +1,4 @@
-"""A bucket whose sums travel: summed over the host, sent behind headers, added up, published.
-
-In one round everybody sends the whole share to everybody. In two, the parts go to their owners, who add up
-and send the sums to everybody; see `routes`. Each message has a header in front, and the last ones of the
-last bucket have reports behind.
-"""
+"""A bucket whose sums travel: summed over the host, sent behind headers, added up, published."""
 
 from __future__ import annotations
 
@@ -18,15 +13,6 @@ _Either: TypeAlias = "Sent | Received"
 
 
 class SumsFlight(Flight):
-    """See the head of this file, and `Flight`.
-
-    Args:
-        terms: What all buckets of this rank have in common.
-        bucket: In the plan.
-        room: Memory for its messages; at least `room_bytes`.
-        joined: Memory for one piece for each step in which sums are added, but the last.
-    """
-
     def __init__(self, terms: Terms, bucket: int, room: Message, joined: Sequence[Message]) -> None:
         super().__init__(terms, bucket)
         self._joined = joined
@@ -43,7 +29,6 @@ class SumsFlight(Flight):
 
     @staticmethod
     def room_bytes(terms: Terms, bucket: int) -> int:
-        """Memory for all messages of a bucket, as if each had a report behind it."""
         route, own, num_blocks = terms.routes[bucket], _blocks_of(terms, terms.host), len(terms.blocks.blocks)
         report = max(map(terms.bytes_of_reports, range(terms.num_hosts)))
 
@@ -57,7 +42,6 @@ class SumsFlight(Flight):
 
     @staticmethod
     def num_coming(terms: Terms, bucket: int) -> int:
-        """How many messages come in a backward."""
         route = terms.routes[bucket]
         num = 0
         for other in terms.others:
@@ -195,7 +179,6 @@ class SumsFlight(Flight):
     def _lay_out_sent(
         self, layout: Layout, phase: int, going: Sequence[tuple[int, range]], to: Sequence[int]
     ) -> Iterator[Sent]:
-        """What this rank sends in a round, (block, elements) each, to some hosts."""
         terms = self._terms
         for piece, (block, elements) in enumerate(going):
             reports = self._reports_bytes(terms.host, phase, piece, len(going))
@@ -210,7 +193,6 @@ class SumsFlight(Flight):
     def _lay_out_received(
         self, layout: Layout, host: int, phase: int, coming: Sequence[tuple[int, range]]
     ) -> Iterator[Received]:
-        """What another host sends in a round, (block, elements) each."""
         terms = self._terms
         for piece, (block, elements) in enumerate(coming):
             reports = self._reports_bytes(host, phase, piece, len(coming))
@@ -233,7 +215,6 @@ class SumsFlight(Flight):
 
 
 def _blocks_of(terms: Terms, host: int) -> list[int]:
-    """The numbers of the blocks of a host."""
     return [number for number, block in enumerate(terms.blocks.blocks) if block.host == host]
 
 

@@ -1,6 +1,6 @@
 """A bucket whose gradients travel as they are, between hosts of one rank each.
 
-The one idea: with one rank on each host nothing is to be summed before gradients travel. So they have their
+With one rank on each host nothing is to be summed before gradients travel. So they have their
 own type on the way, and the mean is that of the core over these ranks: 16 bits stay 16 bits, and the bits are
 those of one host.
 
@@ -55,9 +55,6 @@ _FINITE, _NOT_FINITE = 0, 1  # the byte behind the header of the second round
 class ValuesBackward:
     """What the buckets that go from gradient buffer to gradient buffer share in a backward.
 
-    Args:
-        terms: What all buckets of this rank have in common; every host is one block.
-
     Attributes:
         buckets: Their numbers. The first one has the header of the weight beside it, and the last one that
             tells whether means are finite.
@@ -77,14 +74,6 @@ class ValuesBackward:
 
 
 class _Piece:
-    """Gradients or means of one piece that come from a host, in every backward anew.
-
-    Attributes:
-        host: Its number.
-        begin: Begins to receive them.
-        transfer: The one that is under way in this backward; None: it has come.
-    """
-
     __slots__ = ("begin", "host", "transfer")
 
     def __init__(self, host: int, begin: Begin) -> None:
@@ -93,15 +82,6 @@ class _Piece:
 
 
 class _OwnPiece:
-    """A piece of the part that this host owns.
-
-    Attributes:
-        elements: Which ones.
-        values: Where the gradients of each host are, by its number.
-        coming: Those that come.
-        ways: The hosts that its mean goes to, and what sends it there.
-    """
-
     __slots__ = ("coming", "elements", "values", "ways")
 
     def __init__(self, elements: range, values: list[int]) -> None:
@@ -111,15 +91,6 @@ class _OwnPiece:
 
 
 class ValuesFlight(Flight):
-    """See the head of this file, and `Flight`.
-
-    Args:
-        terms: What all buckets of this rank have in common; every host is one block.
-        bucket: In the plan.
-        room: Memory for what comes in the first round, and for headers; at least `room_bytes`.
-        shared: What it shares with the other buckets of its kind.
-    """
-
     def __init__(self, terms: Terms, bucket: int, room: Message, shared: ValuesBackward) -> None:
         super().__init__(terms, bucket)
         begin, end, self._itemsize = terms.spans[bucket]
@@ -144,7 +115,6 @@ class ValuesFlight(Flight):
 
     @staticmethod
     def room_bytes(terms: Terms, bucket: int) -> int:
-        """Memory for what comes of a bucket in the first round, and for all headers."""
         most = max(1, *map(terms.bytes_of_reports, range(terms.num_hosts)))
         _, _, itemsize = terms.spans[bucket]
         mine = sum(aligned(len(piece) * itemsize) for piece in terms.routes[bucket].part_of(terms.host))
@@ -152,7 +122,6 @@ class ValuesFlight(Flight):
 
     @staticmethod
     def num_coming(terms: Terms, bucket: int) -> int:
-        """How many messages come in a backward at most, headers too."""
         route = terms.routes[bucket]
         mine = len(route.part_of(terms.host))
         return sum(2 + mine + len(route.parts[other]) for other in terms.others)
@@ -203,7 +172,7 @@ class ValuesFlight(Flight):
         self.wait_sent()  # the user may write to the gradient buffer from now on
 
     def _look_at_means_of(self, host: int) -> None:
-        """Some of them is not finite. Those of earlier buckets are there: the backward has not ended."""
+        """Those of earlier buckets are there: the backward has not ended."""
         for bucket in self._shared.buckets:
             for elements in self._terms.routes[bucket].parts[host]:
                 self._terms.on_overflow(bucket, elements)
@@ -244,13 +213,7 @@ class ValuesFlight(Flight):
 
 
 class FewValuesFlight(Flight):
-    """A small bucket, in one message from everybody to everybody. See the head of this file, and `Flight`.
-
-    Args:
-        terms: What all buckets of this rank have in common; every host is one block.
-        bucket: In the plan; its route has one round.
-        room: Memory for its messages; at least `room_bytes`.
-    """
+    """A small bucket, in one message from everybody to everybody."""
 
     def __init__(self, terms: Terms, bucket: int, room: Message) -> None:
         super().__init__(terms, bucket)
@@ -269,7 +232,6 @@ class FewValuesFlight(Flight):
 
     @staticmethod
     def room_bytes(terms: Terms, bucket: int) -> int:
-        """Memory for all messages of a bucket."""
         hosts = range(terms.num_hosts)
         return sum(
             aligned(HEADER_BYTES + FewValuesFlight._payload_bytes(terms, bucket, host)) for host in hosts
@@ -277,7 +239,6 @@ class FewValuesFlight(Flight):
 
     @staticmethod
     def num_coming(terms: Terms, bucket: int) -> int:
-        """How many messages come in a backward."""
         return len(terms.others)
 
     @staticmethod
@@ -304,8 +265,7 @@ class FewValuesFlight(Flight):
         total = self._terms.blocks.add(self._weights)
         _average(self._terms, self.bucket, self._elements, self._values, self._weights, total)
 
-    def second_round(self) -> None:
-        """There is none."""
+    def second_round(self) -> None: ...
 
     def silent(self) -> Iterable[int]:
         return [each.host for each in self._coming if not each.envelope.has_begun_to_come(self.number)]
@@ -319,16 +279,7 @@ def _average(
     weights: list[float],
     total: float,
 ) -> bool:
-    """Make the mean of some elements of a bucket; whether all of it is finite.
-
-    Args:
-        terms: What all buckets of this rank have in common.
-        bucket: In the plan.
-        elements: Some of the bucket's.
-        values: Where the first of these elements of each host is.
-        weights: What the hosts weigh.
-        total: All of that.
-    """
+    """Make the mean of some elements of a bucket; whether all of it is finite."""
     core, count, (_, _, itemsize) = terms.core, len(elements), terms.spans[bucket]
     done, is_finite = core.average(
         bucket, elements.start, count, values, weights, total, stops_at_nonfinite=True
@@ -345,18 +296,10 @@ def _average(
 
 
 class _Laying:
-    """Lays out headers, and names messages."""
-
     def __init__(self, terms: Terms, bucket: int, layout: Layout) -> None:
         self._terms, self._bucket, self.layout = terms, bucket, layout
 
     def headers(self, phase: int, payload_bytes: Callable[[int], int]) -> tuple[Sent, list[Received]]:
-        """This rank's header of a round, which goes to all other hosts, and theirs.
-
-        Args:
-            phase: The round.
-            payload_bytes: How much is behind the header of a host.
-        """
         terms, transport = self._terms, self._terms.transport
         tag = tag_of(self._bucket, phase, 0, terms.generation)
         memory, payload, envelope = self._header(phase, terms.host, payload_bytes)
@@ -385,7 +328,6 @@ class _Laying:
 
 
 def _buffer_bytes(core: _core.HostSums, begin: int, end: int) -> Message:
-    """A part of this rank's gradient buffer, which stays mapped as long as this lives."""
     memory = (ctypes.c_ubyte * (end - begin)).from_address(core.buffer_pointer + begin)
     memory.owner = core  # type: ignore[attr-defined]
     found: Message = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]
@@ -393,7 +335,6 @@ def _buffer_bytes(core: _core.HostSums, begin: int, end: int) -> Message:
 
 
 def _behind(memory: Message, payload_bytes: int = 0) -> Message | None:
-    """What is behind a header and so many bytes; None: nothing."""
     begin = HEADER_BYTES + payload_bytes
     return memory[begin:] if len(memory) > begin else None
 

@@ -1,6 +1,6 @@
 """What carries the messages between hosts, and what each of them says.
 
-The one idea: whoever gets a header that is not what it waits for raises; a wrong pairing is never a wrong
+Whoever gets a header that is not what it waits for raises; a wrong pairing is never a wrong
 mean. Messages pair by tags, so buckets need no order.
 """
 
@@ -28,17 +28,10 @@ _HEADER = struct.Struct("<4sHHIIIQdQ")
 
 
 class Transfer(Protocol):
-    """A message on its way. Its memory must stay as it is until `wait` has returned."""
+    """Its memory must stay as it is until `wait` has returned."""
 
     def wait(self, timeout: Any, /) -> object:
-        """Block until the message has been sent, or has come.
-
-        Args:
-            timeout: For how long at most: what `HostsTransport.timeout_of` has made.
-
-        Raises:
-            RuntimeError: It was not in time, or the connection broke. The transport is over.
-        """
+        """Block until the message has been sent, or has come."""
         ...
 
 
@@ -47,9 +40,7 @@ Begin: TypeAlias = Callable[[], Transfer]
 
 
 class HostsTransport(Protocol):
-    """One rank's connections to its peers.
-
-    A message has the same memory, tag and peer in every backward. So it is prepared once, and each call of
+    """A message has the same memory, tag and peer in every backward. So it is prepared once, and each call of
     what `sending` and `receiving` return begins it anew, once the one before has ended.
 
     Attributes:
@@ -131,12 +122,7 @@ class Header:
 
 
 class Envelope:
-    """The header of a message that goes in every backward from the same memory, or comes there.
-
-    Args:
-        message: Its memory.
-        generation, bucket, phase, host, piece: The fields of its `Header`; `phase` is the round.
-    """
+    """The header of a message that goes in every backward from the same memory, or comes there."""
 
     __slots__ = ("_expected", "_nbytes", "_view")
 
@@ -149,11 +135,10 @@ class Envelope:
         message[: len(_MAGIC)] = 0
 
     def write(self, number: int, weight: float) -> None:
-        """Put the header of a backward in front."""
         _HEADER.pack_into(self._view, 0, *self._expected, number, weight, self._nbytes)
 
     def weight_in(self, number: int) -> float | None:
-        """The weight of a message that has come in a backward; None: it is another one than is waited for."""
+        """None: it is not the message that is waited for."""
         found = _HEADER.unpack_from(self._view)
         is_expected = found[:6] == self._expected and found[6] == number and found[8] == self._nbytes
         return float(found[7]) if is_expected else None
@@ -164,7 +149,6 @@ class Envelope:
         return bool(found[0] == _MAGIC and found[6] == number)
 
     def header(self, number: int, weight: float = 0.0) -> Header:
-        """What `write` puts in front."""
         _, phase, host, generation, bucket, piece = self._expected
         return Header(generation, number, bucket, phase, host, piece, weight, self._nbytes)
 
@@ -183,9 +167,5 @@ def lane_of(tag: int, lanes: int) -> int:
     """Over which of several connections a message goes: neighbouring ones over different ones.
 
     Those of one tag, in different backward passes, go over the same, and so stay in order.
-
-    Example:
-        >>> [lane_of(tag_of(0, 0, piece), 2) for piece in range(3)], lane_of(tag_of(1, 0, 0), 2)
-        ([0, 1, 0], 1)
     """
     return (tag // (2 * _PIECES_PER_TAG) + tag % _PIECES_PER_TAG) % lanes

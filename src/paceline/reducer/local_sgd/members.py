@@ -30,19 +30,6 @@ def join_member(
 ) -> tuple[_Communicator, Members]:
     """The communicator between the ranks of this rank's member, and the ranks of each. Collective, over all
     ranks.
-
-    Args:
-        communicator: Between all ranks.
-        exchange: Between all ranks.
-        between: A `LocalSGD.between`.
-        make_communicator: A communicator through the memory of a member.
-        owner: The class whose constructor got the argument.
-        on_host: Whether all trainable parameters are on the CPU; the same on all ranks.
-        timeout_s: Deadline of this call and of those in the memory.
-        warn_after_s: After how long a wait tells whom it waits for.
-
-    Raises:
-        ConfigError: The parameters are not on the CPU.
     """
     if not on_host:
         raise ConfigError(
@@ -61,18 +48,7 @@ def join_member(
 def share_in_member(
     exchange: Exchange, between: str, timeout_s: float, warn_after_s: float
 ) -> tuple[_core.HostGroup, Members]:
-    """The memory of this rank's member, and the ranks of each member. Collective, over all ranks.
-
-    Args:
-        exchange: Between all ranks.
-        between: A `LocalSGD.between`.
-        timeout_s: Deadline of this call and of those in the memory.
-        warn_after_s: After how long a wait tells whom it waits for.
-
-    Example:
-        Ranks 0 and 1 are on one host, 2 and 3 on another. With "hosts" rank 3 has the memory that it shares
-        with rank 2, and ((0, 1), (2, 3)); with "ranks" memory of its own, and ((0,), (1,), (2,), (3,)).
-    """
+    """The memory of this rank's member, and the ranks of each member. Collective, over all ranks."""
     if between == "hosts":
         memory = share_on_each_host(
             exchange, name="local SGD on one host", timeout_s=timeout_s, warn_after_s=warn_after_s
@@ -85,8 +61,6 @@ def share_in_member(
 
 
 class _Alone:
-    """An Exchange of one rank."""
-
     rank, world_size = 0, 1
 
     def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:

@@ -1,13 +1,9 @@
 """Local SGD: replicas that train on their own for some steps, and then meet; the options and the arithmetic.
 
-The one idea: what a replica has changed in its parameters since the last sync is a gradient, too. Averaged
+What a replica has changed in its parameters since the last sync is a gradient, too. Averaged
 over the replicas it is the *outer gradient*, and an outer optimizer, SGD with momentum, makes a step with it
 from the parameters of the last sync. With a learning rate of 1 and no momentum the new parameters are the
 mean of the replicas'.
-
-Sources: Stich, Local SGD Converges Fast and Communicates Little (ICLR 2019); Lin et al., Don't Use Large
-Mini-Batches, Use Local SGD (ICLR 2020); Douillard et al., DiLoCo: Distributed Low-Communication Training of
-Language Models (2023).
 """
 
 from __future__ import annotations
@@ -82,18 +78,8 @@ def outer_step(
 
     Products and sums are rounded one by one, so every processor and every framework finds the same bits.
 
-    Args:
-        parameter: Its values at the last sync.
-        momentum: What the last sync returned; None: there was none before.
-        gradient: The mean of what was taken from `parameter` since. Is not kept.
-        options: The optimizer's.
-
     Returns:
         The new parameter, and the new momentum (None: the optimizer has none), as new arrays.
-
-    Example:
-        With a learning rate of 0.5, a momentum of 0.9 and Nesterov's, 1.0 and a first gradient of 0.2 become
-        1.0 - 0.5 * (0.2 + 0.9 * 0.2) = 0.81, and the momentum is 0.2.
     """
     step = gradient
     if options.outer_momentum:

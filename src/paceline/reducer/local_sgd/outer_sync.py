@@ -1,16 +1,12 @@
 """Syncs of replicas that train on their own in between (local SGD), for every framework.
 
-The one idea: what has been taken from the parameters since the last sync is averaged as a gradient is, by a
+What has been taken from the parameters since the last sync is averaged as a gradient is, by a
 reducer over all ranks. So a sync has all that a backward has: deadlines, the names of ranks that are lost,
 bytes, compression and bits between hosts, and one verdict on all ranks. Only when it is good does anything
 change: every rank makes the same step of the outer optimizer, and has the same parameters.
 
 Words: a *member* is what trains on its own: the ranks of a host, which stay equal, or one rank. What a member
 weighs in the mean is what its gradients have weighed since the last sync.
-
-When they meet: in the first forward to train after `every` good backward passes, when the optimizer has
-stepped. Backward passes are counted and not steps, because a GradScaler may skip a step on one member alone;
-a forward is the place, because it is known neither which optimizer steps last nor whether it steps at all.
 """
 
 from __future__ import annotations
@@ -57,25 +53,15 @@ class ForwardModes:
         self._has_trained = self._trains_in_eval = False
 
     def is_of_all_ranks(self, *, is_training: bool) -> bool:
-        """Whether all ranks make the forward that begins; `is_training`: it is in training mode."""
         self._has_trained = self._has_trained or is_training
         return is_training or self._trains_in_eval
 
     def end_backward(self) -> None:
-        """The backward was good."""
         self._trains_in_eval, self._has_trained = not self._has_trained, False
 
 
 class Warmup:
-    """The backward passes over all ranks that come before members train on their own.
-
-    Args:
-        left: How many.
-        backward_sync: They are counted from here on.
-
-    Attributes:
-        left: How many are to come.
-    """
+    """The backward passes over all ranks that come before members train on their own."""
 
     def __init__(self, left: int, backward_sync: BackwardSync[Any]) -> None:
         self.left = left
@@ -83,7 +69,6 @@ class Warmup:
         backward_sync.after_good = self._note_backward
 
     def is_over(self, *, is_training: bool) -> bool:
-        """Whether the forward that begins is the first behind them; see `OuterSync.begin_forward`."""
         is_of_all = self._modes.is_of_all_ranks(is_training=is_training)
         return is_of_all and self.left <= 0 and not self._backward_sync.autograd.is_in_backward()
 
@@ -94,24 +79,7 @@ class Warmup:
 
 @final
 class OuterSync(Generic[_Tensor]):
-    """The syncs of one model's replicas.
-
-    Args:
-        options: When they meet, and the outer optimizer.
-        tensors: The model's parameters.
-        communicator: Between all ranks.
-        members: The ranks of each member.
-        backward_sync: What averages the gradients within this rank's member.
-        buffers: Keeps buffers in step, between all ranks.
-        caps: Sizes of buckets.
-
-    Attributes:
-        communicator: Between all ranks.
-        member: The ranks of this rank's member.
-        buffers: Keeps buffers in step, between all ranks.
-        number: How many syncs there were.
-        since: Good backward passes of this rank's member since the last one.
-    """
+    """The syncs of one model's replicas."""
 
     def __init__(
         self,
@@ -166,16 +134,12 @@ class OuterSync(Generic[_Tensor]):
         self._modes.end_backward()
 
     def begin_round(self) -> None:
-        """A backward may be the first one: note with which parameters members begin to train on their own."""
+        """Keep the parameters with which replica groups begin to train on their own."""
         if self.number == self.since == 0 and not self._are_equal:
             self._take_values()  # again: weights may have been loaded after a first forward
 
     def begin_forward(self, *, is_training: bool) -> None:
-        """A forward begins whose gradients will be needed; meet, if it is time. Collective then.
-
-        Args:
-            is_training: Whether the model is in training mode.
-        """
+        """A forward begins whose gradients will be needed; meet, if it is time. Collective then."""
         if self._backward_sync.autograd.is_in_backward():
             return
         self.begin_round()
@@ -188,7 +152,7 @@ class OuterSync(Generic[_Tensor]):
             self._meet(0)
 
     def meet(self) -> None:
-        """Meet now, because this rank's program asks for it. Collective; see `_meet`."""
+        """Sync now, because this rank's program asks for it. Collective."""
         self._meet(_ON_DEMAND)
 
     def finish(self) -> None:
@@ -202,12 +166,6 @@ class OuterSync(Generic[_Tensor]):
         """Average what the members have changed, and make a step of the outer optimizer. Collective.
 
         If it raises, no parameter has changed on this rank.
-
-        Args:
-            why: A flag of the note that says why this rank meets now; 0: it has no more data.
-
-        Returns:
-            Whether all ranks have said that they are finished.
 
         Raises:
             NonFiniteGradientError: The change of a parameter is infinite or NaN somewhere; on all ranks.
@@ -270,7 +228,6 @@ class OuterSync(Generic[_Tensor]):
         return all(note & _IS_FINISHED for note in notes)
 
     def _average(self, trained: Sequence[int], weight: float, why: int) -> BackwardResult:
-        """Average the changes of these parameters."""
         reducer, places = self._reduction.reducer, self._reduction.places
         for index in trained:
             self._tensors.put_change(index, self._values[index], places[index])
@@ -315,7 +272,6 @@ class OuterSync(Generic[_Tensor]):
     # --- the state ---
 
     def state(self, steps: int) -> dict[str, Any]:
-        """What a checkpoint needs; see `WrappedModel.local_sgd_state_dict`."""
         if self.since and self._weight != self.since:  # each member has its own, and all load one state
             warnings.warn(
                 f"local_sgd_state_dict: in the middle of a round (since_meeting={self.since}), without its "
@@ -343,10 +299,6 @@ class OuterSync(Generic[_Tensor]):
         """Go on as a copy, from what the wrapper that was copied has `carried`. Collective.
 
         Every rank keeps its own parameters: members have trained apart since the last sync.
-
-        Raises:
-            ModelMismatchError: The ranks are copies of different syncs, or ranks that train as one have
-                different parameters; on all ranks.
         """
         names = self._tensors.names
         values = self._loaded(carried["parameters"], "parameters")
@@ -370,12 +322,7 @@ class OuterSync(Generic[_Tensor]):
         self.since, self._weight, self._are_equal = carried["since_meeting"], carried["weight"], True
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `check_state` has found good. Collective.
-
-        Raises:
-            ConfigError: A value in it does not fit its parameter.
-            ModelMismatchError: The ranks load different states; on all ranks.
-        """
+        """Go on from a state that `check_state` has found good. Collective."""
         names = self._tensors.names
         values = self._loaded(state["parameters"], "parameters")
         momentum = self._loaded(state["momentum"], "momentum")
@@ -420,7 +367,6 @@ class OuterSync(Generic[_Tensor]):
     # --- errors ---
 
     def _member_of(self, rank: int) -> str:
-        """A rank in words, with its host where hosts are members."""
         if self._options.between == "ranks":
             return f"rank {rank}"
         return next(f"rank {rank} (host {host})" for host, ranks in enumerate(self._members) if rank in ranks)
@@ -436,7 +382,6 @@ class OuterSync(Generic[_Tensor]):
         )
 
     def _uneven(self, notes: Sequence[int]) -> MismatchError:
-        """Some have made more backward passes: from here on, each sync would be another one for them."""
         words = {
             _IN_FORWARD: f"in a forward, after {self._options.every} steps",
             _ON_DEMAND: "in sync_parameters()",
@@ -493,15 +438,7 @@ def _other_copies(odd: Sequence[int], world_size: int, what: str, whose: str) ->
 
 
 def check_same_state(communicator: Communicator[Any], *what: Any) -> None:
-    """Raise unless all ranks load the same state. Collective.
-
-    Args:
-        communicator: Between all ranks.
-        what: Some of the state; compared by its `repr`.
-
-    Raises:
-        ModelMismatchError: They do not; on all ranks.
-    """
+    """Raise unless all ranks load the same state. Collective."""
     told = communicator.all_gather(hashlib.sha256(repr(what).encode()).digest())
     if len(set(told)) > 1:
         odd = [rank for rank, each in enumerate(told) if each != told[0]]
@@ -515,28 +452,21 @@ def check_same_state(communicator: Communicator[Any], *what: Any) -> None:
 
 
 def state_before(steps: int) -> dict[str, Any]:
-    """The state of a model whose replicas have not begun to train on their own."""
     return dict(zip(_STATE, (steps, 0, {}, {}), strict=True))
 
 
 def carried_by(state: Mapping[str, Any]) -> dict[str, Any] | None:
-    """As `OuterSync.carried`, of a state that `check_state` has found good."""
     rest = {name: state[name] for name in _STATE[1:]}
     return {**rest, "weight": float(state["since_meeting"])} if state["parameters"] else None
 
 
 def state_of_copy(steps: int, carried: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a copy that is not connected yet, with tensors that are copied."""
     copied = {what: {name: value * 1 for name, value in carried[what].items()} for what in _STATE[2:]}
     return {"steps": steps, "since_meeting": carried["since_meeting"], **copied}
 
 
 def check_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was passed to load_local_sgd_state_dict, if it has the form of a state.
-
-    Raises:
-        ConfigError: It has not.
-    """
+    """What was passed to load_local_sgd_state_dict, if it has the form of a state."""
     is_state = (
         isinstance(state, Mapping)
         and set(state) == set(_STATE)

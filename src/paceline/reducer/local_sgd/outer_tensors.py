@@ -11,20 +11,11 @@ from paceline.reducer.replica_check import Entry
 
 
 class OuterTensors(Generic[Tensor]):
-    """Reads and writes them at the syncs of local SGD.
-
-    Args:
-        ops: The framework's operations.
-        names: Names of the parameters that are trained.
-        parameters: Those.
-    """
-
     def __init__(self, ops: FrameworkOps[Tensor], names: Sequence[str], parameters: Sequence[Tensor]) -> None:
         self.names = names
         self._ops, self._parameters = ops, parameters
 
     def specs(self) -> list[ParameterSpec]:
-        """The parameters as a plan knows them."""
         return [
             ParameterSpec(
                 name, numel(values), dtype_name(values), int(values.element_size()), self._ops.device(values)
@@ -33,16 +24,13 @@ class OuterTensors(Generic[Tensor]):
         ]
 
     def is_trained(self, index: int) -> bool:
-        """Whether the parameter is not frozen now."""
         return self._ops.is_trained(self._parameters[index])
 
     def copy(self, index: int) -> Tensor:
-        """Its values, in memory of their own."""
         values = self._ops.wide(self._parameters[index])
         return self._ops.wide_copy(values, values)
 
     def has_changed(self, index: int, before: Tensor) -> bool:
-        """Whether the parameter has other values than when it was made `before`."""
         parameter = self._parameters[index]
         return not self._ops.is_equal(self._ops.rounded(before, parameter), self._ops.wide(parameter))
 
@@ -52,15 +40,12 @@ class OuterTensors(Generic[Tensor]):
         self._ops.subtract(self._ops.rounded(before, parameter), self._ops.wide(parameter), place)
 
     def write(self, index: int, values: Tensor) -> None:
-        """Make these the parameter's values."""
         self._ops.write_wide(values, self._parameters[index])
 
     def like(self, index: int, values: Any) -> Tensor | None:
-        """A copy of values that were loaded, as `copy` would make it; None: they are no tensor."""
         if not isinstance(values, self._ops.tensor):
             return None
         return self._ops.wide_copy(values, self._ops.wide(self._parameters[index]))
 
     def hashes(self, values: Mapping[str, Tensor]) -> Sequence[Entry]:
-        """Their hashes."""
         return self._ops.hash_model(values, {}, None)

@@ -83,7 +83,7 @@ class NamedProcessGroup(ProcessGroup):
         return False
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing to do: the core counts calls, and compares the counts, by itself."""
+        """The core counts calls, and compares the counts, by itself."""
 
     def __repr__(self) -> str:
         return f"<paceline process group {self._name!r}: rank {self._rank} of {self._size}>"

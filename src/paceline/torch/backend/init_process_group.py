@@ -108,13 +108,11 @@ def init_process_group(
 
 
 def membership_of_default_group() -> Membership | None:
-    """Who has come before the default group was formed; None: it was formed elsewhere, or there is none."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     return None if group is None else _memberships.get(group)
 
 
 def _checked_backend(backend: str) -> str:
-    """A backend that torch knows, or one for each kind of device, as "cpu:gloo,cuda:nccl"."""
     text = _arguments.text("backend", backend, hint='backend="gloo"')
     known = dist.Backend.backend_list
     for part in text.split(","):
@@ -126,11 +124,7 @@ def _checked_backend(backend: str) -> str:
 
 
 def _open_store(start: Start, timeout_s: float, *, serves: bool) -> TCPStore:
-    """Torch's store, in the process of rank 0 or of torchrun's agent. Does not wait for the other ranks.
-
-    Raises:
-        RendezvousError: Somebody else listens there, or nobody any more.
-    """
+    """Torch's store, in the process of rank 0 or of torchrun's agent. Does not wait for the other ranks."""
     try:
         return TCPStore(
             start.way.address,
@@ -154,7 +148,6 @@ def _open_store(start: Start, timeout_s: float, *, serves: bool) -> TCPStore:
 
 
 def _place_by_names(place: RankEnvironment, membership: Membership) -> RankEnvironment:
-    """The place, with what the launcher did not say of this host: its ranks are those of the same name."""
     local_ranks = membership.local_ranks
     return replace(
         place,
@@ -164,12 +157,7 @@ def _place_by_names(place: RankEnvironment, membership: Membership) -> RankEnvir
 
 
 def torch_variables(place: RankEnvironment) -> dict[str, str]:
-    """The variables that torchrun would have set, as far as they are known.
-
-    Example:
-        Rank 3 of 4, the second of two on its host: RANK=3, WORLD_SIZE=4, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2,
-        MASTER_ADDR=node0, MASTER_PORT=23456.
-    """
+    """The variables that torchrun would have set, as far as they are known."""
     numbers = {
         "RANK": place.rank,
         "WORLD_SIZE": place.world_size,

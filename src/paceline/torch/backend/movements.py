@@ -31,7 +31,6 @@ Call = Callable[[], None]
 
 
 def broadcast(core: HostGroup, tensors: Sequence[torch.Tensor], root: int, timeout_s: float) -> Call:
-    """Copy rank `root`'s tensors to all ranks."""
     for tensor in tensors:
         check_output(tensor)
 
@@ -49,7 +48,6 @@ def broadcast(core: HostGroup, tensors: Sequence[torch.Tensor], root: int, timeo
 def all_gather(
     core: HostGroup, outputs: Sequence[torch.Tensor], source: torch.Tensor, timeout_s: float
 ) -> Call:
-    """Copy rank r's `source` into `outputs[r]` of all ranks; the sizes may differ between ranks."""
     _check_list("all_gather", outputs, source, core)
     if outputs[core.rank].numel() != source.numel():
         raise _mismatch("all_gather", f"output {core.rank}", outputs[core.rank], source.numel())
@@ -79,7 +77,6 @@ def _all_gather_uneven(
 
 
 def all_gather_single(core: HostGroup, output: torch.Tensor, source: torch.Tensor, timeout_s: float) -> Call:
-    """Copy the `source` of all ranks into the `output` of all ranks, one after the other."""
     check_tensor(source)
     if output.dtype is not source.dtype:
         raise _wrong_dtype("all_gather", output, source)
@@ -97,7 +94,6 @@ def all_gather_single(core: HostGroup, output: torch.Tensor, source: torch.Tenso
 def gather(
     core: HostGroup, outputs: Sequence[torch.Tensor], source: torch.Tensor, root: int, timeout_s: float
 ) -> Call:
-    """Copy rank r's `source` into `outputs[r]` of rank `root`; the others pass no outputs."""
     check_tensor(source)
     if core.rank == root:
         _check_list("gather", outputs, source, core)
@@ -120,7 +116,6 @@ def gather(
 def scatter(
     core: HostGroup, output: torch.Tensor, sources: Sequence[torch.Tensor], root: int, timeout_s: float
 ) -> Call:
-    """Copy `sources[r]` of rank `root` into rank r's `output`; the others pass no sources."""
     check_tensor(output)
     if core.rank == root:
         _check_list("scatter", sources, output, core)
@@ -142,7 +137,6 @@ def scatter(
 def all_to_all(
     core: HostGroup, outputs: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], timeout_s: float
 ) -> Call:
-    """Copy `sources[r]` into `outputs[own rank]` of rank r; the sizes may differ between pairs."""
     _check_list("all_to_all", outputs, sources[0] if sources else None, core)
     _check_list("all_to_all", sources, outputs[0], core)
 
@@ -164,7 +158,7 @@ def all_to_all_single(
     input_splits: Sequence[int],
     timeout_s: float,
 ) -> Call:
-    """Copy the r-th stretch of `source` to rank r. The splits count rows (dim 0); none: even ones."""
+    """The splits count rows (dim 0); none: even ones."""
     if output.dtype is not source.dtype:
         raise _wrong_dtype("all_to_all", output, source)
     sent = _split_bytes("input", source, input_splits, core.world_size)

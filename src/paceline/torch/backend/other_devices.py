@@ -46,12 +46,9 @@ _CALLS_WITH_TENSORS = (
 
 
 class MixedProcessGroup(PacelineProcessGroup):
-    """Serves CPU tensors itself and hands the others on. Used where torch sees an accelerator."""
-
     _others: dist.ProcessGroup | None = None
 
     def _for_device(self, device: torch.device) -> dist.ProcessGroup:
-        """The group for tensors on `device`, made now if it is not there yet."""
         if self._others is None:
             others = dist.ProcessGroup(self._store, self._rank, self._size)
             for kind, backend in self._asked_for().items():

@@ -1,9 +1,8 @@
 """The process group that serves stock `torch.distributed` calls from the memory that the ranks share.
 
-Its one idea: a
-synchronous call runs at once in the caller's thread and answers with one shared, finished Work; an
-asynchronous one goes to the group's queue. torch's names and arguments are kept, so each method is the
-translation of one call.
+Its one idea: a synchronous call runs at once in the caller's thread and answers with one shared, finished
+Work; an asynchronous one goes to the group's queue. torch's names and arguments are kept, so each method is
+the translation of one call.
 """
 # torch overloads these methods by argument types; a Python subclass has the form that torch itself calls.
 # mypy: disable-error-code="override,assignment"
@@ -39,8 +38,6 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass(frozen=True)
 class _Options:
-    """What torch's option objects say where a caller passes none; one class does for all of them."""
-
     asyncOp: bool = True
     reduceOp: Any = ReduceOp.SUM
     rootRank: int = 0
@@ -49,8 +46,6 @@ class _Options:
 
 @dataclass(frozen=True)
 class _BackendOptions:
-    """As `torch._C._distributed_c10d.Backend.Options`, as far as it says anything of this backend."""
-
     _timeout: timedelta
     backend: str = "paceline"
 
@@ -64,15 +59,6 @@ class PacelineProcessGroup(NamedProcessGroup):
     """A torch process group whose ranks are the processes of one host.
 
     Made by `torch.distributed.init_process_group("paceline")` and `new_group()`, not by users.
-
-    Args:
-        core: The group in the core; closed with this object.
-        store: A store of torch, for whoever asks the group for it.
-        timeout_s: Deadline of every call.
-
-    Example:
-        Rank 0 holds [1, 2] and rank 1 holds [3, 4]; after `torch.distributed.all_reduce(tensor)` both
-        hold [4, 6].
     """
 
     def __init__(self, core: HostGroup, store: Store, timeout_s: float) -> None:
@@ -85,12 +71,10 @@ class PacelineProcessGroup(NamedProcessGroup):
         self._mailbox = Mailbox(core, self._queue)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Deadline of each call from now on; torch.distributed.init_process_group's `timeout` until then."""
         self._timeout_s = timeout.total_seconds()
 
     @property
     def options(self) -> _BackendOptions:
-        """What torch's own backends tell of themselves under this name: their deadline."""
         return _BackendOptions(timedelta(seconds=self._timeout_s))
 
     # --- reductions ---
@@ -221,17 +205,16 @@ class PacelineProcessGroup(NamedProcessGroup):
         return self._make(opts, partial(self._core.barrier, timeout_s), [])
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """A barrier; each of them names all ranks that are late. torch 2.15 asks this of any group."""
+        """torch 2.15 asks this of any group."""
         self.barrier(timeout=timeout).wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Nothing to do: a call here costs less than gathering several into one would save."""
+        """A call here costs less than gathering several into one would save."""
 
     def _end_coalescing(self, device: torch.device) -> Work:
         return FINISHED if self._queue.is_empty() else self._queued(_nothing, [])
 
     def _make(self, opts: Any, call: Callable[[], None], results: Tensors) -> Work:
-        """Run `call` now, or in the queue where it is asynchronous or others are before it."""
         if getattr(opts, ASYNC, True) or not self._queue.is_empty():
             return self._queued(call, results)
         call()
@@ -245,7 +228,7 @@ class PacelineProcessGroup(NamedProcessGroup):
     # --- memory ---
 
     def allocate(self, nbytes: int) -> arrays.Array:
-        """So many bytes of zeros in the memory that the ranks share. Collective."""
+        """Collective."""
         made: list[arrays.Array] = []
 
         def call() -> None:
@@ -257,12 +240,12 @@ class PacelineProcessGroup(NamedProcessGroup):
     # --- the end ---
 
     def shutdown(self) -> None:
-        """Leave in good order, after the calls in the queue. Later calls raise GroupClosedError."""
+        """Later calls raise GroupClosedError."""
         self._queue.close()
         self._core.close()
 
     def abort(self) -> None:
-        """Leave at once; the other ranks' calls raise."""
+        """The other ranks' calls raise."""
         self._core.abort("torch.distributed aborted the process group on this rank")
         self.shutdown()
 

@@ -56,15 +56,13 @@ _COMPLEX_KERNELS = {torch.complex64: DTYPES[torch.float32], torch.complex128: DT
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the core reduces tensors of one dtype."""
-
     dtype: int
     op: int
     factor: float | torch.Tensor | None = None  # each rank multiplies its input by it first
 
     @classmethod
     def of(cls, tensor: torch.Tensor, op: ReduceOp) -> Reduction:
-        """For `real_view(tensor)`. Raises ConfigError where the backend has no such reduction."""
+        """Raises ConfigError where the backend has no such reduction."""
         check_tensor(tensor)
         if tensor.dtype in _COMPLEX_KERNELS:
             number, ops = _COMPLEX_KERNELS[tensor.dtype], _COMPLEX_OPS
@@ -79,18 +77,15 @@ class Reduction:
         return cls(number, ops[hash(op)])
 
     def prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor to reduce: `tensor` itself where possible, else a scaled copy."""
         ready = as_input(tensor)
         return ready if self.factor is None else ready.detach() * self.factor
 
 
 def real_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Complex numbers as pairs of real ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _state(op: ReduceOp) -> tuple[Any, float | torch.Tensor | None]:
-    """The op as an enum value, and PREMUL_SUM's factor."""
     state: tuple[Any, float | torch.Tensor | None] = cast(Any, op).__getstate__()
     return state
 
@@ -114,7 +109,6 @@ def _unsupported(tensor: torch.Tensor, op: ReduceOp) -> ConfigError:
 
 
 def all_reduce(core: HostGroup, tensors: Sequence[torch.Tensor], op: ReduceOp, timeout_s: float) -> Call:
-    """Reduce each tensor over all ranks, in place."""
     calls = [_all_reduce_one(core, tensor, op, timeout_s) for tensor in tensors]
     return calls[0] if len(calls) == 1 else in_turn(calls)
 
@@ -138,7 +132,6 @@ def _all_reduce_one(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, timeout
 
 
 def reduce(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, root: int, timeout_s: float) -> Call:
-    """Reduce over all ranks into rank `root`'s tensor."""
     reduction = Reduction.of(tensor, op)
     check_output(tensor)
     tensor = real_view(tensor)
@@ -178,7 +171,6 @@ def reduce_scatter(
 def reduce_scatter_single(
     core: HostGroup, output: torch.Tensor, source: torch.Tensor, op: ReduceOp, timeout_s: float
 ) -> Call:
-    """Reduce `source` over all ranks; rank r keeps stretch r of it in `output`."""
     if source.dtype is not output.dtype or source.numel() != output.numel() * core.world_size:
         raise ConfigError(
             "reduce_scatter: the input does not fit the output.",
@@ -205,8 +197,6 @@ def reduce_scatter_single(
 
 
 def in_turn(calls: Sequence[Call]) -> Call:
-    """One call that makes all of them."""
-
     def call() -> None:
         for one in calls:
             one()

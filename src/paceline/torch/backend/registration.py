@@ -25,7 +25,7 @@ OLDEST = "2.7"
 
 
 def register() -> None:
-    """Make the name known to torch.distributed. More than once does no harm."""
+    """More than once does no harm."""
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
         # torch 2.15 records the calls of every group that does not say that it does so itself, and cannot
@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def _create(options: Any, _: Any) -> PacelineProcessGroup:
-    """Form one group. `options` is torch's _DistributedBackendOptions."""
+    """`options` is torch's _DistributedBackendOptions."""
     if torch.__version__ < OLDEST:
         raise UnsupportedVersionError(
             "The paceline backend does not work with this torch: its processes are killed by SIGSEGV.",

@@ -21,9 +21,6 @@ def all_reduce(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, timeout_s: f
     """Add up a COO tensor over all ranks, in place; the ranks may have entries in different places.
 
     The result is coalesced and has the same bits on all ranks.
-
-    Raises:
-        ConfigError: Another reduction than SUM, or another sparse layout.
     """
     if tensor.layout is not torch.sparse_coo or not tensor.is_cpu or tensor.dim() > _MOST_DIMENSIONS:
         raise ConfigError(
@@ -55,7 +52,6 @@ def all_reduce(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, timeout_s: f
 
 
 def _describe(own: torch.Tensor) -> torch.Tensor:
-    """How many entries there are, and what must be alike on all ranks."""
     alike = [own.sparse_dim(), own.dense_dim(), own.element_size(), own.is_floating_point(), *own.shape]
     return torch.tensor([own._nnz(), *alike, *[-1] * (_MOST_DIMENSIONS - own.dim())])
 
@@ -80,7 +76,7 @@ def _told(row: torch.Tensor) -> str:
 
 
 def _gather_entries(core: HostGroup, own: torch.Tensor, counts: list[int], timeout_s: float) -> torch.Tensor:
-    """The entries of all ranks, one rank after the other. Shorter ones travel padded to the longest."""
+    """Shorter ones travel padded to the longest."""
     padded = own.new_zeros((max(counts), *own.shape[1:]))
     padded[: len(own)] = own
     rows = _gather(core, padded, timeout_s)
@@ -88,7 +84,7 @@ def _gather_entries(core: HostGroup, own: torch.Tensor, counts: list[int], timeo
 
 
 def _gather(core: HostGroup, own: torch.Tensor, timeout_s: float) -> torch.Tensor:
-    """The same tensor of every rank, by rank. Collective."""
+    """Collective."""
     own = own.contiguous()
     rows: Any = own.new_empty((core.world_size, *own.shape))
     if math.prod(own.shape):

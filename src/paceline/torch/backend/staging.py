@@ -1,8 +1,7 @@
 """Tensors as the core wants them: contiguous memory, and one block where torch passes a list.
 
-Its one idea: what is contiguous already is used where it lies; anything else
-passes through a contiguous copy, which is written back. Data that is only moved keeps its bits, whatever
-the dtype.
+Its one idea: what is contiguous already is used where it lies; anything else passes through a contiguous
+copy, which is written back. Data that is only moved keeps its bits, whatever the dtype.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from paceline.torch.model.inner_tensors import is_disjoint
 
 
 def as_input(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` or a contiguous copy of it, its conjugation (a flag that raw memory lacks) applied."""
+    """Applies the conjugation, a flag that raw memory lacks."""
     check_tensor(tensor)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -32,7 +31,6 @@ def as_output(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_back(filled: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy what the core wrote into the caller's tensor, unless it went there directly."""
     if filled is not tensor:
         with torch.inference_mode():  # tensors that require a gradient may be written to
             tensor.copy_(filled.view(tensor.shape))
@@ -75,12 +73,10 @@ def check_output(tensor: torch.Tensor) -> None:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A new flat tensor with the elements of all tensors, one tensor after the other."""
     return torch.cat([as_input(tensor).reshape(-1) for tensor in tensors])
 
 
 def split(block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """The inverse of `joined`: copy stretches of a flat tensor into the caller's tensors."""
     with torch.inference_mode():
         begin = 0
         for tensor in tensors:

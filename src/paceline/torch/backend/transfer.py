@@ -27,12 +27,6 @@ _NAP_S = 0.0001
 
 
 class Mailbox:
-    """The messages of one rank of a group.
-
-    Args:
-        queue: The queue of the group; while it is busy, its thread is the one that waits in the core.
-    """
-
     def __init__(self, core: HostGroup, queue: CallQueue) -> None:
         self.core = core
         self.queue = queue
@@ -66,15 +60,6 @@ class Mailbox:
 
 
 class TransferWork(Work):
-    """One message under way.
-
-    Args:
-        transfer: Its number in the core.
-        buffer: Contiguous memory that its bytes are read from or written to.
-        target: The caller's tensor of a receive.
-        source: The sending rank.
-    """
-
     def __init__(
         self,
         mailbox: Mailbox,
@@ -143,10 +128,6 @@ class AnySourceWork(Work):
 
     The source is found when somebody waits, or asks whether the message has come. Ranks that have sent one
     take turns; messages for which a receive with a source was started belong to that one.
-
-    Args:
-        tensor: The caller's.
-        tag: What the message must carry.
     """
 
     def __init__(self, mailbox: Mailbox, tensor: torch.Tensor, tag: int, timeout_s: float) -> None:
@@ -191,7 +172,6 @@ class AnySourceWork(Work):
     _source_rank = source_rank
 
     def _begin(self) -> bool:
-        """Start to receive, if a message waits."""
         if self._receive is None:
             source = self._mailbox.core.source_of_waiting(self._tag)
             if source < 0:

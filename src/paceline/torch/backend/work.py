@@ -20,7 +20,7 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class FinishedWork(Work):
-    """A call that was over when it returned. Holds nothing, so that one object serves all calls."""
+    """Holds nothing, so that one object serves all calls."""
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         return True
@@ -50,15 +50,7 @@ FINISHED = FinishedWork()
 
 
 class CallWork(Work):
-    """A collective that a CallQueue runs.
-
-    Args:
-        call: Blocks until the collective is done.
-        tensors: What `result()` and the future deliver; kept alive until then.
-
-    Attributes:
-        deliver: Makes what the future delivers, where that is something else than `tensors`.
-    """
+    """A collective that a CallQueue runs."""
 
     def __init__(self, call: Callable[[], None], tensors: list[torch.Tensor]) -> None:
         super().__init__()
@@ -77,7 +69,7 @@ class CallWork(Work):
         return self._over.is_open
 
     def run(self) -> None:
-        """Make the call; what it raises is kept for whoever waits. Once, by the queue's thread."""
+        """Once, by the queue's thread."""
         call, self._call = self._call, None
         assert call is not None
         try:
@@ -123,7 +115,6 @@ class CallWork(Work):
         return self._futures[0][1]
 
     def _deliver(self) -> None:
-        """Complete the future, if there is one and nobody has. After the call is over."""
         if not self._futures:
             return  # who makes one looks whether the call is over after that
         try:

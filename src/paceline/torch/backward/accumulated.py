@@ -1,9 +1,10 @@
 """Gradients that no_sync() has left behind, before the next backward adds to them.
 
-Autograd may give two parameters one memory as their gradients (behind `stack`, `cat` or an addition). Nobody
-notices after one backward; the next one adds to that memory once for each of them, so that both become wrong.
-The same goes for a parameter and an input of the model, or whatever else gets a gradient. A synchronised
-backward gives such gradients memory of their own at its end; here those are parted that it has not seen.
+Autograd may give two parameters one memory as their gradients (behind `stack`, `cat` or an addition).
+Nobody notices after one backward; the next one adds to that memory once for each of them, so that both become
+wrong. The same goes for a parameter and an input of the model, or whatever else gets a gradient. A
+synchronised backward gives such gradients memory of their own at its end; here those are parted that it has
+not seen.
 """
 
 from __future__ import annotations
@@ -21,11 +22,6 @@ def part_accumulated(
     """Give gradients that share memory, with each other or with another tensor, a copy each.
 
     Those that are sparse or part of a graph (create_graph=True) stay as they are.
-
-    Args:
-        parameters: The parameters of the model.
-        indices: Those that have accumulated gradients.
-        shared: Those of them whose memory another tensor holds: the gradient of an input, say.
     """
     gradients = {index: parameters[index].grad for index in indices}
     dense = {
@@ -40,15 +36,7 @@ def part_accumulated(
 
 
 def overlapping(extents: Iterable[tuple[int, int, int]]) -> set[int]:
-    """Which of these pieces of memory overlap with any other. In a backward the core finds them.
-
-    Args:
-        extents: Address, length in bytes, and index of each.
-
-    Example:
-        >>> overlapping([(100, 8, 0), (108, 8, 1), (112, 8, 2)])
-        {1, 2}
-    """
+    """Which of these pieces of memory overlap with any other. In a backward the core finds them."""
     found: set[int] = set()
     furthest, holder = 0, -1  # the end of the one that reaches furthest so far
     for begin, length, index in sorted(extents):

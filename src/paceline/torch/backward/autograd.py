@@ -57,11 +57,7 @@ _LOOK_S = 0.0005
 
 
 class ErrorNote:
-    """The last error of ours that a wrapper or its backward passes raised.
-
-    Attributes:
-        text: Its type and its words; empty: there was none.
-    """
+    """The last error of ours that a wrapper or its backward passes raised."""
 
     text = ""
 
@@ -70,22 +66,7 @@ class ErrorNote:
 
 
 class TorchAutograd:
-    """See `paceline.reducer.backward.front_end.Autograd`.
-
-    Args:
-        tensors: The model's.
-        state: The state of its backward passes.
-        gradients: Handed over by its hooks.
-        weights: The weights of this rank's micro-batches.
-        buffers: Kept in step, by a user's hook maybe.
-        notes: Count writes to parameters.
-        is_static: Whether a static graph is promised.
-        is_alone: Whether there is no other rank.
-
-    Attributes:
-        times: The times of backward passes.
-        errors: Where it notes what a backward raised.
-    """
+    """See `paceline.reducer.backward.front_end.Autograd`."""
 
     def __init__(
         self,
@@ -129,7 +110,6 @@ class TorchAutograd:
         self.install()
 
     def _make_late(self, is_static: bool) -> None:
-        """Gradients are late where a static graph is to be learned, or the caller delays some."""
         hand_over, delayed = self._gradients.hand_over_rest, self._tensors.delayed
         if is_static or delayed:
             self._late = LateGradients(self._state, hand_over, delayed, is_learning=is_static)
@@ -167,7 +147,6 @@ class TorchAutograd:
             self._last_hooks.remove()
 
     def _put_last(self, moved: Sequence[int]) -> None:
-        """Hooks have been registered after ours, which must hand over what those leave."""
         assert self._last_hooks is not None
         self._last_hooks.put_last(moved)
 
@@ -187,7 +166,7 @@ class TorchAutograd:
             self._buffers.hook.before_forward(dict(self._tensors.current_buffers()))
 
     def check_direct_step(self) -> None:
-        """Warn of a step with gradients that torch.autograd.grad() returned. Before collectives of ours."""
+        """Before collectives of ours."""
         if self._direct.returned is not None:
             if self._state.accumulated:  # by a backward in no_sync()
                 self._direct.forget()
@@ -249,7 +228,6 @@ class TorchAutograd:
             self._met.append((self.backward(), weakref.ref(graph)))
 
     def _part_accumulated(self) -> None:
-        """A backward begins: from now on, autograd adds to the gradients that local ones have left."""
         state = self._state
         if accumulated := state.accumulated:
             shared = state.handed.shared_among(list(accumulated))
@@ -327,7 +305,7 @@ TorchBackwardSync: TypeAlias = BackwardSync[TorchAutograd]
 def make_sync(
     tensors: ManagedTensors, communicator: Communicator[torch.Tensor], config: DDPConfig
 ) -> TorchBackwardSync:
-    """Averages the gradients of `tensors` over the ranks of `communicator` in each backward. Collective."""
+    """Collective."""
     state = BackwardState(communicator.rank, communicator.world_size)
     gradients = Gradients(tensors, state, config, communicator.rank)
     if config.scatters:
@@ -362,7 +340,6 @@ def make_sync(
 
 
 def _make_notes(parameters: Sequence[torch.Tensor]) -> _core.IterationNotes:
-    """Notes of writes to three of them, but for those through .data; and of a few bytes of some."""
     counted = [parameters[0], parameters[len(parameters) // 2], parameters[-1]]
     places = sampled(OPS, parameters)
     if HAS_EXCHANGE_API:

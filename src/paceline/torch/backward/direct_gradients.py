@@ -14,14 +14,6 @@ class DirectGradients:
     Such a call averages nothing and ends no backward, so that each rank must find out by itself: between two
     forwards gradients of the parameters were returned and parameters were written, but no backward ran. It
     says nothing if the program has called collectives of its own in between, which may have averaged them.
-
-    Args:
-        writes: How often parameters were written since the last backward.
-        where: This rank, in words.
-        is_alone: Whether it is the only one.
-
-    Attributes:
-        returned: The writes and collectives at such a call since the last backward; None: there was none.
     """
 
     def __init__(self, writes: Callable[[], int], where: str, *, is_alone: bool) -> None:
@@ -30,12 +22,7 @@ class DirectGradients:
         self._is_over = is_alone  # or has warned
 
     def note_call(self, *, has_backwards: bool) -> None:
-        """Gradients of parameters are being returned.
-
-        Args:
-            has_backwards: Whether there was a backward before. If parameters are what they were at its end,
-                the next step is one with its gradients.
-        """
+        """Gradients of parameters are being returned."""
         if self._is_over or self.returned is not None:
             return
         writes = self._writes()
@@ -43,11 +30,9 @@ class DirectGradients:
             self.returned = writes, _collectives()
 
     def forget(self) -> None:
-        """A backward has run."""
         self.returned = None
 
     def check(self) -> None:
-        """A forward begins: warn if parameters were written since the call."""
         assert self.returned is not None
         writes, collectives = self.returned
         if self._writes() == writes:
@@ -69,7 +54,6 @@ class DirectGradients:
 
 
 def _collectives() -> int:
-    """How many collectives this process has called over groups of torch, as far as these count them."""
     if not dist.is_initialized():
         return 0
     try:

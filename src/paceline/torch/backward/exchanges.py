@@ -22,7 +22,6 @@ _by_function: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
 
 
 def find_exchanges(roots: Sequence[Any]) -> list[str]:
-    """See `MicroBatchWeights._find_exchanges`."""
     found: list[str] = []
     nodes, seen = list(roots), set(roots)
     for node in nodes:  # which grows; `nodes_from` takes half as much time again
@@ -36,7 +35,6 @@ def find_exchanges(roots: Sequence[Any]) -> list[str]:
 
 
 def _exchange_of(node: Any) -> str:
-    """What exchanges, in words; empty: nothing."""
     kind = type(node)
     function: type[torch.autograd.Function] | None = getattr(node, "_forward_cls", None)
     if function is None:
@@ -65,7 +63,6 @@ def _exchange_in(function: type[torch.autograd.Function]) -> str:
 
 
 def _graphs_of(function: Any) -> Iterator[GraphModule]:
-    """The backward of a function that a compiler has made, as far as torch keeps it."""
     kept = getattr(function, "_lazy_backward_info", None)
     graphs = [getattr(kept, "bw_module", None), *enclosed_by(function.backward)]
     if (load := getattr(kept, "bw_module_fn", None)) is not None:  # from a cache on disk
@@ -96,7 +93,6 @@ def _names(function: object) -> bool:
 
 
 def _operators(names: set[str]) -> Iterable[object]:
-    """The code of operators with these names that are written in Python."""
     custom = sys.modules.get("torch._library.custom_ops")
     known = getattr(custom, "OPDEFS", {})
     return [each._init_fn for name, each in list(known.items()) if name.rpartition("::")[2] in names]

@@ -93,13 +93,7 @@ def copy_hook(
     waiting: dict[int, torch.Tensor] | None = None,
     is_shared: bool = False,
 ) -> Hook:
-    """For any reducer, any layout of the gradient, and a place of another dtype.
-
-    Args:
-        is_shared: Whether other wrapped models have the parameter, too.
-        waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
-            the hook copies them.
-    """
+    """For any reducer, any layout of the gradient, and a place of another dtype."""
     mark_copied, handed, staged = reducer.mark_copied, state.handed, state.staged
     copy, shape, device = view.copy_, view.shape, view.device
 
@@ -154,9 +148,6 @@ def taking_hook(
     Their memory is still in the processor's caches, and autograd uses it for the next ones. All of them kept
     until the means are there would be as much memory again, which the allocator gives back to the system
     after each backward and gets anew, page by page, in the next one.
-
-    Args:
-        stand_in: What stands in `.grad` from then on.
     """
     mark_ready, handed, copy = reducer.mark_ready, state.handed, view.copy_
     shape, device = view.shape, view.device
@@ -201,10 +192,8 @@ def view_hook(
     dtype: torch.dtype,
     waiting: dict[int, torch.Tensor] | None = None,
 ) -> Hook:
-    """For gradients that live in the gradient buffer: autograd's own tensor moves in when it made a new one.
-
-    Args:
-        waiting: As for `copy_hook`; used where they are on a device, for what the core hands over.
+    """For gradients that live in the gradient buffer: autograd's own tensor moves in when it made
+    a new one.
     """
     mark_ready, handed, copy = reducer.mark_ready, state.handed, view.copy_
     shape, device = view.shape, view.device
@@ -335,9 +324,6 @@ class SharedGradients:
     One backward may run through both models, and bring such a gradient through the other one before it
     reaches this one's outputs. So what came too early is handed over when the backward begins, if that is in
     the same backward; on other ranks it may have come later, and all must take the same part.
-
-    Args:
-        state: The state of this model's backward passes.
     """
 
     def __init__(self, state: BackwardState) -> None:
@@ -345,7 +331,6 @@ class SharedGradients:
         self._early: dict[int, tuple[int, Hook, torch.Tensor]] = {}  # by index; first which backward it was
 
     def hook(self, index: int, hook: Hook) -> Hook:
-        """What calls `hook` in this model's backward passes."""
         state, graphs = self._state, self._state.graphs
 
         @untraced
@@ -358,7 +343,6 @@ class SharedGradients:
         return hand_over
 
     def begin_backward(self) -> None:
-        """Hand over what this backward has brought already."""
         if not self._early:
             return
         early, self._early = self._early, {}
@@ -388,9 +372,7 @@ def refuse_unsupported(
     shape: torch.Size,
     device: torch.device | None = None,
 ) -> None:
-    """A gradient is not there, or not one that can be averaged.
-
-    Backward calls hooks even where it has nothing to add: a Function whose backward returns None. Such a
+    """Backward calls hooks even where it has nothing to add: a Function whose backward returns None. Such a
     parameter is unused. Where users have hooks, too, one of them may have dropped the gradient: an optimizer
     that steps within backward, with the gradients of this rank alone.
     """

@@ -2,7 +2,7 @@
 
 A gradient is handed over in one of five ways, chosen for each parameter when a plan is adopted: by *pointer*,
 by *copy*, as the *view* of the gradient buffer that it is, *taken*, where each rank gets a part of the mean,
-or *sparse*, which lies elsewhere. See `gradient_hooks`.
+or *sparse*, which lies elsewhere.
 """
 
 from __future__ import annotations
@@ -38,12 +38,6 @@ from paceline.torch.ops import OPS
 
 class Gradients:
     """See `paceline.reducer.backward.front_end.Gradients`.
-
-    Args:
-        tensors: The model's.
-        state: The state of its backward passes.
-        config: The configuration of the wrapped model.
-        rank: This rank.
 
     Attributes:
         reduction: Averages them.
@@ -106,7 +100,6 @@ class Gradients:
         ]
 
     def _choose_copy_or_view(self, index: int, dtype: torch.dtype, view: torch.Tensor) -> HookMaker:
-        """The hook that copies a gradient, hands over its pointer, or keeps it as a view."""
         copied = functools.partial(copy_hook, waiting=self.reduction.waiting)
         if index in self._tensors.sparse:
             return functools.partial(sparse_hook, shape=self._shapes[index])
@@ -157,11 +150,9 @@ class Gradients:
     def clear(self, index: int) -> None:
         self.reduction.places[index].zero_()
 
-    def leave_out(self, indices: Collection[int]) -> None:
-        """Their shapes are looked at by `check`, when more is known."""
+    def leave_out(self, indices: Collection[int]) -> None: ...
 
     def check(self) -> None:
-        """Refuse gradients that are not what the reducer was given, and parameters of another kind."""
         state, names, trainable = self._state, self._names, self._parameters
         if state.refusal is not None or state.status.twice is not None:
             return
@@ -192,8 +183,7 @@ class Gradients:
     def _shares_version(self, index: int) -> bool:
         """Whether other gradients lie in the same memory: autograd has cut them from one tensor.
 
-        They count their changes together, so what was added to another one says nothing of this one. In the
-        gradient buffer each counts its own.
+        They count their changes together, so what was added to another one says nothing of this one.
         """
         handed, gradient = self._state.handed, self._state.handed[index]
         if gradient is self.reduction.places[index]:
@@ -221,15 +211,11 @@ class Gradients:
                     parameter.grad = place if is_in_buffer else place.to(parameter.dtype, copy=True)
 
     def _parted_by_others(self, indices: Sequence[int]) -> list[int]:
-        """Those whose gradient another wrapped model has given memory of its own.
-
-        Nothing may be written to the old memory: another tensor holds it.
-        """
+        """Nothing may be written to the old memory: another tensor holds it."""
         handed, parameters = self._state.handed, self._parameters
         return [i for i in indices if i in self._shared and parameters[i].grad is not handed[i]]
 
     def _write_back(self, indices: Sequence[int]) -> None:
-        """Copy means back to gradients that were copied to their places."""
         handed, places, unlike = self._state.handed, self.reduction.places, []
         plain = [index for index in indices if type(handed[index]) is torch.Tensor]
         try:
@@ -282,10 +268,7 @@ class Gradients:
             self.leave_buffer()
 
     def settle(self) -> None:
-        """On a device, drop the gradients in the gradient buffer.
-
-        Buckets that were under way have overwritten some, before or after the user wrote to them.
-        """
+        """Buckets that were under way have overwritten some, before or after the user wrote to them."""
         if not self.is_on_host:
             for index in self._in_buffer():
                 self._parameters[index].grad = None
@@ -318,5 +301,5 @@ class Gradients:
 
 
 def _storage_of(gradient: torch.Tensor) -> int:
-    """The address of the memory in which it lies, maybe with others; 0: it has none of its own."""
+    """0: it has none of its own."""
     return gradient.untyped_storage().data_ptr() if gradient.data_ptr() else 0

@@ -26,7 +26,7 @@ def tensors_in(output: object) -> Iterator[torch.Tensor]:
 
 
 def _tensors_within(output: object, entered: set[int]) -> Iterator[torch.Tensor]:
-    """The same, without objects that have been entered: they may refer to themselves."""
+    """Leaves out objects that were entered before: they may refer to themselves."""
     for leaf in pytree.tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -36,7 +36,6 @@ def _tensors_within(output: object, entered: set[int]) -> Iterator[torch.Tensor]
 
 
 def _values_of(leaf: object) -> list[object]:
-    """What an object holds, if it is of a kind that may be an output."""
     if isinstance(leaf, Distribution):
         return list(vars(leaf).values())
     if is_dataclass(leaf) and not isinstance(leaf, type):
@@ -55,10 +54,8 @@ def has_no_backward(output: object) -> bool:
 
 
 class RunningCall(Enum):
-    """Which call of autograd runs the hook that asks. Autograd itself does not tell.
-
-    UNKNOWN: on a device, whose hooks run in a thread of their own, while several threads are in such calls,
-    and not in the same.
+    """UNKNOWN: on a device, whose hooks run in a thread of their own, while several threads are in such
+    calls, and not in the same.
     """
 
     BACKWARD = "backward()"
@@ -68,11 +65,7 @@ class RunningCall(Enum):
 
 
 def running_call() -> RunningCall:
-    """The innermost call of autograd on this thread's stack; or the one that waits for this thread.
-
-    Raises:
-        ConfigError: What runs is no graph of autograd's, but a program that torch has compiled of it.
-    """
+    """The innermost call of autograd on this thread's stack; or the one that waits for this thread."""
     refuse_compiled_autograd()
     found = _innermost_call(sys._getframe(1))
     if found is not None:

@@ -1,9 +1,8 @@
-"""Our hooks of parameters, which hand gradients over after all hooks of users have been called.
+"""Our hooks of parameters, which hand gradients over after all hooks of users.
 
-The one idea: torch calls the hooks of a parameter in the order in which they were registered, so ours are
-registered again where others have come after them. torch's DDP hooks autograd's node, which comes after them
-all: such a hook gets tuples of tensors, which takes a third longer; it is lost when the model is converted;
-and it runs in the stream in which the model was wrapped.
+Torch calls hooks in the order of registration, so ours are registered again where others have come after
+them. Hooks of autograd's node, as torch's DDP has, come last by themselves, but take a third longer, are lost
+when the model is converted, and run in the stream in which the model was wrapped.
 """
 
 from __future__ import annotations
@@ -20,10 +19,6 @@ from paceline import _core
 class LastHooks:
     """One hook of each parameter.
 
-    Args:
-        parameters: All of a model.
-        hooks: As many.
-
     Attributes:
         not_last: Which of them others have come after, by index. No method, because each step asks twice.
     """
@@ -38,7 +33,6 @@ class LastHooks:
         self.not_last: Callable[[], list[int]] = order.not_last
 
     def put_last(self, indices: Sequence[int]) -> None:
-        """Register these again: others were registered after them."""
         for index in indices:
             self._handles[index].remove()
             self._handles[index] = self._register(index)
@@ -61,7 +55,6 @@ class LastHooks:
         return found
 
     def remove(self) -> None:
-        """Take all away."""
         for handle in self._handles:
             handle.remove()
 
@@ -76,7 +69,7 @@ class LastHooks:
 
 @contextlib.contextmanager
 def taking_hooks(parameter: torch.Tensor) -> Iterator[None]:
-    """Within it a parameter takes hooks, which torch refuses while it is frozen; it may be trained again."""
+    """Lets a frozen parameter take hooks, which torch refuses; it may be trained again."""
     is_frozen = not parameter.requires_grad
     if is_frozen:
         parameter.requires_grad_(True)

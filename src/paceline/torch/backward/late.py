@@ -1,9 +1,9 @@
 """Gradients that are handed over later than when their hook first fires, because they are not complete then.
 
-There are two reasons. The caller has said so: delay_all_reduce_named_params wait for the gradient of
-param_to_hook_all_reduce. Or static_graph was promised: then the first backward, in which everything waits for
-its end, shows which gradients come several times (of a layer in two reentrant checkpoints), and in all
-further backward passes these are complete when they have come as often.
+The caller has said so: delay_all_reduce_named_params wait for the gradient of param_to_hook_all_reduce. Or
+static_graph was promised: then the first backward, in which everything waits for its end, shows which
+gradients come several times (of a layer in two reentrant checkpoints), and in all further backward passes
+these are complete when they have come as often.
 """
 
 from __future__ import annotations
@@ -17,14 +17,7 @@ from paceline.torch.model.compiling import untraced
 
 
 class LateGradients:
-    """The late gradients of one wrapped model.
-
-    Args:
-        state: The state of its backward passes.
-        hand_over: Gives the gradient of a parameter, by index, to the reducer.
-        delayed: Indices of delay_all_reduce_named_params.
-        is_learning: Whether the first backward is to show what comes several times.
-    """
+    """The late gradients of one wrapped model."""
 
     def __init__(
         self,
@@ -43,11 +36,9 @@ class LateGradients:
         self._expected: dict[int, int] = {}
 
     def is_late(self, index: int) -> bool:
-        """Whether this parameter needs `hook` instead of its own."""
         return self.is_learning or index in self._delayed or index in self._expected
 
     def hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """Notes that a gradient has come."""
         state, came, expected = self._state, self._came, self._expected.get(index)
 
         @untraced
@@ -69,7 +60,7 @@ class LateGradients:
         return note
 
     def with_trigger(self, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-        """The hook of param_to_hook_all_reduce: what it would be, and then the delayed ones are complete."""
+        """Of param_to_hook_all_reduce: hands over, and then the delayed ones are complete."""
 
         @untraced
         def hand_over(parameter: torch.Tensor) -> None:
@@ -81,7 +72,6 @@ class LateGradients:
         return hand_over
 
     def end_backward(self) -> None:
-        """Hand over all that waits."""
         if not self._came:
             return
         came = dict(self._came)
@@ -92,11 +82,10 @@ class LateGradients:
             self._hand_over(index)
 
     def forget(self) -> None:
-        """The backward was given up."""
         self._came.clear()
 
     def learn(self) -> bool:
-        """The backward was good. Returns whether it was the first that showed something, so hooks change."""
+        """Returns whether it was the first that showed something, so hooks change."""
         if not self.is_learning or self._learned is None:
             return False
         self._expected, self.is_learning = self._learned, False

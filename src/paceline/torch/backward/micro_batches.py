@@ -18,12 +18,7 @@ from paceline.torch.backward.last_hooks import taking_hooks
 
 
 class TorchWeights(MicroBatchWeights):
-    """See `MicroBatchWeights`.
-
-    Args:
-        parameters: The trainable ones.
-        state: The state of the model's backward passes.
-    """
+    """See `MicroBatchWeights`."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], state: BackwardState) -> None:
         super().__init__(state)
@@ -33,13 +28,11 @@ class TorchWeights(MicroBatchWeights):
         self._not_last: Callable[[], list[int]]
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def watch_local(self) -> None:
-        """An output of a forward in no_sync() has got its gradient: its backward begins."""
         if not self.is_open and running_call() is RunningCall.BACKWARD:
             self.begin()
 

@@ -15,7 +15,6 @@ Steppers = list[tuple[torch.Tensor, list[torch.optim.Optimizer]]]
 
 
 def take_over_optimizers(parameters: Sequence[torch.Tensor]) -> Steppers:
-    """Those that were applied to any of these parameters, their hooks removed."""
     found = [(p, p._in_backward_optimizers) for p in parameters if hasattr(p, "_in_backward_optimizers")]
     if found:
         # Here, not above: few use it, and it imports every optimizer.

@@ -1,6 +1,6 @@
 """How long a backward takes: some are timed for `_get_ddp_logging_data`, and a mark for torch's profiler.
 
-The one idea: the call that autograd makes at the end of a backward is wrapped, in those backward passes only
+The call that autograd makes at the end of a backward is wrapped, in those backward passes only
 that are timed or profiled; no other pays for it.
 """
 
@@ -38,9 +38,6 @@ def profiled(end: Callable[[], None]) -> Callable[[], None]:
 class SampledTimes:
     """The times of some backward passes of one wrapped model.
 
-    Args:
-        is_timing: False where nothing is to be timed: on an accelerator the host knows too little.
-
     Attributes:
         next_backward: How many good backward passes there are before the next one to be timed.
         is_begun: Whether a forward of such a backward has begun, and its backward has not.
@@ -59,7 +56,6 @@ class SampledTimes:
         self._clock: dict[str, int] = {}
 
     def use_rate(self, rate: int, good_backwards: int) -> None:
-        """Time one backward in so many, after the first ten."""
         self._rate = rate
         if self.next_backward != math.inf:
             self.next_backward = self._after(good_backwards - 1)
@@ -71,7 +67,6 @@ class SampledTimes:
         self._forward_ns = time.monotonic_ns()
 
     def timed(self, end: Callable[[], None], reducer: Reducer) -> Callable[[], None]:
-        """The end of the backward that begins now, which notes how long it all took, if it is good."""
         self.is_begun = False
         begun_ns = time.monotonic_ns()
 
@@ -116,7 +111,6 @@ class SampledTimes:
         self.next_backward = self._after(self._number)
 
     def _after(self, number: int) -> int:
-        """The next backward to be timed after the one with so many good ones before it."""
         if number + 1 < _FIRST_BACKWARDS:
             return max(1, number + 1)
         return (number // self._rate + 1) * self._rate

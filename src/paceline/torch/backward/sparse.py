@@ -1,6 +1,6 @@
 """Sparse gradients: each rank's rows, gathered, and their mean over the ranks.
 
-The one idea: every rank gets everybody's rows in rank order and adds them up alike, so the means have the
+Every rank gets everybody's rows in rank order and adds them up alike, so the means have the
 same bits on all ranks. A rank whose gradient is dense (the embedding's weight is used elsewhere too) makes
 the mean dense on all ranks.
 """
@@ -34,10 +34,6 @@ class _Rows:
 class SparseMeans:
     """Averages the sparse gradients of one model.
 
-    Args:
-        parameters: Those that have them, and their indices in the plan.
-        communicator: Between the ranks.
-
     Attributes:
         squared_norm: The squared norm of the last backward's means.
         nonfinite: (rank, parameter) of each gradient of the last backward that was not finite.
@@ -57,10 +53,6 @@ class SparseMeans:
     @torch.no_grad()
     def average(self, weight: float, *, has_data: bool) -> None:
         """Replace each .grad by the weighted mean over ranks; one that no rank has stays None. Collective.
-
-        Args:
-            weight: The weight of this rank.
-            has_data: False: .grad is left from an earlier backward, so zeros count instead.
 
         Example:
             Rank 0 has row 1 with [2], rank 1 row 4 with [6]; both get rows 1 and 4 with [1] and [3].
@@ -118,7 +110,6 @@ def _mean(rows: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _sparse_mean(counting: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
-    """The weighted mean; without rows where no rank counts."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
     none = torch.empty(0, *parameter.shape[1:], dtype=wide, device="cpu")  # whatever the default device is
     no_rows = torch.empty(0, dtype=torch.int64, device="cpu")

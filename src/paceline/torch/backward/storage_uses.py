@@ -23,7 +23,6 @@ def uses_of_storages() -> _core.CountedStorageUses | None:
 
 
 def _tell(tensor: torch.Tensor) -> tuple[int, int, int]:
-    """The addresses of torch's objects of a tensor and its storage, and how many tensors lie in that."""
     if not torch._C._has_storage(tensor):
         return tensor._cdata, 0, 0
     storage = tensor.untyped_storage()

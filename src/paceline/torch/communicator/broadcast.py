@@ -1,7 +1,7 @@
 """One rank's parameters and buffers on every rank, many tensors in one broadcast.
 
-The one idea: tensors of any dtype travel as bytes, packed into pieces of a bounded size, so that a model of
-a thousand small tensors costs a few broadcasts, and a large tensor no second copy of itself.
+Tensors of any dtype travel as bytes, packed into pieces of a bounded size, so that a model of a
+thousand small tensors costs a few broadcasts, and a large tensor no second copy of itself.
 """
 
 from __future__ import annotations
@@ -18,14 +18,6 @@ _KEPT_BYTES = 1 << 20
 
 class PreparedBroadcast:
     """Replaces the values of tensors by those of a root, as long as they lie in the same memory.
-
-    Views of their bytes are made once.
-
-    Args:
-        tensors: The same kinds, shapes, strides and dtypes on all ranks.
-        rank: The rank of this process.
-        broadcast: Replaces a flat uint8 tensor by that of a root. Collective.
-        piece_bytes: Most bytes of one broadcast.
 
     Example:
         Rank 0 passes [1.0, 2.0] and rank 1 [3.0, 4.0]; after a call with the root 0 both hold [1.0, 2.0].
@@ -65,10 +57,7 @@ class PreparedBroadcast:
 
 
 class _Run:
-    """Tensors of bytes that are broadcast together.
-
-    A small one keeps the memory in which they are packed: to cut it takes as long as to copy them.
-    """
+    """A small one keeps the memory in which they are packed: to cut it takes as long as to copy them."""
 
     def __init__(self, parts: list[torch.Tensor]) -> None:
         self._parts = parts
@@ -96,9 +85,8 @@ class _Run:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's own memory as flat bytes, whatever the order of its dimensions.
-
-    A tensor may be the conjugate, or the negative, of what lies in its memory: these are the bytes there.
+    """A tensor may be the conjugate, or the negative, of what lies in its memory: these are the
+    bytes there.
     """
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     if flat.is_conj():

@@ -34,8 +34,6 @@ _BRIEFLY = timedelta(milliseconds=20)
 
 
 class Patient(Protocol):
-    """The ranks of a process group, and how long they wait for each other."""
-
     rank: int
     world_size: int
     timeout_s: float
@@ -43,17 +41,7 @@ class Patient(Protocol):
 
 
 class GroupCalls(ProcessGroupCalls[torch.Tensor]):
-    """See `ProcessGroupCalls`; over a process group of torch.
-
-    Args:
-        group: The process group, of some or all ranks.
-        ranks: All ranks.
-        peer_monitor: Names ranks that are lost or late; None: nobody does.
-        words: What the group is, in words; None: it is that of all ranks.
-
-    Attributes:
-        serves_cpu: Whether the group moves tensors of the CPU.
-    """
+    """See `ProcessGroupCalls`; over a process group of torch."""
 
     def __init__(
         self,
@@ -80,16 +68,9 @@ class GroupCalls(ProcessGroupCalls[torch.Tensor]):
         return engine_of(self.group, device) == "nccl"
 
     def runs_on_streams(self, device: torch.device) -> bool:
-        """See the function of this name."""
         return runs_on_streams(self.group, device)
 
     def wait(self, call: Work, what: int | str, *, on_host: bool = True, on_device: bool = False) -> None:
-        """See `ProcessGroupCalls`.
-
-        Args:
-            call, what, on_host: As there.
-            on_device: Whether its tensors are on a device: Gloo ignores the time of a wait for those.
-        """
         try:
             if on_host and self._wakes and not on_device and not call.is_completed() and _is_over_soon(call):
                 return
@@ -113,7 +94,6 @@ class GroupCalls(ProcessGroupCalls[torch.Tensor]):
         return PreparedBroadcast(tensors, self.rank, self.broadcast)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """Replace a tensor by that of the rank `root`. Collective."""
         source = dist.get_global_rank(self.group, root)
         self._complete(
             tensor,
@@ -142,11 +122,7 @@ class GroupCalls(ProcessGroupCalls[torch.Tensor]):
         return gather_over(self.group, transport_device(self.group), array)
 
     def naming(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Name the lost rank in what a call of somebody else's raises, where it has lost one.
-
-        Args:
-            what: The call, in words.
-        """
+        """Name the lost rank in what a call of the framework's raises."""
         return _naming(self.waits, what)
 
 
@@ -154,13 +130,7 @@ _GATHERING = asynchronous(AllgatherOptions())
 
 
 def gather_over(group: Any, device: torch.device, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
-    """Begin to collect the arrays of all ranks, of one shape and dtype. Collective, does not block.
-
-    Args:
-        group: Also one that is not registered with torch; torch's stubs lack the `allgather` of such groups.
-        device: Where tensors lie that it moves.
-        array: This rank's.
-    """
+    """Begin to collect the arrays of all ranks, of one shape and dtype. Collective, does not block."""
     own = torch.from_numpy(array.reshape(-1).view(np.uint8)).to(device)
     rows = [torch.empty_like(own) for _ in range(group.size())]
     keep(own, *rows)
@@ -210,13 +180,6 @@ def exchange_over(
     is_read: bool = False,
 ) -> None:
     """Make a call of a layer of the user's over a process group of torch, and wait for its end. Collective.
-
-    Args:
-        start: Makes the call, given whether `async_op` is to be True.
-        what: The call, in words.
-        patience: How to wait for it.
-        device: Where its tensors lie. If calls run on streams there, what is computed from now on waits.
-        is_read: Whether this thread reads the result next, so that it waits in any case.
 
     Raises:
         DeadlineError: It was not over in time.
@@ -274,7 +237,6 @@ def _naming(waits: ProcessGroupWaits, what: str) -> Iterator[None]:
 
 
 def engine_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that a process group has for a device, as "nccl"; empty: none that is known."""
     try:
         return str(group._get_backend(device).name()).lower()
     except (RuntimeError, AttributeError):  # not for such a device; one that is written in Python

@@ -26,11 +26,8 @@ _HINT = "return work.get_future().then(lambda f: f.value()[0] / world_size)"
 
 
 class GradBucket(HookedBucket[torch.Tensor]):
-    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and three that it lacks.
-
-    Args:
-        process_group: The process group of the wrapped model.
-        members: The members of a `HookedBucket`.
+    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and three that
+    it lacks.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, *members: Any) -> None:
@@ -40,7 +37,6 @@ class GradBucket(HookedBucket[torch.Tensor]):
         self._process_group = process_group
 
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks to average over."""
         return self._process_group
 
     def _cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -51,15 +47,7 @@ class GradBucket(HookedBucket[torch.Tensor]):
 
 
 class TorchHook(HookedBuckets[torch.Tensor]):
-    """See `HookedBuckets`; a hook returns a future of torch.
-
-    Args:
-        hook: The hook.
-        gradient_buffer: With whole parameters in its buckets.
-        parameters: Those that the plan lists.
-        calls: Over the process group that the hook, too, will use.
-        process_group: The same group.
-    """
+    """See `HookedBuckets`; a hook returns a future of torch."""
 
     def __init__(
         self,
@@ -119,12 +107,7 @@ class TorchHook(HookedBuckets[torch.Tensor]):
 
 
 def check_hook(hook: Any) -> None:
-    """Refuse what cannot be a hook, with torch's exception types.
-
-    Raises:
-        ConfigTypeError: It is not callable.
-        ConfigError: Its annotations are those of something else.
-    """
+    """Refuse what cannot be a hook, with torch's exception types."""
     hint = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks has some"
     check_callable(hook, returns="a future of a tensor", hint=hint)
     try:
@@ -150,11 +133,6 @@ class BufferHook:
     """A user's hook that keeps buffers in step: what torch calls a buffer communication hook.
 
     It is called in forward. The end of backward waits for the futures that it returned.
-
-    Args:
-        state: Handed to the hook.
-        call: The hook.
-        location: Before forward, or after it (None too).
     """
 
     def __init__(
@@ -180,7 +158,6 @@ class BufferHook:
             self._run(buffers)
 
     def end_backward(self) -> None:
-        """Wait for what the hook has begun."""
         futures, self._futures = self._futures, []
         for future in futures:
             future.wait()

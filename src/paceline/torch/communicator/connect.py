@@ -49,12 +49,6 @@ def connect(
     between_hosts: BetweenHosts,
     devices: Collection[torch.device] = (),
 ) -> Communicator[torch.Tensor]:
-    """See `hosts_communicator.connect`.
-
-    Args:
-        peers, on_host, reduce_through, between_hosts: As there.
-        devices: Where this rank's gradients lie, if they can go through "hosts".
-    """
     if reduce_through == "hosts" and not on_host:
         return _connect_devices(peers, devices, between_hosts)
 
@@ -79,7 +73,7 @@ def connect(
 def _connect_devices(
     peers: Peers, devices: Collection[torch.device], between_hosts: BetweenHosts
 ) -> Communicator[torch.Tensor]:
-    """The communicator for reduce_through="hosts" and parameters on devices. Collective; see `connect`."""
+    """Collective; see `connect`."""
     owner = between_hosts.owner
     check_group(peers, OPS, owner, on_host=False, reduce_through="hosts")
     assert isinstance(peers, ProcessGroupPeers)
@@ -108,15 +102,6 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
     """A `Communicator` between several hosts for gradients on devices; all else goes over the group.
 
     The process group of each host leaves its ranks a share of each bucket, which they exchange.
-
-    Args:
-        communicator: For all else.
-        peers: The ranks.
-        partners: Who exchanges this rank's shares, as hosts of one rank each.
-        group: The process group of this rank's host.
-        memory: The memory of this rank's host, in which no gradient lies.
-        peer_monitor: Names ranks of this host that are lost or late.
-        between_hosts: What is asked of the way between hosts.
     """
 
     path, bits = "hosts", "engine"

@@ -1,6 +1,6 @@
 """Copies between a device and pinned memory of the host, on a stream of their own.
 
-The one idea: all that is special to a device in the way of a share stands here, so that tests can put
+All that is special to a device in the way of a share stands here, so that tests can put
 something in its place that needs none. The stream is behind what is asked of it alone: copies do not wait for
 the rest of the backward, and the backward does not wait for them.
 """
@@ -15,29 +15,21 @@ import torch
 
 
 class DeviceCopies:
-    """Makes pinned memory, and copies to and from it.
-
-    Args:
-        device: Where the other end of each copy lies.
-    """
-
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._stream = self._module.Stream(device=device)
 
     def memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory of the host that the device reads and writes by itself."""
         return torch.empty(numel, dtype=dtype, pin_memory=True)
 
     def stream(self) -> AbstractContextManager[Any]:
-        """What is done within it goes to the stream of copies, behind what the current one has been given."""
         self._stream.wait_stream(self._module.current_stream(self._device))
         context: AbstractContextManager[Any] = self._module.stream(self._stream)
         return context
 
     def begin(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], bool]:
-        """Begin a copy, within `stream()`. Returns what says whether it is there; asking does not wait."""
+        """Returns what says whether it is there; asking does not wait."""
         target.copy_(source, non_blocking=True)
         event = self._module.Event()
         event.record()

@@ -42,8 +42,6 @@ _environment = EnvironmentGroup("paceline.torch")
 
 
 class ProcessGroupPeers(process_group_peers.ProcessGroupPeers[torch.Tensor]):
-    """The ranks of a process group of torch: gloo, nccl, mpi or paceline."""
-
     FRAMEWORK = f"torch {torch.__version__}"
     calls: GroupCalls
 
@@ -141,13 +139,6 @@ def find_peers(
 ) -> Peers:
     """The group that was passed, else torch's default group, else one formed from the environment.
 
-    Args:
-        process_group: The group, or None.
-        device_mesh: A mesh instead, or None.
-        timeout_s, warn_after_s: How long its ranks wait; None: the group's own.
-        name: The argument that the group was passed as.
-        owner: The class that it was passed to.
-
     Raises:
         ConfigError: There is none, or both a group and a mesh were passed.
     """
@@ -162,7 +153,6 @@ def find_peers(
 
 
 def known_exchange(process_group: Any, device_mesh: Any) -> tuple[Exchange, float] | None:
-    """What connects the ranks that these arguments name; see `exchange_of_named`."""
     if process_group is not None and process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return None  # nobody in the group waits for this rank
     is_there = _environment.formed is not None or (dist.is_available() and dist.is_initialized())
@@ -209,7 +199,6 @@ def _group_from_environment(forming_timeout_s: float | None, owner: str) -> Grou
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
-    """The time-out that the user gave to init_process_group or new_group, as far as a backend tells."""
     devices = sorted(group._device_types, key=lambda device: device.type != "cpu")  # NCCL's serves no CPU
     for device in devices:
         with contextlib.suppress(RuntimeError, AttributeError):

@@ -26,27 +26,15 @@ Piece = tuple[int, torch.Tensor]
 
 
 class Copy(Protocol):
-    """A number of a device on its way to the host, again and again."""
+    def begin(self, number: torch.Tensor) -> None: ...
 
-    def begin(self, number: torch.Tensor) -> None:
-        """Copy this one, behind all that the current stream has to do."""
-        ...
+    def is_done(self) -> bool: ...
 
-    def is_done(self) -> bool:
-        """Whether it has come. Does not wait."""
-        ...
-
-    def read(self) -> float:
-        """It, once it has come."""
-        ...
+    def read(self) -> float: ...
 
 
 class HostCopy:
-    """A `Copy` through pinned memory.
-
-    Args:
-        number: A number like those that it will copy.
-    """
+    """Copies through pinned memory."""
 
     def __init__(self, number: torch.Tensor) -> None:
         self._host = torch.empty((), dtype=number.dtype, pin_memory=True)
@@ -69,10 +57,6 @@ class _Look:
 
     The first leaves behind the norm of each chunk of `_CHUNK` elements. The second copies the elements of
     those chunks that do not lie within one parameter, so that each parameter to blame is found.
-
-    Args:
-        flat: The bucket.
-        pieces: What lies in it.
     """
 
     def __init__(self, flat: torch.Tensor, pieces: Sequence[Piece]) -> None:
@@ -96,22 +80,19 @@ class _Look:
 
     @property
     def like(self) -> torch.Tensor:
-        """A tensor of the device and the dtype of what it leaves behind."""
         return self._flat
 
     def parts(self, traces: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each of the two calls leaves its numbers, in a tensor of as many elements as `size` says."""
         return traces[: self._count], traces[self._count :]
 
     def leave(self, norms: torch.Tensor, copies: torch.Tensor) -> None:
-        """Leave behind what there is to be told, in these `parts`."""
         if self._chunks is not None:
             torch.linalg.vector_norm(self._chunks, math.inf, dim=1, out=norms)
         if len(self._apart):
             torch.index_select(self._flat, 0, self._index, out=copies)
 
     def blame(self, traces: torch.Tensor) -> set[int]:
-        """The parameters that have left what is not finite. Waits for the device."""
+        """Waits for the device."""
         bad = torch.isfinite(traces).logical_not().cpu().numpy()
         chunks = np.flatnonzero(bad[: self._count] & ~self._is_apart) * _CHUNK
         found = np.sort(np.concatenate([chunks, self._apart[bad[self._count :]]]))
@@ -126,10 +107,6 @@ class _Traces:
     """What the buckets of one device and dtype have left behind in one backward.
 
     Where none has, it is finite: memory that has held anything else is not used again.
-
-    Args:
-        size: Number of elements.
-        like: A tensor of the device and the dtype.
     """
 
     def __init__(self, size: int, like: torch.Tensor) -> None:
@@ -144,13 +121,7 @@ class _Traces:
 
 
 class _Backward:
-    """Memory for what the buckets of one backward leave behind, with its views, made once.
-
-    Args:
-        looks: How each bucket is looked at.
-        places: For each bucket its kind, and where its traces lie.
-        sizes: For each kind its number of elements, and a tensor like them.
-    """
+    """Memory for what the buckets of one backward leave behind, with its views, made once."""
 
     def __init__(
         self,
@@ -199,7 +170,6 @@ class FiniteChecks:
         return not (self.waits or self._is_first)
 
     def look(self, bucket: int) -> None:
-        """Begin to look at the gradients in a bucket."""
         if not self._looks:
             self._lay_out()
         if self._now is None:
@@ -242,7 +212,6 @@ class FiniteChecks:
             self._sizes[kind] = (begin + look.size, look.like)
 
     def _tell(self, backward: _Backward, norms: Sequence[float]) -> set[int]:
-        """Whom to blame for a backward, which is over."""
         bad = [not math.isfinite(norm) for norm in norms]
         if not any(bad):
             self._free.append(backward)

@@ -70,7 +70,6 @@ def _tasks() -> list[Path]:
 
 
 def _read(path: Path) -> str:
-    """Empty: the thread has ended, or there is no such file."""
     try:
         return path.read_text()
     except OSError:

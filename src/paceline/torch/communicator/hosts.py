@@ -51,9 +51,6 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     Returns:
         Who is where; None: not between these ranks. They need several hosts, and a process group that has a
         Gloo backend for the CPU.
-
-    Raises:
-        RendezvousError: A partner could not be reached in time.
     """
     if not isinstance(peers, ProcessGroupPeers) or len(memory.hosts) == 1 or not _has_gloo(peers):
         return None
@@ -72,11 +69,6 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
 
 def join_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], control: ControlChannel) -> Hosts:
     """Connect this rank to its partners, as hosts of one rank each. Collective, over all ranks.
-
-    Args:
-        peers: All ranks.
-        hosts: The ranks of each host; all have as many.
-        control: The channel of all ranks: the partners alone would tell the others of a host nothing.
 
     Raises:
         RendezvousError: A partner could not be reached in time.
@@ -98,7 +90,7 @@ def join_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], cont
 
 
 def connect_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> GlooTransport | None:
-    """The connections to this rank's partners; None: it has no share. Collective, over all ranks."""
+    """Collective, over all ranks."""
     rank = peers.rank
     own, place = place_of(hosts, rank)
     told = [each.decode() for each in peers.exchange.all_gather(_own_name(), peers.timeout_s)]
@@ -133,17 +125,7 @@ def connect_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -
 
 
 class GlooTransport:
-    """See `paceline.reducer.between_hosts.wire.HostsTransport`.
-
-    Args:
-        upwards: A ProcessGroupGloo of this rank and its partners, by number of their host, for messages to a
-            host with a higher number. torch's stubs lack its `send` and `recv`.
-        downwards: Another one, for messages to a host with a lower number.
-        host: Number of this rank's host.
-        ranks: The partner on each host, and this rank.
-        names: Host and process of each rank, in words.
-        sockets: The connections of both, as far as they are known.
-    """
+    """See `paceline.reducer.between_hosts.wire.HostsTransport`."""
 
     def __init__(
         self,
@@ -178,7 +160,6 @@ class GlooTransport:
         return timedelta(seconds=timeout_s)
 
     def leave(self) -> None:
-        """The process ends: wait until the partners' machines have what was sent; for ten seconds at most."""
         wait_until_arrived(self._sockets)
 
     def name(self, host: int) -> str:
@@ -199,5 +180,4 @@ def _has_gloo(peers: ProcessGroupPeers) -> bool:
 
 
 def _own_name() -> bytes:
-    """A nonce, and this process in words."""
     return f"{secrets.token_hex(8)} {socket.gethostname()}, pid {os.getpid()}".encode()

@@ -1,10 +1,9 @@
 """A process group of torch for the ranks of one host, made by us, and the calls on it.
 
-The one idea: the process group of all ranks cannot average within a host, so the ranks of each host get one
-of their own, with the same engine below. It is not registered with torch as `new_group` would: names of those
-depend on how many groups a rank is in, and making one splits NCCL's communicator of all ranks where that is
-bound to a device. All models over one process group share it, because NCCL pairs calls by their order, and so
-their calls have the order that their reports check.
+It is not registered with torch as `new_group` would: names of those depend on how many groups a rank is in,
+and making one splits NCCL's communicator of all ranks where that is bound to a device. All models over one
+process group share it, because NCCL pairs calls by their order, and so their calls have the order that their
+reports check.
 """
 
 from __future__ import annotations
@@ -45,16 +44,6 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, LocalGroup]] = w
 
 @dataclass(frozen=True)
 class LocalGroup:
-    """The process group of the ranks of one host.
-
-    Attributes:
-        process_group: A group of torch that is not registered with it.
-        engine: Its backend.
-        place: This rank's number in it.
-        size: Number of its ranks.
-        words: What it is, for errors.
-    """
-
     process_group: dist.ProcessGroup
     engine: str
     place: int
@@ -81,18 +70,7 @@ def _try(end: Callable[[], object]) -> None:
 def check_devices(
     peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], devices: Collection[torch.device], owner: str
 ) -> None:
-    """Refuse what cannot be averaged within each host first. Collective, over all ranks: the same on all.
-
-    Args:
-        peers: All ranks.
-        hosts: The ranks of each host.
-        devices: Where this rank's gradients lie.
-        owner: The class whose constructor got the argument.
-
-    Raises:
-        ConfigError: The hosts have different numbers of ranks; or the gradients of a rank lie on several
-            devices, or on one for which no known backend calls.
-    """
+    """Refuse what cannot be averaged within each host first. Collective, over all ranks: the same on all."""
     kinds = sorted({(device.type, engine_of(peers.process_group, device)) for device in devices})
     facts = {"host": socket.gethostname(), "devices": sorted(map(str, devices)), "kinds": kinds}
     told = [json.loads(row) for row in peers.exchange.all_gather(json.dumps(facts).encode(), peers.timeout_s)]
@@ -132,16 +110,8 @@ def _refusal(owner: str, *, expected: str, seen: str) -> ConfigError:
 def local_group_of(
     peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torch.device, peer_monitor: PeerMonitor
 ) -> LocalGroup:
-    """The group of this rank's host for a kind of device; made at the first call. Collective, over all ranks.
-
-    Args:
-        peers: All ranks.
-        hosts: The ranks of each host.
-        device: Where this rank's gradients lie; its process group has one of `ENGINES` for it.
-        peer_monitor: Names ranks of this host that are lost or late.
-
-    Raises:
-        RendezvousError: The ranks of the host could not connect.
+    """The group of this rank's host for a kind of device; made at the first call. Collective, over
+    all ranks.
     """
     made = _groups.setdefault(peers.process_group, {})
     if device.type not in made:
@@ -186,7 +156,7 @@ def _make(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torc
 def _backend(
     engine: str, store: PrefixStore, name: str, place: int, world_ranks: list[int], timeout: timedelta
 ) -> Any:
-    """The engine of a group of these ranks, in which this one has the number `place`. Collective."""
+    """Collective."""
     if engine == "gloo":
         return dist.ProcessGroupGloo(store, place, len(world_ranks), timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
@@ -198,13 +168,6 @@ def _backend(
 
 class LocalCalls:
     """One rank's calls over the process group of its host.
-
-    Args:
-        group: The group.
-        peers: All ranks.
-        peer_monitor: Names ranks of this host that are lost or late.
-        device: Where the tensors lie.
-        plan: The plan of the buckets that go through it, if there are any.
 
     Attributes:
         place: This rank's number in the group.
@@ -238,7 +201,6 @@ class LocalCalls:
         self._calls.wait(work, what, on_host=True)
 
     def part_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a bucket, whose elements the ranks can divide evenly."""
         count = flat.numel() // self.size
         return flat[self.place * count : (self.place + 1) * count]
 
@@ -246,10 +208,6 @@ class LocalCalls:
         """Begin to sum a bucket over the ranks of the host. Collective.
 
         In place: afterwards `part_of(flat)` holds sums, and what the rest holds nobody knows.
-
-        Args:
-            flat: Contiguous, with a number of elements that the ranks can divide evenly.
-            bucket: Its number in the plan.
         """
         if self._is_gloo:
             # Gloo's own reduce_scatter makes this call, too, on a copy, and never says that it is completed.
@@ -267,19 +225,12 @@ class LocalCalls:
         return self._last_calls.begin(lambda: self._group._allgather_base(flat, own), bucket)
 
     def wait(self, work: dist.Work, bucket: int, *, is_last: bool = False) -> None:
-        """Let what comes next on the current stream wait for a call; this thread, where there is no stream.
-
-        Args:
-            work: The call.
-            bucket: The number of the bucket.
-            is_last: Whether it is an all_gather.
-
-        Raises:
-            CollectiveError: See `GroupCalls.wait`.
+        """Let what comes next on the current stream wait for a call; this thread, where there is
+        no stream.
         """
         calls = self._last_calls if is_last else self._calls
         calls.wait(work, bucket, on_host=not self.is_on_streams, on_device=True)
 
     def abort(self) -> None:
-        """End what is under way on devices. Does not block, not collective."""
+        """Does not block, not collective."""
         abort_on_devices(self._group)

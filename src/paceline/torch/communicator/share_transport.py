@@ -27,18 +27,7 @@ from paceline.torch.communicator.transport import ProcessGroupTransport
 
 
 class ShareTransport(ProcessGroupTransport):
-    """One rank's gradient buffer, the process group of its host, and its shares.
-
-    Args:
-        gradient_buffer: The gradient buffer of this rank, on one device.
-        calls: Over the process group of all ranks.
-        options: How gradients are to be averaged.
-        local: Calls over the process group of this host.
-        shares: Exchanges shares with the partners.
-        places: Where the share of each bucket lies in memory, for `shares`.
-        num_hosts: How many hosts there are.
-        copies: Between the device and memory.
-    """
+    """One rank's gradient buffer, the process group of its host, and its shares."""
 
     def __init__(
         self,
@@ -100,7 +89,6 @@ class ShareTransport(ProcessGroupTransport):
         return super().may_have_overflowed(scale) or (self._checks_finite and self._on_device.waits)
 
     def gathered(self, bucket: int) -> None:
-        """Wait until a bucket holds the sum over all ranks; the device waits, if it can."""
         if not self._brought:
             self._gather_all()
         self._local.wait(self._brought[bucket], bucket, is_last=True)
@@ -109,7 +97,6 @@ class ShareTransport(ProcessGroupTransport):
             flat.copy_(padded[: flat.numel()])
 
     def _gather_all(self) -> None:
-        """Finish the exchange, and begin to bring its means to all ranks of the host."""
         self._shares.finish()
         reducer = self._shares.reducer
         if reducer.codes is not None and reducer.saw_nonfinite:
@@ -129,8 +116,6 @@ class ShareTransport(ProcessGroupTransport):
 
 
 class ShareWork:
-    """A bucket on its way."""
-
     def __init__(self, transport: ShareTransport, bucket: int) -> None:
         self._transport, self._bucket = transport, bucket
 

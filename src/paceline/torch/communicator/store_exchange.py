@@ -23,13 +23,6 @@ _CLOCK_SLACK_S = 0.05  # stores count milliseconds and may give up a little befo
 class StoreExchange:
     """All-gather of bytes over a `torch.distributed.Store`, before any process group exists.
 
-    Args:
-        store: Shared by all ranks.
-        rank: The rank of this process in the group that is being formed.
-        world_size: The number of ranks of that group; ranks that disagree about it raise.
-        prefix: Keeps this group's keys apart from others'. The same on all ranks.
-        scope: The name of this group, which a store with a prefix does not tell.
-
     Raises:
         ConfigError: The secret of the job cannot be read.
 
@@ -60,12 +53,7 @@ class StoreExchange:
         return self._world_size
 
     def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
-        """Return the payloads of all ranks, by rank. Collective; blocks at most `timeout_s`.
-
-        Raises:
-            RendezvousError: A rank did not hand in its payload in time (named), ranks disagree on the
-                world size, or the store broke.
-        """
+        """Return the payloads of all ranks, by rank. Collective; blocks at most `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         self._round += 1
         key = self._key(self._round, self._rank)
@@ -102,7 +90,6 @@ class StoreExchange:
         return value[_HEADER_BYTES:]
 
     def _forget(self, round_number: int) -> None:
-        """Delete this rank's key of a round that everybody has read: all have written a later one."""
         if round_number < 1:
             return
         with contextlib.suppress(RuntimeError):  # a store may lack deletion; some bytes stay until it ends
@@ -164,8 +151,6 @@ class StoreExchange:
 
 
 class FrameworkKeyStore:
-    """A store of torch as a `KeyStore`, and as a `MembershipStore`."""
-
     def __init__(self, store: Store) -> None:
         self._store = store
 

@@ -1,6 +1,6 @@
 """Which streams of a device have made gradients, so that what averages them waits for all of these.
 
-The one idea: autograd runs a node of backward on the stream of its forward, and a model may run parts of its
+Autograd runs a node of backward on the stream of its forward, and a model may run parts of its
 forward on several. A bucket is launched on the stream of its last gradient. That stream waits for the others
 that have brought gradients in this backward; with one stream, as nearly always, there is nothing to wait for.
 """
@@ -14,12 +14,7 @@ import torch
 
 
 class Streams:
-    """The streams that have brought gradients in the backward under way. Calls come one at a time.
-
-    Args:
-        current: The current stream of a device, or of the current device if it gets None.
-        number: A number of the current device's current stream, quickly; None: `current` is asked.
-    """
+    """The streams that have brought gradients in the backward under way. Calls come one at a time."""
 
     def __init__(
         self, current: Callable[[torch.device | None], Any], number: Callable[[], object] | None = None
@@ -31,7 +26,6 @@ class Streams:
 
     @classmethod
     def of(cls, device: torch.device) -> Streams | None:
-        """The streams of a kind of device; None: it has none."""
         if device.type == "cpu":
             return None
         if device.type != "cuda":
@@ -39,7 +33,6 @@ class Streams:
         return cls(torch.cuda.current_stream, _number_on_cuda)
 
     def note(self) -> None:
-        """A gradient has been brought to its place on the current stream."""
         number = self._number()
         if self._last is None or number != self._last:  # torch's streams call themselves equal to None
             self._last = number
@@ -48,12 +41,7 @@ class Streams:
                 self._seen.append(stream)
 
     def join(self, device: torch.device, waiting: Iterable[torch.Tensor] = ()) -> None:
-        """Let the current stream of `device` wait for the others.
-
-        Args:
-            device: Where the bucket lies that is to be launched.
-            waiting: Tensors that those have made, and that the current stream is to read.
-        """
+        """Let the current stream of `device` wait for the others."""
         if len(self._seen) < 2:  # the one that has brought the last gradient is the current one
             return
         current = self._current(device)
@@ -65,7 +53,6 @@ class Streams:
                 tensor.record_stream(current)  # its memory is not to be used again before
 
     def forget(self) -> None:
-        """The backward is over."""
         self._last = None
         self._seen.clear()
 

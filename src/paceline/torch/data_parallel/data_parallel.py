@@ -160,7 +160,6 @@ class DataParallel(nn.DataParallel[nn.Module]):
         return self._combine(losses, sizes)
 
     def _combine(self, losses: list[Any], sizes: list[int]) -> Any:
-        """The loss of the whole batch from those of its parts."""
         if isinstance(losses[0], tuple):
             total = self._sum([total for total, _ in losses])
             return total / self._sum([torch.as_tensor(count) for _, count in losses])
@@ -188,8 +187,6 @@ class DataParallel(nn.DataParallel[nn.Module]):
 
 
 class _LossStep:
-    """A replica and the loss of its output, as one call."""
-
     def __init__(self, replica: nn.Module, loss_fn: Callable[..., Any], targets: tuple[Any, ...]) -> None:
         self._replica = replica
         self._loss_fn = loss_fn
@@ -200,7 +197,6 @@ class _LossStep:
 
 
 def _batch_size(value: Any, dim: int) -> int:
-    """The number of samples in the first tensor found; 1 where there is none."""
     for leaf in torch.utils._pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             return leaf.shape[dim]

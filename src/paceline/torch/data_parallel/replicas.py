@@ -1,6 +1,6 @@
 """Copies of a module on several devices of one process, whose gradients flow back through a tree.
 
-The one idea: a copy's parameters are outputs of `Spread`, so autograd brings their gradients back to the
+A copy's parameters are outputs of `Spread`, so autograd brings their gradients back to the
 module. `Spread` adds them in pairs: of n devices none receives more than log2(n) gradients, where torch's
 DataParallel sends n - 1 to the first.
 """
@@ -45,7 +45,6 @@ class Spread(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, devices: tuple[torch.device, ...], tensor: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Copies; on the tensor's own device, the same memory."""
         ctx.set_materialize_grads(False)
         return tuple(
             tensor.detach() if tensor.device == device else tensor.to(device, non_blocking=True)
@@ -102,7 +101,6 @@ def _copies(buffer: torch.Tensor, devices: Sequence[torch.device]) -> list[torch
 
 
 def _fill(part: nn.Module, copy: Any, parts: dict[nn.Module, Any], own: dict[int, torch.Tensor]) -> None:
-    """Give a copy its own submodules, parameters and buffers."""
     copy._former_parameters = {}
     for key, child in part._modules.items():
         copy._modules[key] = None if child is None else parts[child]
@@ -126,9 +124,6 @@ def apply_at_once(
     """Call every replica, each in a thread of its own; the first in the caller's.
 
     Threads see the caller's grad mode, autocast state and current streams.
-
-    Raises:
-        Exception: What the first failing replica raised, as its own type, with the replica and its device.
     """
     outputs: list[Any] = [None] * len(replicas)
     state = _CallerState(devices)
@@ -157,8 +152,6 @@ def apply_at_once(
 
 
 class _CallerState:
-    """What torch keeps for each thread, read in the caller's and set in the replicas'."""
-
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
@@ -183,7 +176,6 @@ class _CallerState:
 
 
 def _place(device: torch.device) -> list[Any]:
-    """Contexts that make a device, and the caller's stream on it, the current ones."""
     if device.type == "cpu":
         return []
     backend = torch.get_device_module(device.type)

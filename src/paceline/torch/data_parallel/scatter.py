@@ -1,6 +1,6 @@
 """Split inputs over devices and put outputs together again, through any nesting of containers.
 
-The one idea: tensors are cut or joined along one dimension, containers are rebuilt around them, and anything
+Tensors are cut or joined along one dimension, containers are rebuilt around them, and anything
 else goes to every device as it is.
 """
 
@@ -20,20 +20,8 @@ from paceline.errors import ConfigError
 def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[Any]:
     """Cut every tensor in `value` along `dim`, one part for each device.
 
-    Args:
-        value: A tensor, or tuples, lists, dicts and dataclasses of tensors. Other objects are not copied.
-        devices: Where the parts go.
-        dim: The dimension of the tensors.
-
     Returns:
         At most as many values as there are devices; fewer where a tensor has fewer elements along `dim`.
-
-    Raises:
-        ConfigError: A tensor has no such dimension.
-
-    Example:
-        >>> scatter((torch.arange(3), "a"), [torch.device("cpu")] * 2)
-        [(tensor([0, 1]), 'a'), (tensor([2]), 'a')]
     """
     if isinstance(value, torch.Tensor):
         if not -value.dim() <= dim < value.dim():
@@ -55,7 +43,6 @@ def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[A
 def scatter_call(
     inputs: tuple[Any, ...], kwargs: dict[str, Any], devices: Sequence[torch.device], dim: int = 0
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Positional and keyword arguments for each device; as many of the one as of the other."""
     scattered = scatter(inputs, devices, dim) if inputs else []
     scattered_kwargs = scatter(kwargs, devices, dim) if kwargs else []
     count = max(len(scattered), len(scattered_kwargs), 1)
@@ -65,21 +52,7 @@ def scatter_call(
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
-    """Join what the replicas returned: tensors along `dim`, on one device.
-
-    Args:
-        outputs: One for each replica, all built alike.
-        device: Where the result goes.
-        dim: The dimension of the tensors; scalars become a vector.
-
-    Raises:
-        ValueError: The replicas' outputs are built differently.
-        TypeError: They hold objects that are neither tensors nor containers, and not the same everywhere.
-
-    Example:
-        >>> gather([{"a": torch.zeros(2)}, {"a": torch.ones(1)}], torch.device("cpu"))
-        {'a': tensor([0., 0., 1.])}
-    """
+    """Join what the replicas returned: tensors along `dim`, on one device."""
     first = outputs[0]
     if any(type(output) is not type(first) for output in outputs):
         raise _differ("types", [type(output).__name__ for output in outputs])
@@ -112,7 +85,6 @@ def _join(outputs: Sequence[torch.Tensor], device: torch.device, dim: int) -> to
 
 
 def _children(value: Any) -> list[Any]:
-    """What a container holds, in order; nothing for anything else."""
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, (tuple, list)):
@@ -123,7 +95,6 @@ def _children(value: Any) -> list[Any]:
 
 
 def _rebuild(like: Any, children: list[Any]) -> Any:
-    """A container like `like` around other children."""
     kind: Callable[..., Any] = type(like)
     if isinstance(like, dict):
         return kind(dict(zip(like, children)))

@@ -216,7 +216,6 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self._connect(peers)
 
     def _prepare(self, module: nn.Module, arguments: dict[str, Any]) -> None:
-        """All that this rank does by itself."""
         checked_module("DistributedDataParallel", module)
         self._config = make_config(**arguments)
         check_inner(module)
@@ -231,7 +230,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         cast_buffers(module, self._config.precision.buffer_dtype, self._tensors.ignored)
 
     def _connect(self, peers: Peers, *, is_first: bool = True) -> None:
-        """Begin to keep the model in step with the other ranks'. Collective."""
+        """Collective."""
         self._peers = peers
         # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
         config = self._config
@@ -328,7 +327,6 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
-        """The arguments on their device, and whether gradients of our parameters may be needed."""
         if self._storage is not None:
             self._storage.check_in_place()
         if torn.marks:

@@ -1,6 +1,6 @@
 """Ranks that run out of data before the others, in torch's `Join`; see also `reducer.uneven`.
 
-The one idea: such a rank takes part in the others' backward passes without gradients, and asks before each of
+Such a rank takes part in the others' backward passes without gradients, and asks before each of
 them, as torch's `Join` does, whether there will be one.
 """
 
@@ -26,13 +26,7 @@ _WHO_HAS_JOINED = "the all-reduce of torch's Join that counts who still has data
 
 
 class Joining:
-    """One wrapped model within torch's `Join`.
-
-    Args:
-        backward_sync: The backward passes of the model; None if it is alone.
-        peers: The ranks that train the model.
-        device: The device of the model's parameters.
-    """
+    """One wrapped model within torch's `Join`."""
 
     def __init__(self, backward_sync: TorchBackwardSync | None, peers: Peers, device: torch.device) -> None:
         if not isinstance(peers, ProcessGroupPeers):
@@ -51,7 +45,9 @@ class Joining:
         self._work: dist.Work | None = None  # kept: dropping one that is under way may end it
 
     def notify(self, joinable: Any, is_syncing: bool, *, is_training: bool) -> None:
-        """Tell those who have run out that this rank begins a forward, and whether it will synchronise."""
+        """Report to ranks that have run out that this one begins a forward, and whether it will
+        synchronise.
+        """
         if self._backward_sync is not None:
             self._backward_sync.autograd.check_direct_step()
             # Before the calls of torch: a forward too many waits here for the others.
@@ -61,7 +57,6 @@ class Joining:
         self._any(is_syncing)
 
     def naming_the_lost(self) -> contextlib.AbstractContextManager[None]:
-        """Name the lost rank in what torch's own calls raise."""
         return self._calls.naming(_WHO_HAS_JOINED)
 
     def shadow(self, divide_by_initial_world_size: bool) -> None:
@@ -73,7 +68,6 @@ class Joining:
             self._backward_sync.shadow(weight=1.0 if divide_by_initial_world_size else 0.0)
 
     def take_last_model(self, is_last: bool) -> None:
-        """Everybody gets the model of a rank that has not run out before the others."""
         if self._backward_sync is None:
             return
         if self._shadow is not None:
@@ -91,13 +85,7 @@ class Joining:
 
 
 class DDPJoinHook(JoinHook):
-    """What `Join` runs on a rank that has run out.
-
-    Args:
-        joining: The part of the model in the context.
-        divide_by_initial_world_size: Divide by the number of all ranks, not of those that have data.
-        leave: Called when all have joined.
-    """
+    """What `Join` runs on a rank that has run out."""
 
     def __init__(
         self, joining: Joining, divide_by_initial_world_size: bool, leave: Callable[[], None]
@@ -108,22 +96,15 @@ class DDPJoinHook(JoinHook):
         self._leave = leave
 
     def main_hook(self) -> None:
-        """Shadow one iteration of the others."""
         self._joining.shadow(self._divide_by_initial_world_size)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """All have joined: the model becomes the same on all ranks."""
         self._joining.take_last_model(is_last_joiner)
         self._leave()
 
 
 class NamingJoin(Join):
-    """torch's `Join` of one wrapped model, whose errors name the rank that was lost.
-
-    Args:
-        ddp: The model.
-        enable, throw_on_early_termination, divide_by_initial_world_size: As of `ddp.join()`.
-    """
+    """torch's `Join` of one wrapped model, whose errors name the rank that was lost."""
 
     def __init__(
         self, ddp: Any, enable: bool, throw_on_early_termination: bool, divide_by_initial_world_size: bool

@@ -1,6 +1,6 @@
 """What `_get_ddp_logging_data` tells of a wrapped model, under torch's names and in torch's units.
 
-The one idea: all of it is known or computed when it is asked for, but for the times of a sample of backward
+All of it is known or computed when it is asked for, but for the times of a sample of backward
 passes.
 """
 
@@ -49,7 +49,7 @@ _ENVIRONMENT_OF_BACKEND = {
 
 
 def noting_errors(method: _Method) -> _Method:
-    """Let a method of a wrapper note what it raises. Not for what runs in each backward: it costs a call."""
+    """Not for what runs in each backward: it costs a call."""
 
     @functools.wraps(method)
     def call(self: TorchNames, *args: Any, **kwargs: Any) -> Any:
@@ -63,8 +63,6 @@ def noting_errors(method: _Method) -> _Method:
 
 
 class TorchLogger:
-    """The members of torch's logger that libraries call."""
-
     def __init__(self, facts: dict[str, Any]) -> None:
         self.strs_map = {name: fact for name, fact in facts.items() if isinstance(fact, str)}
         self.ints_map = {name: fact for name, fact in facts.items() if isinstance(fact, int)}
@@ -77,7 +75,6 @@ class TorchLogger:
 
 
 def logging_data(ddp: TorchNames) -> dict[str, Any]:
-    """Facts about a wrapper, and times of its steps; see `DistributedDataParallel._get_ddp_logging_data`."""
     return _of_construction(ddp) | _of_buckets(ddp) | _of_backwards(ddp) | _of_errors(ddp)
 
 
@@ -163,14 +160,12 @@ def _joined(items: Any) -> str:
 
 
 def _sizes(plan: Plan) -> str:
-    """Bytes of gradients in each bucket, without what aligns them."""
     return _joined(
         sum(_bytes_in(plan, index, bucket) for index in bucket.parameters) for bucket in plan.buckets
     )
 
 
 def _bytes_in(plan: Plan, index: int, bucket: Bucket) -> int:
-    """The bytes that a bucket holds of a parameter, which may spread over several buckets."""
     begin = plan.offsets[index]
     end = begin + plan.parameters[index].nbytes
     return min(end, bucket.end_byte) - max(begin, bucket.begin_byte)

@@ -1,6 +1,6 @@
 """Copies of a wrapped model: pickled, loaded, deep-copied, for an average of weights as for more training.
 
-The one idea: a copy is connected to no other rank until it is trained. So one rank alone may make it, save
+A copy is connected to no other rank until it is trained. So one rank alone may make it, save
 it, load it and evaluate it; the first forward in training mode connects it, and that is collective.
 With local SGD each rank's copy goes on with its own parameters and the state of the outer optimizer.
 """
@@ -51,7 +51,6 @@ def state_of(ddp: TorchNames) -> dict[str, Any]:
 
 
 def restore(ddp: TorchNames, state: dict[str, Any]) -> None:
-    """Make `ddp`, which is new, the copy that `state_of` described; it knows no other rank yet."""
     nn.Module.__setstate__(ddp, state)  # type: ignore[no-untyped-call]
     ddp._is_connected = False
     ddp._peers = ddp._backward_sync = ddp._joining = ddp._join_config = None
@@ -60,7 +59,6 @@ def restore(ddp: TorchNames, state: dict[str, Any]) -> None:
 
 
 def copy_of(ddp: TorchNames, memo: dict[int, Any]) -> Any:
-    """A deep copy; one in this process trains with the same ranks."""
     twin = type(ddp).__new__(type(ddp))
     memo[id(ddp)] = twin
     twin.__setstate__(copy.deepcopy(ddp.__getstate__(), memo))

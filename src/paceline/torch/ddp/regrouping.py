@@ -1,6 +1,6 @@
 """A wrapped model that goes on with other ranks: what fault-tolerant users of torch call when one is lost.
 
-The one idea: everything that belongs to the ranks is in `Peers` and in the backward passes over them, so both
+Everything that belongs to the ranks is in `Peers` and in the backward passes over them, so both
 are made anew, and the model, its gradients and its options stay.
 """
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 
 def regroup(ddp: TorchNames, new_process_group: Any) -> None:
-    """Train with the ranks of another process group; see `TorchNames._update_process_group`."""
     if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
         return
     timeout_s, warn_after_s = ddp._config.timeout_s, ddp._config.warn_after_s

@@ -1,6 +1,6 @@
 """What torch's class has and ours has under the same names: attributes, half-private hooks, copies, Join.
 
-The one idea: a name is here if code that people run (Accelerate, Lightning, Transformers, torch itself) uses
+A name is here if code that people run (Accelerate, Lightning, Transformers, torch itself) uses
 it, and it does what its caller wants to happen, with our own parts. What torch keeps in attributes is read
 from what ours has, by properties. What torch's class has besides is hidden: it would run on state that is not
 there. A test compares the names with those of an object of torch's class.
@@ -275,8 +275,6 @@ class TorchNames(TorchDDP):
         return value
 
     def _with_sync(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the wrapped module that may run forward: a backward of its result synchronises."""
-
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             backward_sync = self._backward_sync if torch.is_grad_enabled() else None
@@ -366,11 +364,7 @@ class TorchNames(TorchDDP):
 
     @noting_errors
     def _set_static_graph(self) -> None:
-        """As static_graph=True. Before the first forward that trains, on every rank.
-
-        Raises:
-            ConfigError: The model has been trained already.
-        """
+        """As static_graph=True. Before the first forward that trains, on every rank."""
         if self.static_graph:
             warnings.warn("static_graph is True already, no need to set it again.", stacklevel=2)
             return
@@ -392,7 +386,6 @@ class TorchNames(TorchDDP):
             self._backward_sync.state.status.static_graph = True  # the next backward tells those who have not
 
     def _check_reducer_finalized(self) -> None:
-        """Raise if a backward has begun to average gradients and not ended."""
         state = None if self._backward_sync is None else self._backward_sync.state
         if state is not None and state.phase is not IDLE:
             raise ReplicaError(
@@ -612,27 +605,23 @@ class TorchNames(TorchDDP):
 
 
 class TorchReducer:
-    """The members of torch's reducer that libraries call."""
-
     def __init__(self, ddp: TorchNames) -> None:
         self._ddp = ddp
 
     def prepare_for_backward(self, outputs: Sequence[torch.Tensor]) -> None:
-        """The next backward synchronises, though its forward was in no_sync() (Accelerate does that)."""
+        """The next backward synchronises, though its forward was in no_sync(); Accelerate calls it."""
         backward_sync = self._ddp._backward_sync
         if backward_sync is not None:
             backward_sync.sync_next_backward()
             backward_sync.watch(list(outputs))
 
-    def prepare_for_forward(self) -> None:
-        """Nothing to prepare."""
+    def prepare_for_forward(self) -> None: ...
 
     def _rebuild_buckets(self) -> bool:
-        """Buckets are planned anew at the end of the first backward; never here."""
+        """Buckets are planned anew at the end of the first backward."""
         return False
 
     def _ddp_graph_static(self) -> bool:
-        """Whether this rank has used the same parameters in all backward passes so far."""
         backward_sync = self._ddp._backward_sync
         return backward_sync is None or backward_sync.is_graph_static
 
@@ -650,11 +639,10 @@ class TorchReducer:
 
 
 def moved(inputs: Any, device: torch.device) -> Any:
-    """All tensors of a nested structure, on a device."""
     return pytree.tree_map(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, inputs)
 
 
 def hide_torchs_own(cls: _Class) -> _Class:
-    """Let `cls` inherit from torch's class only what is listed above. A class decorator."""
+    """Let `cls` inherit from torch's class only what is listed above."""
     hide_inherited(cls, TorchDDP, _INHERITED)
     return cls

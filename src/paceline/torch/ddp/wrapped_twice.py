@@ -33,11 +33,6 @@ class AskedWhenWrapped:
 
 
 def check_inner(module: nn.Module) -> None:
-    """Refuse to wrap what torch has wrapped.
-
-    Raises:
-        ConfigError: A part of the module is a wrapper of torch's.
-    """
     for name, part in module.named_modules():
         if (theirs := _wrapper_of_torch(part)) is not None:
             raise inner_error(_OURS, theirs, name)
@@ -50,9 +45,6 @@ def check_outer(model: nn.Module, active: nn.Module | None) -> None:
         model: Ours.
         active: What torch takes for the DDP module whose forward runs. Some kinds of wrappers don't say; and
             that of `replicate()`, around a list of parameters, stays there where its forward has raised.
-
-    Raises:
-        ConfigError: There is one.
     """
     if isinstance(getattr(active, "module", None), nn.ParameterList):
         active = None
@@ -63,7 +55,6 @@ def check_outer(model: nn.Module, active: nn.Module | None) -> None:
 
 
 def refuse_replicas() -> ConfigError:
-    """DataParallel of torch, or ours, makes copies of our wrapper for several devices."""
     return ConfigError(
         f"DataParallel cannot replicate a {_OURS}, which belongs to one device.",
         likely="both wrappers are used, one around the other",
@@ -72,7 +63,6 @@ def refuse_replicas() -> ConfigError:
 
 
 def _wrapper_of_torch(module: nn.Module) -> str | None:
-    """The name of its class, if it is one."""
     if isinstance(module, TorchDDP) and not isinstance(module, WrappedModel):
         return _name(TorchDDP)
     # Nobody has called it where its file is not imported; it changes the class of a module.

@@ -20,23 +20,13 @@ from paceline.torch.model.inner_tensors import inner_tensors
 
 
 def checked_module(owner: str, module: Any, name: str = "module") -> nn.Module:
-    """A module, made already.
-
-    Raises:
-        ConfigError: It is none.
-    """
     hint = "nn.ModuleList(...) of several modules; for a function, the module that it calls"
     instance = Arguments(owner).instance
     return instance(name, module, nn.Module, what="a module", of="torch.nn.Module", hint=hint)
 
 
 def check_materialised(owner: str, module: nn.Module) -> None:
-    """Refuse a module with parameters or buffers without values in memory, but for ignored names.
-
-    Raises:
-        ConfigError: It has some: a lazy one that was never called, one on the device "meta", or one of which
-            nobody knows where its values lie. Names it.
-    """
+    """Refuse a module with parameters or buffers without values in memory, but for ignored names."""
     ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     for kind, tensors in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
         for name, tensor in tensors:
@@ -66,11 +56,7 @@ def current_accelerator() -> torch.device | None:
 
 
 def as_device(device: Any, name: str = "device", owner: str = "DistributedDataParallel") -> torch.device:
-    """A device as users name it; a number is that of an accelerator.
-
-    Raises:
-        ConfigError: It names none.
-    """
+    """A device as users name it; a number is that of an accelerator."""
     if isinstance(device, torch.device):
         return device
     if isinstance(device, int) and not isinstance(device, bool):
@@ -87,11 +73,6 @@ def as_device(device: Any, name: str = "device", owner: str = "DistributedDataPa
 
 
 def check_devices(devices: Any, owner: str = "DistributedDataParallel") -> None:
-    """Refuse what is no list of devices, as device_ids.
-
-    Raises:
-        ConfigError: It is none, or an entry names no device.
-    """
     check, expected = Arguments(owner), "a list of devices, or None"
     if not isinstance(devices, (list, tuple, range)):
         hint = f"device_ids=[{devices!r}]" if isinstance(devices, (int, str)) else "device_ids=[local_rank]"
@@ -105,11 +86,6 @@ def check_devices(devices: Any, owner: str = "DistributedDataParallel") -> None:
 
 
 def checked_group(owner: str, group: Any, name: str = "process_group") -> dist.ProcessGroup | Group | None:
-    """A group of ranks, or None.
-
-    Raises:
-        ConfigError: It is none; the name of a backend is none, either.
-    """
     if group is None or isinstance(group, (dist.ProcessGroup, Group)):
         return group
     expected = "a process group of torch, a paceline.Group, or None for the default group"

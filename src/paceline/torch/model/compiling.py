@@ -33,9 +33,6 @@ def refuse_compiled_autograd() -> None:
     """Refuse a backward that torch compiles, as torch's own class does, or a forward where it may come next.
 
     Of the hooks that average, such a backward calls some at other times than autograd, and some never.
-
-    Raises:
-        ConfigError: Compiled autograd is on.
     """
     # Not imported: a program that has not compiled anything has no such module, and need not wait for it.
     state = sys.modules.get("torch._dynamo.compiled_autograd")

@@ -1,6 +1,6 @@
 """The arguments of `DistributedDataParallel`, checked and made one frozen object.
 
-The one idea: an argument of torch's DDP is honoured, or refused with a sentence; none is silently ignored.
+An argument of torch's DDP is honoured, or refused with a sentence; none is silently ignored.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class DDPConfig(WrapperOptions):
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """In which gradients are averaged; None: in that of each parameter."""
         dtype: torch.dtype | None = self.precision.reduce_dtype
         return dtype
 
@@ -89,11 +88,6 @@ def make_config(
     lazy_bucket_allocation: bool = False,
     **others: Any,  # with those of SHARED_NAMES
 ) -> DDPConfig:
-    """Check the constructor's arguments; see `DistributedDataParallel` for what they mean.
-
-    Raises:
-        ConfigError: An argument has a value that is not supported or makes no sense.
-    """
     known = (*_NOT_OPTIONS, *SHARED_NAMES)
     _check_later({name: value for name, value in others.items() if name not in known})
     check = _arguments.check
@@ -135,12 +129,8 @@ def _single_device(
 def _check_later(arguments: Mapping[str, Any]) -> None:
     """Take arguments of the installed torch that this class does not know, if they have torch's default.
 
-    Code that passes torch's defaults explicitly must run with any torch; another value must not be
-    ignored silently.
-
-    Raises:
-        ConfigTypeError: torch has no such argument either.
-        ConfigError: It has, but Paceline does not know what this value means.
+    Code that passes torch's defaults explicitly must run with any torch; another value must not be ignored
+    silently.
     """
     known = inspect.signature(TorchDDP.__init__).parameters
     for name, value in arguments.items():

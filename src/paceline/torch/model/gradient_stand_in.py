@@ -1,8 +1,7 @@
 """What stands in `.grad` of torch's parameters for gradients of which each rank has its part.
 
-The one idea: it is a tensor without elements, and whatever computes with it raises on every rank: torch's
-clip_grad_norm_, an optimizer that is not sharded, numpy, a backward that would add to it. Why, and what it
-stands for: `paceline.sharding.scattered_gradients`.
+It is a tensor without elements, and whatever computes with it raises on every rank: torch's
+clip_grad_norm_, an optimizer that is not sharded, numpy, a backward that would add to it.
 """
 
 from __future__ import annotations

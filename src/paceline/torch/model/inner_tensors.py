@@ -31,7 +31,6 @@ _LEAVE = (
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it consists of other tensors, as its class says."""
     return type(tensor) not in PLAIN_CLASSES and callable(getattr(type(tensor), "__tensor_flatten__", None))
 
 
@@ -65,13 +64,6 @@ def inner_tensors(name: str, tensor: torch.Tensor) -> Named:
     """The plain tensors in which the values of a tensor lie, with names; itself if it is plain.
 
     Those within another one count their writes by themselves, not together with it.
-
-    Args:
-        name: The tensor's; those of other tensors within it begin with it.
-        tensor: A parameter or buffer.
-
-    Raises:
-        ConfigError: There are no such tensors; names the tensor and why.
 
     Example:
         >>> [name for name, _ in inner_tensors("mask", torch.eye(3).to_sparse())]
@@ -113,7 +105,7 @@ def inner_tensors(name: str, tensor: torch.Tensor) -> Named:
 
 
 def form(tensor: torch.Tensor) -> str:
-    """What else of a tensor must be the same on all ranks than its inner tensors; "": nothing."""
+    """What of a tensor must be the same on all ranks besides its inner tensors."""
     if type(tensor) in PLAIN_CLASSES and tensor.layout is torch.strided and not tensor.is_quantized:
         if tensor.is_nested:
             return f"nested, of sizes {tensor._nested_tensor_size().tolist()}"
@@ -136,7 +128,6 @@ def as_plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_trained(parameter: torch.Tensor) -> str:
-    """Why gradients of a parameter can't be averaged that is not plain; "": they can."""
     if parameter.layout is torch.jagged or parameter.is_nested:
         return "it is a nested tensor"
     if parameter.layout is not torch.strided:
@@ -174,7 +165,7 @@ def extent(tensor: torch.Tensor) -> int:
 
 
 def is_disjoint(tensor: torch.Tensor) -> bool:
-    """Whether no two elements lie at the same place: enough, and true of all that people make."""
+    """Enough, and true of all that people make."""
     end = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
         if size > 1:
@@ -185,7 +176,6 @@ def is_disjoint(tensor: torch.Tensor) -> bool:
 
 
 def _of_quantised(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The whole numbers that it keeps, as bytes, and what they mean."""
     whole = torch.empty(0, dtype=torch.uint8)
     begin = tensor.storage_offset() * tensor.itemsize
     whole.set_(tensor.untyped_storage(), begin, (tensor.numel() * tensor.itemsize,), (1,))

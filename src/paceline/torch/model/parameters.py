@@ -1,6 +1,6 @@
 """The parameters and buffers of a wrapped module, and what has become of them since it was wrapped.
 
-The one idea: a module may change in every way, as long as no parameter is trained that no rank averages.
+A module may change in every way, as long as no parameter is trained that no rank averages.
 """
 
 from __future__ import annotations
@@ -63,10 +63,6 @@ class ManagedTensors:
     Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as by torch's DDP; what has another
     object, or another name, later on, too.
 
-    Args:
-        module: The module.
-        also_trained: Names of parameters that are trained though they are frozen now, as in a copy.
-
     Attributes:
         sparse: Indices of trainable parameters whose gradients are sparse: of embeddings that say so.
         delayed: Indices of delay_all_reduce_named_params.
@@ -104,12 +100,10 @@ class ManagedTensors:
 
     @property
     def all_names(self) -> list[str]:
-        """The names of all parameters that are trained."""
         return self.names
 
     @property
     def all_trainable(self) -> list[nn.Parameter]:
-        """All parameters that are trained."""
         return self.trainable
 
     @property
@@ -123,12 +117,7 @@ class ManagedTensors:
     def specs(
         self, reduce_dtype: torch.dtype | None = None, *, complex_as_real: bool = True
     ) -> list[ParameterSpec]:
-        """The parameters as a plan knows them; those with sparse gradients need no place in it.
-
-        Args:
-            reduce_dtype: In which real gradients are averaged; None: in their own.
-            complex_as_real: Take a complex number for two real ones.
-        """
+        """The parameters as a plan knows them; those with sparse gradients need no place in it."""
         specs = []
         for index, (name, p) in enumerate(zip(self.names, self.trainable)):
             dtype = p.dtype if p.is_complex() else reduce_dtype or p.dtype
@@ -139,7 +128,6 @@ class ManagedTensors:
         return specs
 
     def check_device(self, device: torch.device | None) -> None:
-        """Refuse device_ids of a kind that the module is not on."""
         kinds = {p.device.type for p in self.all_parameters.values()}
         if device is not None and kinds and device.type not in kinds:
             raise ConfigError(
@@ -149,10 +137,7 @@ class ManagedTensors:
             )
 
     def delay(self, arguments: dict[str, Any]) -> None:
-        """Find the parameters that the wrapper's arguments name, or refuse others.
-
-        Of these arguments, an iterator is replaced by a dictionary: a copy of the wrapper looks again.
-        """
+        """Of these arguments, an iterator is replaced by a dictionary: a copy of the wrapper looks again."""
         name, trigger = "delay_all_reduce_named_params", arguments["param_to_hook_all_reduce"]
         delayed = WrapperArguments("DistributedDataParallel").delayed(
             arguments[name], trigger, known=self.all_parameters, trained=self.trainable
@@ -169,7 +154,6 @@ class ManagedTensors:
         }
 
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
-        """Parameters and buffers, as they must be on all ranks."""
         parameters = tuple(
             description
             for name, p in self.all_parameters.items()
@@ -182,7 +166,6 @@ class ManagedTensors:
         )
 
     def current_buffers(self) -> dict[str, torch.Tensor]:
-        """See `paceline.reducer.buffers.BufferedModel`."""
         if self._current is None or not self._current.is_current():
             held = ((name, slots.get(key)) for name, slots, key in self._buffer_slots)
             buffers = {name: buffer for name, buffer in held if buffer is not None}
@@ -190,32 +173,26 @@ class ManagedTensors:
         return self._current.buffers
 
     def buffer_slots(self) -> list[tuple[str, dict[str, Any]]]:
-        """See `paceline.reducer.buffers.BufferedModel`."""
         return self._slots
 
     def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot:
-        """See `paceline.reducer.buffers.BufferedModel`."""
         example = self.trainable[0] if _HAS_BYTES else None
         return _core.BufferSnapshot(slots, self._statistics_by_slot, "_version", example)
 
     def find_new_buffers(self) -> None:
-        """See `paceline.reducer.buffers.BufferedModel`."""
         self._take_structure()
 
     def is_unread(self, name: str) -> bool:
-        """See `paceline.reducer.buffers.BufferedModel`."""
         owner = self._statistics.get(name)
         return owner is not None and owner.training
 
     def is_estimate(self, name: str) -> bool:
-        """See `paceline.reducer.buffers.BufferedModel`."""
         owner = self._estimates.get(name)
         return owner is not None and owner.training
 
     def written_buffers(
         self, buffers: Mapping[str, torch.Tensor], changing: Iterable[str], *, through_pointers: bool
     ) -> WrittenBuffers | None:
-        """See `paceline.reducer.buffers.NoticingModel`."""
         if through_pointers and not self._saved:  # most models: batch norms, or no buffers at all
             return None
         known = self._places
@@ -225,7 +202,6 @@ class ManagedTensors:
         return WrittenBuffers(buffers, known[2], [name for name in changing if name in self._saved])
 
     def check_trainable(self) -> None:
-        """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""
         if not self.trainable:
             raise ConfigError(
                 "DistributedDataParallel is not needed when a module doesn't have any parameter that "
@@ -260,7 +236,6 @@ class ManagedTensors:
                 )
 
     def check_averaged(self, patterns: Mapping[str, str]) -> None:
-        """Refuse buffers to average whose values have no mean; on every rank alike."""
         for name, buffer in self.buffers.items():
             if policy_of(name, patterns) == "average" and has_no_mean(buffer):
                 raise ConfigError(
@@ -271,7 +246,6 @@ class ManagedTensors:
                 )
 
     def is_trained_here(self, tensor: object) -> bool:
-        """Whether it is one of the parameters whose gradients are averaged."""
         return id(tensor) in self._index_of
 
     def are_trained(self) -> bool:
@@ -287,7 +261,6 @@ class ManagedTensors:
         return self._is_trained if self._snapshot.is_unchanged() else self._look_again()
 
     def _look_again(self) -> bool:
-        """Something has changed since a forward last looked."""
         if not self._structure.is_unchanged():
             slots = (module._parameters.values() for module in self._module.modules())
             tensors = [tensor for slot in slots for tensor in slot if tensor is not None]
@@ -304,7 +277,6 @@ class ManagedTensors:
         return self._is_trained
 
     def _take_structure(self) -> None:
-        """Note what the modules hold now."""
         modules = list(self._module.modules())
         # Walking the modules takes far longer than comparing the dictionaries in which they keep things.
         self._dicts: list[dict[str, Any]] = [m._parameters for m in modules]
@@ -338,7 +310,6 @@ class ManagedTensors:
         self._take_flags()
 
     def _take_flags(self) -> None:
-        """Note which parameters are frozen now."""
         flags = [p.requires_grad for p in self.trainable]
         self.frozen_now = frozenset(index for index, flag in enumerate(flags) if not flag)
         self._is_trained = any(flags[index] for index in self._present)
@@ -349,18 +320,15 @@ class ManagedTensors:
     def _snapshot_of(
         self, trained: Sequence[torch.Tensor], untrained: Sequence[torch.Tensor]
     ) -> _core.ModuleSnapshot | _Generated:
-        """What notices that the module holds other things than now, or has other parameters frozen."""
         if self._is_generated:
             return _Generated()
         return _core.ModuleSnapshot(self._dicts, "requires_grad", list(trained), list(untrained))
 
     def _managed(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The module's parameters as they are now, but for ignored ones."""
         named = ((name, p) for name, p in self._module.named_parameters() if self._is_parameter(p))
         return ((name, p) for name, p in named if not self._is_ignored(name, p))
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether it is no tensor that a forward has computed."""
         # torch.jit.load makes plain tensors of parameters.
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._index_of
 
@@ -368,7 +336,6 @@ class ManagedTensors:
         return name in self.ignored or id(tensor) in self._ignored_tensors
 
     def _unknown_peers(self) -> list[str]:
-        """Names of parameters that are to be trained and are not averaged."""
         return [name for name, p in self._managed() if p.requires_grad and id(p) not in self._index_of]
 
     def _changed(self, unknown_peers: Sequence[str]) -> ConfigError:
@@ -394,7 +361,6 @@ def _is_transforming() -> bool:
 
 
 def _owned_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """For each buffer its name, the submodule that holds it, and its name there."""
     for prefix, owner in module.named_modules():
         for key in owner._buffers.keys():  # noqa: SIM118  (a ScriptModule has no dictionary)
             yield f"{prefix}.{key}" if prefix else key, owner, key
@@ -420,7 +386,7 @@ def _slots_of(owner: nn.Module) -> dict[str, torch.Tensor | None] | _ScriptSlots
 
 
 def _dict_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """The dictionary of a module's buffers; for a ScriptModule, which has none, one of those it has now."""
+    """A ScriptModule has no dictionary: this is one of the buffers that it has now."""
     held = module._buffers
     return held if isinstance(held, dict) else dict(held.items())
 
@@ -484,11 +450,8 @@ def _is_power_iteration(owner: nn.Module, key: str) -> bool:
 
 
 class _CurrentBuffers:
-    """The buffers that the modules had when they were last asked for, and whether these are still the same.
-
-    Args:
-        buffers: By name.
-        slots: Name and dictionary of buffers for each module; None: not all have one.
+    """The buffers that the modules had when they were last asked for, and whether these are still
+    the same.
     """
 
     def __init__(self, buffers: dict[str, torch.Tensor], slots: list[tuple[str, Any]] | None) -> None:
@@ -501,7 +464,6 @@ class _CurrentBuffers:
         self._snapshot = _core.ModuleSnapshot(dicts, "requires_grad", [], [])
 
     def is_current(self) -> bool:
-        """Whether they are the same tensors in the same memory, as far as that can be known."""
         is_known = self._layouts and self._snapshot.is_unchanged()
         return bool(is_known) and _core.hash_layouts(self._tensors) == self._layouts
 
@@ -512,11 +474,6 @@ class WrittenBuffers:
     Autograd tells from a tensor's version whether it still holds what was saved. So a buffer gets a new
     version when its bits have changed, and no other: what autograd then raises is true, and no graph is lost
     for nothing. On a device it gets one in any case: to look at the bits would be to wait for the device.
-
-    Args:
-        buffers: By name.
-        places: See `_places_of`.
-        watched: Names of those whose values may become others on this rank while a backward may read them.
 
     Attributes:
         places: What to write to, by name.
@@ -533,7 +490,6 @@ class WrittenBuffers:
         self._before = _hashes(self._watched)
 
     def end(self) -> dict[str, int]:
-        """They have been written to; hashes of those on the CPU that a backward may still read."""
         after = _hashes(self._watched)
         changed = [b for b, old, new in zip(self._watched, self._before, after) if old != new]
         if changed or self._others:
@@ -542,12 +498,7 @@ class WrittenBuffers:
 
 
 def _places_of(buffers: Mapping[str, torch.Tensor], counting: Collection[str]) -> dict[str, torch.Tensor]:
-    """The same memory as the buffers, written to without a new version of a buffer.
-
-    Args:
-        buffers: By name.
-        counting: Names of those whose version writes would count up otherwise.
-    """
+    """The same memory as the buffers, written to without a new version of a buffer."""
     # What consists of other tensors counts no writes to these.
     return {
         name: buffer.data if name in counting and not is_wrapper(buffer) else buffer
@@ -556,7 +507,6 @@ def _places_of(buffers: Mapping[str, torch.Tensor], counting: Collection[str]) -
 
 
 def _hashes(buffers: Sequence[torch.Tensor]) -> list[int]:
-    """A hash of the bits of each."""
     counts, whole = [], []
     for buffer in buffers:
         parts = [part.detach().contiguous() for part in plain_tensors([buffer])]

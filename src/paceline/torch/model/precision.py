@@ -1,6 +1,6 @@
 """Native mixed precision: forward in a smaller dtype, gradients and optimizer in the parameters' own.
 
-The one idea: the module runs with casts of its parameters in their place, made within autograd. So gradients
+The module runs with casts of its parameters in their place, made within autograd. So gradients
 arrive in the parameters' own dtype, and parameters, state_dict and optimizer never see the smaller one.
 """
 
@@ -21,11 +21,6 @@ Precision: TypeAlias = precision.Precision[torch.dtype]
 
 
 def as_precision(given: Any) -> Precision:
-    """From torch's `_MixedPrecision`, or anything with its three attributes; None: the module's own dtypes.
-
-    Raises:
-        ConfigTypeError: It has no such attributes, or they are no floating-point dtypes.
-    """
     return precision.as_precision(
         "DistributedDataParallel",
         given,
@@ -36,7 +31,6 @@ def as_precision(given: Any) -> Precision:
 
 
 def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Collection[str]) -> None:
-    """Give the module floating-point buffers of this dtype, once and for all, as torch's DDP does."""
     if dtype is None:
         return
     for name, buffer in module.named_buffers():
@@ -46,7 +40,6 @@ def cast_buffers(module: nn.Module, dtype: torch.dtype | None, ignored: Collecti
 
 @untraced_itself
 def run_in(dtype: torch.dtype, module: nn.Module, ignored: Collection[str], inputs: Any, kwargs: Any) -> Any:
-    """Call the module with parameters and inputs of this dtype."""
     inputs, kwargs = pytree.tree_map_only(
         torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (inputs, kwargs)
     )

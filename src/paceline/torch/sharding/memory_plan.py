@@ -65,7 +65,6 @@ def plan_memory(
 
 
 def optimizer_named(name: str) -> type[Optimizer]:
-    """A class of torch.optim, by its name."""
     found = getattr(torch.optim, name, None)
     if not inspect.isclass(found) or not issubclass(found, Optimizer):
         raise ConfigError(f"torch.optim has no optimizer {name}.", hint="Adam, AdamW, SGD, ...")
@@ -73,7 +72,6 @@ def optimizer_named(name: str) -> type[Optimizer]:
 
 
 def _bytes_of(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """What they take, or the tensors of which they consist."""
     return sum(part.nbytes for name, tensor in tensors for _, part in inner_tensors(name, tensor))
 
 
@@ -87,7 +85,6 @@ def _check_counts(ranks: int, hosts: int) -> None:
 
 
 def _make(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, bool]:
-    """The model, and whether it is in memory."""
     is_allocated = False
     try:
         with _META, torch.random.fork_rng(devices=[]):
@@ -103,7 +100,6 @@ def _make(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, bool]:
 def _state_bytes(
     parameters: list[nn.Parameter], optimizer_class: type[Optimizer], options: Mapping[str, Any]
 ) -> int:
-    """What the optimizer remembers after a step of all parameters."""
     if not parameters:
         return 0
     try:

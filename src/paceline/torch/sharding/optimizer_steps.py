@@ -25,11 +25,6 @@ _TRIAL_STEPS = 4
 def kind_of(optimizer_class: type[Optimizer], options: Mapping[str, Any], model: torch.Tensor) -> Kind:
     """How this optimizer, with these options, can be divided. Leaves torch's random numbers as they are.
 
-    Args:
-        optimizer_class: The optimizer.
-        options: All options of one group of parameters.
-        model: A parameter of the group. Those of the test have its dtype and device.
-
     Raises:
         Exception: What its step raises on such parameters, whatever their shape.
     """
@@ -67,14 +62,6 @@ class _TorchWorkshop(kinds.Workshop[torch.Tensor, Optimizer]):
 
 
 class TorchPart(Part[torch.Tensor]):
-    """See `Part`.
-
-    Args:
-        shards: The pieces, of which those of one rank have their gradients.
-        optimizer: It has the pieces of that rank.
-        kwargs: For its step().
-    """
-
     def __init__(self, shards: Shards[torch.Tensor], optimizer: Optimizer, kwargs: Mapping[str, Any]) -> None:
         self._tensors, self._optimizer, self._kwargs = shards.tensors, optimizer, kwargs
         self._step = bare_step(optimizer)
@@ -109,11 +96,6 @@ class TorchPart(Part[torch.Tensor]):
 
 def slots_of(optimizer_class: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> list[Slot]:
     """What an optimizer remembers of a parameter; found out by steps on small tensors.
-
-    Args:
-        optimizer_class: One that updates every element by itself.
-        options: All options of one group.
-        dtype: The parameters'.
 
     Raises:
         ConfigError: Its step cannot be made in blocks, or it remembers what is no tensor.

@@ -1,6 +1,6 @@
 """The arguments of `ShardedOptimizer`: groups of parameters and their hyperparameters, checked.
 
-The one idea: what the optimizer's own class would make of the arguments, it makes, of small stand-ins for the
+What the optimizer's own class would make of the arguments, it makes, of small stand-ins for the
 parameters. So a group has all the options that it would have there, and what is wrong raises as it would
 there.
 """
@@ -23,7 +23,6 @@ NO_OPTIONS = ("params", "param_names")
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """Groups whose parameters are lists, as users pass them; nothing of theirs is changed."""
     entries = as_entries("params", params, torch.Tensor, "parameters, (name, parameter) pairs")
     return entries if isinstance(entries[0], dict) else [{"params": entries}]
 
@@ -33,7 +32,7 @@ def _tensors_of(group: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def with_stand_ins(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group with a tensor of one element in the place of each parameter, of its kind."""
+    """A tensor of one element stands for each parameter."""
     made = []
     for each in group["params"]:
         tensor = each[1] if isinstance(each, tuple) else each
@@ -43,18 +42,13 @@ def with_stand_ins(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def filled_as(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A group with all options that torch's own class has filled in."""
     return {**own, "params": _tensors_of(group)}
 
 
 def make_optimizer(
     optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]
 ) -> Optimizer:
-    """An optimizer of torch's.
-
-    Raises:
-        ConfigError: It refuses its arguments; quotes it.
-    """
+    """An optimizer of torch's."""
     try:
         return optimizer_class(groups, **defaults)
     except (TypeError, ValueError) as error:
@@ -62,11 +56,7 @@ def make_optimizer(
 
 
 def check_class(optimizer_class: Any) -> None:
-    """Refuse what is no class of optimizers, or one whose methods tell that it cannot be sharded.
-
-    Raises:
-        ConfigError: Says which and why.
-    """
+    """Refuse what is no class of optimizers, or one whose methods tell that it cannot be sharded."""
     optimizer_arguments.check_class(optimizer_class, Optimizer, "torch's", "torch.optim.AdamW")
     if optimizer_class is torch.optim.SparseAdam:
         raise Arguments(OWNER).refuse(
@@ -78,7 +68,6 @@ def check_class(optimizer_class: Any) -> None:
 
 
 def refuse_overlap(overlap_with_ddp: bool) -> None:
-    """Refuse what ZeroRedundancyOptimizer does in a communication hook."""
     if overlap_with_ddp:
         raise Arguments(OWNER).refuse(
             "overlap_with_ddp",
@@ -93,7 +82,6 @@ def refuse_overlap(overlap_with_ddp: bool) -> None:
 
 
 def check_options(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Refuse options of groups that cannot be honoured."""
     for group in groups:
         if group.get("differentiable"):
             raise Arguments(OWNER).refuse(
@@ -105,7 +93,6 @@ def check_options(groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def check_tensors(parameters: Sequence[torch.Tensor]) -> None:
-    """Refuse parameters that one optimizer cannot share among ranks: all those that it has."""
     check = Arguments(OWNER)
     if len({id(parameter) for parameter in parameters}) < len(parameters):
         raise check.refuse(
@@ -174,7 +161,6 @@ def looked_at(groups: Iterable[Mapping[str, Any]]) -> list[object]:
 
 
 def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Bring the hyperparameters of some groups to others."""
     for theirs, ours in zip(source, target, strict=True):
         for key, value in theirs.items():
             if key not in NO_OPTIONS:
@@ -182,11 +168,10 @@ def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str,
 
 
 def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
-    """Its step() without torch's frame around it, which calls global hooks: they are called for the whole."""
+    """Without torch's frame, which calls global hooks: they are called for the whole."""
     step: Callable[..., Any] = type(optimizer).step
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
 def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All its parameters, in the order in which its state_dict() numbers them."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -226,7 +226,6 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         return (lambda: True) if is_fused else None  # kernels that are fused count up no version
 
     def _step_own(self, gradients: Sequence[torch.Tensor | None] | None, kwargs: Mapping[str, Any]) -> None:
-        """The step of this rank's part, with the hyperparameters that users see and change."""
         if gradients is not None:
             self._shards.lend_gradients(gradients)
         own = self.optim
@@ -243,7 +242,6 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         copy_options(own.param_groups, self.param_groups)  # some optimizers write to their groups
 
     def _lend_scale(self, optimizer: Optimizer) -> list[str]:
-        """What a GradScaler has told, for fused optimizers."""
         lent = [name for name in ("grad_scale", "found_inf") if hasattr(self, name)]
         for name in lent:
             setattr(optimizer, name, getattr(self, name))
@@ -332,7 +330,6 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         self._shards.tell_owners()
 
     def _kinds_of(self, groups: Sequence[Mapping[str, Any]]) -> list[Kind]:
-        """How the parameters of these groups may be divided, one after the other."""
         kinds = []
         for group in groups:
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
@@ -363,7 +360,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         return self._kinds[key]
 
     def _agree_on(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
-        """Raise on every rank if the ranks have passed different parameters. Collective."""
+        """Collective."""
         options = {
             "params": str([len(group["params"]) for group in groups]),
             "cut": str([kind.value for kind in kinds]),
@@ -382,7 +379,6 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         return max(int(each["threads"]) for each in told)
 
     def _add_pieces(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
-        """Deal the parameters of new groups to the ranks."""
         # A fused kernel goes through memory once, and operations on lists through all tensors at a time.
         gains = [
             parameter.is_cpu and not group.get("fused") and not group.get("foreach")
@@ -409,7 +405,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         ]
 
     def _own_group(self, number: int, rank: int | None = None) -> dict[str, Any]:
-        """A group of `param_groups`, with one rank's part of its parameters; None: with this rank's."""
+        """None: of this rank."""
         first = sum(len(group["params"]) for group in self.param_groups[:number])
         group = self.param_groups[number]
         indices = range(first, first + len(group["params"]))
@@ -502,8 +498,6 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
 
 
 class _SteppingHook(JoinHook):
-    """Makes this rank's part of the others' steps."""
-
     def __init__(self, optimizer: ShardedOptimizer) -> None:
         self._optimizer = optimizer
 
@@ -514,11 +508,6 @@ class _SteppingHook(JoinHook):
 
 def _cut(state: Mapping[Any, Any], piece: Piece, parameter: torch.Tensor) -> dict[Any, Any]:
     """What a rank must remember of a piece, from what an unsharded optimizer remembers of its parameter.
-
-    Args:
-        state: The parameter's, as in `state_dict()["state"][index]`.
-        piece: The piece.
-        parameter: The parameter.
 
     Example:
         With {"step": 3, "exp_avg": [1.0, 2.0, 3.0, 4.0]}, the piece of the last two elements has

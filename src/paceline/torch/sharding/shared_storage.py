@@ -30,16 +30,11 @@ SharedStorage = shared_parameters.SharedStorage[torch.Tensor]
 
 
 def is_in_backward() -> bool:
-    """Whether this thread runs a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def check_before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """See `torch.nn.Module.register_state_dict_pre_hook`.
-
-    Raises:
-        TornStepError: The parameters hold half of an optimizer's step, in which a rank was lost.
-    """
+    """See `torch.nn.Module.register_state_dict_pre_hook`."""
     check_whole(f"{type(module).__name__}.state_dict", module.parameters())
 
 
