@@ -65,6 +65,12 @@ def of_launching(names: Names, number: int) -> None:
     names["Model"] = lambda: nn.Linear(4, 3)
 
 
+def of_checkpoints(names: Names, number: int) -> None:
+    names |= {"Model": lambda: nn.Linear(4, 3), "dataset": classes(64), "DataLoader": DataLoader}
+    names |= {"torch": torch, "rank": dist.get_rank(), "loss_of": nn.functional.cross_entropy}
+    names["path"] = Path(os.environ["TMPDIR"]) / "state.pt"
+
+
 def of_concepts(names: Names, number: int) -> None:
     names["DistributedDataParallel"] = paceline.torch.DistributedDataParallel
     names["model"] = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -148,6 +154,7 @@ def of_live(names: Names, number: int) -> None:
 
 
 OF_A_GROUP = (
+    "checkpoints.md",
     "concepts.md",
     "data.md",
     "live.md",
@@ -157,6 +164,7 @@ OF_A_GROUP = (
     "tracing.md",
 )
 PREPARED: dict[str, Callable[[Names, int], None]] = {
+    "checkpoints.md": of_checkpoints,
     "coming-from-ddp.md": of_coming_from_ddp,
     "concepts.md": of_concepts,
     "data.md": of_data,

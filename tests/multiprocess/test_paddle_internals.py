@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import os
 import socket
 import subprocess
@@ -596,3 +597,15 @@ def test_how_many_tensors_lie_in_the_memory_of_a_gradient_is_known(rank: int) ->
     sparse(paddle.to_tensor([1])).sum().backward()
     assert uses.of(internals.gradient_of(sparse.weight)) == (0, 0) == (uses.of_gradient(sparse.weight), 0)
     assert uses.of(paddle.zeros([0, 2])) is not None and uses.of(3) == (0, 0)
+
+
+@ranks(1, group=None)
+def test_generators_go_on_from_states_that_are_plain_values(rank: int) -> None:
+    paddle.seed(3)
+    paddle.rand([5])
+    states = json.loads(json.dumps(internals.generator_states("cpu")))
+    drawn = [paddle.rand([3]).numpy(), paddle.nn.functional.dropout(paddle.ones([50])).numpy()]
+    paddle.seed(4)
+    internals.set_generator_states("cpu", states)
+    assert_array_equal(paddle.rand([3]).numpy(), drawn[0])
+    assert_array_equal(paddle.nn.functional.dropout(paddle.ones([50])).numpy(), drawn[1])

@@ -8,11 +8,14 @@ import os
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, cast
 
 from paceline.arguments import Arguments
+from paceline.checkpoint.checkpoint_ops import CheckpointOps
+from paceline.checkpoint.training_state import Training, check_registration, collect, restore
 from paceline.ddp.traced import recorded
 from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
@@ -26,6 +29,7 @@ from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts, refuse_
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.reducer.communicator import Communicator, MemoryCommunicator
+from paceline.reducer.compression import Compression
 from paceline.reducer.framework_ops import FrameworkOps
 from paceline.reducer.local_sgd.members import join_member
 from paceline.reducer.local_sgd.outer_sync import (
@@ -52,6 +56,7 @@ class WrappedModel:
 
     Attributes:
         _ops: The framework's operations.
+        _checkpoint_ops: The framework's side of checkpoints.
         _tensors: The model's parameters and buffers.
         _backward_sync: None: this rank is the only one, and averages nothing.
         _config: What the arguments ask for.
@@ -65,9 +70,11 @@ class WrappedModel:
         _comm_hook: The hook of the user's; None: there is none.
         _on_drop: Tells the backward passes that the wrapper is gone.
         _carried: What a copy that is not connected yet goes on with in local SGD; None: nothing.
+        _registered: What register_state() was given, by name.
     """
 
     _ops: ClassVar[FrameworkOps[Any]]
+    _checkpoint_ops: ClassVar[CheckpointOps]
     _tensors: Tensors
     _backward_sync: BackwardSync[Any] | None
     _config: WrapperOptions
@@ -77,6 +84,7 @@ class WrappedModel:
     _storage: SharedStorage[Any] | None = None
     _earlier_steps = 0
     _carried: Mapping[str, Any] | None = None
+    _registered: Mapping[str, Any] = MappingProxyType({})
     _syncs_backward = True
     _comm_hook: CommHook | None = None
     _on_drop: weakref.finalize[Any, Any] | None = None
@@ -488,6 +496,116 @@ class WrappedModel:
             self._outer_sync.load(state)
         elif self._backward_sync is None:  # a copy, that is connected later
             self._carried = carried_by(state)
+
+    def register_state(self, name: str, obj: Any) -> None:
+        """Make an object's state part of training_state(). Not collective, but all ranks register the same.
+
+        Args:
+            name: How the training state calls it.
+            obj: An optimizer, a scheduler, a GradScaler, a sampler, or anything else with `state_dict()` and
+                `load_state_dict()` (Paddle: `set_state_dict()`) of plain values, that are the same on all
+                ranks. Of a sampler that is what was committed.
+
+        Raises:
+            ConfigError: It has no such methods, or another object has this name.
+
+        Example:
+            >>> ddp.register_state("optimizer", optimizer)
+        """
+        check_registration(type(self).__name__, self._registered, name, obj)
+        self._registered = {**self._registered, name: obj}
+
+    def training_state(self, to: int = 0) -> dict[str, Any]:
+        """The state of the run: the model, what was registered, and each rank's random numbers. Collective.
+
+        Call it between two steps, when the optimizer has stepped. It holds plain values only, so
+        `torch.load(weights_only=True)` and `paddle.load` read a file of it. Its tensors are those that are
+        trained: save or copy them before the next step. Gradients are not in it.
+
+        Args:
+            to: The rank that gets it.
+
+        Returns:
+            The state, and on other ranks an empty dict.
+
+        Raises:
+            ConfigError: Something has a state that can't be saved, or the wrapper was made with `local_sgd`,
+                or keeps what compression has not sent yet.
+            TornStepError: The parameters hold half of an optimizer's step.
+
+        Example:
+            >>> state = ddp.training_state()
+            >>> if rank == 0:
+            ...     torch.save(state, path)                  # with Paddle: paddle.save(state, path)
+        """
+        to = Arguments("training_state").whole("to", to, least=0, most=self._ranks().world_size - 1)
+        return self._training_state([to])
+
+    def _training_state(self, to: Sequence[int]) -> dict[str, Any]:
+        """The same for several ranks."""
+        self._check_whole(self._tensors.all_parameters.values())
+        return collect(self._training(), to)
+
+    def load_training_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where training_state() was called, bit for bit on as many ranks. Collective.
+
+        Call it before the first step, when the model is wrapped and the same objects are registered. On
+        another number of ranks everything but the random numbers is loaded, and rank 0 warns.
+
+        Args:
+            state: What training_state() has returned on one rank, the same on all ranks.
+
+        Raises:
+            ConfigError: It is no training state, or that of another model or of other objects; says what
+                differs.
+
+        Example:
+            >>> ddp.register_state("optimizer", optimizer)
+            >>> ddp.load_training_state(torch.load(path, weights_only=True))      # Paddle: paddle.load(path)
+        """
+        before = restore(self._training(), state)
+        self._earlier_steps = before - self.num_good_passes
+        torn.forget(self._tensors.all_parameters.values())
+
+    def _training(self) -> Training:
+        """What a training state is made of."""
+        peers, backward_sync = self._ranks(), self._backward_sync
+        return Training(
+            owner=type(self).__name__,
+            variable=self._ops.names.variable,
+            module=self.module,
+            ops=self._checkpoint_ops,
+            peers=peers,
+            communicator=None if backward_sync is None else backward_sync.communicator,
+            parameters=self._tensors.all_parameters,
+            in_step=() if backward_sync is None else backward_sync.buffers.in_step,
+            objects=self._registered,
+            good_backwards=self._earlier_steps + self.num_good_passes,
+            obstacle=self._obstacle_to_state(),
+            writing=self.writing,
+        )
+
+    def _obstacle_to_state(self) -> ConfigError | None:
+        """Why there is no training state of this model; None: there is."""
+        state = None if self._comm_hook is None else self._comm_hook.state
+        if self._config.local_sgd is not None:
+            seen = "local_sgd: between two syncs each host has parameters and an optimizer's state of its own"
+            hint = (
+                "sync_parameters(), then save the model and local_sgd_state_dict(); the optimizers begin anew"
+            )
+        elif isinstance(state, Compression) and state.error_feedback:
+            seen = f"{type(state).__name__}: each rank keeps what rounding took from its gradients"
+            hint = "error_feedback=False; or save state_dict()s, and lose what is kept"
+        elif self._config.compress_between_hosts is not None and self.gradient_path == "hosts":
+            seen = "compress_between_hosts: each host keeps what compression took from its gradients"
+            hint = "leave compress_between_hosts out; or save state_dict()s, and lose what is kept"
+        else:
+            return None
+        return ConfigError(
+            f"{type(self).__name__}: a training state would not hold all that this run goes on with.",
+            seen=seen,
+            hint=hint,
+        )
 
     def _check_join(self, where: str, *flags: Any) -> tuple[bool, bool, bool]:
         """Refuse join() where the other ranks' buffers, hooks or weights would need this rank's data."""

@@ -607,3 +607,21 @@ def loader_iterators() -> list[Any]:
 
 def classes_with(method: str, classes: list[Any]) -> list[Any]:
     return [each for each in classes if method in vars(each)]
+
+
+def generator_states(device: str | None) -> list[tuple[int, int, int, str]]:
+    """What the generators of a device go on from: device, seed, offset, and the engine as text.
+
+    Args:
+        device: "cpu"; None: that of `paddle.set_device`.
+    """
+    found = [state.__getstate__() for state in paddle.get_rng_state(device)]
+    return [(number, seed, offset, bytes(engine).decode()) for number, seed, offset, engine in found]
+
+
+def set_generator_states(device: str | None, states: Sequence[tuple[int, int, int, str]]) -> None:
+    """Let the generators of a device go on from these states."""
+    made = [core.GeneratorState.__new__(core.GeneratorState) for _ in states]
+    for state, (number, seed, offset, engine) in zip(made, states):
+        state.__setstate__((number, seed, offset, list(engine.encode())))
+    paddle.set_rng_state(made, device)

@@ -24,6 +24,7 @@ from paceline.errors import ConfigError
 from paceline.paddle.backward.autograd import PaddleBackwardSync, make_sync
 from paceline.paddle.backward.exchanges import forwards
 from paceline.paddle.backward.graphs import calls
+from paceline.paddle.checkpoint import CHECKPOINT_OPS
 from paceline.paddle.communicator.comm_hook import GradBucket
 from paceline.paddle.communicator.connect import connect
 from paceline.paddle.communicator.find_peers import LonePeers, Peers, find_peers, known_exchange
@@ -153,6 +154,7 @@ class DataParallel(WrappedModel, PaddleNames):
     """
 
     _ops = OPS
+    _checkpoint_ops = CHECKPOINT_OPS
     _tensors: ManagedTensors
     _backward_sync: PaddleBackwardSync | None
     _config: DataParallelConfig

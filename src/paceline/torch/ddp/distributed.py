@@ -31,6 +31,7 @@ from paceline.rendezvous.start import refuse_latecomers
 from paceline.sharding.partial_steps import torn
 from paceline.torch.backend.init_process_group import membership_of_default_group
 from paceline.torch.backward.autograd import TorchBackwardSync, make_sync
+from paceline.torch.checkpoint import CHECKPOINT_OPS
 from paceline.torch.communicator.comm_hook import check_hook
 from paceline.torch.communicator.connect import connect
 from paceline.torch.communicator.find_peers import Peers, find_peers, known_exchange
@@ -156,6 +157,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
 
     module: nn.Module
     _ops = OPS
+    _checkpoint_ops = CHECKPOINT_OPS
     _tensors: ManagedTensors
     _backward_sync: TorchBackwardSync | None
     _config: DDPConfig
@@ -261,8 +263,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self._tensors.check_averaged(self._config.buffers)
 
     def _ranks(self) -> Peers:
-        assert self._peers is not None
-        return self._peers
+        return self._peers or self._connected()
 
     def _make_communicator(self, peers: Peers) -> Communicator[torch.Tensor]:
         return connect(

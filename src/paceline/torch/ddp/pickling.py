@@ -36,6 +36,7 @@ _CONNECTIONS = (
     "_are_hooks_removed",
     "_error_note",
     "_storage",
+    "_registered",
     "device_mesh",
 )
 

@@ -1,0 +1,64 @@
+"""What a checkpoint may hold: tensors, numbers, texts, and lists, tuples, sets and dicts of these.
+
+So any file of it can be read without running code that it brings along.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from paceline.checkpoint.checkpoint_ops import CheckpointOps
+from paceline.errors import ConfigError
+
+MAPPINGS: tuple[type[dict[Any, Any]], ...] = (dict, OrderedDict, Counter)
+"""Those that stay what they are: optimizers and schedulers of the frameworks have them. Others become
+dicts."""
+
+
+def plain(value: Any, ops: CheckpointOps, what: str, where: str = "") -> Any:
+    """The value with numpy's numbers as Python's, and mappings and tuples of other classes as plain ones.
+
+    Args:
+        value: A state_dict.
+        ops: The framework's.
+        what: What it is, for errors: "the state of 'optimizer'".
+        where: Its place there.
+
+    Raises:
+        ConfigError: It holds something else.
+    """
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return value
+    if isinstance(value, ops.ops.tensor):
+        if why := ops.why_not_saved(value):
+            raise _refused(what, where, f"a tensor that {why}")
+        return value
+    if isinstance(value, np.generic):
+        return plain(value.item(), ops, what, where)
+    if isinstance(value, Mapping):
+        kind: Any = type(value) if type(value) in MAPPINGS else dict
+        return kind(
+            {
+                plain(key, ops, what, f"{where}[{key!r}]"): plain(each, ops, what, f"{where}[{key!r}]")
+                for key, each in value.items()
+            }
+        )
+    if isinstance(value, (list, tuple, set)):
+        parts = [plain(each, ops, what, f"{where}[{place}]") for place, each in enumerate(value)]
+        return tuple(parts) if isinstance(value, tuple) else set(parts) if isinstance(value, set) else parts
+    raise _refused(what, where, f"an object of the class {type(value).__name__}")
+
+
+def _refused(what: str, where: str, seen: str) -> ConfigError:
+    return ConfigError(
+        f"training_state: {what} can't be saved.",
+        where=f"{where} of it" if where else "",
+        seen=seen,
+        expected="dense tensors, numbers, texts, and lists, tuples, sets and dicts of these",
+        hint="register an object whose state_dict() returns such values: one of your own that puts them into "
+        "tensors, say",
+    )
