@@ -1,8 +1,8 @@
 """Paceline: data-parallel training for PyTorch and PaddlePaddle, with gradients averaged in shared memory.
 
 This package imports neither framework. `paceline.torch` wraps PyTorch models; `paceline.init` gives a Group
-of processes with collectives on numpy arrays; `paceline.spawn` and `paceline run` start processes;
-`paceline.log` shows a value to who watches.
+of processes with collectives on numpy arrays; `paceline.Checkpointer` saves the state of a training run;
+`paceline.spawn` and `paceline run` start processes; `paceline.log` shows a value to who watches.
 
 All others are inside and may change in any release.
 """
@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.checkpointer import Checkpointer
     from paceline.collectives.group import Group
     from paceline.collectives.init import init
     from paceline.collectives.ops import ReduceOp
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
     from paceline.trace.logged import log
 
 __version__ = "0.1.0"
-__all__ = ["Group", "ReduceOp", "Work", "__version__", "init", "log", "spawn"]
+__all__ = ["Checkpointer", "Group", "ReduceOp", "Work", "__version__", "init", "log", "spawn"]
 
 # Imported at first use: the launcher's processes need neither numpy nor the core, and must start at once.
 _MODULES = {
+    "Checkpointer": "paceline.checkpoint.checkpointer",
     "Group": "paceline.collectives.group",
     "init": "paceline.collectives.init",
     "log": "paceline.trace.logged",

@@ -68,7 +68,9 @@ def of_launching(names: Names, number: int) -> None:
 def of_checkpoints(names: Names, number: int) -> None:
     names |= {"Model": lambda: nn.Linear(4, 3), "dataset": classes(64), "DataLoader": DataLoader}
     names |= {"torch": torch, "rank": dist.get_rank(), "loss_of": nn.functional.cross_entropy}
-    names["path"] = Path(os.environ["TMPDIR"]) / "state.pt"
+    os.chdir(os.environ["TMPDIR"])  # of all ranks
+    names["path"] = Path("state.pt")
+    dist.barrier()  # until rank 0 has saved
 
 
 def of_concepts(names: Names, number: int) -> None:

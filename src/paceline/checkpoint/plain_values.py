@@ -5,7 +5,6 @@ So any file of it can be read without running code that it brings along.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +12,6 @@ import numpy as np
 
 from paceline.checkpoint.checkpoint_ops import CheckpointOps
 from paceline.errors import ConfigError
-
-MAPPINGS: tuple[type[dict[Any, Any]], ...] = (dict, OrderedDict, Counter)
-"""Those that stay what they are: optimizers and schedulers of the frameworks have them. Others become
-dicts."""
 
 
 def plain(value: Any, ops: CheckpointOps, what: str, where: str = "") -> Any:
@@ -39,17 +34,16 @@ def plain(value: Any, ops: CheckpointOps, what: str, where: str = "") -> Any:
         return value
     if isinstance(value, np.generic):
         return plain(value.item(), ops, what, where)
+    kind: Any = type(value) if type(value) in ops.containers else None
     if isinstance(value, Mapping):
-        kind: Any = type(value) if type(value) in MAPPINGS else dict
-        return kind(
-            {
-                plain(key, ops, what, f"{where}[{key!r}]"): plain(each, ops, what, f"{where}[{key!r}]")
-                for key, each in value.items()
-            }
-        )
-    if isinstance(value, (list, tuple, set)):
+        entries = {
+            plain(key, ops, what, f"{where}[{key!r}]"): plain(each, ops, what, f"{where}[{key!r}]")
+            for key, each in value.items()
+        }
+        return (kind or dict)(entries)
+    if isinstance(value, (list, tuple)) or kind is set:
         parts = [plain(each, ops, what, f"{where}[{place}]") for place, each in enumerate(value)]
-        return tuple(parts) if isinstance(value, tuple) else set(parts) if isinstance(value, set) else parts
+        return (kind or (tuple if isinstance(value, tuple) else list))(parts)
     raise _refused(what, where, f"an object of the class {type(value).__name__}")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,8 @@ class TorchCheckpointOps(CheckpointOps):
     """See `CheckpointOps`."""
 
     framework = "torch"
+    suffix = ".pt"
+    containers = (dict, OrderedDict, Counter, list, tuple, set)
     ops = OPS
 
     def why_not_saved(self, tensor: torch.Tensor) -> str:
@@ -40,6 +44,30 @@ class TorchCheckpointOps(CheckpointOps):
         for name, device in _devices(parameters):
             if name in states:
                 getattr(torch, device.type).set_rng_state(_as_tensor(states[name]), device)
+
+    def strides(self, tensor: torch.Tensor) -> list[int] | None:
+        return None if tensor.is_contiguous() or not OPS.is_dense(tensor) else list(tensor.stride())
+
+    def over(
+        self,
+        memory: Any,
+        at: int,
+        nbytes: int,
+        dtype: str,
+        shape: Sequence[int],
+        strides: Sequence[int] | None,
+    ) -> torch.Tensor:
+        found = OPS.over(memory, at, nbytes, getattr(torch, dtype), shape)
+        return found if strides is None else found.as_strided(tuple(shape), tuple(strides))
+
+    def version(self) -> str:
+        return torch.__version__
+
+    def save(self, state: Mapping[str, Any], path: Path) -> None:
+        torch.save(dict(state), path)
+
+    def load(self, path: Path) -> Any:
+        return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def _devices(parameters: Iterable[torch.Tensor]) -> list[tuple[str, Any]]:

@@ -1,0 +1,181 @@
+"""A folder of checkpoints: which are whole, which are too old, and how one is written.
+
+A checkpoint is two files: `step-00000012.pt`, of the framework's own format, and `step-00000012.json`, its
+manifest. The manifest is written when the other file is on the disk, and each appears under its name only
+when it is complete, so a checkpoint with a manifest is whole unless something else has damaged it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FORMAT = 1
+_PIECE_BYTES = 1 << 20
+_NAME = re.compile(r"step-(\d{8,})\.\w+(\.tmp)?")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is known of a checkpoint.
+
+    Attributes:
+        format: Of these files.
+        file: The name of the framework's file.
+        bytes: Its size.
+        sha256: Its hash.
+        steps: Steps that were made.
+        world_size: Number of ranks that made them.
+        framework: "torch" or "paddle".
+        versions: Of Paceline, the framework and Python.
+    """
+
+    format: int
+    file: str
+    bytes: int
+    sha256: str
+    steps: int
+    world_size: int
+    framework: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What is in a folder.
+
+    Attributes:
+        whole: Manifests by the number of steps; their files may be damaged.
+        broken: Why something is no checkpoint, by the number of steps.
+    """
+
+    whole: dict[int, Manifest]
+    broken: dict[int, str]
+
+
+def name_of(steps: int) -> str:
+    """The name of a checkpoint's files, without what says their kind."""
+    return f"step-{steps:08d}"
+
+
+def list_checkpoints(folder: Path) -> Listing:
+    """Read the manifests of a folder, which need not exist."""
+    names: dict[int, list[str]] = {}
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if found := _NAME.fullmatch(path.name):
+            names.setdefault(int(found[1]), []).append(path.name)
+    listing = Listing({}, {})
+    for steps, of_steps in names.items():
+        manifest = f"{name_of(steps)}.json"
+        if manifest not in of_steps:
+            listing.broken[steps] = f"{sorted(of_steps)[0]} has no manifest: it was not written to the end"
+            continue
+        try:
+            read = Manifest(**json.loads((folder / manifest).read_bytes()))
+            if read.format != FORMAT or read.steps != steps:
+                raise ValueError(f"format {read.format}, step {read.steps}")
+            listing.whole[steps] = read
+        except (OSError, ValueError, TypeError) as error:
+            listing.broken[steps] = f"{manifest} can't be read: {error}"
+    return listing
+
+
+def why_damaged(folder: Path, manifest: Manifest) -> str:
+    """Why the file of a checkpoint is not what was written, in words that name it; empty: it is."""
+    try:
+        size = (folder / manifest.file).stat().st_size
+        if size != manifest.bytes:
+            return f"{manifest.file} has {size} bytes, and not {manifest.bytes}"
+        if _sha256(folder / manifest.file) != manifest.sha256:
+            return f"{manifest.file} has other contents than were written: its SHA-256 differs"
+    except OSError as error:
+        return f"{manifest.file} can't be read: {error.strerror}"
+    return ""
+
+
+def write_checkpoint(
+    folder: Path,
+    suffix: str,
+    save: Callable[[Path], None],
+    describe: Callable[[str, int, str], Manifest],
+    name: str,
+) -> None:
+    """Write a checkpoint. A process that is killed at any moment leaves it whole, or without a manifest.
+
+    Args:
+        folder: Where.
+        suffix: Of the framework's file.
+        save: Writes that, under the name that it is given.
+        describe: The manifest, from the file's name, its bytes and its hash.
+        name: Of the files, without what says their kind.
+
+    Raises:
+        OSError: The disk is full, say. Nothing incomplete is left behind.
+    """
+    target = folder / f"{name}{suffix}"
+    temporary = folder / f"{target.name}.tmp"
+    manifest = folder / f"{name}.json"
+    temporary_manifest = folder / f"{manifest.name}.tmp"
+    try:
+        save(temporary)
+        size, digest = _on_disk(temporary), _sha256(temporary)
+        # One of this name may be there, damaged: no manifest tells of another file than it was written for.
+        manifest.unlink(missing_ok=True)
+        temporary.rename(target)
+        _sync_folder(folder)
+        temporary_manifest.write_text(json.dumps(asdict(describe(target.name, size, digest)), indent=1))
+        _on_disk(temporary_manifest)
+        temporary_manifest.rename(manifest)
+        _sync_folder(folder)
+    except BaseException:
+        for path in (temporary, temporary_manifest):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+        raise
+
+
+def remove_old(folder: Path, written: int, keep: int, also: Collection[int] = ()) -> None:
+    """Keep what was just written and the newest whole ones before it, and remove all others.
+
+    Args:
+        folder: Of the checkpoints.
+        written: Its number of steps. What has more is of a run that was given up: it was damaged.
+        keep: How many to keep.
+        also: Steps of others to keep.
+    """
+    earlier = sorted(steps for steps in list_checkpoints(folder).whole if steps < written)
+    kept = {written, *also, *earlier[max(0, len(earlier) - keep + 1) :]}
+    for path in sorted(folder.iterdir(), key=lambda path: path.suffix != ".json"):  # manifests first
+        found = _NAME.fullmatch(path.name)
+        if found and (int(found[1]) not in kept or found[2]):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(_PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def _on_disk(path: Path) -> int:
+    """Wait until a file is; its bytes."""
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

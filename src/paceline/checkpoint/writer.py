@@ -1,0 +1,92 @@
+"""The process that writes checkpoints: `python -m paceline.checkpoint.writer`, started by a `WriterProcess`.
+
+It reads a line of JSON for each checkpoint from its standard input, and answers each with a line. It ends
+when that input does, after finishing what it has begun: also when the training process is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import select
+import shutil
+import signal
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoint.checkpoint_ops import CheckpointOps
+from paceline.checkpoint.folder import FORMAT, Manifest, name_of, remove_old, write_checkpoint
+from paceline.checkpoint.snapshot import Described, read_state
+
+_LOOK_S = 1.0
+
+
+def main(module: str, memory: str, answers: str, folder: str) -> None:
+    """Write checkpoints until no more come.
+
+    Args:
+        module: Has the framework's `CHECKPOINT_OPS`.
+        memory: The descriptor of the memory with the states.
+        answers: The descriptor of the pipe that answers go to.
+        folder: Where to write.
+    """
+    # The signals that end a job come to this process, too: it ends when the training process has.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    parent = os.getppid()
+    ops: CheckpointOps = import_module(module).CHECKPOINT_OPS
+    for job in _jobs(parent):
+        answer = {"steps": job["steps"], "failed": _write(ops, int(memory), Path(folder), job)}
+        try:
+            os.write(int(answers), json.dumps(answer).encode() + b"\n")
+        except OSError:  # the training process is gone
+            return
+
+
+def _jobs(parent: int) -> Any:
+    """What is to be written. Children of the training process may hold its end of the pipe open."""
+    pending = b""
+    while os.getppid() == parent:
+        if not select.select([0], [], [], _LOOK_S)[0]:
+            continue
+        received = os.read(0, 1 << 16)
+        if not received:
+            return
+        *lines, pending = (pending + received).split(b"\n")
+        for line in lines:
+            if (job := json.loads(line)) is None:  # no more come
+                return
+            yield job
+
+
+def _write(ops: CheckpointOps, memory: int, folder: Path, job: dict[str, Any]) -> str:
+    """Write one checkpoint; why it failed, or nothing."""
+    steps: int = job["steps"]
+    try:
+        state = read_state(memory, Described(*job["described"]), ops)
+
+        def describe(file: str, size: int, digest: str) -> Manifest:
+            versions = {
+                "paceline": import_module("paceline").__version__,
+                ops.framework: ops.version(),
+                "python": platform.python_version(),
+            }
+            return Manifest(FORMAT, file, size, digest, steps, state["world_size"], ops.framework, versions)
+
+        folder.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(folder, ops.suffix, lambda path: ops.save(state, path), describe, name_of(steps))
+        remove_old(folder, steps, job["keep"], job["also"])
+    except Exception as error:
+        try:
+            free = f"; {shutil.disk_usage(folder).free} bytes are free in {folder}"
+        except OSError:
+            free = ""
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{free}"
+    return ""
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
