@@ -15,6 +15,7 @@ from paceline.rendezvous.addresses import (
     find_way,
     interface_for_gloo,
     interface_problems,
+    means_this_host,
     wait_for_listener,
 )
 
@@ -46,15 +47,23 @@ def test_a_name_that_stands_for_nothing_is_told_with_the_host():
 
 def test_rank_0_must_be_where_the_others_look_for_it():
     with pytest.raises(ConfigError, match=r"Rank 0 of 4 is on host .* but MASTER_ADDR=node0 is not"):
-        check_rendezvous_address(ELSEWHERE, 0, 4, spans_hosts=True, serves=True)
-    check_rendezvous_address(ELSEWHERE, 1, 4, spans_hosts=True, serves=False)
+        check_rendezvous_address(ELSEWHERE, 0, 4, local_world_size=2, serves=True)
+    check_rendezvous_address(ELSEWHERE, 1, 4, local_world_size=2, serves=False)
 
 
 def test_localhost_is_no_rendezvous_point_of_several_hosts():
     way = Way("localhost", "127.0.0.1", "127.0.0.1", "lo", True)
     with pytest.raises(ConfigError, match="means this host on every host"):
-        check_rendezvous_address(way, 3, 4, spans_hosts=True, serves=False)
-    check_rendezvous_address(way, 3, 4, spans_hosts=False, serves=False)
+        check_rendezvous_address(way, 3, 4, local_world_size=2, serves=False)
+    check_rendezvous_address(way, 3, 4, local_world_size=4, serves=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [("localhost", True), ("127.0.1.1", True), ("::1", True), ("10.0.0.1", False), ("node0", False)],
+)
+def test_names_that_mean_each_host_itself(name, answer):
+    assert means_this_host(name) is answer
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,14 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from paceline.cli import main
 from paceline.errors import ConfigError
+from paceline.launch import elastic
 from paceline.launch.elastic import Elastic, agent_command
 from paceline.launch.trace_file import HostTrace
 from paceline.rendezvous.addresses import Way
@@ -50,7 +52,8 @@ def test_an_address_of_ipv6_is_bracketed() -> None:
         (["--rdzv", "node0:29400"], "--nnodes is missing"),
         (["--nnodes", "2", "--rdzv", "node0"], "--rdzv='node0'"),
         (["--nnodes", "0", "--rdzv", "node0:1"], "nnodes=0"),
-        (["--nnodes", "2", "--rdzv", "localhost:29400"], "means this host on every host"),
+        (["--nnodes", "2", "--node-rank", "0"], "--rdzv is missing"),
+        (["--nnodes", "2", "--rdzv", "node0:1", "--node-rank", "2"], "node_rank=2"),
         (
             ["--nnodes", "2", "--rdzv", "h:1", "--bind", "cores", "--timeout-s", "3"],
             "--bind, --timeout-s are for",
@@ -62,6 +65,41 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(arguments, told,
     script.write_text("raise SystemExit(9)")
     assert main(["run", *arguments, str(script)]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_name_of_a_host_that_means_each_host_itself_is_refused(tmp_path, monkeypatch, capsys) -> None:
+    """As Debian's installer writes it into /etc/hosts: others reach that host at another address."""
+    way = Way("node0", "127.0.1.1", "127.0.0.1", "lo", True)
+    monkeypatch.setattr(elastic, "find_way", lambda *_: way)
+    (tmp_path / "script.py").touch()
+    assert main(["run", "--nnodes", "2", "--rdzv", "node0:29400", str(tmp_path / "script.py")]) == 2
+    told = capsys.readouterr().err
+    assert "--rdzv node0:29400 means this host on every host" in told and "--rdzv localhost:29400" in told
+
+
+def test_host_0_is_where_all_meet(tmp_path, monkeypatch, capsys) -> None:
+    way = Way("node0", "10.77.0.1", "10.77.0.2", "eth0", False)
+    monkeypatch.setattr(elastic, "find_way", lambda *_: way)
+    (tmp_path / "script.py").touch()
+    where = ["--nnodes", "2", "--rdzv", "node0:29400"]
+    assert main(["run", *where, "--node-rank", "0", str(tmp_path / "script.py")]) == 2
+    assert "--node-rank 0 is not on the host of --rdzv node0:29400" in capsys.readouterr().err
+
+
+def test_a_port_of_another_program_is_told_with_its_holder(tmp_path, capsys) -> None:
+    (tmp_path / "script.py").touch()
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["run", "--nnodes", "2", "--rdzv", f"localhost:{port}", str(tmp_path / "script.py")]) == 2
+    told = capsys.readouterr().err
+    assert f"Port {port} is in use" in told and f"held by pid {os.getpid()} (" in told
+    assert "--rdzv localhost:" in told  # with another port
+
+
+def test_a_host_with_a_number_serves_if_it_is_the_first() -> None:
+    way = Way("node0", "10.77.0.1", "10.77.0.1", "eth0", True)
+    told = options_of(agent_command(replace(ELASTIC, node_rank=1), way, 29400, serves=False))
+    assert (told["--rdzv-backend"], told["--node-rank"]) == ("static", "1")
 
 
 def test_each_host_records_under_its_own_name(tmp_path: Path) -> None:

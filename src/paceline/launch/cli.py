@@ -112,7 +112,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of hosts, by torch's elastic agent; the same command on each, with -n ranks there",
     )
-    add("--rdzv", metavar="HOST:PORT", help="where the hosts meet: one of them, and a free port of it")
+    add(
+        "--rdzv",
+        metavar="HOST:PORT",
+        help="where the hosts meet: one of them, and a free port of it; for two shells of one "
+        "machine localhost:29400",
+    )
+    add(
+        "--node-rank",
+        type=int,
+        metavar="N",
+        help="which host this is, from 0 on, the first at --rdzv (default: the hosts agree among themselves)",
+    )
     add(
         "--rdzv-timeout-s",
         type=float,
@@ -215,7 +226,7 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
             f"`paceline run {given} {command[0]}`",
             file=sys.stderr,
         )
-    if parsed.nnodes is not None or parsed.rdzv is not None:
+    if (parsed.nnodes, parsed.rdzv, parsed.node_rank) != (None, None, None):
         _run_on_hosts(parsed, command)
     environment = environment_of_ranks(parsed.replace_ddp)
     if parsed.nprocs == _AUTO:
@@ -330,6 +341,7 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
         threads=parsed.threads or threads_per_rank(cores, max(nprocs, 1)),
         trace=parsed.trace,
         dashboard=parsed.dashboard,
+        node_rank=parsed.node_rank,
     )
     environment = dict(environment_of_ranks(parsed.replace_ddp))
     users_secret(environment)  # which is told here, before the ranks of all hosts are started

@@ -3,7 +3,7 @@
 Its one idea: torch's agent on each host starts the ranks of that host, and the agents agree who they are; we
 tell each agent what it would have to guess (whether it is the one that all meet at, and at which address
 others reach it), and say what it waits for in silence: a rendezvous address that is not there yet, or other
-hosts.
+hosts. Two shells of one machine may be two hosts: the first launcher there serves.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +27,7 @@ from paceline.env import split_address
 from paceline.errors import ConfigError
 from paceline.launch import report
 from paceline.launch.dashboard_process import DashboardProcess, check_dashboard
+from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.process import (
     adopt_orphans,
     children,
@@ -39,7 +40,7 @@ from paceline.launch.process import (
     wait_readable,
 )
 from paceline.launch.trace_file import HostTrace, JobRecording, trace_variables
-from paceline.rendezvous.addresses import Way, find_way, wait_for_listener
+from paceline.rendezvous.addresses import Way, find_way, means_this_host, wait_for_listener
 from paceline.trace import jobs
 from paceline.trace.ring_file import FOLDER_VARIABLE
 
@@ -60,6 +61,7 @@ class Elastic:
         threads: OMP_NUM_THREADS of each rank.
         trace: A file for the timeline of this host's ranks, which gets its name; None: nothing is written.
         dashboard: The port of a page on this host; "0": a free one; None: there is none.
+        node_rank: Which host this is, from 0 on, whose ranks are the first; None: the agents decide.
     """
 
     nnodes: int
@@ -70,6 +72,7 @@ class Elastic:
     threads: int
     trace: str | None = None
     dashboard: str | None = None
+    node_rank: int | None = None
 
 
 def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -81,7 +84,8 @@ def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[s
         environment: What the ranks inherit.
 
     Raises:
-        ConfigError: An option is wrong, torch is not installed, or the host's name stands for nothing here.
+        ConfigError: An option is wrong, torch is not installed, the host's name stands for nothing here, or
+            another program has the port.
         RendezvousError: Nobody listened at the rendezvous address in time.
     """
     checked = check(elastic)
@@ -92,30 +96,46 @@ def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[s
             hint="pip install torch; for Paddle, paddle.distributed.launch --nnodes 2 --master host:port",
         )
     way = find_way(host, "--rdzv")
-    if way.is_loopback and checked.nnodes > 1:
+    if way.is_loopback and not means_this_host(host) and checked.nnodes > 1:
         raise ConfigError(
             f"--rdzv {checked.rdzv} means this host on every host.",
             seen=way.describe(),
             likely="a name that /etc/hosts of this machine gives to 127.0.0.1 or 127.0.1.1",
-            hint="the address of one of the hosts, as the others reach it: --rdzv 10.0.0.1:29400",
+            hint="the address of one of the hosts, as the others reach it: --rdzv 10.0.0.1:29400; "
+            "if all are on this machine, --rdzv localhost:29400",
         )
-    serves = way.is_own and _is_free(way.address, port)
-    if not serves:
-        wait_for_listener(
-            way,
-            port,
-            checked.timeout_s,
-            what="--rdzv",
-            who=f"Host {socket.gethostname()}",
-            likely=f"`paceline run` was not started on {way.name}",
-            hint=f"on {way.name}: `paceline run` with the same --rdzv. --rdzv-timeout-s waits longer",
+    if checked.node_rank == 0 and not way.is_own:
+        raise ConfigError(
+            f"--node-rank 0 is not on the host of --rdzv {checked.rdzv}.",
+            seen=way.describe(),
+            hint="--node-rank 0 on that host, or an address of this one as --rdzv on all hosts",
         )
-    arguments = agent_command(checked, way, port, serves=serves)
-    threads = environment.get("OMP_NUM_THREADS") or str(checked.threads)
-    told = {**environment, "OMP_NUM_THREADS": threads}
-    words = [*interpreter(), *arguments, *command]
-    sys.stdout.flush()
-    sys.exit(_run_watched(words, told, _watch_of(checked, command, told), _RendezvousPoint(checked)))
+    decided = nullcontext(checked.node_rank == 0)
+    with _claim_port(port) if checked.node_rank is None and way.is_own else decided as serves:
+        if serves:
+            rdzv = f"{host}:{free_ports(1)[0]}"
+            check_port_is_free(
+                way.address,
+                port,
+                likely="another program listens there, or a launcher that is not `paceline run`",
+                hint=f"another free port, with the same --rdzv on all hosts: --rdzv {rdzv}",
+            )
+        else:
+            wait_for_listener(
+                way,
+                port,
+                checked.timeout_s,
+                what="--rdzv",
+                who=f"Host {socket.gethostname()}",
+                likely=f"`paceline run` was not started on {way.name}",
+                hint=f"on {way.name}: `paceline run` with the same --rdzv. --rdzv-timeout-s waits longer",
+            )
+        arguments = agent_command(checked, way, port, serves=serves)
+        threads = environment.get("OMP_NUM_THREADS") or str(checked.threads)
+        told = {**environment, "OMP_NUM_THREADS": threads}
+        words = [*interpreter(), *arguments, *command]
+        sys.stdout.flush()
+        sys.exit(_run_watched(words, told, _watch_of(checked, command, told), _RendezvousPoint(checked)))
 
 
 @dataclass(frozen=True)
@@ -182,7 +202,10 @@ class _RendezvousPoint:
         elif time.monotonic() >= self._say_at_s:
             self._say_at_s += _SAY_EVERY_S
             rdzv, nnodes = self._elastic.rdzv, self._elastic.nnodes
-            _say(f"paceline: {self._waited()} at --rdzv {rdzv} for the other hosts of --nnodes {nnodes}")
+            alone = "; only processes of this machine reach it" * means_this_host(rdzv.rpartition(":")[0])
+            _say(
+                f"paceline: {self._waited()} at --rdzv {rdzv} for the other hosts of --nnodes {nnodes}{alone}"
+            )
 
     def end(self, status: int) -> None:
         """The agent has ended: say what that means, if it has given up before there was any rank."""
@@ -276,6 +299,9 @@ def check(elastic: Elastic) -> Elastic:
     hint = "--nnodes 2 --rdzv node0:29400 on both hosts"
     arguments.whole("nnodes", elastic.nnodes, least=1, hint=hint)
     arguments.whole("nprocs", elastic.nprocs, least=1, hint="-n 4: ranks on this host")
+    if elastic.node_rank is not None:
+        most = elastic.nnodes - 1
+        arguments.whole("node_rank", elastic.node_rank, least=0, most=most, hint="another one on each host")
     arguments.seconds("rdzv_timeout_s", elastic.timeout_s, is_finite=True)
     split_address(elastic.rdzv, "--rdzv")
     return elastic
@@ -298,19 +324,25 @@ def agent_command(elastic: Elastic, way: Way, port: int, *, serves: bool) -> lis
         "--rdzv-conf": f"is_host={int(serves)},join_timeout={seconds},last_call_timeout=1",
         "--local-addr": way.own_address,
     }
+    if elastic.node_rank is not None:
+        options |= {"--rdzv-backend": "static", "--node-rank": str(elastic.node_rank)}
+        options["--rdzv-conf"] = f"timeout={seconds}"
     if elastic.log_dir is not None:
         options |= {"--log-dir": elastic.log_dir, "--tee": "3"}
     return ["-m", "torch.distributed.run", *(word for pair in options.items() for word in pair)]
 
 
-def _is_free(address: str, port: int) -> bool:
-    """Whether nobody listens there yet: on a machine that runs two agents, the first one serves."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+@contextmanager
+def _claim_port(port: int) -> Iterator[bool]:
+    """Keep a name of this machine that belongs to a port; gives whether no other launcher here has it.
+
+    The port itself says it too late: an agent takes seconds until it listens, and the launcher of another
+    shell may come meanwhile. An abstract name of a socket ends with its process.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
         try:
-            listener.bind((address, port))
-            listener.listen()
+            claim.bind(f"\0paceline-rdzv-{port}")
         except OSError:
-            return False
-    return True
+            yield False
+            return
+        yield True

@@ -45,8 +45,20 @@ def _binds(listener: socket.socket, port: int) -> bool:
     return True
 
 
-def check_port_is_free(address: str, port: int) -> None:
-    """Raise unless rank 0 will be able to listen on `port` of `address`.
+def check_port_is_free(
+    address: str,
+    port: int,
+    *,
+    likely: str = "another job runs with the same --master-port",
+    hint: str = "leave --master-port out: each launch then finds a free port",
+) -> None:
+    """Raise unless `port` of `address` can be listened on, by rank 0 or by torch's agent.
+
+    Args:
+        address: A name or an address of this machine.
+        port: The port; 0: only the address is looked at.
+        likely: Why it might be taken.
+        hint: What to do then.
 
     Raises:
         ConfigError: The port is taken (by whom, where that can be seen), or `address` is not this host's.
@@ -70,10 +82,10 @@ def check_port_is_free(address: str, port: int) -> None:
                 f"Port {port} needs the rights of root.", expected="a port from 1024 on", port=port
             ) from None
         except OSError as error:
-            raise _taken(address, port, error) from None
+            raise _taken(address, port, error, likely, hint) from None
 
 
-def _taken(address: str, port: int, error: OSError) -> ConfigError:
+def _taken(address: str, port: int, error: OSError, likely: str, hint: str) -> ConfigError:
     owner = who_listens(port)
     if owner is None and "assign" in str(error):
         return ConfigError(
@@ -85,8 +97,8 @@ def _taken(address: str, port: int, error: OSError) -> ConfigError:
         f"Port {port} is in use.",
         where=f"{address}:{port}",
         seen=f"held by {owner}" if owner else "held by a process of another user, or of another container",
-        likely="another job runs with the same --master-port",
-        hint="leave --master-port out: each launch then finds a free port",
+        likely=likely,
+        hint=hint,
         port=port,
     )
 

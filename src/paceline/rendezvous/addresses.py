@@ -51,6 +51,16 @@ class Way:
         return f"{self.name}{stands}, {own}{f' ({self.interface})' if self.interface else ''}"
 
 
+def means_this_host(name: str) -> bool:
+    """Whether a name or an address says outright that it is each host's own: "localhost", "127.0.0.1".
+
+    Another name that stands for such an address may be one of a host that others reach elsewhere.
+    """
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(name).is_loopback
+    return name == "localhost"
+
+
 def find_way(name: str, what: str) -> Way:
     """How this host reaches `name`."""
     here = socket.gethostname()
@@ -117,7 +127,7 @@ def check_rendezvous_address(
     rank: int,
     world_size: int,
     *,
-    spans_hosts: bool,
+    local_world_size: int,
     serves: bool,
     what: str = "MASTER_ADDR",
 ) -> None:
@@ -134,12 +144,15 @@ def check_rendezvous_address(
             hint=f"set {what} to an address of {here} for all ranks",
             host=here,
         )
-    if spans_hosts and way.is_loopback and way.name != here:
+    if local_world_size < world_size and way.is_loopback and way.name != here:
         raise ConfigError(
-            f"{what}={way.name} means this host on every host, and {world_size} ranks are on several.",
-            seen=f"rank {rank} is on host {here}, where {way.name} is {way.address}; its addresses: {has}",
+            f"{what}={way.name} means this host on every host, and {world_size - local_world_size} of "
+            f"{world_size} ranks are on others.",
+            seen=f"rank {rank} is on host {here}, where {way.name} is {way.address}; its addresses: {has}; "
+            f"the launcher says that {local_world_size} of {world_size} ranks are on it",
             likely=f"{what} was set for a job on one host, or /etc/hosts gives the name to this host",
-            hint=f"set {what} to the address of rank 0's host, as the others reach it",
+            hint=f"set {what} to the address of rank 0's host, as the others reach it; if all ranks are on "
+            f"this host, set LOCAL_WORLD_SIZE={world_size}",
             host=here,
         )
 

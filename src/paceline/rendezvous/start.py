@@ -21,6 +21,7 @@ from paceline.rendezvous.addresses import (
     find_way,
     interface_for_gloo,
     interface_problems,
+    means_this_host,
     told_interface,
     wait_for_listener,
 )
@@ -84,14 +85,19 @@ def prepare(
     """Find out whether this rank can meet the others, and tell Gloo where to listen."""
     deadline = Deadline(timeout_s)
     way = find_way(place.master_addr, what)
-    spans_hosts = place.local_world_size not in (None, place.world_size)
     # Kubeflow tells the pod of rank 0 that it is localhost, and the others its name.
     is_right_here = is_in_pod(os.environ) and place.rank < (place.local_world_size or 1)
+    # Torch's agents have met at a loopback address: each counts its own ranks, and all are on this host.
+    is_one_host = means_this_host(way.name) and "TORCHELASTIC_RUN_ID" in os.environ and not is_right_here
+    local_world_size = place.local_world_size
+    if local_world_size is None or is_one_host:
+        local_world_size = place.world_size
+    spans_hosts = local_world_size < place.world_size
     check_rendezvous_address(
         way,
         place.rank,
         place.world_size,
-        spans_hosts=spans_hosts and not is_right_here,
+        local_world_size=place.world_size if is_right_here else local_world_size,
         serves=serves,
         what=what,
     )

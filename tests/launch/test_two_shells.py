@@ -1,0 +1,64 @@
+"""Two hosts of a job that are two shells of one machine: `paceline run --nnodes 2`, twice."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.ports import free_ports
+from tests.launch.conftest import WITHIN_S
+from tests.tutorials import own_address
+
+pytest.importorskip("torch")
+
+_SCRIPT = """
+import os
+import torch
+import torch.distributed as dist
+from paceline.torch import DistributedDataParallel, init_process_group
+init_process_group("gloo")
+net = torch.nn.Linear(1, 1, bias=False)
+rank = dist.get_rank()
+DistributedDataParallel(net)(torch.full((1, 1), 1.0 + rank)).sum().backward()
+print(f"rank {rank} of {dist.get_world_size()}, {os.environ['LOCAL_RANK']} here: {net.weight.grad.item()}")
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("numbers", [(None, None), (1, 0)], ids=["agreed", "numbered"])
+@pytest.mark.parametrize("host", ["localhost", own_address()])
+def test_two_shells_are_two_hosts(host: str, numbers: tuple[int | None, ...], tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(_SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "run",
+        "--nnodes",
+        "2",
+        "--rdzv",
+        f"{host}:{free_ports(1)[0]}",
+    ]
+    launchers = []
+    for number in numbers:  # at the same moment: either may be the first
+        chosen = [] if number is None else ["--node-rank", str(number)]
+        launchers.append(
+            subprocess.Popen(
+                [*command, "-n", "1", *chosen, "train.py"],
+                cwd=tmp_path,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    done = [launcher.communicate(timeout=WITHIN_S) for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], done
+    told = [output for output, _ in done]
+    assert sorted(told) == [f"rank {rank} of 2, 0 here: 1.5\n" for rank in range(2)], done
+    if None not in numbers:
+        assert [f"rank {number} of 2" in output for number, output in zip(numbers, told)] == [True, True]
