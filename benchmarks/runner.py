@@ -426,7 +426,15 @@ def rows_of(
     return rows
 
 
+_shown = ""  # what stood before the colon of the last line of progress
+
+
 def show_progress(text: str) -> None:
-    """Show a line of progress on a terminal, in the place of the last one."""
+    """Show progress: on a terminal in one line, elsewhere a line for each thing that is measured."""
+    global _shown
+    what = text.partition(":")[0]
     if sys.stderr.isatty():
         print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+    elif text and what != _shown:
+        print(text, file=sys.stderr, flush=True)
+    _shown = what

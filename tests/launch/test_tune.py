@@ -88,8 +88,9 @@ def test_a_script_that_ends_early_is_told_and_what_there_is_counts(
     (folder / "train.py").write_text(TRAINS)
     assert main(["tune", "--ranks", "1,2", "--seconds", "400", "train.py", "7"]) == 0
     shown = capfd.readouterr().out
-    assert "Too few measurements to be sure of: 1 rank x " in shown
+    assert "Not sure: too few measurements of 1 rank x " in shown
     assert "the script ended after 7 steps." in shown
+    assert "Nothing is stored" in shown and not (folder / "cache").exists()
 
 
 def test_a_script_that_comes_to_nothing_is_told_why(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

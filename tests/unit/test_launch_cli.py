@@ -188,7 +188,8 @@ def test_auto_takes_the_last_answer_of_tune(
     assert "there is none for this script" in said and "`paceline tune script.py --lr 1`" in said
     place = Place(read_processor(), read_machine().num_cores)
     script = str(tmp_path / "script.py")
-    tuned.keep(Tuned(Layout(3, 5), place, script, ("--lr", "1"), 1_700_000_000.0, 1.25), os.environ)
+    answer = Tuned(Layout(3, 5), place, script, ("--lr", "1"), 1_700_000_000.0, 1.25, "the machine was busy")
+    tuned.keep(answer, os.environ)
     assert main(["run", "-n", "auto", "script.py", "--batch", "{12/ranks}"]) == 0
     (plan,) = planned
     assert plan.nprocs == 3
@@ -196,7 +197,9 @@ def test_auto_takes_the_last_answer_of_tune(
     assert plan.command[-3:] == ("script.py", "--batch", "4")
     said = capsys.readouterr().err
     assert "-n auto: 3 ranks x 5 threads, 1.25x of one rank, by `paceline tune` of 2023-11-1" in said
-    assert "it was measured with other arguments: --lr 1" in said
+    assert (
+        "it was measured with other arguments: --lr 1; not sure: the machine was busy; `paceline tune" in said
+    )
     assert main(["run", "-n", "auto", "--threads", "2", "script.py"]) == 0
     assert {each["OMP_NUM_THREADS"] for each in planned[-1].environments} == {"2"}
     assert main(["run", "-n", "auto", "script.py", "{7/ranks}"]) == 2

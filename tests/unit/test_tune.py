@@ -181,7 +181,9 @@ def test_few_rounds_claim_nothing() -> None:
     verdict = judge(standings)
     assert verdict is not None
     assert not any(each.is_slower for each in verdict.results)
-    assert "Too few measurements to be sure of: 1 rank x 4 threads (2 rounds)" in told(standings)
+    said = told(standings)
+    assert said.startswith("Not sure: too few measurements of 1 rank x 4 threads (2 rounds), 2 ranks x 2 ")
+    assert [each.layout for each in verdict.unsure] == [ONE, TWO]
     assert not compare.is_decided(standings)
 
 
@@ -197,7 +199,7 @@ def test_a_busy_machine_is_told_because_it_is_unfair_to_threads() -> None:
     verdict = judge(standings)
     assert verdict is not None
     busy, idle = (" ".join(answer.sentences(verdict, standings, 4, load)) for load in (3.0, 1.9))
-    assert "The machine was busy before (load 3.0 on 4 cores)" in busy
+    assert "The machine was busy before the measurement (load 3.0 on 4 cores)" in busy
     assert "busy" not in idle
 
 
@@ -355,7 +357,7 @@ HERE = Place("a processor", 4)
 
 
 def an_answer(layout: Layout = TWO, place: Place = HERE, gain: float | None = 1.5) -> Tuned:
-    return Tuned(layout, place, "/home/me/train.py", ("--lr", "1"), 1_700_000_000.0, gain)
+    return Tuned(layout, place, "/home/me/train.py", ("--lr", "1"), 1_700_000_000.0, gain, "it was busy")
 
 
 def test_an_answer_is_found_again(tmp_path: Path) -> None:

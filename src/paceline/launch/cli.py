@@ -292,8 +292,9 @@ def _use_answer(parsed: argparse.Namespace, command: Sequence[str]) -> Sequence[
     others = "" if answer.arguments == tuple(command[1:]) else "; it was measured with other arguments: "
     with_others = (others + (" ".join(answer.arguments) or "none")) if others else ""
     gain = f", {answer.gain:.2f}x of one rank" if answer.gain is not None and answer.layout.ranks > 1 else ""
+    doubt = f"; not sure: {answer.reservation}; `{again}` measures again" if answer.reservation else ""
     print(
-        f"paceline: -n auto: {answer.layout}{gain}, by `paceline tune` of {answer.date}{with_others}",
+        f"paceline: -n auto: {answer.layout}{gain}, by `paceline tune` of {answer.date}{with_others}{doubt}",
         file=sys.stderr,
     )
     return filled

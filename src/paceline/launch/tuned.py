@@ -53,6 +53,7 @@ class Tuned:
         arguments: The arguments that it was measured with.
         time_s: Seconds since 1970.
         gain: Its samples per second as a multiple of those of one rank; None: one rank was not measured.
+        reservation: Why to doubt it, in words; "": there is no reason.
     """
 
     layout: Layout
@@ -61,6 +62,7 @@ class Tuned:
     arguments: tuple[str, ...]
     time_s: float
     gain: float | None
+    reservation: str = ""
 
     @property
     def date(self) -> str:
@@ -167,4 +169,5 @@ def _answer(entry: Mapping[str, Any]) -> Tuned:
         tuple(map(str, entry["arguments"])),
         float(entry["time_s"]),
         None if entry["gain"] is None else float(entry["gain"]),
+        str(entry.get("reservation", "")),
     )

@@ -59,7 +59,7 @@ def sentences(
         num_cores: Cores of the machine.
         load: Load average of the machine before the measurement.
     """
-    found = [_recommendation(verdict), *_doubts(verdict), *_fairness(verdict)]
+    found = [*_not_sure(verdict), _recommendation(verdict), *_doubts(verdict), *_fairness(verdict)]
     if verdict.unit == "elements":
         found.append(
             "Elements of the batches are counted, because their first dimension does not tell their size."
@@ -67,15 +67,38 @@ def sentences(
     found += [
         f"{each.layout}: {each.out}." for each in sorted(standings, key=lambda each: each.layout) if each.out
     ]
-    if load > _BUSY * num_cores:
+    if busy := busy_before(num_cores, load):
         # Threads of one process meet at the end of each operation, and wait for one that has no core.
         found.append(
-            f"The machine was busy before (load {load:.1f} on {counted(num_cores, 'core')}), which slows "
-            "threads of one process down more than processes of one thread. Measure again when it is idle."
+            f"{busy[0].upper()}{busy[1:]}, which slows threads of one process down more than processes "
+            "of one thread. Measure again when it is idle."
         )
     if num_cores == 1:
         found.append("This process may use one core only: there is nothing to divide among ranks.")
     return found
+
+
+def busy_before(num_cores: int, load: float) -> str:
+    """That the machine had other work before the measurement, in words; "": it had not.
+
+    Example:
+        >>> busy_before(2, 3.5)
+        'the machine was busy before the measurement (load 3.5 on 2 cores)'
+    """
+    if load <= _BUSY * num_cores:
+        return ""
+    return f"the machine was busy before the measurement (load {load:.1f} on {counted(num_cores, 'core')})"
+
+
+def _not_sure(verdict: Verdict) -> list[str]:
+    """What comes before all else where layouts were measured too rarely."""
+    if not verdict.unsure:
+        return []
+    names = ", ".join(f"{each.layout} ({counted(each.rounds, 'round')})" for each in verdict.unsure)
+    return [
+        f"Not sure: too few measurements of {names}; {LEAST_ROUNDS} rounds are the least. --seconds gives it "
+        "longer. What follows may be wrong."
+    ]
 
 
 def _recommendation(verdict: Verdict) -> str:
@@ -107,12 +130,12 @@ def _one_is_best(best: Layout, verdict: Verdict, others: Sequence[Result]) -> st
     nearest = max(others, key=lambda each: each.of_best.median)
     return (
         f"One process is fastest: {nearest.layout}, the next best, reaches {times(nearest.of_best)} of it. "
-        "Data parallelism does not pay for this script on this machine."
+        "More ranks make this script slower on this machine."
     )
 
 
 def _doubts(verdict: Verdict) -> list[str]:
-    """Layouts that may be as fast, and measurements that are too few to be sure."""
+    """Layouts that may be as fast."""
     found = []
     close = [
         each
@@ -122,13 +145,6 @@ def _doubts(verdict: Verdict) -> list[str]:
     if close and all(each.rounds >= LEAST_ROUNDS for each in close):
         names = ", ".join(f"{each.layout} ({times(each.of_best)})" for each in close)
         found.append(f"No difference that can be told from the fastest: {names}.")
-    few = [each for each in verdict.results if each.rounds < LEAST_ROUNDS]
-    if few and len(verdict.results) > 1:
-        names = ", ".join(f"{each.layout} ({counted(each.rounds, 'round')})" for each in few)
-        found.append(
-            f"Too few measurements to be sure of: {names}. --seconds gives it longer; "
-            f"{LEAST_ROUNDS} rounds are the least."
-        )
     return found
 
 

@@ -101,7 +101,8 @@ def main(arguments: Sequence[str]) -> int:
     # One layout of several is no answer: the others were not measured.
     is_answer = len(verdict.results) >= min(2, len(found.standings))
     told = answer.sentences(verdict, found.standings, num_cores, load)
-    _answer(verdict, found, parsed, command, num_cores, told, is_answer=is_answer)
+    reservation = answer.busy_before(num_cores, load)
+    _answer(verdict, found, parsed, command, num_cores, told, reservation, is_answer=is_answer)
     return 0 if is_answer else 1
 
 
@@ -195,10 +196,11 @@ def _answer(
     command: Sequence[str],
     num_cores: int,
     told: list[str],
+    reservation: str,
     *,
     is_answer: bool,
 ) -> None:
-    """The table, the sentences, the picture, and the stored answer."""
+    """The table, the sentences, the picture, and the answer, which is stored if it is sure."""
     _clear_line()
     script = tuned.name_of_script(command, is_module=parsed.is_module)
     best = verdict.result(verdict.recommended)
@@ -210,6 +212,7 @@ def _answer(
         arguments=tuple(command[1:]),
         time_s=time.time(),
         gain=best.of_one.median if best.of_one is not None else None,
+        reservation=reservation,
     )
     whole = [
         *_run_options(parsed),
@@ -219,7 +222,7 @@ def _answer(
     ranks = ["-n", str(kept.layout.ranks), "--threads", str(kept.layout.threads)]
     told.append(f"Use it with:  {shlex.join(['paceline', 'run', *ranks, *whole])}")
     if is_answer:
-        told.append(_keep(kept))
+        told.append("Nothing is stored for `paceline run -n auto`." if verdict.unsure else _keep(kept))
     title = f"{command[0]}: {verdict.unit} per second by layout, measured in {found.took_s:.0f} s"
     answer.show(title, verdict.unit, answer.rows(verdict, found.standings), told)
     if parsed.json is not None:

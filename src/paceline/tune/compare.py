@@ -118,6 +118,12 @@ class Verdict:
     recommended: Layout
     unit: str
 
+    @property
+    def unsure(self) -> tuple[Result, ...]:
+        """Layouts that were measured too rarely to be sure of; none where one alone was measured."""
+        few = tuple(each for each in self.results if each.rounds < LEAST_ROUNDS)
+        return few if len(self.results) > 1 else ()
+
     def result(self, layout: Layout) -> Result | None:
         """The outcome of a layout; None: it was not measured."""
         return next((each for each in self.results if each.layout == layout), None)
