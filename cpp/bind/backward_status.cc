@@ -30,6 +30,7 @@ std::string describe(const BackwardStatus& status) {
   index("refused", status.refused);
   index("twice", status.twice);
   index("frozen", status.frozen);
+  if (status.inputs != 0) index("inputs", status.inputs);
   flag("graph_changed", status.graph_changed);
   flag("static_graph", status.static_graph);
   flag("wrote_buffers", status.wrote_buffers);
@@ -55,14 +56,15 @@ void bind_backward_status(nb::module_& m) {
       .def(
           "__init__",
           [](BackwardStatus* self, uint32_t forwards, uint32_t reached,
-             Index refused, Index twice, Index frozen, bool graph_changed,
-             bool static_graph, bool wrote_buffers, bool finished,
-             bool interrupted) {
+             Index refused, Index twice, Index frozen, uint32_t inputs,
+             bool graph_changed, bool static_graph, bool wrote_buffers,
+             bool finished, bool interrupted) {
             new (self) BackwardStatus(forwards);
             self->reached = reached;
             self->refused = refused;
             self->twice = twice;
             self->frozen = frozen;
+            self->inputs = inputs;
             self->graph_changed = graph_changed;
             self->static_graph = static_graph;
             self->wrote_buffers = wrote_buffers;
@@ -71,7 +73,7 @@ void bind_backward_status(nb::module_& m) {
           },
           "forwards"_a = 0, nb::kw_only(), "reached"_a = 0,
           "refused"_a = nb::none(), "twice"_a = nb::none(),
-          "frozen"_a = nb::none(), "graph_changed"_a = false,
+          "frozen"_a = nb::none(), "inputs"_a = 0, "graph_changed"_a = false,
           "static_graph"_a = false, "wrote_buffers"_a = false,
           "finished"_a = false, "interrupted"_a = false)
       .def(nb::init_implicit<uint32_t>())
@@ -80,6 +82,7 @@ void bind_backward_status(nb::module_& m) {
       .def_rw("refused", &BackwardStatus::refused, may_be_none)
       .def_rw("twice", &BackwardStatus::twice, may_be_none)
       .def_rw("frozen", &BackwardStatus::frozen, may_be_none)
+      .def_rw("inputs", &BackwardStatus::inputs)
       .def_rw("graph_changed", &BackwardStatus::graph_changed)
       .def_rw("static_graph", &BackwardStatus::static_graph)
       .def_rw("wrote_buffers", &BackwardStatus::wrote_buffers)

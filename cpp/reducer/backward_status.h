@@ -6,7 +6,8 @@
 //
 //   bit 63: buffers were written, with the kinds 0 to 2
 //   bits 60-62, kind     bits 0-59, from the highest to the lowest
-//   0  counts            forwards left (20), forwards (20)
+//   0  counts            digest of the inputs (20), forwards left (20),
+//                        forwards (20)
 //   1  frozen            digest of the idle parameters (20), the same
 //   2  static graph      the same as 0
 //   3  graph changed     0
@@ -53,6 +54,9 @@ struct BackwardStatus {
   std::optional<uint32_t> twice = {};
   /// A digest of the frozen parameters that got no gradient.
   std::optional<uint32_t> frozen = {};
+  /// A digest of what the model was called with; 0: nothing is told of it.
+  /// Ranks should differ in it. Left out where frozen parameters are told of.
+  uint32_t inputs = 0;
   /// Other parameters were used than in the first backward, against a promise.
   bool graph_changed = false;
   /// That promise was made after wrapping, and no good backward has shown yet
@@ -74,7 +78,8 @@ struct BackwardStatus {
   }
   /// Whether it tells counts of forwards and nothing else.
   constexpr bool is_plain() const {
-    return is_count() && !static_graph && !frozen && !wrote_buffers;
+    return is_count() && !static_graph && !frozen && !wrote_buffers &&
+           inputs == 0;
   }
 
   /// Forgets the backward that is over. A promise stays: see static_graph.
@@ -95,9 +100,11 @@ struct BackwardStatus {
     const uint64_t counts = low(forwards) |
                             low(forwards - reached) << kCountBits |
                             (wrote_buffers ? kWroteBuffers : 0);
-    if (static_graph) return word(Kind::kStaticGraph, 0) | counts;
-    if (!frozen) return counts;
-    return word(Kind::kFrozen, low(*frozen) << 2 * kCountBits) | counts;
+    if (frozen && !static_graph)
+      return word(Kind::kFrozen, low(*frozen) << 2 * kCountBits) | counts;
+    return word(static_graph ? Kind::kStaticGraph : Kind::kCounts,
+                low(inputs) << 2 * kCountBits) |
+           counts;
   }
 
   static constexpr BackwardStatus unpack(uint64_t word) {
@@ -109,6 +116,7 @@ struct BackwardStatus {
         break;
       case Kind::kStaticGraph:
         status.static_graph = true;
+        status.inputs = static_cast<uint32_t>(low(value >> 2 * kCountBits));
         break;
       case Kind::kGraphChanged:
         status.graph_changed = true;
@@ -123,6 +131,7 @@ struct BackwardStatus {
         (word == kInterrupted ? status.interrupted : status.finished) = true;
         return status;
       case Kind::kCounts:
+        status.inputs = static_cast<uint32_t>(low(value >> 2 * kCountBits));
         break;
     }
     status.wrote_buffers = (word & kWroteBuffers) != 0;
@@ -141,7 +150,8 @@ struct BackwardStatus {
     kInBoth = kInForwards | kInLeft
   };
   static constexpr Difference difference(uint64_t one, uint64_t other) {
-    const uint64_t differs = (one ^ other) & ~kWroteBuffers;
+    const uint64_t differs =
+        (without_inputs(one) ^ without_inputs(other)) & ~kWroteBuffers;
     if (differs == 0) return kNone;
     const bool is_in_counts =
         differs >> 2 * kCountBits == 0 && kind_of(one) <= Kind::kStaticGraph;
@@ -170,6 +180,11 @@ struct BackwardStatus {
   }
   static constexpr Kind kind_of(uint64_t word) {
     return static_cast<Kind>((word & ~kWroteBuffers) >> kValueBits);
+  }
+  static constexpr uint64_t without_inputs(uint64_t word) {
+    const Kind kind = kind_of(word);
+    if (kind != Kind::kCounts && kind != Kind::kStaticGraph) return word;
+    return word & ~(low(~uint64_t{0}) << 2 * kCountBits);
   }
   static constexpr uint64_t word(Kind kind, uint64_t value) {
     return static_cast<uint64_t>(kind) << kValueBits | (value & kValue);

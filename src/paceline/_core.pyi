@@ -178,6 +178,7 @@ class BackwardStatus:
     refused: int | None
     twice: int | None
     frozen: int | None
+    inputs: int
     graph_changed: bool
     static_graph: bool
     wrote_buffers: bool
@@ -191,6 +192,7 @@ class BackwardStatus:
         refused: int | None = None,
         twice: int | None = None,
         frozen: int | None = None,
+        inputs: int = 0,
         graph_changed: bool = False,
         static_graph: bool = False,
         wrote_buffers: bool = False,

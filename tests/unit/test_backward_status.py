@@ -24,6 +24,8 @@ TOLD: list[dict[str, Any]] = [
     {"forwards": 2, "wrote_buffers": True},
     {"forwards": 2, "reached": 1, "frozen": 7, "wrote_buffers": True},
     {"forwards": 2, "static_graph": True, "wrote_buffers": True},
+    {"forwards": 2, "reached": 1, "inputs": 0xFFFFF, "wrote_buffers": True},
+    {"forwards": 2, "static_graph": True, "inputs": 1},
     {"refused": 0},
     {"refused": LARGEST_INDEX},
     {"twice": 0},
@@ -75,9 +77,19 @@ def test_ranks_agree_in_forwards_or_in_what_they_left(told, agree):
         assert BackwardStatus.agree(words) is agree
 
 
+def test_ranks_with_other_inputs_agree_as_those_with_the_same():
+    for promised in (False, True):
+        made = [BackwardStatus(2, reached=2, static_graph=promised, inputs=each).pack() for each in (0, 1, 7)]
+        skipped = BackwardStatus(3, reached=2, static_graph=promised, inputs=7).pack()
+        assert BackwardStatus.agree(made)
+        assert not BackwardStatus.agree([*made, skipped])
+    assert not BackwardStatus(1, inputs=1).is_plain and BackwardStatus(1, inputs=1).is_count
+
+
 def test_ranks_agree_in_all_else_only_if_they_say_the_same():
     words = [BackwardStatus(**told).pack() for told in TOLD]
-    counts = ("forwards", "reached", "wrote_buffers")  # and ranks may write differently
+    # Ranks may write differently, and have other inputs.
+    counts = ("forwards", "reached", "wrote_buffers", "inputs")
     for one, told in zip(words, TOLD, strict=True):
         for other, of_other in zip(words, TOLD, strict=True):
             if set(told) <= set(counts) and set(of_other) <= set(counts):
@@ -99,6 +111,7 @@ def test_ranks_agree_in_all_else_only_if_they_say_the_same():
         ({"forwards": 1, "static_graph": True, "frozen": 5}, {"forwards": 1, "static_graph": True}),
         ({"forwards": 1, "static_graph": True, "finished": True}, {"finished": True}),
         ({"refused": 1, "interrupted": True}, {"interrupted": True}),
+        ({"forwards": 1, "frozen": 5, "inputs": 9}, {"forwards": 1, "frozen": 5}),
     ],
 )
 def test_of_several_things_the_worst_is_told(said, told):

@@ -37,6 +37,8 @@ class PaddleOps(FrameworkOps[paddle.Tensor]):
         converting="layer.to(dtype=...) or another conversion",
         device="a device",
         forming="call paddle.distributed.init_parallel_env() before, and leave out the group",
+        sampling="DataLoader(dataset, batch_sampler=paceline.data.DistributedBatchSampler(dataset, 32)), or "
+        "Paddle's",
     )
     tensor = paddle.Tensor
     stand_in = ScatteredGradient
@@ -48,6 +50,14 @@ class PaddleOps(FrameworkOps[paddle.Tensor]):
 
     def is_readable(self, tensor: paddle.Tensor) -> bool:
         return bool(tensor.place.is_cpu_place() and tensor.is_contiguous())
+
+    def has_values(self, tensor: paddle.Tensor) -> bool:
+        return bool(tensor.is_dense() and tensor._is_initialized())
+
+    def random_state(self) -> object:
+        states = [paddle.base.core.default_cpu_generator().get_state(), *paddle.get_rng_state()]
+        # An address is of the copy that was made to be shown.
+        return [[word for word in str(each).split() if not word.startswith("0x")] for each in states]
 
     def extent(self, tensor: paddle.Tensor) -> int:
         return nbytes(tensor)

@@ -35,6 +35,7 @@ class Names:
     converting: str
     device: str
     forming: str
+    sampling: str
 
 
 class FrameworkOps(ABC, Generic[Tensor]):
@@ -62,6 +63,14 @@ class FrameworkOps(ABC, Generic[Tensor]):
     @abstractmethod
     def is_readable(self, tensor: Tensor) -> bool:
         """Whether its elements lie in the memory of this host, one after the other."""
+
+    @abstractmethod
+    def has_values(self, tensor: Tensor) -> bool:
+        """Whether its elements can be copied to the host now."""
+
+    @abstractmethod
+    def random_state(self) -> object:
+        """What changes when random numbers are drawn, on any device; None: it can't be asked now."""
 
     @abstractmethod
     def extent(self, tensor: Tensor) -> int:

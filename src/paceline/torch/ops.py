@@ -45,6 +45,7 @@ class TorchOps(FrameworkOps[torch.Tensor]):
         converting="module.to(), .half() or `parameter.data = ...`",
         device="a GPU",
         forming='call torch.distributed.init_process_group("nccl" or "gloo") first',
+        sampling="DataLoader(dataset, sampler=paceline.data.DistributedSampler(dataset), ...), or torch's",
     )
     tensor = torch.Tensor
     stand_in = ScatteredGradient
@@ -55,6 +56,20 @@ class TorchOps(FrameworkOps[torch.Tensor]):
 
     def is_readable(self, tensor: torch.Tensor) -> bool:
         return tensor.is_cpu and is_plain(tensor) and tensor.is_contiguous()
+
+    def has_values(self, tensor: torch.Tensor) -> bool:
+        try:
+            return tensor.device.type in ("cpu", "cuda") and is_plain(tensor)
+        except RuntimeError:  # it stands for other tensors, as in vmap
+            return False
+
+    def random_state(self) -> object:
+        state = torch.default_generator.get_state().numpy().tobytes()
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return state
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        return state, torch.cuda.get_rng_state().numpy().tobytes()
 
     def extent(self, tensor: torch.Tensor) -> int:
         return extent(tensor)

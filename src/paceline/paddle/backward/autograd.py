@@ -299,7 +299,7 @@ def make_sync(
         autograd.weights,
         BufferSync(tensors, communicator, config, OPS),
         _core.IterationNotes(None, sampler(OPS, sampled(OPS, tensors.trainable))),
-        OPS.hash_model,
+        OPS,
     )
     backward_sync = BackwardSync(front_end, state, communicator, config)
     if recording.keeps_all:

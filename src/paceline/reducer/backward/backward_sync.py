@@ -23,6 +23,7 @@ from paceline.reducer.backward.drift import DriftWatch
 from paceline.reducer.backward.front_end import AnyAutograd, BackwardOptions, FrontEnd
 from paceline.reducer.backward.log import BackwardLog, LocalBackward
 from paceline.reducer.backward.planning import Planning
+from paceline.reducer.backward.same_inputs import SameInputs
 from paceline.reducer.backward.sharing import registry
 from paceline.reducer.backward.state import (
     ENDING,
@@ -262,7 +263,6 @@ class BackwardSync(Generic[AnyAutograd]):
         self._all_ranks = range(communicator.world_size)
         self._tensors = tensors
         self._names = tensors.names
-        self._hash_model = front_end.hash_model
         self._set_activity = communicator.tell
         self._begun_forwards = 0
         self.statistics = BackwardStatistics(
@@ -279,6 +279,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self.refuses_uneven = False
         self.shares_parameters = False
         self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, communicator.all_gather)
+        self._same_inputs = SameInputs(front_end.ops) if communicator.world_size > 1 else None
         self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
         self.graphs = state.graphs = Graphs(self.close)
         self._scatters = config.scatters and communicator.world_size > 1
@@ -394,7 +395,7 @@ class BackwardSync(Generic[AnyAutograd]):
     def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
         now, in_step = self._tensors.current_buffers(), self.buffers.in_step
         buffers = {name: buffer for name, buffer in now.items() if name in in_step}
-        return self._hash_model(self._tensors.all_parameters, buffers, optimizer)
+        return self._front_end.ops.hash_model(self._tensors.all_parameters, buffers, optimizer)
 
     # --- who else has a say: hooks, other models, owners ---
 
@@ -475,6 +476,8 @@ class BackwardSync(Generic[AnyAutograd]):
         if recording.note is not None:
             self._log.records.begin_forward(self._backward_id, is_syncing, is_training, inputs, kwargs)
         if not in_backward:
+            if self._same_inputs is not None and is_training:
+                self._same_inputs.begin_forward(inputs, kwargs)
             self.buffers.begin_forward(
                 is_trained=True, is_training=is_training, after_local_backward=bool(state.accumulated)
             )
@@ -662,6 +665,8 @@ class BackwardSync(Generic[AnyAutograd]):
                 state.report_unweighed(len(self._tensors.all_names))
             if self.buffers.has_writes:
                 status.wrote_buffers = True
+            if self._same_inputs is not None:
+                status.inputs = self._same_inputs.report()
             reducer.set_note(self.notes.take(self._begun_forwards, bool(state.accumulated)), number)
             allow_unused = config.allow_unused or status.frozen is not None
             if (order := planning.reduction.order) is not None:
@@ -766,6 +771,10 @@ class BackwardSync(Generic[AnyAutograd]):
                 if differ or drift.is_due:
                     ending.stage = Ending.IN_DRIFT
                     drift.look(result.notes if differ else None)
+                if self._same_inputs is not None:
+                    ending.stage = Ending.IN_DRIFT
+                    if not self._same_inputs.end_backward(result.statuses if outcome & _TOLD else ()):
+                        self._same_inputs = None
             ending.stage = Ending.REST
         if len(self.active) == self.world_size:
             self.notes.begin(self._begun_forwards)

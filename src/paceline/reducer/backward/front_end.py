@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -13,8 +13,8 @@ from paceline.reducer.backward.log import LocalBackward
 from paceline.reducer.backward.micro_batches import MicroBatchWeights
 from paceline.reducer.buffers import BufferedModel, BufferSync
 from paceline.reducer.communicator import Reduction
+from paceline.reducer.framework_ops import FrameworkOps
 from paceline.reducer.plan import BucketCaps, ParameterSpec
-from paceline.reducer.replica_check import Entry
 
 Fingerprint = Sequence[tuple[int, int]]
 """Identity and version counter of each gradient."""
@@ -243,4 +243,4 @@ class FrontEnd(Generic[AnyAutograd]):
     micro_batches: MicroBatchWeights
     buffers: BufferSync
     notes: _core.IterationNotes
-    hash_model: Callable[[Mapping[str, Any], Mapping[str, Any], Any], Sequence[Entry]]
+    ops: FrameworkOps[Any]

@@ -331,7 +331,7 @@ def make_sync(
         weights,
         buffers,
         notes,
-        OPS.hash_model,
+        OPS,
     )
     backward_sync = BackwardSync(front_end, state, communicator, config)
     if recording.keeps_all:

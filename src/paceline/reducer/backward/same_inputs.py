@@ -1,0 +1,131 @@
+"""Notices that all ranks train on the same samples: each loader reads the whole data, without a sampler.
+
+In the first backward passes each rank reports a digest of what its model was called with. Where all ranks
+had the same inputs, and other ones in each of several backward passes, a warning says so. Inputs that never
+change say nothing, nor do those that a seed may have made: after a program that draws random numbers between
+a backward and the next forward, nothing is reported.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import warnings
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.reducer.framework_ops import FrameworkOps, nbytes, numel
+from paceline.reducer.protocol import BackwardStatus
+
+_DIGEST_BITS = 20  # as many as BackwardStatus has room for
+_BATCHES = 3
+_MOST_BACKWARDS = 12
+_DEPTH = 4  # of arguments within arguments
+_MOST_TENSORS = 8
+_ELEMENTS = 1024  # of a tensor, about
+_LEAST_ELEMENTS = 8  # fewer may be alike by chance
+
+
+class SameInputs:
+    """Compares the inputs of all ranks in the first backward passes of a model.
+
+    Args:
+        ops: The framework's operations.
+    """
+
+    def __init__(self, ops: FrameworkOps[Any]) -> None:
+        self._ops = ops
+        self._digest: int | None = None  # of the first forward since the last backward
+        self._same: set[int] = set()
+        self._left = _MOST_BACKWARDS
+        self._drawn = self._random_state()
+
+    def begin_forward(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note what the model is called with, unless it was called since the last backward."""
+        if self._digest is None:
+            state = self._random_state()
+            is_drawn = state is None or state != self._drawn
+            self._digest = 0 if is_drawn else digest_of(self._ops, inputs, kwargs)
+
+    def report(self) -> int:
+        """What this rank tells with the backward that ends; 0: nothing."""
+        return self._digest or 0
+
+    def end_backward(self, statuses: Sequence[BackwardStatus]) -> bool:
+        """Compare what all ranks have told, and warn; False: there is nothing more to compare.
+
+        Args:
+            statuses: By rank; empty: no rank has told anything.
+        """
+        self._digest = None
+        self._drawn = self._random_state()
+        self._left -= 1
+        told = {status.inputs for status in statuses}
+        if told and 0 not in told:
+            if len(told) > 1:
+                return False
+            self._same |= told
+            if len(self._same) == _BATCHES:
+                self._warn(len(statuses))
+                return False
+        return self._left > 0
+
+    def _warn(self, world_size: int) -> None:
+        warnings.warn(
+            f"All {world_size} ranks train on the same samples: in {_BATCHES} batches, what the model was "
+            f"called with was the same on every rank.\n"
+            "  likely   the loader of each rank reads all of the data, because it has no sampler\n"
+            f"  hint     {self._ops.names.sampling}; nothing is wrong if it is meant to be so\n"
+            "  (reported once)",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+
+    def _random_state(self) -> object:
+        """What changes when the program draws random numbers; None: it can't be asked."""
+        state = self._ops.random_state()
+        if state is None:
+            return None
+        _, words, place, *_ = np.random.get_state()
+        return state, random.getstate()[1][-1], place, zlib.crc32(np.asarray(words).tobytes())
+
+
+def digest_of(ops: FrameworkOps[Any], inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """A digest of some elements of each tensor that a model is called with; 0: they say nothing.
+
+    Example:
+        Of model(images, mask=None): one of some thousand of the pixels. Of model(torch.ones(8, 8)): 0.
+    """
+    digest, elements = 0, 0
+    for count, tensor in enumerate(_tensors_in((*inputs, *kwargs.values()), ops.tensor, _DEPTH)):
+        if count == _MOST_TENSORS:
+            break
+        data = _some_bytes(ops, tensor)
+        size = tensor.element_size() if data else 1
+        if data != data[:size] * (len(data) // size):  # else all are the same
+            digest, elements = zlib.crc32(data, digest), elements + len(data) // size
+    return digest % (1 << _DIGEST_BITS) if elements >= _LEAST_ELEMENTS else 0
+
+
+def _tensors_in(values: Iterable[Any], kind: type[Any], depth: int) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, kind):
+            yield value
+        elif depth and isinstance(value, (tuple, list, Mapping)):
+            inner = value.values() if isinstance(value, Mapping) else value
+            yield from _tensors_in(inner, kind, depth - 1)
+
+
+def _some_bytes(ops: FrameworkOps[Any], tensor: Any) -> bytes:
+    """Elements from all over a tensor, on the host; empty: they can't be read."""
+    if not numel(tensor) or not ops.has_values(tensor):
+        return b""
+    step = max(1, round((numel(tensor) / _ELEMENTS) ** (1 / max(1, sum(size > 1 for size in tensor.shape)))))
+    picked = ops.data(tensor)
+    if step > 1:
+        picked = picked[tuple(slice(None, None, min(step, size)) for size in tensor.shape)]
+    held = ops.on_host(picked)
+    return ctypes.string_at(held.data_ptr(), nbytes(held))
