@@ -34,7 +34,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
 CPP_FILES = $(shell find cpp tests/cpp tests/device -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test test-long test-device gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels aarch64 aarch64-python numa clean help
+.PHONY: demo demo-paddle test test-long test-device gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels release aarch64 aarch64-python numa clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py --output build/demo.png $(ARGS)
@@ -122,6 +122,9 @@ docs: $(VENV)/.core $(VENV)/.paddle $(VENV)/.docs ## Build the documentation int
 
 wheels: $(VENV)/.tools $(VENV)/.release ## Make and check all files of a release in dist/; PYTHONS='python3.11 python3.12'
 	@scripts/wheels $(BIN) $(PYTHONS)
+
+release: wheels ## The same, and install them by name into empty environments, with torch, the demo and ten tests
+	@scripts/check-release $(PYTHONS)
 
 bench: $(VENV)/.core ## Measure all_reduce and a training step beside Gloo, Open MPI and torch's DDP; python -m benchmarks --help
 	@$(BIN)/python -m benchmarks all_reduce $(ARGS)

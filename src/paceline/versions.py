@@ -13,6 +13,18 @@ from paceline.errors import ConfigError
 
 Version = tuple[int, int]
 
+SOURCE = "."
+"""What pip is told to install: a clone, until an index has paceline. `scripts/published` changes it."""
+
+
+def install(extra: str) -> str:
+    """The command that installs Paceline with an extra, in words.
+
+    Example:
+        "`pip install '.[torch]'`, in a clone,"
+    """
+    return f"`pip install '{SOURCE}[{extra}]'`" + (", in a clone," if SOURCE == "." else "")
+
 
 class UnsupportedVersionError(ConfigError, ImportError):
     """A framework is missing, or of a version that Paceline does not work with."""
@@ -41,7 +53,7 @@ def check_version(
     """
     text = installed(distributions)
     found = re.match(r"(\d+)\.(\d+)", text)
-    hint = f"pip install 'paceline[{extra}]' chooses one that fits"
+    hint = f"{install(extra)} chooses one that fits"
     spelled = f"{framework} {' and '.join(map(_spell, tested))}"
     expected = spelled if refuses_newer else f"{framework} {_spell(oldest)} or newer"
     if not found:

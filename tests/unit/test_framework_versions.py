@@ -44,7 +44,7 @@ def test_a_version_that_is_too_old_is_refused_as_an_import_that_fails(monkeypatc
         check(monkeypatch, installed)
     assert isinstance(caught.value, ConfigError)
     assert "PyTorch 2.11 or newer" in str(caught.value)
-    assert "pip install 'paceline[torch]'" in str(caught.value)
+    assert f"{versions.install('torch')} chooses one that fits" in str(caught.value)
 
 
 def test_an_untested_version_is_told_once_for_all_ranks(monkeypatch):

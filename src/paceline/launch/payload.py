@@ -159,7 +159,7 @@ def _not_portable(function: Callable[..., Any], reason: Exception | None) -> Con
     return ConfigError(
         f"{_name(function)}, or an argument of it, cannot be found by name from another process.",
         got=f"{type(reason).__name__}: {reason}" if reason else "defined in a notebook or a REPL",
-        hint="`pip install cloudpickle` (or paceline[notebook]), or define it at the top of a module",
+        hint="`pip install cloudpickle`, or define it at the top of a module",
         function=_name(function),
     )
 
