@@ -20,7 +20,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "tutorials"
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 _NUMBER = re.compile(r"-?\b\d[\d.]*(e[+-]?\d+)?\b")
-_ON_OTHER_HOSTS = re.compile(r"^paceline: host \S+ has waited .*\n?", re.M)
+_ON_OTHER_HOSTS = re.compile(r"^paceline: [Hh]ost \S+ (has waited|waits for) .*\n?", re.M)
 _ON_A_SLOW_RANK = re.compile(r"^paceline: the others waited for rank .*\n", re.M)
 # A warning of torch's agent, with its stack, where the agent that keeps the store happens to end first.
 _OF_TORCHS_AGENT = re.compile(
