@@ -53,6 +53,8 @@ LONGEST_FILES = (
     "multiprocess/test_silent_rank.py",
     "multiprocess/test_lost_while_wrapping.py",
     "model/test_model.py",
+    "multiprocess/test_checkpointer.py",
+    "multiprocess/test_killed_checkpoints.py",
     "pages/test_examples.py",
     "multiprocess/test_paddle_aliases.py",
     "multiprocess/test_ddp_aliases.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -18,6 +19,9 @@ from paceline.errors import ConfigError, ModelMismatchError
 from tests.harness import kept_ranks
 from tests.multiprocess.test_training_state import begin, begin_elsewhere, frameworks, program
 
+# Each process that writes imports the framework anew, which takes half a minute on a machine that is busy.
+_PATIENCE_S = 300.0
+patient_ranks = functools.partial(kept_ranks, deadline_s=2 * _PATIENCE_S)
 STEPS, SUFFIXES = 12, {"torch": ".pt", "paddle": ".pdparams"}
 
 
@@ -62,7 +66,7 @@ def damage(group: Group, path: Path, how: str) -> None:
 
 
 @frameworks
-@kept_ranks(2, framework="framework")
+@patient_ranks(2, framework="framework")
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(group: Group, framework: str, tmp_path: Path) -> None:
     undisturbed = begin(framework, group)
     losses = undisturbed.steps(STEPS)
@@ -108,7 +112,7 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(group: Group, framework:
     assert all("no manifest" in each for each in said if "00012" in each)
 
 
-@kept_ranks(2)
+@patient_ranks(2)
 def test_checkpoints_of_another_run_are_not_replaced(group: Group, tmp_path: Path) -> None:
     run = begin("torch", group)
     with paceline.Checkpointer(tmp_path, run.ddp) as checkpointer:
@@ -128,7 +132,7 @@ def test_checkpoints_of_another_run_are_not_replaced(group: Group, tmp_path: Pat
     assert names_in(tmp_path) == files_of("torch", 2)
 
 
-@kept_ranks(2)
+@patient_ranks(2)
 def test_ranks_that_see_other_folders_each_have_checkpoints(group: Group, tmp_path: Path) -> None:
     folder = tmp_path / f"host {group.rank}"
     run = begin("torch", group, sharded=True)
@@ -149,7 +153,7 @@ def test_ranks_that_see_other_folders_each_have_checkpoints(group: Group, tmp_pa
     assert resume_noting(run, folder) == (2, [])
 
 
-@kept_ranks(2)
+@patient_ranks(2)
 def test_the_clock_of_rank_0_decides(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.checkpoint import checkpointer as module
 
@@ -162,7 +166,7 @@ def test_the_clock_of_rank_0_decides(group: Group, tmp_path: Path, monkeypatch: 
             now[0] += 1.0 if group.rank == 0 else 0.1  # rank 1's is slow
             checkpointer.step()
             if checkpointer._writer is not None:
-                checkpointer._writer.wait(60.0)
+                checkpointer._writer.wait(_PATIENCE_S)
     group.barrier()
     saved = sorted(int(path.stem.removeprefix("step-")) for path in tmp_path.glob("*.json"))
     assert saved == [10, 20, 30, 40]
@@ -181,7 +185,7 @@ def pid_of_writer() -> int:
 def settle(group: Group, checkpointer: Any) -> None:
     """Wait until what was begun is written, or has failed."""
     if checkpointer._writer is not None:
-        assert checkpointer._writer.wait(90.0)
+        assert checkpointer._writer.wait(_PATIENCE_S)
     group.barrier()
 
 
@@ -194,7 +198,7 @@ def said_while(run: Any, checkpointer: Any) -> list[str]:
 
 
 @frameworks
-@kept_ranks(2, framework="framework")
+@patient_ranks(2, framework="framework")
 def test_training_goes_on_when_the_disk_is_full(group: Group, framework: str, tmp_path: Path) -> None:
     run = begin(framework, group)
     with paceline.Checkpointer(tmp_path, run.ddp, every_steps=1, keep=9) as checkpointer:
@@ -222,7 +226,7 @@ def test_training_goes_on_when_the_disk_is_full(group: Group, framework: str, tm
     assert names_in(tmp_path) == files_of(framework, 1, 4, 5)
 
 
-@kept_ranks(2)
+@patient_ranks(2)
 def test_what_is_due_waits_for_the_writer_and_survives_it(group: Group, tmp_path: Path) -> None:
     run = begin("torch", group)
     with paceline.Checkpointer(tmp_path, run.ddp, every_steps=1, keep=9) as checkpointer:
@@ -253,7 +257,7 @@ def test_what_is_due_waits_for_the_writer_and_survives_it(group: Group, tmp_path
     assert names_in(tmp_path) == files_of("torch", 1, 2, 6)
 
 
-@kept_ranks(2)
+@patient_ranks(2)
 def test_wrong_arguments_are_told_on_every_rank(group: Group, tmp_path: Path) -> None:
     run = begin("torch", group)
     with pytest.raises(ConfigError, match="a wrapped model"):
