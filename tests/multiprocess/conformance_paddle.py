@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 import paddle
 from paddle import nn
+from paddle.distributed.fleet.utils import recompute
 
 from paceline.paddle import DataParallel, ShardedOptimizer
 from tests.multiprocess.conformance_numpy import WIDTH, initial
+from tests.multiprocess.packed_outputs import pack
 from tests.multiprocess.paddle_models import drop_grad
 
 STATISTIC = "*._mean"
@@ -99,6 +101,34 @@ def with_one_encoder() -> tuple[nn.Layer, nn.Layer]:
     """Two models that have their first layer in common; each call makes the same values."""
     encoder, heads = network(), [network()[2] for _ in range(2)]
     return tuple(nn.Sequential(encoder[0], nn.Tanh(), head) for head in heads)  # type: ignore[return-value]
+
+
+class Packed(nn.Layer):
+    """The same network, whose output is in a dict, a dataclass, lists of lists, or an object of nobody's."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = network(), how
+
+    def forward(self, x: paddle.Tensor) -> Any:
+        return pack(self.inner(x), self.how)
+
+
+def recomputed(wrapped: Any, x: np.ndarray, *, reentrant: bool) -> paddle.Tensor:
+    """The loss of a forward that backward makes again."""
+    given = paddle.to_tensor(x, stop_gradient=False)
+    return recompute(wrapped, given, use_reentrant=reentrant).square().mean()
+
+
+def slope(wrapped: Any, x: np.ndarray) -> paddle.Tensor:
+    """A penalty of gradients of the input, which does not depend on the output itself."""
+    given = paddle.to_tensor(x, stop_gradient=False)
+    (found,) = paddle.grad([wrapped(given).sum()], [given], create_graph=True)
+    return (found.square().sum(1) - 1).square().mean()
+
+
+def without_gradients(how: str) -> Any:
+    return paddle.no_grad()
 
 
 def sequence(*layers: nn.Layer) -> nn.Layer:

@@ -8,9 +8,11 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.checkpoint import checkpoint
 
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
 from tests.multiprocess.conformance_numpy import WIDTH, initial
+from tests.multiprocess.packed_outputs import pack
 
 STATISTIC = "*.running_mean"
 DTYPES = ("float16", "bfloat16", "float64")
@@ -94,6 +96,34 @@ def with_one_encoder() -> tuple[nn.Module, nn.Module]:
     """Two models that have their first layer in common; each call makes the same values."""
     encoder, heads = network(), [network()[2] for _ in range(2)]
     return tuple(nn.Sequential(encoder[0], nn.Tanh(), head) for head in heads)  # type: ignore[return-value]
+
+
+class Packed(nn.Module):
+    """The same network, whose output is in a dict, a dataclass, lists of lists, or an object of nobody's."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.inner, self.how = network(), how
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return pack(self.inner(x), self.how)
+
+
+def recomputed(wrapped: Any, x: np.ndarray, *, reentrant: bool) -> torch.Tensor:
+    """The loss of a forward that backward makes again."""
+    output = checkpoint(wrapped, tensor(x).requires_grad_(), use_reentrant=reentrant)
+    return output.square().mean()
+
+
+def slope(wrapped: Any, x: np.ndarray) -> torch.Tensor:
+    """A penalty of gradients of the input, which does not depend on the output itself."""
+    given = tensor(x).requires_grad_()
+    (found,) = torch.autograd.grad(wrapped(given).sum(), given, create_graph=True)
+    return (found.square().sum(1) - 1).square().mean()
+
+
+def without_gradients(how: str) -> Any:
+    return {"no_grad": torch.no_grad, "inference": torch.inference_mode}[how]()
 
 
 def sequence(*layers: nn.Module) -> nn.Module:

@@ -288,6 +288,11 @@ class WrappedModel:
         value = as_weight(weight, f"{type(self).__name__}.weight")
         return self._sync_to_weigh().micro_batches.give(value)
 
+    def _weight_of(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+        """What the forward of these arguments weighs; None: it has no weight."""
+        weight = self._config.weight
+        return as_weight(weight(*inputs, **kwargs)) if callable(weight) else weight
+
     def finish(self, after_pass: Callable[[], object] | None = None) -> None:
         """Join the others' backward passes with weight 0 until every rank is out of data.
 

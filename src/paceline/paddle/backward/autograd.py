@@ -112,7 +112,8 @@ class PaddleAutograd:
         has_no_backward = hides_nothing and bool(found) and all(tensor.stop_gradient for tensor in found)
         if state.is_forward_counted and has_no_backward:  # a sampled action, say
             state.take_back_forward()
-            self.weights.take_back_forward()
+        if self.weights.of_forward is not None:
+            self.weights.add_forward(graph, output)
 
     def watch_local(self, output: object, backward: LocalBackward) -> None:
         def begin(_: object) -> None:
@@ -123,30 +124,35 @@ class PaddleAutograd:
             if not tensor.stop_gradient and not tensor.is_leaf:
                 tensor.register_hook(begin)
 
-    def _on_output_gradient(self, graph: Graph) -> None:
+    def _on_output_gradient(self, graph: Graph, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
         """The backward of an output has begun; or paddle.grad() through it, which is no backward."""
         try:
             state = self._state
-            if calls.depth and state.is_other(graph):
+            if not calls.depth:
+                return self.weights.through_gradient(graph, gradient) if self.weights.is_used else None
+            if state.is_other(graph):
                 state.follow(graph)
                 if not state.is_syncing:  # a backward ends by itself
                     graphs.at_end(EndOfBackward(state.unfollow, state.unfollow))
+            if self.weights.is_used:
+                self.weights.reach(graph)
             if not state.is_syncing:
                 if self.weights.is_used:
-                    self.weights.watch_local()
-            elif calls.depth and self._is_closed:
+                    self.weights.begin()
+            elif self._is_closed:
                 raise ConfigError(
                     "The outputs of this backward are older than the last init_reducer().",
                     where=self._state.where,
                     hint="call init_reducer() between a backward and the next forward",
                 )
-            elif calls.depth:
+            else:
                 state.graphs.check_open()
                 if state.phase < RUNNING:
                     state.arm()
                 state.graphs.begin(graph)
         except BaseException as error:
             self.keep_error(error)
+        return None
 
     def _listen(self, is_listening: bool) -> None:
         self._is_listening = is_listening

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import paddle
@@ -13,7 +13,7 @@ from paceline.paddle.backward import graphs
 from paceline.paddle.backward.exchanges import address_of, find_exchanges
 from paceline.reducer.backward.exchanges import nodes_from
 from paceline.reducer.backward.micro_batches import MicroBatchWeights
-from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward.state import BackwardState, Graph
 
 
 class PaddleWeights(MicroBatchWeights):
@@ -31,10 +31,7 @@ class PaddleWeights(MicroBatchWeights):
         self._keep_error = keep_error
         self._is_foreign = is_foreign
         self._handles: list[Any] = []
-
-    def watch_local(self) -> None:
-        if not self.is_open and graphs.calls.depth:
-            self.begin()
+        self._graph_of: weakref.WeakValueDictionary[int, Graph] = weakref.WeakValueDictionary()
 
     def is_in_backward(self) -> bool:
         return graphs.calls.depth > 0
@@ -43,6 +40,34 @@ class PaddleWeights(MicroBatchWeights):
         leaves = [parameter.grad_fn for parameter in self._parameters]
         own = {address_of(leaf) for leaf in leaves if leaf is not None}
         return any(address_of(each) in own for each in nodes_from([node], address_of))
+
+    def _mark(self, graph: Graph, output: object) -> bool:
+        has_leaf = False
+        for tensor in graphs.tensors_in(output):
+            if tensor.stop_gradient:
+                continue
+            if tensor.is_leaf:
+                has_leaf = True
+            else:  # the address of a node that is gone may be that of another one now
+                self._graph_of[address_of(tensor.grad_fn)] = graph
+        return not has_leaf and not graphs.may_hide_tensors(output)
+
+    def through_gradient(self, graph: Graph, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
+        if graph.weight is None or gradient is None or not paddle.is_grad_enabled():
+            return None
+        needing = gradient
+        if gradient.stop_gradient:
+            needing = gradient.detach()
+            needing.stop_gradient = False
+        marked = paddle.assign(needing)
+        marked.register_hook(graph.hook)
+        self._mark(graph, marked)
+        return marked
+
+    def _find_forwards(self, left: Iterable[Graph]) -> set[Graph] | None:
+        roots = [tensor.grad_fn for tensor in graphs.calls.roots]
+        there = {self._graph_of.get(address_of(node)) for node in nodes_from(roots, address_of)}
+        return {graph for graph in left if graph in there}
 
     def _backward(self) -> int:
         return graphs.calls.number

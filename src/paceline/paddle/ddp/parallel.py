@@ -38,7 +38,6 @@ from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_
 from paceline.paddle.ops import OPS
 from paceline.paddle.sharding.shared_storage import StateDictGuard
 from paceline.reducer.agreement import telling_peers
-from paceline.reducer.backward.micro_batches import as_weight
 from paceline.reducer.backward.uneven import joining
 from paceline.reducer.comm_hooks import CommHook, check_callable
 from paceline.reducer.communicator import Communicator
@@ -115,7 +114,8 @@ class DataParallel(WrappedModel, PaddleNames):
             first match counts; broadcast_buffers decides if none matches. Integers are broadcast instead of
             averaged.
         weight: The weight of this rank's gradients in the average: a number, or a function of forward's
-            arguments that returns one (for example the number of tokens). None: 1, unless weight() is called.
+            arguments that returns one (for example the number of tokens). Those of all forwards that a
+            backward goes through add up. None: 1, unless weight() is called.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore".
         reduce_through: Where gradients are averaged: "memory", which ranks on one host share; "group", the
@@ -306,6 +306,7 @@ class DataParallel(WrappedModel, PaddleNames):
             output = self._run(inputs, kwargs)
             is_averaged = self._syncs_backward
             backward_sync.state.begin_forward(is_averaged, is_training=False, in_backward=True)
+            backward_sync.micro_batches.begin_forward(self._weight_of(inputs, kwargs))
             backward_sync.watch(output)
             return output
         self._tensors.check_unchanged()
@@ -315,17 +316,12 @@ class DataParallel(WrappedModel, PaddleNames):
         if self._config.local_sgd is not None:
             backward_sync = self._begin_local_forward(backward_sync, is_training=self._layers.training)
         is_syncing = self._syncs_backward
-        weight = self._config.weight
-        if callable(weight):
-            weight = as_weight(weight(*inputs, **kwargs))
-        backward_sync.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=self._layers.training)
-        if weight is not None:
-            backward_sync.micro_batches.add_forward(weight)
-        try:
-            output = self._run(inputs, kwargs)
-        except BaseException:
-            backward_sync.micro_batches.take_back_forward()
-            raise
+        weight = None if self._config.weight is None else self._weight_of(inputs, kwargs)
+        is_training = self._layers.training
+        backward_sync.begin_forward(
+            inputs, kwargs, is_syncing=is_syncing, is_training=is_training, weight=weight
+        )
+        output = self._run(inputs, kwargs)
         backward_sync.watch(output)
         if recording.note is not None:
             backward_sync.end_forward()

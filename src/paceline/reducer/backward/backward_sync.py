@@ -447,7 +447,13 @@ class BackwardSync(Generic[AnyAutograd]):
     # --- a backward begins ---
 
     def begin_forward(
-        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, is_syncing: bool, is_training: bool
+        self,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        is_syncing: bool,
+        is_training: bool,
+        weight: float | None = None,
     ) -> None:
         """Note a forward whose gradients will be needed.
 
@@ -468,6 +474,8 @@ class BackwardSync(Generic[AnyAutograd]):
                 if self.micro_batches.awaits_end:  # of a backward in no_sync()
                     autograd.await_drop(lambda: not self.micro_batches.awaits_end)
                 self.micro_batches.give_up_interrupted()
+        if has_weights or weight is not None:
+            self.micro_batches.begin_forward(weight)
         if self._is_obstructed and is_syncing:
             self._check_scattering(is_training=is_training)
         self._begun_forwards += 1
@@ -529,6 +537,7 @@ class BackwardSync(Generic[AnyAutograd]):
         state = self.state
         state.expect(is_syncing, is_forced=True)
         state.is_forward_averaged, state.is_forward_counted = is_syncing, False
+        self.micro_batches.of_forward = None
 
     def _arm(self) -> None:
         """The first gradient of a backward has come."""
@@ -661,8 +670,10 @@ class BackwardSync(Generic[AnyAutograd]):
             else:
                 self._left_over.hand_over(reducer)
             status.reached = self.graphs.reached
-            if self.micro_batches.is_used and self.micro_batches.unweighed is not None:
-                state.report_unweighed(len(self._tensors.all_names))
+            if self.micro_batches.is_used:
+                self.micro_batches.check_forwards()
+                if self.micro_batches.unweighed is not None:
+                    state.report_unweighed(len(self._tensors.all_names))
             if self.buffers.has_writes:
                 status.wrote_buffers = True
             if self._same_inputs is not None:

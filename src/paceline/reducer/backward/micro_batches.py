@@ -6,6 +6,12 @@ framework adds to it, and each incoming gradient by w / (W + w). The reducer the
 so the mean over ranks and micro-batches is that of one process with the whole batch. A single micro-batch
 needs no scaling at all.
 
+Where forwards have weights, the weight of a backward is the sum over the forwards that it goes through: a
+forward may never get a backward, or get two, or one in another order. Sums over ranks begin with the first
+bucket, so these forwards must be known before the first gradient. Either the graph of one alone is left, or a
+walk through the graph of the backward finds them. At its end they are compared with those whose outputs have
+got gradients; if these are others, the step is refused on all ranks.
+
 Models that were never given a weight pay nothing: the hooks come with the first weight.
 """
 
@@ -15,11 +21,12 @@ import contextlib
 import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
-from paceline.reducer.backward.state import RUNNING, BackwardState, EndOfBackward
+from paceline.reducer.backward.state import RUNNING, BackwardState, EndOfBackward, Graph
 from paceline.reducer.backward_errors import Unweighed
 
 SCALE_THE_LOSS = (
@@ -56,6 +63,7 @@ class MicroBatchWeights(ABC):
         state: The state of the model's backward passes.
 
     Attributes:
+        of_forward: The weight of the forward under way; None: it has none.
         is_used: Whether any weight was ever given.
         is_open: Whether a backward has begun to weigh, and it was neither ended nor given up since.
         unweighed: Why the gradients of the backward passes since the last synchronised one are not weighed.
@@ -69,8 +77,14 @@ class MicroBatchWeights(ABC):
         self._state = state
         self._scopes: list[float] = []
         self._once: float | None = None
-        self._of_forwards: float | None = None
-        self._before_forward: float | None = None
+        self.of_forward: float | None = None
+        self._weighs_forwards = False
+        self._forwards: set[weakref.ref[Graph]] = set()  # all that are left of those with weights
+        self._hidden: list[Graph] = []  # of these, those whose backward may pass the known outputs by
+        self._reached: set[Graph] = set()  # those to whose outputs the backward has come
+        self._reached_first: tuple[int, set[Graph]] = -1, set()  # the same before it begins, and which it is
+        self._found: tuple[int, weakref.WeakSet[Graph]] | None = None  # by a walk, and in which backward
+        self._expected: set[Graph] | None = None  # those whose weights `_weight` adds up
         self.is_open = False
         self._awaited: object = None  # stands for the end of one in no_sync() that the framework still holds
         self._weight = 0.0
@@ -103,6 +117,33 @@ class MicroBatchWeights(ABC):
         """Whether a backward from this node of the graph (None: there is none) comes to the model."""
 
     @abstractmethod
+    def _mark(self, graph: Graph, output: object) -> bool:
+        """Let `_find_forwards` find this graph by the outputs of its forward.
+
+        Returns:
+            Whether there is no way around them: all tensors were found, and each has a node in the graph.
+        """
+
+    @abstractmethod
+    def _find_forwards(self, left: Iterable[Graph]) -> set[Graph] | None:
+        """Those of these graphs to which the backward leads that runs, the innermost one; None: not known.
+
+        Looks at each node of its graph.
+        """
+
+    @abstractmethod
+    def through_gradient(self, graph: Graph, gradient: Any) -> Any:
+        """Let a backward of what autograd.grad() returns, with create_graph=True, come to this graph as well.
+
+        Args:
+            graph: Through which that call goes.
+            gradient: Of an output.
+
+        Returns:
+            What replaces it; None: nothing does.
+        """
+
+    @abstractmethod
     def _backward(self) -> int:
         """What tells the backward that runs from others, the innermost one. Cheap."""
 
@@ -123,6 +164,8 @@ class MicroBatchWeights(ABC):
         if self.is_weighing:
             return self._weight
         given = self._given()
+        if given is None and self._weighs_forwards and (ahead := self._ahead()):
+            given = _sum(ahead)
         return 1.0 if given is None else given
 
     def refuse(self, error: ConfigError) -> None:
@@ -143,7 +186,7 @@ class MicroBatchWeights(ABC):
         """Go on where the weights of other backward passes have stopped, which these replace."""
         self._scopes = before._scopes  # the same list: a scope that is open ends there
         self._once = before._once
-        self._of_forwards, self._before_forward = before._of_forwards, before._before_forward
+        self._weighs_forwards = before._weighs_forwards
         self._total, self._count = before._total, before._count
         self.unweighed = before.unweighed
         if before.is_used:
@@ -161,15 +204,58 @@ class MicroBatchWeights(ABC):
         self._once = weight
         return self._scope(weight)
 
-    def add_forward(self, weight: float) -> None:
-        """Count a forward whose weight is known; those of several forwards before a backward add up."""
-        self.use()
-        self._before_forward = self._of_forwards
-        self._of_forwards = weight + (self._of_forwards or 0.0)
+    def begin_forward(self, weight: float | None) -> None:
+        """A forward begins, with a weight or (None) without one."""
+        if weight is not None:
+            self.use()
+        self.of_forward = weight
 
-    def take_back_forward(self) -> None:
-        """The last forward, if its weight is known, has raised, or can have no backward."""
-        self._of_forwards = self._before_forward
+    def add_forward(self, graph: Graph, output: object) -> None:
+        """The forward is over that began with a weight, which counts where a backward comes to its graph."""
+        graph.weight, self.of_forward = self.of_forward, None
+        self._weighs_forwards = True
+        self._forwards.add(weakref.ref(graph, self._forwards.discard))
+        if not self._mark(graph, output):
+            self._hidden.append(graph)
+
+    def reach(self, graph: Graph) -> None:
+        """A backward has come to an output of this graph's forward."""
+        if graph.weight is None:
+            return
+        if self.is_weighing:
+            self._reached.add(graph)
+            return
+        now = self._backward()
+        if self._reached_first[0] != now:
+            self._reached_first = now, set()
+        self._reached_first[1].add(graph)
+
+    def _ahead(self) -> set[Graph]:
+        """The forwards that the backward goes through that runs, as far as it can be told."""
+        if len(self._reached) == len(self._forwards) == 1:
+            return self._reached.copy()
+        now = self._backward()
+        if self._found is None or self._found[0] != now:
+            left = [graph for find in list(self._forwards) if (graph := find()) is not None]
+            found = self._find_forwards(left)
+            self._found = now, weakref.WeakSet(left if found is None else found)
+        return set(self._found[1]) or set(self._hidden if len(self._hidden) == 1 else ())
+
+    def _expect(self) -> float:
+        """The weight of the forwards that the backward goes through that begins."""
+        self._expected = expected = self._ahead()
+        if others := [graph for graph in self._hidden if graph not in expected]:
+            self.refuse(_hidden_error(others))
+        elif not expected:
+            self.refuse(_no_forward_error())
+        return _sum(expected) if expected else 1.0
+
+    def check_forwards(self) -> None:
+        """At the end of a backward: refuse it if it has not come to the forwards whose weights it has."""
+        if self.is_open and self._expected is not None and self._reached != self._expected:
+            missed = self._expected.difference(self._reached, self._hidden)
+            if missed or not self._reached <= self._expected:
+                self.refuse(_other_forwards_error(self._expected, self._reached))
 
     @contextlib.contextmanager
     def _scope(self, weight: float) -> Iterator[None]:
@@ -192,7 +278,12 @@ class MicroBatchWeights(ABC):
         """
         if self.is_open:
             return self._total + self._weight
-        given = self._given()
+        number, first = self._reached_first
+        self._reached = first if first and number == self._backward() else set()
+        self._reached_first = -1, set()
+        given, self._expected = self._given(), None
+        if given is None and self._weighs_forwards:
+            given = self._expect()
         if given is None and self._count == 0:
             return 1.0
         if given is None or (self._count == 0 and self._state.accumulated):
@@ -241,6 +332,7 @@ class MicroBatchWeights(ABC):
     def end(self) -> None:
         """A synchronised backward is over, or given up."""
         self._close_backward()
+        self._hidden.clear()
         self.unweighed = None
         self._total, self._count = 0.0, 0
 
@@ -270,10 +362,13 @@ class MicroBatchWeights(ABC):
     def _given(self) -> float | None:
         if self._once is not None:
             return self._once
-        return self._scopes[-1] if self._scopes else self._of_forwards
+        return self._scopes[-1] if self._scopes else None
 
     def _end_local(self) -> None:
         self._awaited = None
+        self.check_forwards()
+        if self._expected is not None:
+            self._hidden = [graph for graph in self._hidden if graph not in self._expected]
         self._total += self._weight
         self._count += 1
         self._close_backward()
@@ -281,7 +376,8 @@ class MicroBatchWeights(ABC):
     def _close_backward(self) -> None:
         self.is_open = False
         self._searched.clear()
-        self._of_forwards = self._before_forward = None
+        self._reached.clear()
+        self._found = self._expected = None
 
 
 def as_weight(weight: object, owner: str = "weight") -> float:
@@ -299,6 +395,51 @@ def as_weight(weight: object, owner: str = "weight") -> float:
         expected = f"0, or from {_LEAST:g} to {_MOST:g}"
         raise arguments.refuse("weight", weight, expected, "divide all weights by the largest: ratios count")
     return number
+
+
+def _sum(graphs: Iterable[Graph]) -> float:
+    return sum(graph.weight for graph in graphs if graph.weight is not None)
+
+
+def _listed(graphs: Iterable[Graph]) -> str:
+    weights = sorted(graph.weight for graph in graphs if graph.weight is not None)
+    return ", ".join(f"{weight:g}" for weight in weights) or "none"
+
+
+_GIVE = "or give each backward its weight by weight()"
+
+
+def _other_forwards_error(expected: Iterable[Graph], reached: Iterable[Graph]) -> ConfigError:
+    """Gradients were weighed as if the backward came to other forwards than it did."""
+    return ConfigError(
+        "The weight of this backward is not that of the forwards that it went through.",
+        seen=f"forwards with these weights: {_listed(reached)}",
+        expected=f"with these: {_listed(expected)}, which were weighed before the first gradient",
+        likely="a forward without no_grad() whose output is kept; or several blocks of reentrant activation "
+        "checkpointing around the wrapped model",
+        hint=f"run a forward that has no backward under no_grad(), or detach what is kept; {_GIVE}",
+    )
+
+
+def _hidden_error(hidden: Sequence[Graph]) -> ConfigError:
+    """Forwards of which nobody knows whether the backward comes to them."""
+    return ConfigError(
+        "The weight of this backward is not known: it may go through other forwards than is seen.",
+        seen=f"{len(hidden)} with outputs in objects in which no tensor is found, weights {_listed(hidden)}",
+        expected="outputs that are tensors, or tuples, lists, dicts or dataclasses of them",
+        likely="a forward without no_grad() that has no backward; or several forwards before one backward",
+        hint=f"run a forward that has no backward under no_grad(), or return tensors; {_GIVE}",
+    )
+
+
+def _no_forward_error() -> ConfigError:
+    """The backward comes to no forward."""
+    return ConfigError(
+        "The weight of this backward is not known: it goes through no forward that has one.",
+        expected="a backward of what forward has returned: weight= gives each forward a weight",
+        likely="a loss of the parameters alone, or of gradients, or of what another method has returned",
+        hint="add it to the loss of a forward; or give the backward its weight by weight()",
+    )
 
 
 def _foreign_exchange_error(names: list[str]) -> ConfigError:

@@ -18,6 +18,7 @@ import os
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
 
 from paceline import _core
 from paceline.errors import ConfigError, ForkedError
@@ -205,17 +206,20 @@ class Graph:
     """One forward's. What its outputs' hooks hold, and nothing else.
 
     Args:
-        on_gradient: Called with this graph when an output has got its gradient.
+        on_gradient: Called with this graph and an output's gradient; returns what replaces that, or None.
         is_averaged: Whether a backward through it is; not, if its forward ran in no_sync().
         counted_in: The backward in whose number of forwards it is, as `Graphs` counts them; None: in none.
         frozen: The parameters that were frozen when it was built.
+
+    Attributes:
+        weight: What its forward weighs; None: the forward was given no weight.
     """
 
-    __slots__ = ("__weakref__", "_on_gradient", "counted_in", "frozen", "is_averaged")
+    __slots__ = ("__weakref__", "_on_gradient", "counted_in", "frozen", "is_averaged", "weight")
 
     def __init__(
         self,
-        on_gradient: Callable[[Graph], None],
+        on_gradient: Callable[[Graph, Any], Any],
         *,
         is_averaged: bool,
         counted_in: int | None,
@@ -225,10 +229,11 @@ class Graph:
         self.is_averaged = is_averaged
         self.counted_in = counted_in
         self.frozen = frozen
+        self.weight: float | None = None
 
-    def hook(self, _: object) -> None:
+    def hook(self, gradient: Any) -> Any:
         """The hook of each output."""
-        self._on_gradient(self)
+        return self._on_gradient(self, gradient)
 
 
 class Graphs:
@@ -263,7 +268,7 @@ class Graphs:
 
     def add(
         self,
-        on_gradient: Callable[[Graph], None],
+        on_gradient: Callable[[Graph, Any], Any],
         *,
         is_averaged: bool,
         is_counted: bool,

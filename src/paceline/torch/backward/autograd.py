@@ -190,7 +190,8 @@ class TorchAutograd:
                 is_watched = True
         if not is_watched and state.is_forward_counted and has_no_backward(output):  # a sampled action, say
             state.take_back_forward()
-            self._weights.take_back_forward()
+        if self._weights.of_forward is not None:
+            self._weights.add_forward(graph, output)
 
     def watch_local(self, output: object, backward: LocalBackward) -> None:
         @untraced
@@ -203,7 +204,7 @@ class TorchAutograd:
                 tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
     @untraced
-    def _on_output_gradient(self, graph: Graph) -> None:
+    def _on_output_gradient(self, graph: Graph, gradient: torch.Tensor | None) -> torch.Tensor | None:
         state = self._state
         if state.is_other(graph) and running_call() is not RunningCall.GRAD:
             state.follow(graph)
@@ -212,20 +213,25 @@ class TorchAutograd:
                 Variable._execution_engine.queue_callback(functools.partial(_call, end))
         if not state.is_syncing:
             self._part_accumulated()
-            if self._weights.is_used:
-                self._weights.watch_local()
-            return
+            return self._weights.watch_local(graph, gradient) if self._weights.is_used else None
         call = RunningCall.BACKWARD if state.phase >= RUNNING else running_call()
         if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):
             state.graphs.check_open()
+            if self._weights.is_used:
+                self._weights.reach(graph)
             if call is RunningCall.BACKWARD and state.phase < RUNNING:
                 state.arm()  # first: whatever raises from now on interrupts the backward
             state.graphs.begin(graph)
         elif call is RunningCall.GRAD:
             if graph.is_averaged and any(self._tensors.is_trained_here(t) for t in inputs_of_grad()):
                 self._direct.note_call(has_backwards=self._has_backwards)
+            if self._weights.is_used:
+                return self._weights.through_gradient(graph, gradient)
         elif call is RunningCall.BACKWARD_OF_SOME:
             self._met.append((self.backward(), weakref.ref(graph)))
+            if self._weights.is_used:
+                self._weights.reach(graph)
+        return None
 
     def _part_accumulated(self) -> None:
         state = self._state

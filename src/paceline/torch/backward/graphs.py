@@ -25,14 +25,24 @@ def tensors_in(output: object) -> Iterator[torch.Tensor]:
     return iter([output]) if isinstance(output, torch.Tensor) else _tensors_within(output, set())
 
 
+def may_hide_tensors(output: object) -> bool:
+    """Whether it holds an object in which `tensors_in` finds none, though there may be some."""
+    if isinstance(output, torch.Tensor):
+        return False
+    return any(not isinstance(leaf, _PLAIN) for leaf in _leaves(output, set()))
+
+
 def _tensors_within(output: object, entered: set[int]) -> Iterator[torch.Tensor]:
-    """Leaves out objects that were entered before: they may refer to themselves."""
+    return (leaf for leaf in _leaves(output, entered) if isinstance(leaf, torch.Tensor))
+
+
+def _leaves(output: object, entered: set[int]) -> Iterator[object]:
     for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
+        if not (values := _values_of(leaf)):
             yield leaf
-        elif (values := _values_of(leaf)) and id(leaf) not in entered:
+        elif id(leaf) not in entered:
             entered.add(id(leaf))
-            yield from _tensors_within(values, entered)
+            yield from _leaves(values, entered)
 
 
 def _values_of(leaf: object) -> list[object]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -11,10 +12,18 @@ from torch.utils.hooks import RemovableHandle
 from paceline import _core
 from paceline.reducer.backward.exchanges import nodes_from
 from paceline.reducer.backward.micro_batches import MicroBatchWeights
-from paceline.reducer.backward.state import RUNNING, BackwardState
+from paceline.reducer.backward.state import RUNNING, BackwardState, Graph
 from paceline.torch.backward.exchanges import find_exchanges
-from paceline.torch.backward.graphs import RunningCall, roots_of_backward, running_call
+from paceline.torch.backward.graphs import (
+    RunningCall,
+    may_hide_tensors,
+    roots_of_backward,
+    running_call,
+    tensors_in,
+)
 from paceline.torch.backward.last_hooks import taking_hooks
+
+_FORWARDS = "paceline.forwards"  # in a node's metadata: the graphs of forwards that have returned its output
 
 
 class TorchWeights(MicroBatchWeights):
@@ -32,9 +41,15 @@ class TorchWeights(MicroBatchWeights):
             handle.remove()
         self._handles.clear()
 
-    def watch_local(self) -> None:
-        if not self.is_open and running_call() is RunningCall.BACKWARD:
+    def watch_local(self, graph: Graph, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns what replaces the gradient of this output of a forward in no_sync(); None: nothing does."""
+        call = RunningCall.BACKWARD if self.is_open else running_call()
+        if call is RunningCall.GRAD:
+            return self.through_gradient(graph, gradient)
+        self.reach(graph)
+        if call is RunningCall.BACKWARD:
             self.begin()
+        return None
 
     def is_in_backward(self) -> bool:
         return running_call() is not RunningCall.GRAD
@@ -42,6 +57,31 @@ class TorchWeights(MicroBatchWeights):
     def reaches(self, node: object) -> bool:
         own = {id(parameter) for parameter in self._parameters}
         return any(id(getattr(each, "variable", None)) in own for each in nodes_from([node]))
+
+    def _mark(self, graph: Graph, output: object) -> bool:
+        has_leaf = False
+        for tensor in tensors_in(output):
+            node: Any = tensor.grad_fn
+            if node is not None:
+                node.metadata.setdefault(_FORWARDS, []).append(graph)
+            elif tensor.requires_grad:
+                has_leaf = True
+        return not has_leaf and not may_hide_tensors(output)
+
+    def through_gradient(self, graph: Graph, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if graph.weight is None or gradient is None or not torch.is_grad_enabled():
+            return None
+        needing = gradient if gradient.requires_grad else gradient.detach().requires_grad_()
+        marked = needing.view_as(needing)
+        marked.register_hook(graph.hook)  # type: ignore[no-untyped-call]
+        self._mark(graph, marked)
+        return marked
+
+    def _find_forwards(self, left: Iterable[Graph]) -> set[Graph] | None:
+        if not (roots := roots_of_backward()):
+            return None
+        there = {graph for node in nodes_from(roots) for graph in node.metadata.get(_FORWARDS, ())}
+        return there.intersection(left)
 
     def _backward(self) -> int:
         return torch._C._current_graph_task_id()

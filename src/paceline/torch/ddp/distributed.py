@@ -23,7 +23,6 @@ from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import WrappedModel, checked_norms
 from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import telling_peers
-from paceline.reducer.backward.micro_batches import as_weight
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.options import LocalSGD
@@ -97,7 +96,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             "average" them, "broadcast" those of rank 0, or leave them "local". The first match counts;
             broadcast_buffers decides if none matches. Integers are broadcast instead of averaged.
         weight: The weight of this rank's gradients in the average: a number, or a function of forward's
-            arguments that returns one (for example the number of tokens). None: 1, unless weight() is called.
+            arguments that returns one (for example the number of tokens). Those of all forwards that a
+            backward goes through add up. None: 1, unless weight() is called.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore". Over NCCL "warn" tells a backward later or more; only "raise" waits for the
             GPU.
@@ -304,10 +304,6 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
         try:
             output = self._run_ddp_forward(*inputs, **kwargs)
-        except BaseException:
-            if is_training and self._backward_sync is not None:
-                self._backward_sync.micro_batches.take_back_forward()
-            raise
         finally:
             TorchDDP._active_ddp_module = outer
             if self._backward_sync is not None:
@@ -357,12 +353,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             is_syncing = self._syncs_backward
             if self._join_config is not None and self._join_config.enable and self._joining is not None:
                 self._joining.notify(self, is_syncing, is_training=is_training)
-            weight = self._config.weight
-            if callable(weight):
-                weight = as_weight(weight(*inputs, **kwargs))
-            backward_sync.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=is_training)
-            if weight is not None:
-                backward_sync.micro_batches.add_forward(weight)
+            weight = None if self._config.weight is None else self._weight_of(inputs, kwargs)
+            backward_sync.begin_forward(
+                inputs, kwargs, is_syncing=is_syncing, is_training=is_training, weight=weight
+            )
         return inputs, kwargs, True
 
     @untraced
