@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from tests.differential.programs import Op, Program, numbered
+from tests.differential.programs import Op, Program, is_weighted, numbered
 
 VALUES = (0.5, 1.0, 1.5, 2.0)
 
@@ -175,6 +175,53 @@ def vary_weighted(program: Program, rng: random.Random, *, clipping: str) -> Non
     if forwards:
         hook = {"op": "hook", "kind": clipping, "param": rng.randint(0, 6)}
         ops.insert(rng.choice(forwards), hook)
+
+
+def weigh_forwards(program: Program, rng: random.Random) -> None:
+    """Where a program has weights: let most of them come with forwards, of which some get no backward.
+
+    What such a forward returns is dropped or kept. All ranks make it in training, and one may in evaluation.
+    Not where two models have a parameter in common: a backward of one is none of the other's forward.
+    """
+    ops: list[Op] = program["ops"]
+    borrows = any(layer["kind"] == "borrow" for model in program["models"] for layer in model["layers"])
+    if not is_weighted(program) or borrows or rng.random() < 0.3:
+        return
+    program["weighs"] = True
+    program["ops"] = _weighing(ops, program["ranks"], rng)
+
+
+def _weighing(ops: list[Op], ranks: int, rng: random.Random) -> list[Op]:
+    made: list[Op] = []
+    for op in ops:
+        if op["op"] == "weight":  # of the forward before it
+            made[-1]["weight"] = op["values"]
+            continue
+        op = {**op}
+        if op["op"] == "forward":
+            op["weight"] = [rng.choice([0.5, 1.0, 2.0, 5.0]) for _ in range(ranks)]
+        for part in ("body", "otherwise"):
+            if part in op:
+                op[part] = _weighing(op[part], ranks, rng)
+        # Not in a `try`: what is to raise in a forward must do so in one that the reference knows.
+        made.append(op)
+    if not any(op["op"] in ("trap", "raise") for op in made):
+        made = [each for op in made for each in _with_lost(op, ranks, rng)]
+    return made
+
+
+def _with_lost(op: Op, ranks: int, rng: random.Random) -> list[Op]:
+    """A forward, and next to it perhaps one that gets no backward."""
+    if op["op"] != "forward" or rng.random() < 0.6:
+        return [op]
+    lost: Op = {**op, "op": "lost", "data": op["data"] + 500, "keep": rng.random() < 0.5}
+    lost["how"] = rng.choice(["train", "eval"])
+    lost["weight"] = [rng.choice([0.5, 1.0, 2.0, 5.0]) for _ in range(ranks)]
+    for name in ("to", "no_sync", "flag", "input", "nan", "scale"):
+        lost.pop(name, None)
+    if lost["how"] == "eval" and rng.random() < 0.4:
+        lost["ranks"] = [rng.randrange(ranks)]
+    return [op, lost] if rng.random() < 0.5 else [lost, op]
 
 
 def step_directly(ops: list[Op], rng: random.Random) -> None:

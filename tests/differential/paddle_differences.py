@@ -14,7 +14,7 @@ from tests.differential.differences import (
 )
 from tests.differential.paddle_refusals import features_of
 from tests.differential.paddle_subjects import PADDLE
-from tests.differential.programs import Program, features, numbered
+from tests.differential.programs import Program, features, is_weighted, numbered
 
 KNOWN: list[tuple[str, str]] = [
     # what a program has done by the op at which values differ, and what Paddle's wrapper does with it
@@ -42,8 +42,8 @@ KNOWN: list[tuple[str, str]] = [
 
 def incumbents_of(program: Program) -> list[str]:
     """The mode in which Paddle's own wrapper runs it: none if it uses what only Paceline has."""
-    ops = [op for _, op in numbered(program["ops"])]
-    return [] if any(op["op"] in ("weight", "iterate") for op in ops) else [PADDLE]
+    iterates = any(op["op"] == "iterate" for _, op in numbered(program["ops"]))
+    return [] if iterates or is_weighted(program) else [PADDLE]
 
 
 def known_difference(program: Program, at: str) -> str | None:

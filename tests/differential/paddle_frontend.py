@@ -14,7 +14,7 @@ from tests.differential.paddle_mutations import MUTATIONS
 from tests.differential.paddle_reference import make_reference
 from tests.differential.paddle_refusals import expected_refusal
 from tests.differential.paddle_subjects import MODES, PADDLE, PADDLES, make_rank
-from tests.differential.programs import Program, numbered
+from tests.differential.programs import Program, is_weighted, numbered
 from tests.differential.records import Lost
 from tests.differential.walk import Parting
 
@@ -62,8 +62,8 @@ def same_parameters(program: Program) -> bool:
 
 def incumbent_can_run(program: Program) -> bool:
     """Whether the program uses nothing that only Paceline has."""
-    ops = [op for _, op in numbered(program["ops"])]
-    return not any(op["op"] in ("weight", "iterate") for op in ops) and not program.get("options")
+    is_plain = not program.get("options") and not is_weighted(program)
+    return is_plain and not any(op["op"] == "iterate" for _, op in numbered(program["ops"]))
 
 
 def writes_to_shared_gradients(program: Program) -> bool:

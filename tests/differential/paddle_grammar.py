@@ -19,6 +19,7 @@ from tests.differential.between import (
     freeze_gated,
     set_flags,
     vary_weighted,
+    weigh_forwards,
     write_buffers,
 )
 from tests.differential.orders import of_episodes, out_of_order
@@ -89,6 +90,7 @@ def generate(seed: int) -> Program:
         freeze_around(program["ops"], rng)
     if '"norm"' not in json.dumps(program["models"]):  # frozen in part, it calls hooks without a gradient
         vary_weighted(program, random.Random(f"weighted {seed}"), clipping="tensor clip")
+    weigh_forwards(program, random.Random(f"forwards {seed}"))
     is_gated, rng = False, random.Random(f"gated {seed}")
     if rng.random() < 1 / 10:
         is_gated = freeze_gated(program, rng, modes=(*UNUSED_MODES, "hosts unused"), clearing="clear")

@@ -72,6 +72,7 @@ class Machine(Walker):
         self.losses: dict[str, Loss] = {}
         self.numbers: dict[int, int] = {}
         self.handles: list[Any] = []
+        self._lost: list[paddle.Tensor] = []
         self._written_apart: set[int] = set()  # models with buffers of which ranks may have other values
         self.dtype = "float64" if subject.simulates else program.get("dtype", "float32")
         paddle.set_default_dtype(self.dtype)
@@ -90,7 +91,7 @@ class Machine(Walker):
             self.kept.append(self.wrappers[model])
         self.wrappers.pop(model, None)
         net = self.nets[model]
-        self.wrappers[model] = self.subject.wrap(net, self.options)
+        self.wrappers[model] = self.subject.wrap(net, self._wrapping())
         self.trainable[model] = [p for p in net.parameters() if not p.stop_gradient]
         yield Sync("wrapped", [model])
         self._note_parameters(model)
@@ -186,11 +187,25 @@ class Machine(Walker):
         x, factors = (paddle.to_tensor(each.astype(self.dtype)) for each in (x, factors))
         x.stop_gradient = not (self._has_recompute or op.get("input"))
         number = self.numbers.get(model, -1) + 1
-        batch = Batch(self.rank, number, rows)
+        batch = Batch(self.rank, number, rows, of_rank(op.get("weight", 1.0), self.rank))
         y = wrapper(x, batch)
-        self.numbers[model] = number  # not of one that Paceline refuses, which the reference leaves out
+        if op["op"] == "forward":
+            self.numbers[model] = number  # not of one that Paceline refuses, which the reference leaves out
         scale = of_rank(op.get("scale", 1.0), self.rank)
         return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale, batch, x
+
+    def _op_lost(self, op: Op, label: str) -> None:
+        """A forward that gets no backward."""
+        model = op.get("model", 0) % len(self.nets)
+        wrapper = self.wrappers.get(model)
+        if wrapper is None:
+            return
+        if op.get("how") == "eval":
+            wrapper.eval()
+        value, _, _ = self._loss(op, model, wrapper)
+        wrapper.train()
+        if op.get("keep"):
+            self._lost.append(value)
 
     def _op_evaluate(self, op: Op, label: str) -> None:
         wrapper = self.wrappers.get(op.get("model", 0) % len(self.nets))
@@ -238,6 +253,7 @@ class Machine(Walker):
             if not keeps:
                 for name in names:
                     self.losses.pop(name, None)
+            self._weigh(losses)
             with self._weighed(models), self._watching(losses, models):
                 if op.get("how") == "sum":
                     total = sum((loss.value for loss in losses[1:]), losses[0].value)

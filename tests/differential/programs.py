@@ -30,6 +30,11 @@ def nested(op: Op) -> list[Op]:
     return [inner for key in NESTED for inner in op.get(key, ())]
 
 
+def is_weighted(program: Program) -> bool:
+    """Whether it gives weights to backwards, or to forwards."""
+    return bool(program.get("weighs")) or any(op["op"] == "weight" for _, op in numbered(program["ops"]))
+
+
 def features(program: Program) -> list[str]:
     """What a program has in it, for the table: its ops and its layers, with the options that matter."""
     found = set()
@@ -40,6 +45,8 @@ def features(program: Program) -> list[str]:
         found.update("layer " + name for name in _kinds(model["layers"]))
     if len(program["models"]) > 1:
         found.add("several models")
+    if program.get("weighs"):
+        found.add("weights of forwards")
     found.add(f"{program.get('ranks', 2)} ranks")
     return sorted(found)
 

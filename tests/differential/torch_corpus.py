@@ -508,6 +508,33 @@ CORPUS: dict[str, Program] = {
         _op("forward"),
         _op("backward"),
     ),
+    "a forward without a backward weighs in the next one": _program(
+        ["tiny", "unused", "gloo", "hosts tiny"],
+        [_LINEAR],
+        _op("wrap"),
+        _op("lost", data=1, weight=[5.0, 0.5]),
+        _op("forward", weight=[1.0, 3.0]),
+        _op("lost", data=2, weight=[5.0, 0.5], how="eval", keep=True),
+        _op("backward"),
+        _op("forward", data=3, weight=[1.0, 3.0]),
+        _op("backward", retain=True),
+        _op("backward"),
+        weighs=True,
+    ),
+    "a backward after one that has raised counts as one through no forward": _program(
+        ["tiny", "unused"],
+        [{"kind": "trap"}, _LINEAR],
+        _op("wrap"),
+        _op("forward", to="a", weight=[1.0, 3.0]),
+        _op("forward", to="b", data=1, weight=[2.0, 1.0]),
+        _op(
+            "try",
+            body=[_op("trap", place="backward"), _op("backward", of=["a"])],
+            otherwise=[_op("zero_grad")],
+        ),
+        _op("backward", of=["b"]),
+        weighs=True,
+    ),
     # Gloo's, which ends a process that gets more bytes than it expects; all other ranks raise.
     "ranks are in backwards of two models of different sizes": {
         "ranks": 2,

@@ -13,7 +13,7 @@ from tests.differential.differences import (
     orders_of,
     until,
 )
-from tests.differential.programs import Op, Program, numbered
+from tests.differential.programs import Op, Program, is_weighted, numbered
 from tests.differential.torch_refusals import features_of
 
 KNOWN: list[tuple[str, str]] = [
@@ -40,8 +40,10 @@ KNOWN: list[tuple[str, str]] = [
 def incumbents_of(program: Program) -> list[str]:
     """The modes in which torch's own DDP runs it: none if it uses what only Paceline has."""
     features = features_of(program, "")
+    if is_weighted(program):
+        return []
     for _, op in numbered(program["ops"]):
-        if op["op"] == "weight" or (op["op"] == "iterate" and op.get("how") != "join") or "nest" in op:
+        if (op["op"] == "iterate" and op.get("how") != "join") or "nest" in op:
             return []
         if op["op"] == "forward" and "ranks" in op and "layer buffer" in features:
             return []  # each forward of torch's broadcasts buffers, and waits for the other ranks

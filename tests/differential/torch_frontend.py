@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch._dynamo
 import torch.profiler._cupti_monitor  # noqa: F401
 
-from tests.differential.programs import Program, numbered
+from tests.differential.programs import Program, is_weighted, numbered
 from tests.differential.records import Lost
 from tests.differential.torch_corpus import CORPUS, OPEN
 from tests.differential.torch_differences import incumbents_of, known_difference
@@ -65,10 +65,10 @@ def same_parameters(program: Program) -> bool:
 def incumbent_can_run(program: Program) -> bool:
     """Whether the program uses nothing that only Paceline has."""
     ops = [op for _, op in numbered(program["ops"])]
-    return not any(
-        op["op"] == "weight" or (op["op"] == "iterate" and op.get("how") != "join") or "nest" in op
-        for op in ops
-    ) and not program.get("options")
+    is_plain = not program.get("options") and not is_weighted(program)
+    return is_plain and not any(
+        (op["op"] == "iterate" and op.get("how") != "join") or "nest" in op for op in ops
+    )
 
 
 def writes_to_shared_gradients(program: Program) -> bool:

@@ -19,6 +19,7 @@ from tests.differential.between import (
     set_flags,
     step_directly,
     vary_weighted,
+    weigh_forwards,
     write_buffers,
 )
 from tests.differential.orders import of_episodes, out_of_order
@@ -50,6 +51,7 @@ def generate(seed: int) -> Program:
     _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)
     _add_between(program, random.Random(f"between {seed}"))
     vary_weighted(program, random.Random(f"weighted {seed}"), clipping="tensor clamp")
+    weigh_forwards(program, random.Random(f"forwards {seed}"))
     is_gated = _freeze_gated(program, random.Random(f"gated {seed}"))
     _compare_inputs(program, random.Random(f"inputs {seed}"))
     if accelerator.IS_THERE:

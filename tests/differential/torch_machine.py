@@ -85,6 +85,7 @@ class Machine(Walker):
         self.losses: dict[str, Loss] = {}
         self.numbers: dict[int, int] = {}
         self.handles: list[Any] = []
+        self._lost: list[torch.Tensor] = []
         self._written_apart: set[int] = set()  # models with buffers of which ranks may have other values
         self.uses_amp = any(op.get("amp") for _, op in numbered(program["ops"]))
         for spec in program["models"]:
@@ -128,7 +129,7 @@ class Machine(Walker):
             self.kept.append(self.wrappers[model])
         self.wrappers.pop(model, None)
         net = self.nets[model]
-        self.wrappers[model] = self.subject.wrap(net, self.options, op.get("nest"))
+        self.wrappers[model] = self.subject.wrap(net, self._wrapping(), op.get("nest"))
         self.trainable[model] = [p for p in net.parameters() if p.requires_grad]
         yield Sync("wrapped", [model])
         self._note_parameters(model)
@@ -268,13 +269,28 @@ class Machine(Walker):
             x.requires_grad_()
         number = self.numbers.get(model, 0)
         amp = torch.autocast(self.device, torch.bfloat16) if op.get("amp") else contextlib.nullcontext()
-        batch = Batch(self.rank, number, rows)
+        batch = Batch(self.rank, number, rows, of_rank(op.get("weight", 1.0), self.rank))
         with amp:
             y = wrapper(x, batch)
-        self.numbers[model] = number + 1  # not of one that Paceline refuses, which the reference leaves out
+        if op["op"] == "forward":
+            self.numbers[model] = (
+                number + 1
+            )  # not of one that Paceline refuses, which the reference leaves out
         y = y.to(dtype)
         scale = of_rank(op.get("scale", 1.0), self.rank)
         return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale, batch, x
+
+    def _op_lost(self, op: Op, label: str) -> None:
+        """A forward that gets no backward."""
+        model = op.get("model", 0) % len(self.nets)
+        wrapper = self.wrappers.get(model)
+        if wrapper is None:
+            return
+        wrapper.train(op.get("how") != "eval")
+        value, _, _ = self._loss(op, model, wrapper)
+        wrapper.train()
+        if op.get("keep"):
+            self._lost.append(value)
 
     def _op_evaluate(self, op: Op, label: str) -> None:
         model = op.get("model", 0) % len(self.nets)
@@ -323,6 +339,7 @@ class Machine(Walker):
             if not op.get("retain"):
                 for name in op.get("of", ["loss"]):
                     self.losses.pop(name, None)
+            self._weigh(losses)
             with self._weighed(models), self._watching(losses, models):
                 total.backward(retain_graph=bool(op.get("retain")))
         if self.parting is not Parting.NEVER:  # those that were frozen when the model was built, too

@@ -25,13 +25,15 @@ class Batch:
         rank: Of the process, or the one that is simulated.
         number: How many forwards this rank has made before.
         rows: For embeddings, one of each sample.
+        weight: What the forward weighs, where forwards have weights.
         runs: How often layers were run that may be run again in backward.
     """
 
-    def __init__(self, rank: int, number: int, rows: torch.Tensor) -> None:
+    def __init__(self, rank: int, number: int, rows: torch.Tensor, weight: float = 1.0) -> None:
         self.rank = rank
         self.number = number
         self.rows = rows
+        self.weight = weight
         self.runs = 0
 
 

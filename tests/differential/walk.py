@@ -62,6 +62,10 @@ def of_rank(value: Any, rank: int) -> Any:
     return value[rank % len(value)] if isinstance(value, list) else value
 
 
+def _models_of(loss: Any) -> list[int]:
+    return loss.models if hasattr(loss, "models") else [loss.model]
+
+
 class Parting(enum.Enum):
     """When the reference gives gradients that share memory a copy each, which frameworks do not.
 
@@ -205,6 +209,21 @@ class Walker:
 
     def _op_raise(self, op: Op, label: str) -> None:
         raise UserError("raised between two calls")
+
+    def _wrapping(self) -> dict[str, Any]:
+        """The options of a wrapper."""
+        by_forward = {"weight": lambda x, batch: batch.weight} if self.program.get("weighs") else {}
+        return {**self.options, **by_forward}
+
+    def _weigh(self, losses: Sequence[Any]) -> None:
+        """Before a backward, where forwards have weights: those of one model add up."""
+        if self.program.get("weighs"):
+            for loss in losses:
+                for model in _models_of(loss):
+                    self.weights.pop(model, None)
+            for loss in losses:
+                for model in _models_of(loss):
+                    self.weights[model] = self.weights.get(model, 0.0) + loss.batch.weight
 
     @contextlib.contextmanager
     def _watching(self, losses: Sequence[Any], models: Sequence[int]) -> Iterator[None]:
