@@ -28,6 +28,7 @@ def test_a_handler_raises_anywhere_in_a_backward(framework: str) -> None:
         "has_norm": True,
         "is_sharded": False,
         "within": "backward",
+        "catches": False,
     }
     found = check(program, framework, [(number + 0.5) / 40 for number in range(40)])
     assert not found, found
