@@ -37,7 +37,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline.errors import (
     CollectiveError,
@@ -71,6 +70,7 @@ from paceline.health.peer_errors import (
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.limits import start_thread
+from paceline.trace.far_ranks import FarRanks
 
 BEAT_S = 0.25
 _SILENCE_S = 3.0
@@ -141,14 +141,6 @@ class _Reset:
     said: Mapping[int, int]
 
 
-class RanksWatcher(Protocol):
-    def take(self, rank: int, figures: bytes) -> None: ...
-
-    def leave(self, rank: int) -> None: ...
-
-    def lose(self, rank: int) -> None: ...
-
-
 class ControlChannel:
     """One rank's end of the channel; `form_channel` makes it. Ends when nobody holds it any more.
 
@@ -183,7 +175,7 @@ class ControlChannel:
         self._left: set[int] = set()
         self._has_reported = self._is_leaving = self._is_closed = False
         self._has_failed = threading.Event()
-        self._watcher: RanksWatcher | None = None
+        self._watcher: FarRanks | None = None
         self._callbacks: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
         self._calls_at_s: float | None = None
         self._beats_at_s = self._looks_at_s = now
@@ -257,7 +249,7 @@ class ControlChannel:
         with self._lock:
             self._pass_on(self._rank.to_bytes(_RANK_BYTES, "little") + figures)
 
-    def watch(self, watcher: RanksWatcher) -> None:
+    def watch(self, watcher: FarRanks) -> None:
         """At the hub: call this watcher, which must not block, with what the ranks report and
         which are gone.
         """

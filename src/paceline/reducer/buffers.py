@@ -12,7 +12,7 @@ import json
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from paceline import _core
 from paceline.errors import ReplicasDifferError, format_ranks
@@ -35,6 +35,12 @@ class BufferOptions(Protocol):
     def broadcast_buffers(self) -> bool: ...
     @property
     def syncs_forward(self) -> bool: ...
+
+
+class WrittenBuffers(Protocol):
+    places: Mapping[str, Any]
+
+    def end(self) -> Mapping[str, int]: ...
 
 
 class BufferedModel(Protocol):
@@ -63,21 +69,10 @@ class BufferedModel(Protocol):
         """
         ...
 
-
-class WrittenBuffers(Protocol):
-    places: Mapping[str, Any]
-
-    def end(self) -> Mapping[str, int]: ...
-
-
-@runtime_checkable
-class NoticingModel(BufferedModel, Protocol):
-    """A model whose autograd raises if a buffer that it has saved for backward gets other values."""
-
     def written_buffers(
         self, buffers: Mapping[str, Any], changing: Iterable[str], *, through_pointers: bool
     ) -> WrittenBuffers | None:
-        """Let autograd know of the buffers that get other values, and of no other.
+        """Let autograd know of the buffers that get other values, where it raises if a saved one does.
 
         Args:
             buffers: All that will be written to, by name.
@@ -298,7 +293,6 @@ class BufferSync:
         self.hook: BufferHook | None = None
         self.writes: BufferWrites | None = None
         self._tensors = tensors
-        self._noticing = tensors if isinstance(tensors, NoticingModel) else None
         self._communicator = communicator
         self._patterns = options.buffers
         self._broadcasts = options.broadcast_buffers
@@ -503,11 +497,9 @@ class BufferSync:
         if self.writes is not None:
             self.writes.begin_sync()
         now: Mapping[str, Any] = self._tensors.current_buffers()
-        written = None
-        if self._noticing is not None:
-            changing = averages_of if self._communicator.rank == active[0] else chosen | averages_of
-            is_memory = self._communicator.path == "memory"
-            written = self._noticing.written_buffers(now, changing, through_pointers=is_memory)
+        changing = averages_of if self._communicator.rank == active[0] else chosen | averages_of
+        is_memory = self._communicator.path == "memory"
+        written = self._tensors.written_buffers(now, changing, through_pointers=is_memory)
         if written is not None:
             now = written.places
         prepared = self._prepared

@@ -160,6 +160,9 @@ class ManagedTensors:
         owner = self._estimates.get(name)
         return owner is not None and bool(owner.training)
 
+    def written_buffers(self, *_: object, **__: object) -> None:
+        """Paddle's autograd does not raise where a buffer that it has saved gets other values."""
+
     def check_trainable(self) -> None:
         if not self.is_trained:
             raise ConfigError(

@@ -1,10 +1,9 @@
 """One backward pass after the other, for every framework.
 
 `BackwardSync` begins and ends each backward, judges it, and copies the means back; it gives up those that an
-exception broke off. A framework gives it its parts (`FrontEnd`): the gradients and where they lie, its
-autograd, weights, buffers. It has objects for where gradients are averaged (`Planning`), for what hooks leave
-(`LeftOver`), for what is known afterwards (`BackwardStatistics`) and recorded (`BackwardLog`), none of which
-knows of it. `BackwardSync._end` is the end of a backward from top to bottom.
+exception broke off. A framework provides a `FrontEnd`. Other parts are `Planning` (where gradients are
+averaged), `UnusedParameters` (what no hook has handed over), `BackwardStatistics` and `BackwardLog`.
+`BackwardSync._end` is the end of a backward from top to bottom.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ClassVar, Generic, final
+from typing import Any, Generic, final
 
 from paceline.errors import CollectiveError, ConfigError, MismatchError, PacelineError, ReplicaError
 from paceline.health import lifetime
+from paceline.reducer.backward.conclusion import Conclusion
 from paceline.reducer.backward.drift import DriftWatch
 from paceline.reducer.backward.front_end import AnyAutograd, BackwardOptions, FrontEnd
 from paceline.reducer.backward.log import BackwardLog, LocalBackward
@@ -36,6 +36,7 @@ from paceline.reducer.backward.state import (
     Graphs,
 )
 from paceline.reducer.backward.statistics import BackwardStatistics
+from paceline.reducer.backward.unused_parameters import UnusedParameters
 from paceline.reducer.backward_errors import (
     GraphVariety,
     Judge,
@@ -43,10 +44,8 @@ from paceline.reducer.backward_errors import (
     exit_warning,
     give_up_interrupted,
     shorten,
-    swapped_error,
     uneven_error,
 )
-from paceline.reducer.backward_reports import digest_of
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.owners import agreed_owners, globally_unused, needs_memory, owners, several_models
@@ -63,157 +62,6 @@ _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
 _BACKWARD_ENDED = int(Event.AVERAGING_ENDED)
 _MOST_INTERRUPTIONS = 100  # of one end of a backward: a timer may raise again and again
 _MOST_TRIES = 5  # of one step of it that raises whenever it is tried
-
-
-class Ending:
-    """How far this rank is in the end of a backward whose outcome all ranks know.
-
-    Attributes:
-        stage: What comes next, or is under way.
-        seen_order: In which order gradients came, where the plan is to follow it; None: it is not.
-    """
-
-    (
-        JUDGE,
-        IN_WRITES,
-        MEANS,
-        IN_SPARSE,
-        STEPS,
-        IN_STEPS,
-        CLOSE,
-        IN_ADOPTION,
-        NEXT,
-        ORDER,
-        IN_ORDER,
-        BUFFERS,
-        IN_BUFFERS,
-        IN_HOOK,
-        GOOD,
-        IN_AFTER_GOOD,
-        NOTES,
-        IN_DRIFT,
-        REST,
-    ) = range(19)
-    OF_ALL_RANKS = frozenset({IN_WRITES, IN_SPARSE, IN_ORDER, IN_BUFFERS, IN_AFTER_GOOD, IN_DRIFT})
-    MADE_ONCE = frozenset({IN_STEPS, IN_HOOK, IN_ADOPTION})
-    AFTER: ClassVar = {MEANS: STEPS, CLOSE: NEXT}
-
-    __slots__ = ("drift_backwards", "good_backwards", "number", "result", "seen_order", "stage")
-
-    def __init__(
-        self, number: int, good_backwards: int, drift_backwards: int, result: BackwardResult
-    ) -> None:
-        self.number, self.good_backwards, self.drift_backwards = number, good_backwards, drift_backwards
-        self.result = result
-        self.stage = self.JUDGE
-        self.seen_order: list[int] | None = None
-
-
-@final
-class LeftOver:
-    """Hands over gradients that no hook has, and leaves out the rest, before a rank reports how its backward
-    went.
-
-    Those are gradients that waited for the end, came before in no_sync(), or stayed from an earlier step; and
-    parameters without any.
-    """
-
-    def __init__(
-        self,
-        front_end: FrontEnd[Any],
-        state: BackwardState,
-        variety: GraphVariety,
-        static_graph: StaticGraph | None,
-        *,
-        allow_unused: bool,
-    ) -> None:
-        self._tensors, self._names = front_end.tensors, front_end.tensors.names
-        self._gradients, self._autograd = front_end.gradients, front_end.autograd
-        self._micro_batches = front_end.micro_batches
-        self._state = state
-        self._variety, self._static_graph = variety, static_graph
-        self._allow_unused = allow_unused
-
-    def hand_over(self, reducer: Reducer) -> None:
-        state = self._state
-        if (complete := self._autograd.complete) is not None:
-            complete()
-        count = len(self._names)
-        if len(state.handed) < count:
-            self._take_swapped()
-        if self._static_graph is not None:
-            state.status.graph_changed = self._static_graph.has_changed(self._used())
-        elif len(state.handed) < count:
-            self._variety.note(self._used)
-        if len(state.handed) < count:
-            missing = [index for index in range(count) if index not in state.handed]
-            frozen = state.graphs.frozen()
-            if frozen is None:
-                frozen = self._tensors.frozen_now  # of the last forward
-            # One that was frozen after its forward may be unused, too, as where a block is recomputed.
-            frozen = frozen | self._autograd.frozen_among(missing)
-            self._hand_over_accumulated(missing, frozen)
-            if len(state.handed) < count:
-                self._leave_out([index for index in missing if index not in state.handed], frozen, reducer)
-        self._gradients.check()
-
-    def hand_over_nothing(self, reducer: Reducer) -> None:
-        """In place of `hand_over`, on a rank without data: nothing is unused because of it."""
-        if not self._allow_unused:
-            for index in range(len(self._names)):
-                self._mark_zeros(index, reducer)
-
-    def _used(self) -> set[int]:
-        used = self._state.accumulated.union(self._state.handed).difference(self._tensors.delayed)
-        return used.intersection(range(len(self._names)))
-
-    def _take_swapped(self) -> None:
-        """Hand over gradients that came without a hook, because the parameter is another tensor now."""
-        state = self._state
-        for index in self._autograd.find_swapped():
-            if index in state.handed:
-                continue
-            if self._micro_batches.is_used:  # their hooks have not scaled it
-                state.refuse(index, swapped_error(self._names[index], state.where))
-            elif self._gradients.exists(index):
-                self._gradients.hand_over_rest(index)
-
-    def _hand_over_accumulated(self, missing: Sequence[int], frozen: frozenset[int]) -> None:
-        """Hand over gradients that this backward did not touch but that count all the same.
-
-        Those of backward passes in no_sync(); and, where unused parameters are allowed, any gradient that is
-        left from before: the others add to theirs, so it must take part in the mean.
-        """
-        accumulated = self._state.accumulated
-        for index in missing:
-            counts = index in accumulated or (self._allow_unused and index not in frozen)
-            if counts and self._gradients.exists(index):
-                self._gradients.hand_over_rest(index)
-
-    def _leave_out(self, missing: Sequence[int], frozen: frozenset[int], reducer: Reducer) -> None:
-        """These have no gradient; delayed ones have one of zeros, as in torch.
-
-        What is left of a frozen parameter stays as it is if no rank hands it over: a rank without data would
-        take its share of the mean away.
-        """
-        delayed = [index for index in missing if index in self._tensors.delayed]
-        if delayed:
-            self._gradients.leave_out(delayed)
-        for index in delayed:
-            self._mark_zeros(index, reducer)
-        unused = [index for index in missing if index not in self._tensors.delayed]
-        self._gradients.leave_out(unused)
-        if idle := frozen.intersection(unused):
-            # What is left there stays as it is, while their places become zeros, or get a copy.
-            self._gradients.leave_buffer(idle)
-            if self._allow_unused:
-                self._gradients.count_unused(idle)
-            else:  # no rank has used them, or the backward is void
-                self._state.status.frozen = digest_of(sorted(idle))
-
-    def _mark_zeros(self, index: int, reducer: Reducer) -> None:
-        self._gradients.clear(index)
-        reducer.mark_ready(index, 0)
 
 
 @final
@@ -291,7 +139,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self._is_complete = False
         self._unreported: Exception | None = None
         self._is_lost = False  # a backward raised what ends the group, on every rank
-        self._ending: Ending | None = None
+        self._conclusion: Conclusion | None = None
         self._armed = 0  # backward passes that were armed, and ones that were given up
         self._backward = 0
         registry.join(self)
@@ -318,7 +166,7 @@ class BackwardSync(Generic[AnyAutograd]):
             static_graph=self._static_graph,
             all_gather=self.communicator.all_gather,
         )
-        self._left_over = LeftOver(
+        self._unused = UnusedParameters(
             self._front_end, self.state, self._variety, self._static_graph, allow_unused=config.allow_unused
         )
 
@@ -659,16 +507,16 @@ class BackwardSync(Generic[AnyAutograd]):
         if self._fresh.is_used:
             self._fresh.forget()
         before = reducer.last
-        self._ending = None
+        self._conclusion = None
         try:
             self.autograd.raise_kept()
             status = state.status
             if status.finished:  # this rank has no data
-                self._left_over.hand_over_nothing(reducer)
+                self._unused.hand_over_nothing(reducer)
             elif self._shared:
                 registry.complete_all(self._backward)
             else:
-                self._left_over.hand_over(reducer)
+                self._unused.hand_over(reducer)
             status.reached = self.graphs.reached
             if self.micro_batches.is_used:
                 self.micro_batches.check_forwards()
@@ -683,13 +531,13 @@ class BackwardSync(Generic[AnyAutograd]):
             if (order := planning.reduction.order) is not None:
                 order.give_up_before(self)
             result = reducer.finish(status, allow_unused, config.allow_globally_unused)
-            self._ending = Ending(number, self.good_backwards, self.drift.backwards, result)
-            self._conclude(self._ending)
+            self._conclusion = Conclusion(number, self.good_backwards, self.drift.backwards, result)
+            self._conclude(self._conclusion)
         except PacelineError as error:
             is_lost = isinstance(error, CollectiveError)
-            ending = self._ending
-            if ending is not None or is_lost:
-                if ending is None or ending.stage <= Ending.CLOSE:
+            conclusion = self._conclusion
+            if conclusion is not None or is_lost:
+                if conclusion is None or conclusion.stage <= Conclusion.CLOSE:
                     self._adopt_errors(is_good=False)
                 # Of a rank that lost another one the activity stays: it is evidence for the others' errors.
                 self._close(number, is_published=not is_lost)
@@ -697,133 +545,135 @@ class BackwardSync(Generic[AnyAutograd]):
             raise
         except BaseException as error:
             # Of a signal handler, say. If the ranks know no outcome yet, the backward is interrupted.
-            if self._ending is None and (last := reducer.last) is not None and last is not before:
-                self._ending = Ending(number, self.good_backwards, self.drift.backwards, last)
-            if self._ending is not None:
-                self._conclude_after(error, self._ending)
+            if self._conclusion is None and (last := reducer.last) is not None and last is not before:
+                self._conclusion = Conclusion(number, self.good_backwards, self.drift.backwards, last)
+            if self._conclusion is not None:
+                self._conclude_after(error, self._conclusion)
             raise
         finally:
-            self._ending = None
+            self._conclusion = None
             self.autograd.forget()
             self.graphs.end_backward()
 
-    def _conclude(self, ending: Ending) -> None:
+    def _conclude(self, conclusion: Conclusion) -> None:
         """All ranks know the outcome now: judge it, copy the means back, get ready for the next backward.
 
         The others go on, so this rank must come to the end of this, too, whatever a signal handler raises in
-        the middle: called again, it goes on where `ending` says that it is. What is made twice then does no
-        harm; what must not be, a call of all ranks or of the user's code, is marked as under way.
+        the middle: called again, it goes on where `conclusion` says. What is made twice then does no harm;
+        what must not be, a call of all ranks or of the user's code, is marked as under way.
         """
-        state, planning, result, number = self.state, self.planning, ending.result, ending.number
+        state, planning, result, number = self.state, self.planning, conclusion.result, conclusion.number
         outcome = result.outcome
         self.statistics.result = result
-        if ending.stage == Ending.JUDGE:
+        if conclusion.stage == Conclusion.JUDGE:
             self.active = self._all_ranks
             if outcome:
                 self._log.note_nonfinite(number, result)
                 self._note_active(result)
                 self._judge.judge(result, state.refusal, self.micro_batches.unweighed)
                 if outcome & _TOLD and any(each.wrote_buffers for each in result.statuses):
-                    ending.stage = Ending.IN_WRITES
+                    conclusion.stage = Conclusion.IN_WRITES
                     where = f"the end of backward {number - self._log.before_first}"
                     self.buffers.check_writes(self.active, where)
-            ending.stage = Ending.MEANS
-        if ending.stage == Ending.MEANS:
-            ending.seen_order = None if planning.is_order_final else list(state.handed)
+            conclusion.stage = Conclusion.MEANS
+        if conclusion.stage == Conclusion.MEANS:
+            conclusion.seen_order = None if planning.is_order_final else list(state.handed)
             if self.active:
                 self._write_back_means(result)
             if recording.keeps_all and (note := recording.note) is not None:
                 note(_WROTE_BACK, number, 0)
             if self.active and self._has_sparse:
-                ending.stage = Ending.IN_SPARSE
+                conclusion.stage = Conclusion.IN_SPARSE
                 self.sparse.average(state.rank_weight, has_data=not state.status.finished)
                 self._judge.judge_nonfinite(self.sparse.nonfinite)
-            ending.stage = Ending.STEPS
-        if ending.stage == Ending.STEPS:
+            conclusion.stage = Conclusion.STEPS
+        if conclusion.stage == Conclusion.STEPS:
             if self.active:
-                ending.stage = Ending.IN_STEPS
+                conclusion.stage = Conclusion.IN_STEPS
                 self.autograd.after_means()
-            ending.stage = Ending.CLOSE
-        if ending.stage == Ending.CLOSE:
+            conclusion.stage = Conclusion.CLOSE
+        if conclusion.stage == Conclusion.CLOSE:
             if self._fresh.is_used:
                 self._fresh.note()
-            ending.stage = Ending.IN_ADOPTION
+            conclusion.stage = Conclusion.IN_ADOPTION
             self._adopt_errors(is_good=bool(self.active) and not outcome & _NOT_FINITE)
-            ending.stage = Ending.NEXT
-        if ending.stage == Ending.NEXT:
+            conclusion.stage = Conclusion.NEXT
+        if conclusion.stage == Conclusion.NEXT:
             self._close(number)
-            ending.stage = Ending.ORDER
-        if ending.stage == Ending.ORDER:
-            if ending.seen_order is not None:
-                ending.stage = Ending.IN_ORDER
-                planning.adopt_order(ending.seen_order)
-            ending.stage = Ending.BUFFERS
-        if ending.stage == Ending.BUFFERS:
+            conclusion.stage = Conclusion.ORDER
+        if conclusion.stage == Conclusion.ORDER:
+            if conclusion.seen_order is not None:
+                conclusion.stage = Conclusion.IN_ORDER
+                planning.adopt_order(conclusion.seen_order)
+            conclusion.stage = Conclusion.BUFFERS
+        if conclusion.stage == Conclusion.BUFFERS:
             if self.active:
                 if self.buffers.hook is not None:
-                    ending.stage = Ending.IN_HOOK
+                    conclusion.stage = Conclusion.IN_HOOK
                 elif self.buffers.is_needed:
-                    ending.stage = Ending.IN_BUFFERS
+                    conclusion.stage = Conclusion.IN_BUFFERS
             self.buffers.end_backward(self.active)
             if recording.keeps_all and (note := recording.note) is not None:
                 note(_SYNCED_BUFFERS, number, 0)
-            ending.stage = Ending.GOOD
-        if ending.stage == Ending.GOOD:
-            self.good_backwards = ending.good_backwards + bool(self.active)
+            conclusion.stage = Conclusion.GOOD
+        if conclusion.stage == Conclusion.GOOD:
+            self.good_backwards = conclusion.good_backwards + bool(self.active)
             if self.after_good is not None and self.active:
-                ending.stage = Ending.IN_AFTER_GOOD
+                conclusion.stage = Conclusion.IN_AFTER_GOOD
                 self.after_good(state.rank_weight)
-            ending.stage = Ending.NOTES
-        if ending.stage == Ending.NOTES:
+            conclusion.stage = Conclusion.NOTES
+        if conclusion.stage == Conclusion.NOTES:
             # Where a rank has no data there may be ranks that make no step until the others have finished.
             if len(self.active) == self.world_size:
                 drift, differ = self.drift, outcome & _NOTES_DIFFER
-                drift.backwards = ending.drift_backwards + 1
+                drift.backwards = conclusion.drift_backwards + 1
                 if differ or drift.is_due:
-                    ending.stage = Ending.IN_DRIFT
+                    conclusion.stage = Conclusion.IN_DRIFT
                     drift.look(result.notes if differ else None)
                 if self._same_inputs is not None:
-                    ending.stage = Ending.IN_DRIFT
+                    conclusion.stage = Conclusion.IN_DRIFT
                     if not self._same_inputs.end_backward(result.statuses if outcome & _TOLD else ()):
                         self._same_inputs = None
-            ending.stage = Ending.REST
+            conclusion.stage = Conclusion.REST
         if len(self.active) == self.world_size:
             self.notes.begin(self._begun_forwards)
         state.status.static_graph = False  # all ranks have promised it
         self.autograd.learn()
 
-    def _conclude_after(self, error: BaseException, ending: Ending) -> None:
+    def _conclude_after(self, error: BaseException, conclusion: Conclusion) -> None:
         """Something raised in this rank's `_conclude` that the others do not know of: come to its end.
 
         Where it was in a call of all ranks, nobody knows whether this rank has made it: then all ranks raise.
         """
         tries = 0
         for _ in range(_MOST_INTERRUPTIONS):
-            if ending.stage in Ending.OF_ALL_RANKS:
-                if ending.stage in (Ending.IN_WRITES, Ending.IN_DRIFT) and isinstance(error, Warning):
-                    ending.stage += 1  # an error by the user's filter, and on all ranks
+            if conclusion.stage in Conclusion.OF_ALL_RANKS:
+                if conclusion.stage in (Conclusion.IN_WRITES, Conclusion.IN_DRIFT) and isinstance(
+                    error, Warning
+                ):
+                    conclusion.stage += 1  # an error by the user's filter, and on all ranks
                 else:
                     self.give_up(error)
-                    self._close(ending.number, is_published=False)
+                    self._close(conclusion.number, is_published=False)
                     return
-            if ending.stage in Ending.MADE_ONCE:
-                ending.stage += 1
-            before = ending.stage
+            if conclusion.stage in Conclusion.MADE_ONCE:
+                conclusion.stage += 1
+            before = conclusion.stage
             try:
-                self._conclude(ending)
+                self._conclude(conclusion)
                 return
             except PacelineError as found:
-                if ending.stage <= Ending.CLOSE:
+                if conclusion.stage <= Conclusion.CLOSE:
                     self._adopt_errors(is_good=False)
-                self._close(ending.number, is_published=not isinstance(found, CollectiveError))
+                self._close(conclusion.number, is_published=not isinstance(found, CollectiveError))
                 self._fail(found)
                 return
             except BaseException as again:
                 # What cannot be done here is left out: a rank whose gradients are no means is found by its
                 # parameters, at the next backward.
-                tries = tries + 1 if ending.stage == before else 0
+                tries = tries + 1 if conclusion.stage == before else 0
                 if tries >= _MOST_TRIES:
-                    ending.stage, tries = Ending.AFTER.get(before, before), 0
+                    conclusion.stage, tries = Conclusion.AFTER.get(before, before), 0
                 error = again
         self.give_up(error)
 
@@ -864,7 +714,7 @@ class BackwardSync(Generic[AnyAutograd]):
         is_in_it = self.state.phase >= RUNNING and self._shared and self._backward == backward
         if is_in_it and not self._is_complete:
             self._is_complete = True
-            self._left_over.hand_over(self.reducer)
+            self._unused.hand_over(self.reducer)
 
     def _note_active(self, result: BackwardResult) -> None:
         if result.outcome & _FINISHED:

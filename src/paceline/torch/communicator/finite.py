@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -23,14 +22,6 @@ _CHUNK = 512
 
 Piece = tuple[int, torch.Tensor]
 """The index of a parameter, and its elements within a bucket."""
-
-
-class Copy(Protocol):
-    def begin(self, number: torch.Tensor) -> None: ...
-
-    def is_done(self) -> bool: ...
-
-    def read(self) -> float: ...
 
 
 class HostCopy:
@@ -112,7 +103,7 @@ class _Traces:
     def __init__(self, size: int, like: torch.Tensor) -> None:
         self.elements = like.new_zeros(size)
         self._norm = like.new_zeros(())
-        self.copy: Copy | None = None
+        self.copy: HostCopy | None = None
 
     def measure(self) -> torch.Tensor:
         """One number: not finite, if anything is not. The norm is exact, and a NaN makes it a NaN."""
@@ -143,7 +134,7 @@ class FiniteChecks:
         buckets: What there is to look at: each bucket, and what lies in it.
         waits: Tell of each backward at its end, which waits for the device. Else that is so in the first
             backward only, and later ones are told of a backward or more later.
-        copy: Makes a `Copy` for numbers like one.
+        copy: Makes a `HostCopy` for numbers like one.
     """
 
     def __init__(
@@ -151,7 +142,7 @@ class FiniteChecks:
         buckets: Sequence[tuple[torch.Tensor, Sequence[Piece]]],
         *,
         waits: bool,
-        copy: Callable[[torch.Tensor], Copy] = HostCopy,
+        copy: Callable[[torch.Tensor], HostCopy] = HostCopy,
     ) -> None:
         self.waits = waits
         self._make_copy = copy

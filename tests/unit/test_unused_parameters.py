@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.reducer.backward.backward_sync import LeftOver
 from paceline.reducer.backward.state import BackwardState
+from paceline.reducer.backward.unused_parameters import UnusedParameters
 from paceline.reducer.backward_errors import GraphVariety, StaticGraph
 from paceline.reducer.backward_reports import digest_of
 
@@ -64,11 +64,15 @@ class Model:
         self.state.handed[index] = object()
         self.events.append(("hand over", index))
 
-    def left_over(self, *, allow_unused: bool = False, static_graph: StaticGraph | None = None) -> LeftOver:
-        return LeftOver(self.front_end, self.state, self.variety, static_graph, allow_unused=allow_unused)
+    def unused_parameters(
+        self, *, allow_unused: bool = False, static_graph: StaticGraph | None = None
+    ) -> UnusedParameters:
+        return UnusedParameters(
+            self.front_end, self.state, self.variety, static_graph, allow_unused=allow_unused
+        )
 
     def end(self, **options: Any) -> list[tuple[str, Any]]:
-        self.left_over(**options).hand_over(self.reducer)
+        self.unused_parameters(**options).hand_over(self.reducer)
         return self.events
 
 
@@ -129,7 +133,7 @@ def test_a_delayed_parameter_without_a_gradient_has_zeros():
 @pytest.mark.parametrize("allow_unused", [False, True])
 def test_without_data_nothing_is_unused_because_of_this_rank(allow_unused):
     model = Model(set(), set())
-    model.left_over(allow_unused=allow_unused).hand_over_nothing(model.reducer)
+    model.unused_parameters(allow_unused=allow_unused).hand_over_nothing(model.reducer)
     marked = [index for what, index in model.events if what == "zeros"]
     assert marked == ([] if allow_unused else [0, 1, 2, 3])
 
