@@ -47,7 +47,7 @@ _USUAL_VALUES_BYTES = routes.VALUES_BYTES
 def noting(
     prepare: Callable[..., Begin], note: Callable[[Message, Transfer], object]
 ) -> Callable[..., Begin]:
-    """What stands for a transport's `sending` or `receiving`, and tells of each message that is begun."""
+    """What stands for a transport's `sending` or `receiving`, and reports each message that is begun."""
 
     def prepared(transport: Any, host: int, message: Message, tag: int) -> Begin:
         begin = prepare(transport, host, message, tag)

@@ -317,20 +317,20 @@ def _test_two_ranks() -> Finding:
             rank.kill()
             rank.communicate()
     try:
-        told = dict(json.loads(out))
+        reported = dict(json.loads(out))
     except ValueError:
         return Finding("self-test", WRONG, " ".join(err.split()[-60:]) or "rank 0 said nothing", _REPORT)
-    if "raised" in told:
-        return Finding("self-test", WRONG, told["raised"], told["hint"] or _REPORT)
-    if told["mean"] != 1.5:
-        return Finding("self-test", WRONG, f"the mean of 1 and 2 was {told['mean']}", _REPORT)
-    if told["lost"] != [1]:
-        return Finding("self-test", WRONG, f"rank 1 was killed, and rank 0 saw: {told['error']}", _REPORT)
+    if "raised" in reported:
+        return Finding("self-test", WRONG, reported["raised"], reported["hint"] or _REPORT)
+    if reported["mean"] != 1.5:
+        return Finding("self-test", WRONG, f"the mean of 1 and 2 was {reported['mean']}", _REPORT)
+    if reported["lost"] != [1]:
+        return Finding("self-test", WRONG, f"rank 1 was killed, and rank 0 saw: {reported['error']}", _REPORT)
     return Finding(
         "self-test",
         FINE,
-        f"two ranks averaged {_ELEMENTS * 4 // 1024} KiB in {told['reduce_us']:.0f} us; "
-        f"one was killed, and the other knew after {told['noticed_ms']:.1f} ms",
+        f"two ranks averaged {_ELEMENTS * 4 // 1024} KiB in {reported['reduce_us']:.0f} us; "
+        f"one was killed, and the other knew after {reported['noticed_ms']:.1f} ms",
     )
 
 
@@ -340,11 +340,11 @@ _REPORT = "please report this, with all that `paceline doctor --json` writes"
 def run_rank() -> None:
     """Prints what rank 0 saw as JSON."""
     try:
-        told = _average_and_strike()
+        reported = _average_and_strike()
     except PacelineError as error:
         seen = " ".join(filter(None, (error.summary, *error.seen.split(), error.likely)))
-        told = {"raised": seen, "hint": error.hint}
-    print(json.dumps(told), flush=True)
+        reported = {"raised": seen, "hint": error.hint}
+    print(json.dumps(reported), flush=True)
 
 
 def _average_and_strike() -> dict[str, Any]:
@@ -352,7 +352,7 @@ def _average_and_strike() -> dict[str, Any]:
 
     from paceline.collectives.init import init
 
-    told: dict[str, Any] = {"lost": [], "error": "nothing"}
+    reported: dict[str, Any] = {"lost": [], "error": "nothing"}
     with init(timeout_s=_SELF_TEST_S / 2) as group:
         times = []
         for _ in range(20):
@@ -361,7 +361,7 @@ def _average_and_strike() -> dict[str, Any]:
             begun = time.perf_counter()
             group.all_reduce(array, op="mean")
             times.append(time.perf_counter() - begun)
-        told |= {"mean": float(array[0]), "reduce_us": sorted(times)[len(times) // 2] * 1e6}
+        reported |= {"mean": float(array[0]), "reduce_us": sorted(times)[len(times) // 2] * 1e6}
         pids = group.all_gather(np.array([os.getpid()]))
         if group.rank == 1:
             time.sleep(_SELF_TEST_S)
@@ -370,9 +370,9 @@ def _average_and_strike() -> dict[str, Any]:
         try:
             group.barrier()
         except PacelineError as error:
-            told["noticed_ms"] = (time.perf_counter() - struck) * 1e3
-            told["lost"], told["error"] = list(getattr(error, "lost", ())), error.summary
-    return told
+            reported["noticed_ms"] = (time.perf_counter() - struck) * 1e3
+            reported["lost"], reported["error"] = list(getattr(error, "lost", ())), error.summary
+    return reported
 
 
 def _available_memory(root: Path) -> int | None:

@@ -253,7 +253,7 @@ def _master(
 def _default_addr(
     environ: Mapping[str, str], launcher: Launcher | None, world_size: int, local_world_size: int | None
 ) -> str:
-    """Host of rank 0 where MASTER_ADDR is unset: "" if nothing tells it; may be "host:port"."""
+    """Host of rank 0 where MASTER_ADDR is unset: "" if nothing says it; may be "host:port"."""
     is_on_one_host = world_size == 1 or local_world_size == world_size
     addr = "" if launcher is None else launcher.find_address(environ)
     # An address that a variable holds is kept, but mpirun's host by its own name may resolve to nothing.

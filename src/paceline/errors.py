@@ -167,7 +167,7 @@ class PeerLostError(CollectiveError):
 class DeadlineError(CollectiveError, TimeoutError):
     """A rank did not arrive in time: `late` lists the ranks, and the group is over.
 
-    Where `late` is empty, the ranks wait for each other in different calls, and nothing tells which of them
+    Where `late` is empty, the ranks wait for each other in different calls, and nothing says which of them
     are right; or an earlier call of this rank had not finished, and the group stays usable.
     """
 

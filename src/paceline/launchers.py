@@ -46,12 +46,12 @@ class Launcher:
         local_world_size: With their number.
         address: Variables that tell where rank 0 is, as messages list them.
         signs: Further variables that show this launcher's hand, though no rank needs them.
-        find_address: The host of rank 0 where MASTER_ADDR is unset: "" if nothing tells it; may be
+        find_address: The host of rank 0 where MASTER_ADDR is unset: "" if nothing says it; may be
             "host:port".
         find_local_size: The number of ranks on this host, where no variable holds it.
         has_started: Whether this process is one of its ranks, given that the variable of the rank is set.
         start: What is missing where it has not, as messages say it.
-        default_port: Rank 0's port where nothing tells it; None: made from the id of the job.
+        default_port: Rank 0's port where nothing says it; None: made from the id of the job.
         is_alone: Each rank has a host, or a pod, of its own.
     """
 

@@ -6,7 +6,7 @@ docs/design/testing.md tells how to use it and how to read a report.
 
     plans.py        from a seed to a plan
     strikes.py      what a fault does inside of the rank that it strikes
-    board.py        memory in which ranks tell how far they are and how they ended, whatever kills them
+    board.py        memory in which ranks report how far they are and how they ended, whatever kills them
     rank.py         one rank's program; knows no framework
     torch_rank.py   the model, and who averages: Paceline in each of its ways, or torch's own DDP
     paddle_rank.py  the same for Paddle

@@ -153,7 +153,7 @@ def names(report: Report, struck: Sequence[int]) -> bool:
     if set(report.ranks) & set(struck):
         return True
     text = report.text
-    # Where no majority tells who is right, `ranks` are one side, and the text says what each did.
+    # Where no majority shows who is right, `ranks` are one side, and the text says what each did.
     if report.ranks and report.kind != "ReplicasDifferError":
         # Of one that raised first, because of the same: it is quoted.
         _, found_quote, text = text.partition("Error: ")
@@ -266,7 +266,7 @@ def _is_warned(ended: Ended) -> bool:
 
 
 def _may_blame(plan: Plan) -> bool:
-    """Where no majority tells who is right, two sides are named."""
+    """Where no majority shows who is right, two sides are named."""
     return plan.fault.kind.name in ("step skipped", "step too many") and plan.job.world_size % 2 == 0
 
 

@@ -100,7 +100,7 @@ def test_whatever_waits_can_be_made_to_raise():
     assert y.item() == 8
 
 
-def test_an_operator_that_fails_is_told_by_a_later_call():
+def test_an_operator_that_fails_is_reported_by_a_later_call():
     table = torch.ones(3, 2, device=KIND)
     found = torch.nn.functional.embedding(torch.tensor([7], device=KIND), table)
     with pytest.raises(RuntimeError, match="an operator on the test device failed: index out of range"):

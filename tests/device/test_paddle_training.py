@@ -198,7 +198,7 @@ def test_parameters_and_buffers_begin_as_on_rank_0(rank: int) -> None:
 
 
 @ranks(2, group=None)
-def test_a_backward_that_raises_is_told_to_all(rank: int) -> None:
+def test_a_backward_that_raises_is_reported_to_all(rank: int) -> None:
     class Fails(paddle.autograd.PyLayer):
         @staticmethod
         def forward(ctx: Any, x: paddle.Tensor) -> paddle.Tensor:

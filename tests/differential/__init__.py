@@ -21,7 +21,7 @@ and these know no framework:
 
     between.py           what programs do between a forward and its backward, or between two steps
     programs.py          how programs are walked, numbered and shown
-    records.py           what a rank tells of its run
+    records.py           what a rank reports of its run
     judge.py             whether the records agree
     differences.py       what the order of forwards and backwards means for a framework's own wrapper
     pool.py              forked ranks that run one program after the other

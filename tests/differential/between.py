@@ -227,7 +227,7 @@ def _with_lost(op: Op, ranks: int, rng: random.Random) -> list[Op]:
 def step_directly(ops: list[Op], rng: random.Random) -> None:
     """Step with what a call of the framework returns, instead of a backward.
 
-    Not where the model is wrapped anew before its next forward, which would have told of it: ranks then have
+    Not where the model is wrapped anew before its next forward, which would have reported it: ranks then have
     the same parameters again, and other states of their optimizers.
     """
     steps = [place for place, op in enumerate(ops) if op["op"] == "step" and "model" not in op]

@@ -1,4 +1,4 @@
-"""The command line of a generator: which seeds, which framework, and what is told of a program that fails.
+"""The command line of a generator: which seeds, which framework, and what is said of a program that fails.
 
     python -m tests.differential.kept_errors --framework paddle --seeds 0:200 --minutes 10
     python -m tests.differential.kept_errors --seed 17                  # one program, shown in full

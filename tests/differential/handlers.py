@@ -270,7 +270,7 @@ def _trial(subject: Any, program: Program, rank: int, line: int) -> dict[str, An
             result["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             result["raised_in"] = number
             break
-        except Exception:  # of Paddle, whose kernels do not tell what a hook has raised
+        except Exception:  # of Paddle, whose kernels do not say what a hook has raised
             if not result["hit"] or program["framework"] != "paddle":
                 raise
     with contextlib.suppress(PacelineError):

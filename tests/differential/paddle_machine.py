@@ -54,7 +54,7 @@ class Loss:
     model: int
     is_syncing: bool
     batch: Batch
-    inputs: list[paddle.Tensor]  # whose gradients are told of
+    inputs: list[paddle.Tensor]  # whose gradients are compared
 
 
 class Machine(Walker):
@@ -400,7 +400,7 @@ class Machine(Walker):
     def _note_gradients(self, model: int, *, is_shared: bool) -> None:
         net = self.nets[model]
         values = {f"{model}:{name}": _value(p.grad) for name, p in net.named_parameters()}
-        if self._written_apart and not is_shared:  # the next mean tells whether it is right
+        if self._written_apart and not is_shared:  # the next mean shows whether it is right
             at = f"{self.at} model {model}"
             self.record.events.append(Event(at, "gradients", {}, model, tainted=True))
         else:

@@ -1,4 +1,4 @@
-"""What one rank tells of its run of a program. Knows no framework.
+"""What one rank reports of its run of a program. Knows no framework.
 
 A record is a list of events in order, and how the program ended. Arrays are numpy's: a digest of all bytes,
 by which ranks are compared with each other, and a sample of values, which is compared with the reference.

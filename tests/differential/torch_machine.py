@@ -62,7 +62,7 @@ class Loss:
     models: list[int]
     is_syncing: bool
     batch: Batch
-    inputs: list[torch.Tensor]  # whose gradients are told of
+    inputs: list[torch.Tensor]  # whose gradients are compared
 
 
 class Machine(Walker):
@@ -497,7 +497,7 @@ class Machine(Walker):
         named = self.nets[model].named_parameters()
         uses_own_buffers = bool(self._written_apart) and not is_shared
         if uses_own_buffers or any(map(_is_elsewhere, self.nets[model].parameters())):
-            # The next mean tells whether it is right; of parts, the parameters after the next step.
+            # The next mean shows whether it is right; of parts, the parameters after the next step.
             at = f"{self.at} model {model}"
             self.record.events.append(Event(at, "gradients", {}, model, shared=is_shared, tainted=True))
         else:

@@ -166,7 +166,7 @@ class Ours:
         wrapper.finish(step)
 
     def backwards(self, wrapper: Any) -> int:
-        """How many backward passes of this wrapper were good so far; a framework's own does not tell."""
+        """How many backward passes of this wrapper were good so far; a framework's own does not say."""
         return getattr(wrapper, "num_good_passes", 0)
 
     @contextlib.contextmanager

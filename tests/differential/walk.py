@@ -147,7 +147,7 @@ class Walker:
                 yield from steps
 
     def _run_alone(self, op: Op, label: str) -> None:
-        """An op up to where the ranks would meet, which they did not; nothing is told of it."""
+        """An op up to where the ranks would meet, which they did not; nothing is said of it."""
         told = len(self.record.events)
         next(getattr(self, "_op_" + op["op"])(op, label), None)
         del self.record.events[told:]

@@ -176,7 +176,7 @@ def _since_the_kill(running: _Running, rank: int) -> Seen:
 
 
 def _queued_s(pid: int) -> float:
-    """How long a process was ready to run while others had the cores; 0 where the kernel does not tell."""
+    """How long a process was ready to run while others had the cores; 0 where the kernel does not say."""
     try:
         with open(f"/proc/{pid}/schedstat") as file:
             return int(file.read().split()[1]) / 1e9

@@ -170,8 +170,8 @@ class _Team:
     def advance(self) -> list[Ended] | None:
         """Take the case further; how it ended, once it has.
 
-        When all ranks have told how their steps went, or are stopped or dead, those that are stopped are
-        continued. When these have told, too, all are asked once more.
+        When all ranks have reported how their steps went, or are stopped or dead, those that are stopped are
+        continued. When these have reported, too, all are asked once more.
         """
         ranks = [rank for rank in self._ranks if rank is not None]
         for rank in ranks:
@@ -239,7 +239,7 @@ class _Rank:
             send(self._writing, what)
 
     def look(self) -> None:
-        """Note what it has told, and whether it has stopped or ended, since."""
+        """Note what it has reported, and whether it has stopped or ended, since."""
         while self.status is None:
             done, status = os.waitpid(self.pid, os.WNOHANG | os.WUNTRACED)
             if not done:
@@ -254,7 +254,7 @@ class _Rank:
             self._told.append(told)
 
     def is_busy(self, told: int) -> bool:
-        """Whether it runs, and has told less often than `told`."""
+        """Whether it runs, and has reported less often than `told`."""
         return self.status is None and not self.is_stopped and len(self._told) < told
 
     def let_continue(self) -> None:

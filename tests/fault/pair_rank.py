@@ -40,7 +40,7 @@ def serve(rank: int, board: mmap.mmap, reading: int, writing: int) -> NoReturn:
     Args:
         rank: The same in all cases.
         board: Memory that the ranks share, zeroed at first: how often each has passed which point.
-        reading: Cases come from here: (pair, job id). After it has told how the case went, the rank waits for
+        reading: Cases come from here: (pair, job id). Once it has reported the case, the rank waits for
             any message, and tells it again.
         writing: What it tells goes there (`Told`).
     """

@@ -106,7 +106,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Told:
-    """What one rank tells of itself, once when its steps have ended and once when the others' have, too."""
+    """What one rank reports of itself, once when its steps have ended and once when the others' have, too."""
 
     good_steps: int
     error: str  # empty: none

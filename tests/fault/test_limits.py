@@ -18,7 +18,7 @@ from paceline.errors import PacelineError, RegionError
 from tests.harness import run_ranks, seccomp
 
 needs_seccomp = pytest.mark.skipif(not seccomp.is_supported(), reason="numbers of system calls unknown")
-PATIENT_S = 60  # no rank waits for it where all are told at once
+PATIENT_S = 60  # no rank waits for it where all learn of it at once
 TIMEOUT_S = 8
 
 
@@ -41,7 +41,7 @@ def form_without_memfd(rank, who, error):
 
 @needs_seccomp
 @pytest.mark.parametrize("error", [errno.ENOSYS, errno.EPERM])
-def test_without_memfd_create_all_ranks_are_told(error):
+def test_without_memfd_create_all_ranks_are_reported(error):
     for text, waited_s in run_ranks(form_without_memfd, 2, {"who": 0, "error": error}, group=None):
         assert "Rank 0 could not take the shared memory" in text
         assert f"memfd_create: {os.strerror(error)}" in text

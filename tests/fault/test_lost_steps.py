@@ -1,7 +1,7 @@
 """A rank is lost at each point of an optimizer's step that the ranks share.
 
 The others have a whole step, none, or an error wherever they would use half of one. Never half of one that
-nobody tells of.
+nothing says of.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class _Child:
             self.plans.send(plan)
 
     def await_end(self) -> None:
-        """Until the process has ended, or until a kept rank has told that its program has."""
+        """Until the process has ended, or until a kept rank has reported that its program has."""
         if self.plans is not None and self.plans.poll():
             with contextlib.suppress(EOFError, OSError):
                 self.has_told = bool(self.plans.recv_bytes())

@@ -49,7 +49,7 @@ def say(event: str, text: str = "") -> None:
 
 
 def facts_of(layout: tuple[int, ...], secret: bytes) -> tuple[list[list[int]], Facts]:
-    """The ranks of each host, and what this rank tells of itself; `layout` is the host of each rank."""
+    """The ranks of each host, and what this rank reports of itself; `layout` is the host of each rank."""
     rank = int(os.environ["RANK"])
     hosts = [[r for r, host in enumerate(layout) if host == each] for each in sorted(set(layout))]
     facts = Facts(

@@ -61,7 +61,7 @@ def start(
 
 
 def noticed(rank: subprocess.Popen[str]) -> tuple[float, str]:
-    """When a rank was told of a failure, and the error."""
+    """When a rank knew of a failure, and the error."""
     output, _ = rank.communicate(timeout=WITHIN_S)
     assert rank.returncode == 0 and output.startswith("noticed "), output
     at, _, error = output.removeprefix("noticed ").partition("\n")

@@ -109,7 +109,7 @@ def test_pods_of_a_pytorchjob(hosts: Hosts, framework: str, host: str) -> None:
 
 
 def test_four_variables_by_hand(hosts: Hosts) -> None:
-    """Which ranks share a host is seen by its name, although nobody has told it."""
+    """Which ranks share a host is seen by its name, although nobody has reported it."""
     ranks = []
     for rank, host in enumerate(HOST_OF["in turn"]):
         variables = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29501"}

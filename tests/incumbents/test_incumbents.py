@@ -70,7 +70,7 @@ def test_what_is_not_as_listed(name: str, outcome: Outcome, problem: str) -> Non
     assert problem in (PART.unexpected(name, outcome) or "")
 
 
-def test_tests_that_come_or_go_are_told() -> None:
+def test_tests_that_come_or_go_are_reported() -> None:
     known = {"ddp": PART}
     assert not outcomes.strangers(known, ["test_a", "test_b", "test_c"])
     (came,) = outcomes.strangers(known, ["test_a", "test_b", "test_c", "test_d"])

@@ -52,11 +52,11 @@ def test_a_worker_that_dies_is_named_and_not_one_that_lost_it(found):
     assert (died["kind"], died["rank"]) == ("LaunchError", 2)
     assert died["text"].startswith("Rank 2 of 4 failed first: its process has ended\n")
     assert "The actor died" in died["text"]  # Ray's own words, with the causes that it knows
-    # Another one may be stopped by Ray before it has told of its error.
+    # Another one may be stopped by Ray before it has reported its error.
     assert re.search(r"ranks? (0|1|3|0-1|0, 3|1, 3|0-1, 3): PeerLostError: Rank 2 of 4 died", died["text"])
 
 
-def test_a_result_that_cannot_be_pickled_is_told_with_its_rank(found):
+def test_a_result_that_cannot_be_pickled_is_reported_with_its_rank(found):
     assert found["not sent"]["rank"] == 1
     assert "Rank 1 of 2 failed first: what it returned could not be sent" in found["not sent"]["text"]
     assert "cannot pickle '_thread.lock'" in found["not sent"]["text"]

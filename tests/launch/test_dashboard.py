@@ -48,7 +48,7 @@ def test_the_page_shows_the_job_until_it_ends(launcher: Launcher) -> None:
         urllib.request.urlopen(address, timeout=WITHIN_S)
 
 
-def test_a_port_in_use_is_told_and_the_job_goes_on(launcher: Launcher) -> None:
+def test_a_port_in_use_is_reported_and_the_job_goes_on(launcher: Launcher) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = launcher.run("-n", "2", f"--dashboard={port}", "script.py", script="print('trained')")

@@ -26,7 +26,9 @@ GRACE = ("--grace-s", "2")
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by SIGKILL"),
     ],
 )
-def test_the_first_failure_is_told_last(launcher: Launcher, fault: str, exit_status: int, words: str) -> None:
+def test_the_first_failure_is_reported_last(
+    launcher: Launcher, fault: str, exit_status: int, words: str
+) -> None:
     script = f"""
         if rank == 2:
             {fault}

@@ -17,7 +17,7 @@ import pytest
 from paceline.launch.forked import BY_OPTIMIZERS, makes_optimizers, modules_before_all, shared_start
 from tests.launch.conftest import WITHIN_S, Launcher, read_pids, seconds_until_gone
 
-# Stands for torch where a test needs none: it tells who has imported it.
+# Stands for torch where a test needs none: it shows who has imported it.
 TORCH = """
     import os, time
     time.sleep(float(os.environ.get("IMPORT_TAKES_S", "0")))

@@ -116,7 +116,7 @@ def test_functions_of_a_script_and_of_a_notebook(python: Run, is_file: bool) -> 
     assert lines[2:] == ["[0, 1]", "inner 5"]
 
 
-def test_a_script_without_the_main_guard_is_told(python: Run) -> None:
+def test_a_script_without_the_main_guard_is_reported(python: Run) -> None:
     done = python("import paceline\ndef f(rank): pass\npaceline.spawn(f, nprocs=2)\n")
     assert done.returncode == 1
     assert '__name__ == "__main__"' in done.stderr
@@ -154,7 +154,7 @@ def test_what_is_sent_by_value_keeps_the_name_of_its_file() -> None:
     assert {each.__code__.co_filename for each in (function, function())} == {"/tmp/cell 7.py"}
 
 
-def test_what_cannot_be_sent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_sent_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="cannot be sent"):
         paceline.spawn(print, (threading.Lock(),), nprocs=1)
     monkeypatch.setattr(payload, "_has_cloudpickle", lambda: False)
@@ -162,7 +162,7 @@ def test_what_cannot_be_sent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         paceline.spawn(lambda rank: None, nprocs=1)
 
 
-def test_bad_arguments_are_told() -> None:
+def test_bad_arguments_are_reported() -> None:
     with pytest.raises(ConfigError, match="start_method='fork'"):
         paceline.spawn(print, nprocs=1, start_method="fork")
     with pytest.raises(ConfigError, match="fn='print' is not usable"):

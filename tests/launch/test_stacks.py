@@ -59,7 +59,7 @@ def test_a_program_with_its_own_use_of_the_signal_is_left_alone(
 
 
 @pytest.mark.parametrize("stuck", [["own"]], indirect=True)
-def test_of_what_py_spy_says_the_cause_is_told_and_not_its_backtrace(
+def test_of_what_py_spy_says_the_cause_is_reported_and_not_its_backtrace(
     stuck: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert stuck.stdout is not None
@@ -87,7 +87,7 @@ def test_a_process_may_have_any_bytes_for_a_name() -> None:
     assert stacks.process_state(process.pid) == ""
 
 
-def test_a_stopped_process_is_told(stuck: subprocess.Popen[str]) -> None:
+def test_a_stopped_process_is_reported(stuck: subprocess.Popen[str]) -> None:
     assert stuck.stdout is not None
     stuck.stdout.readline()
     stuck.send_signal(signal.SIGSTOP)

@@ -75,7 +75,7 @@ def test_a_killed_rank_leaves_its_last_backwards(launcher: Launcher) -> None:
     assert read_trace(folder / "later.json").keys() == threads.keys()
 
 
-def test_a_place_that_cannot_be_written_is_told_before_anything_starts(launcher: Launcher) -> None:
+def test_a_place_that_cannot_be_written_is_reported_before_anything_starts(launcher: Launcher) -> None:
     launcher.write("print('started')")
     done = paceline("run", "-n", "2", "--trace", "none/out.json", "script.py", folder=launcher.folder)
     assert done.returncode == 2
@@ -83,7 +83,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_starts(launcher:
     assert "started" not in done.stdout
 
 
-def test_a_script_that_wraps_no_model_is_told_so(launcher: Launcher) -> None:
+def test_a_script_that_wraps_no_model_is_reported_so(launcher: Launcher) -> None:
     launcher.write("print('done')")
     done = paceline("run", "-n", "2", "--trace", "out.json", "script.py", folder=launcher.folder)
     assert done.returncode == 0

@@ -82,7 +82,7 @@ def test_the_fastest_layout_is_found_stored_and_used(folder: Path, capfd: pytest
     assert "by `paceline tune` of 2" in said and "other arguments" not in said
 
 
-def test_a_script_that_ends_early_is_told_and_what_there_is_counts(
+def test_a_script_that_ends_early_is_reported_and_what_there_is_counts(
     folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "train.py").write_text(TRAINS)
@@ -93,7 +93,9 @@ def test_a_script_that_ends_early_is_told_and_what_there_is_counts(
     assert "Nothing is stored" in shown and not (folder / "cache").exists()
 
 
-def test_a_script_that_comes_to_nothing_is_told_why(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_script_that_comes_to_nothing_is_reported_why(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     def tuned(script: str, *options: str) -> str:
         (folder / "train.py").write_text(script)
         assert main(["tune", *options, "train.py"]) == 1

@@ -39,7 +39,7 @@ def test_results_come_by_rank_and_nothing_is_left():
         ("hang", "rank 1 took longer than 2 s"),
     ],
 )
-def test_what_goes_wrong_on_one_rank_is_told(how, why):
+def test_what_goes_wrong_on_one_rank_is_reported(how, why):
     with job_of(bad=1) as job:
         job.start()
         start = time.monotonic()

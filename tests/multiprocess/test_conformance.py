@@ -71,7 +71,7 @@ def test_training_equals_one_process_with_the_whole_batch(group: object, framewo
 
 @both
 @on_two_ranks
-def test_the_layout_of_buckets_is_told(group: object, framework: str) -> None:
+def test_the_layout_of_buckets_is_reported(group: object, framework: str) -> None:
     do, x = adapter(framework), batch()
     # The second layer, of 40 and 8 bytes, just fits into the first bucket: the one begins at byte 0 or 64.
     wrapped = do.wrap(do.network(), group, bucket_cap_mb_list=[104 / 2**20, 25])

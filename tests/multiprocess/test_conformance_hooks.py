@@ -106,7 +106,7 @@ def test_wrong_hooks_are_refused(group: Any, framework: str) -> None:
 
 @with_hooks
 @on_two_ranks
-def test_a_hook_that_is_none_on_one_rank_is_told_on_both(group: Any, framework: str) -> None:
+def test_a_hook_that_is_none_on_one_rank_is_reported_on_both(group: Any, framework: str) -> None:
     do = adapter(framework)
     wrapped = do.wrap(do.network(), group, timeout_s=300.0)
     with pytest.raises(ConfigError) as caught:

@@ -26,7 +26,7 @@ from tests.several_hosts import be_on_host
 BLOCKS = (0, 0, 1, 1)
 ONE_AND_THREE = (0, 1, 1, 1)
 ALONE = (0, 1, 2, 3)
-PATIENT_S = 90.0  # no rank waits for it where it is told at once
+PATIENT_S = 90.0  # no rank waits for it where it is reported at once
 BOUND_S = 60.0  # of a busy machine
 FAILS = 3
 
@@ -82,7 +82,7 @@ def test_a_rank_that_is_killed_is_named(
 
 @paths
 @ranks(4, group=None, framework="framework", dies={FAILS: ValueError})
-def test_the_text_of_an_exception_is_told_at_once(
+def test_the_text_of_an_exception_is_reported_at_once(
     rank: int, framework: str, through: str, layout: tuple[int, ...]
 ) -> None:
     do, wrapped = wrap(rank, framework, layout, timeout_s=PATIENT_S, reduce_through=through)
@@ -115,6 +115,6 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(
     with pytest.raises(DeadlineError) as caught:
         backward(do, wrapped, 2, rank)
     assert FAILS in caught.value.late, str(caught.value)
-    if layout != ALONE:  # rank 2 shares memory with it, and tells the others
+    if layout != ALONE:  # rank 2 shares memory with it, and reports to the others
         assert caught.value.late == (FAILS,), str(caught.value)
     tell("raised", rank)

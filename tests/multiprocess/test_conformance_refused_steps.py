@@ -18,7 +18,7 @@ from tests.multiprocess.test_conformance import adapter, close
 from tests.several_hosts import be_on_host
 
 LR, MOMENTUM = 0.1, 0.5
-LONG_S = 90.0  # nobody waits for it: the others are told at once
+LONG_S = 90.0  # nobody waits for it: the others learn of it at once
 frameworks = pytest.mark.parametrize("framework", ["torch", "paddle"])
 
 # The host of each rank, and what is asked of the wrapper and of the optimizer.
@@ -155,7 +155,7 @@ def test_a_step_in_which_all_ranks_raise_when_they_have_written_is_half_made(
 def test_a_step_that_one_rank_refuses_is_half_made(
     rank: int, framework: str, kind: str, world_size: int
 ) -> None:
-    """The others have written their parts. All are told at once, and nobody goes on with half of a step."""
+    """The others have written their parts. All know at once, and no rank goes on with half of a step."""
     training = Training(rank, framework, kind)
     training.backward()
     training.do.Refusing.refuses = "before" if rank == 1 else None

@@ -191,7 +191,7 @@ def test_ranks_that_delay_other_parameters_are_refused(rank: int) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @ranks(2, group="gloo")
-def test_a_static_graph_promised_later_by_one_rank_is_told_in_that_backward(rank: int, path: str) -> None:
+def test_a_static_graph_promised_later_by_one_rank_is_reported_in_that_backward(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     x = torch.full((1, 4), 1.0 + rank)
     if rank == 0:
@@ -233,7 +233,7 @@ def test_a_skipped_backward_raises_in_the_backward_it_happens_in(rank: int, path
 
 @pytest.mark.parametrize("path", PATHS)
 @ranks(2, group="gloo")
-def test_a_backward_that_raised_half_way_is_told_to_all(rank: int, path: str) -> None:
+def test_a_backward_that_raised_half_way_is_reported_to_all(rank: int, path: str) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path, bucket_cap_mb=0.0001)
     x = torch.ones(1, 4)
@@ -284,7 +284,7 @@ def test_large_values_that_are_finite_are_no_alarm(rank: int, path: str) -> None
 
 @pytest.mark.parametrize("path", PATHS)
 @ranks(2, group="gloo")
-def test_a_sum_of_finite_gradients_that_overflows_is_told(rank: int, path: str) -> None:
+def test_a_sum_of_finite_gradients_that_overflows_is_reported(rank: int, path: str) -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
     ddp = DistributedDataParallel(model, reduce_through=path, nonfinite="raise")
     for _ in range(2):

@@ -89,7 +89,7 @@ def test_ranks_may_make_episodes_of_different_lengths(rank: int, options: dict[s
 
 @OPTIONS
 @kept_ranks(2, group="gloo")
-def test_a_rank_that_skips_a_backward_is_told_by_all(rank: int, options: dict[str, Any]) -> None:
+def test_a_rank_that_skips_a_backward_is_reported_by_all(rank: int, options: dict[str, Any]) -> None:
     for orders in SKIPS:
         ddp = DistributedDataParallel(Scale(), **options)
         with pytest.raises(SkippedPassError) as caught:
@@ -103,7 +103,7 @@ def test_a_rank_that_skips_a_backward_is_told_by_all(rank: int, options: dict[st
 
 
 @kept_ranks(2, group="gloo")
-def test_a_rank_that_makes_a_backward_more_is_told_by_all(rank: int) -> None:
+def test_a_rank_that_makes_a_backward_more_is_reported_by_all(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     loss = ddp(torch.tensor(1.0 + rank))
     loss.backward(retain_graph=True)
@@ -116,7 +116,7 @@ def test_a_rank_that_makes_a_backward_more_is_told_by_all(rank: int) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_rank_that_forgot_to_go_back_to_training_is_told_by_all(rank: int) -> None:
+def test_a_rank_that_forgot_to_go_back_to_training_is_reported_by_all(rank: int) -> None:
     ddp = DistributedDataParallel(Scale())
     ddp.train(rank == 1)
     with pytest.raises(SkippedPassError, match="in evaluation mode on some ranks only"):

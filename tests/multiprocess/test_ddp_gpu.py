@@ -161,7 +161,7 @@ def test_two_hosts_of_one_rank_share_a_gpu_over_nccl(rank: int) -> None:
 
 
 @ranks(2, group=GLOO_AND_NCCL, deadline_s=240)
-def test_a_sum_between_hosts_that_overflows_is_told(rank: int) -> None:
+def test_a_sum_between_hosts_that_overflows_is_reported(rank: int) -> None:
     """Its mean would be finite, and so is each gradient."""
     be_on_host(rank)
     ddp = DistributedDataParallel(

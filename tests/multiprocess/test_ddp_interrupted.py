@@ -132,7 +132,7 @@ def test_where_every_rank_was_interrupted_all_go_on(rank: int) -> None:
 
 
 @ranks(2, group="gloo")
-def test_a_broken_backward_is_told_by_a_rank_that_has_no_more_data(rank: int) -> None:
+def test_a_broken_backward_is_reported_by_a_rank_that_has_no_more_data(rank: int) -> None:
     model = Model(hides=False)
     ddp = DistributedDataParallel(model)
     loss = ddp(torch.ones(1, 4)).sum()

@@ -74,7 +74,7 @@ def test_what_objects_of_torchs_class_have_ours_have(rank: int, options: dict[st
     assert not ours.use_side_stream_for_tensor_copies and ours.process_group is theirs.process_group
     for name in sorted(public(vars(TorchDDP))):
         assert hasattr(DistributedDataParallel, name), name
-    # The page tells of every one of them.
+    # The page reports every one of them.
     told = set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE))
     (line,) = re.findall(r"^These attributes of torch's objects .*", PAGE.read_text(), re.MULTILINE)
     told |= set(re.findall(r"`(\w+)`", line))
@@ -288,7 +288,7 @@ def used_by(kind: str) -> Iterator[str]:
 
 @pytest.mark.parametrize(("kind", "is_static"), [("the same", 1), ("not the same", 0), ("sometimes all", 0)])
 @kept_ranks(2, group="gloo")
-def test_a_static_graph_is_told(rank: int, kind: str, is_static: int) -> None:
+def test_a_static_graph_is_reported(rank: int, kind: str, is_static: int) -> None:
     """Whatever is left in `.grad`: with zeros there, an unused parameter takes part in the mean."""
     for set_to_none in (True, False):
         ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
@@ -321,7 +321,7 @@ def test_profilers_show_each_average(rank: int, path: str) -> None:
 
 
 @kept_ranks(2, group="gloo")
-def test_a_profiled_backward_that_raises_is_told_as_any_other(rank: int) -> None:
+def test_a_profiled_backward_that_raises_is_reported_as_any_other(rank: int) -> None:
     ddp = DistributedDataParallel(Branches())
     with torch.autograd.profiler.profile(), pytest.raises(RuntimeError, match="got no gradient"):
         ddp(torch.ones(1, 3), "left").sum().backward()

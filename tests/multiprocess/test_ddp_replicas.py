@@ -123,7 +123,7 @@ def train(ddp: DistributedDataParallel, steps: int = 2) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(3, group="gloo")
-def test_a_skipped_or_additional_step_is_told_in_the_next_backward(rank: int, path: str) -> None:
+def test_a_skipped_or_additional_step_is_reported_in_the_next_backward(rank: int, path: str) -> None:
     for steps, told in ((0, "ranks 0-1: 12; rank 2: 0"), (2, "ranks 0-1: 12; rank 2: 24")):
         ddp = DistributedDataParallel(network(), reduce_through=path)
         train(ddp)
@@ -189,7 +189,7 @@ def test_replicas_that_step_alone_for_a_while_are_told_of_at_most(rank: int) -> 
 
 @pytest.mark.parametrize("path", PATHS)
 @kept_ranks(2, group="gloo")
-def test_a_batch_that_one_rank_drops_is_told_in_that_backward(rank: int, path: str) -> None:
+def test_a_batch_that_one_rank_drops_is_reported_in_that_backward(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(network(), reduce_through=path)
     backwards = 0
     with pytest.warns(RuntimeWarning, match=r"rank 0: 0; rank 1: 1\."):

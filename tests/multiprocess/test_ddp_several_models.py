@@ -136,7 +136,7 @@ def test_a_backward_of_several_models_that_raised(rank: int, path: str, broken: 
 
 
 @kept_ranks(2, group="gloo")
-def test_a_backward_that_one_rank_broke_off_is_told_where_its_model_goes_on(rank: int) -> None:
+def test_a_backward_that_one_rank_broke_off_is_reported_where_its_model_goes_on(rank: int) -> None:
     models, wrapped = pair("group")
     joint(wrapped, rank).backward()
     mend = break_at(models[0], 2) if rank == 0 else lambda: None

@@ -1,4 +1,4 @@
-"""What static_graph=True promises, and that a broken promise is told on every rank, in that backward."""
+"""What static_graph=True promises, and that a broken promise is reported on every rank, in that backward."""
 
 from __future__ import annotations
 

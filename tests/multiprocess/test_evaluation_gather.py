@@ -52,12 +52,12 @@ def gather_wrongly_on_rank_1(rank: int, world_size: int, group: Group | None = N
 
 
 @kept_ranks(3)
-def test_what_is_wrong_on_one_rank_is_told_to_all_over_a_group(group: Group) -> None:
+def test_what_is_wrong_on_one_rank_is_reported_to_all_over_a_group(group: Group) -> None:
     gather_wrongly_on_rank_1(group.rank, 3, group)
 
 
 @kept_ranks(2, group="gloo")
-def test_what_is_wrong_on_one_rank_is_told_to_all_over_torch_distributed(rank: int) -> None:
+def test_what_is_wrong_on_one_rank_is_reported_to_all_over_torch_distributed(rank: int) -> None:
     gather_wrongly_on_rank_1(rank, 2)
 
 

@@ -74,7 +74,7 @@ def test_an_exit_in_the_middle_of_an_asynchronous_call(repeat):
     assert second == (0, "Rank 0 of 2 left the group while rank 1 waited for it.\n")
 
 
-def test_an_uncaught_exception_is_told_to_the_others():
+def test_an_uncaught_exception_is_reported_to_the_others():
     script = """
         if rank == 1:
             raise FileNotFoundError("no such shard: 17")

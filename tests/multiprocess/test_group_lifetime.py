@@ -138,7 +138,7 @@ def test_a_forked_child_may_form_groups_of_its_own(group):
 
 
 @ranks(3, group=None)
-def test_ctrl_c_ends_the_wait_and_is_told_to_the_others(rank):
+def test_ctrl_c_ends_the_wait_and_is_reported_to_the_others(rank):
     group = init(rank, 3, timeout_s=60)
     if rank == 1:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -298,7 +298,7 @@ def leave(rank, how):
         ("os._exit(4)", 4, "died"),
     ],
 )
-def test_how_a_rank_goes_is_told_to_the_others(how, death, told):
+def test_how_a_rank_goes_is_reported_to_the_others(how, death, told):
     answers = run_ranks(leave, 3, {"how": how}, group=None, dies={1: death})
     for lost, text in (answers[0], answers[2]):
         assert lost == (1,)

@@ -1,6 +1,6 @@
 """Gradients over several hosts: sums in the memory of each, then between them.
 
-Ranks are on several hosts where each says so: `_host_hint` tells who could share memory.
+Ranks are on several hosts where each says so: `_host_hint` shows who could share memory.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, layout):
 
 @pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE, ALONE])
 @kept_ranks(4, group="gloo")
-def test_a_skipped_backward_is_told_to_all_hosts(rank, layout):
+def test_a_skipped_backward_is_reported_to_all_hosts(rank, layout):
     place(rank, layout)
     send_values(of_small_models=layout == ALONE)
     net = network()
@@ -525,7 +525,7 @@ def test_a_forked_child_that_raises_is_no_rank(rank):
 
 @pytest.mark.parametrize("at", ["_post_complete", "_launch"])
 @ranks(4, group="gloo")
-def test_an_interrupted_hook_is_told_to_all_hosts_at_once(rank, at, monkeypatch):
+def test_an_interrupted_hook_is_reported_to_all_hosts_at_once(rank, at, monkeypatch):
     place(rank)
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=30, bucket_cap_mb=0.001)

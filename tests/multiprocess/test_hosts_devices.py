@@ -574,7 +574,7 @@ def test_a_message_that_does_not_come_is_named_by_all_ranks(rank, monkeypatch):
 
 @pytest.mark.parametrize("at", ["_prepare", "_gather_all"])
 @kept_ranks(4, group="gloo")
-def test_an_interrupted_hook_is_told_to_all_hosts_at_once(rank, at, monkeypatch):
+def test_an_interrupted_hook_is_reported_to_all_hosts_at_once(rank, at, monkeypatch):
     _, wrapped = lose(rank, monkeypatch)
 
     def interrupt(*_: object, **__: object) -> None:

@@ -1,7 +1,7 @@
 """Local SGD: hosts, or ranks, that train on their own and meet now and then.
 
 The reference is the algorithm in one process, in float64, with its own spelling of every formula. Ranks are
-on several hosts where each says so: `_host_hint` tells who could share memory.
+on several hosts where each says so: `_host_hint` shows who could share memory.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def test_ranks_of_one_host_may_run_out_of_data_between_syncs(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_change_that_is_not_finite_is_told_to_all_and_changes_nothing(rank):
+def test_a_change_that_is_not_finite_is_reported_to_all_and_changes_nothing(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -321,7 +321,7 @@ def test_a_change_that_is_not_finite_is_told_to_all_and_changes_nothing(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_members_that_begin_with_other_parameters_are_told(rank):
+def test_members_that_begin_with_other_parameters_are_reported(rank):
     place(rank, 2)
     net = network()
     with torch.no_grad():
@@ -334,7 +334,7 @@ def test_members_that_begin_with_other_parameters_are_told(rank):
 
 
 @kept_ranks(2, group="gloo")
-def test_a_sync_more_on_one_rank_is_told_to_all(rank):
+def test_a_sync_more_on_one_rank_is_reported_to_all(rank):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
@@ -347,7 +347,7 @@ def test_a_sync_more_on_one_rank_is_told_to_all(rank):
 
 
 @ranks(2, group="gloo")
-def test_ranks_that_meet_at_different_places_are_told(rank):
+def test_ranks_that_meet_at_different_places_are_reported(rank):
     """Host 1 has left out a step; each of its syncs from here on would be an earlier one of host 0."""
     place(rank, 2)
     ddp = DistributedDataParallel(network(), timeout_s=10, local_sgd=LocalSGD(2))
@@ -592,7 +592,7 @@ def test_a_copy_has_the_state_before_it_is_connected_and_takes_another(rank):
     for part in ("parameters", "momentum"):
         for name, value in twin.local_sgd_state_dict()[part].items():
             assert torch.equal(value, state[part][name])
-    assert twin.local_sgd_state_dict()["steps"] == 3 and state["since_meeting"] == 0
+    assert twin.local_sgd_state_dict()["steps"] == 3 and state["since_sync"] == 0
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(3), rank, 2)  # the twin has its own
     ddp.sync_parameters()
     late = ddp.local_sgd_state_dict()
@@ -644,7 +644,7 @@ def test_each_host_may_load_its_own_state_after_uneven_data(rank):
 @ranks(2, group="gloo")
 def test_states_of_different_steps_are_refused_in_the_warm_up(rank):
     ddp = DistributedDataParallel(network(), timeout_s=10, local_sgd=LocalSGD(2, warmup_steps=2))
-    state = {"steps": 4 * rank, "since_meeting": 0, "parameters": {}, "momentum": {}}
+    state = {"steps": 4 * rank, "since_sync": 0, "parameters": {}, "momentum": {}}
     with pytest.raises(ModelMismatchError, match="rank 1 of 2 loads another state than rank 0"):
         ddp.load_local_sgd_state_dict(state)
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(4), rank, 2)
@@ -717,10 +717,10 @@ def test_a_state_from_the_midst_of_a_round_with_weights_says_what_it_lacks(rank)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     with ddp.weight(3.0):
         train(ddp, optimizer, range(1), rank, 2)
-    with pytest.warns(RuntimeWarning, match=r"since_meeting=1\), without its weights"):
-        assert ddp.local_sgd_state_dict()["since_meeting"] == 1
+    with pytest.warns(RuntimeWarning, match=r"since_sync=1\), without its weights"):
+        assert ddp.local_sgd_state_dict()["since_sync"] == 1
     ddp.sync_parameters()
-    assert ddp.local_sgd_state_dict()["since_meeting"] == 0
+    assert ddp.local_sgd_state_dict()["since_sync"] == 0
 
 
 @kept_ranks(4, group="gloo")
@@ -745,11 +745,11 @@ def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(rank, tmp_path_f
 
     ddp, optimizer = begin()
     early = ddp.local_sgd_state_dict()
-    assert early == {"steps": 0, "since_meeting": 0, "parameters": {}, "momentum": {}}
+    assert early == {"steps": 0, "since_sync": 0, "parameters": {}, "momentum": {}}
     train(ddp, optimizer, range(6), rank, 2)
     ddp.sync_parameters()
     outer, weights = ddp.local_sgd_state_dict(), {n: v.clone() for n, v in ddp.module.state_dict().items()}
-    assert outer["steps"] == 6 and outer["since_meeting"] == 0
+    assert outer["steps"] == 6 and outer["since_sync"] == 0
     train(ddp, optimizer, range(6, 9), rank, 2)
 
     resumed, optimizer = begin()

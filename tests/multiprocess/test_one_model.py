@@ -92,7 +92,7 @@ def test_stray_write_is_an_error_at_its_line_and_undone(group):
 
 
 @ranks(2)
-def test_stray_write_of_a_thread_is_told_to_the_main_one(group):
+def test_stray_write_of_a_thread_is_reported_to_the_main_one(group):
     ddp = wrap(group, make_model())
     before = values(ddp)
     with pytest.raises(ConfigError, match=r"wrote to '0.weight'"):
@@ -391,7 +391,7 @@ def test_local_sgd_is_refused(group):
 
 
 @ranks(2)
-def test_too_little_memory_is_told_before_any_is_taken(group):
+def test_too_little_memory_is_reported_before_any_is_taken(group):
     from paceline.sharding import moving
 
     true = moving.lay_out

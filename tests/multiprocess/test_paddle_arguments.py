@@ -118,7 +118,7 @@ def test_the_ranks_of_a_mesh(rank: int) -> None:
     model = nn.Linear(4, 1)
     mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
     if not hasattr(mesh, "get_group"):  # Paddle before 3.1
-        with pytest.raises(ConfigError, match="does not tell the group of a device_mesh"):
+        with pytest.raises(ConfigError, match="does not say the group of a device_mesh"):
             DataParallel(model, device_mesh=mesh)
         return
     wrapped = DataParallel(model, device_mesh=mesh)

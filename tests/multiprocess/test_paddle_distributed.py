@@ -1,6 +1,6 @@
 """paceline.paddle between hosts: gradients, values and errors that go through paddle.distributed.
 
-Two ranks are two hosts where each says so: `_host_hint` tells who could share memory. The promises that hold
+Two ranks are two hosts where each says so: `_host_hint` shows who could share memory. The promises that hold
 on one host too are in test_conformance, which runs them over paddle.distributed as well.
 """
 
@@ -41,7 +41,7 @@ from tests.multiprocess.paddle_models import (
 from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.several_hosts import be_on_host
 
-PATIENT_S = 60  # no rank waits for it where it is told at once
+PATIENT_S = 60  # no rank waits for it where it is reported at once
 WORDS = ("RANK", "WORLD", "LOCAL", "PADDLE", "SLURM", "OMPI", "PMI", "MPI")  # of launchers, in variables
 
 
@@ -113,14 +113,14 @@ def test_a_launchers_variables_tell_whether_there_are_several_hosts(
 
 @pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.1"])
 @ranks(1, group=None)
-def test_an_address_where_rank_0_cannot_listen_is_told_at_once(rank: int, host: str) -> None:
+def test_an_address_where_rank_0_cannot_listen_is_reported_at_once(rank: int, host: str) -> None:
     os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "PADDLE_MASTER": f"{host}:29500"}
     with pytest.raises(ConfigError, match=f"PADDLE_MASTER={host}"):
         connect_environment()
 
 
 @ranks(1, group=None)
-def test_an_address_where_somebody_else_listens_is_told_at_once(rank: int) -> None:
+def test_an_address_where_somebody_else_listens_is_reported_at_once(rank: int) -> None:
     """Paddle's own store would end the process there, with a failed assertion."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = {"WORLD_SIZE": "2", "SLURM_STEP_NUM_NODES": "2"}
@@ -170,7 +170,7 @@ def test_a_rank_may_leave_as_soon_as_it_has_the_group(rank: int, monkeypatch: py
 
 @pytest.mark.parametrize("failing", [0, 1])
 @ranks(2, group=None)
-def test_a_group_that_one_rank_could_not_form_is_told_to_all(
+def test_a_group_that_one_rank_could_not_form_is_reported_to_all(
     rank: int, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     be_on_two_hosts(rank)

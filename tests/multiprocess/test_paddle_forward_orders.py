@@ -79,7 +79,7 @@ def test_ranks_may_make_episodes_of_different_lengths(rank: int, path: str) -> N
 
 @pytest.mark.parametrize("path", ["memory", "group"])
 @ranks(2, group=None)
-def test_a_rank_that_skips_a_backward_is_told_by_all(rank: int, path: str) -> None:
+def test_a_rank_that_skips_a_backward_is_reported_by_all(rank: int, path: str) -> None:
     join_paddle(rank)
     for orders in SKIPS:
         model = DataParallel(Scale(), reduce_through=path)
@@ -94,7 +94,7 @@ def test_a_rank_that_skips_a_backward_is_told_by_all(rank: int, path: str) -> No
 
 
 @ranks(2, group=None)
-def test_a_rank_that_makes_a_backward_more_is_told_by_all(rank: int) -> None:
+def test_a_rank_that_makes_a_backward_more_is_reported_by_all(rank: int) -> None:
     join_paddle(rank)
     model = DataParallel(Scale())
     loss = model(paddle.to_tensor(1.0 + rank))

@@ -1,7 +1,7 @@
 """paceline.paddle's gradients over several hosts: sums in the memory of each, then between them over Gloo.
 
 What the path does for both frameworks is in test_hosts; here is what Paddle's front end and its connections
-add. Ranks are on several hosts where each says so: `_host_hint` tells who could share memory.
+add. Ranks are on several hosts where each says so: `_host_hint` shows who could share memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.harness import run_ranks
 from tests.multiprocess.paddle_models import Branches, join_paddle, ranks, squares
 from tests.several_hosts import be_on_host
 
-PATIENT_S = 90.0  # no rank waits for it where it is told at once
+PATIENT_S = 90.0  # no rank waits for it where it is reported at once
 BLOCKS = (0, 0, 1, 1)
 ONE_AND_THREE = (0, 1, 1, 1)
 """The host of each rank."""

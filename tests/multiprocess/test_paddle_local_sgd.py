@@ -173,7 +173,7 @@ def test_sparse_gradients_uneven_data_and_frozen_parameters(group):
 
 
 @kept_ranks(2)
-def test_what_is_refused_and_what_is_told(group):
+def test_what_is_refused_and_what_is_reported(group):
     wrapped = DataParallel(Scaled(), local_sgd=LocalSGD(2, between="ranks"))
     with pytest.raises(ConfigError, match="communication hook"):
         wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer())

@@ -58,7 +58,7 @@ def test_a_parameter_unused_on_one_rank(group: object, view: bool) -> None:
 
 
 @kept_ranks(2)
-def test_a_backward_that_raises_is_told_to_all_and_the_next_is_good(group: object) -> None:
+def test_a_backward_that_raises_is_reported_to_all_and_the_next_is_good(group: object) -> None:
     class Fails(paddle.autograd.PyLayer):
         @staticmethod
         def forward(ctx, x):

@@ -51,7 +51,7 @@ def test_a_check_on_demand(rank: int, way: str) -> None:
 
 
 @kept_ranks(3)
-def test_a_skipped_step_is_told_in_the_next_backward(group: object) -> None:
+def test_a_skipped_step_is_reported_in_the_next_backward(group: object) -> None:
     wrapped = DataParallel(network(), group=group)
     optimizer = paddle.optimizer.SGD(0.1, parameters=wrapped.parameters())
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""What is wrong on one rank alone is told on every rank, with Paddle."""
+"""What is wrong on one rank alone is reported on every rank, with Paddle."""
 
 from __future__ import annotations
 

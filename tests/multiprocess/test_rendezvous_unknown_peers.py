@@ -202,7 +202,7 @@ def die_as(rank, who):
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_a_death_during_the_rendezvous_is_told_at_once(who):
+def test_a_death_during_the_rendezvous_is_reported_at_once(who):
     answers = run_ranks(die_as, 3, {"who": who}, group=None, dies={who: 9})
     for missing, text, waited_s in (answer for answer in answers if answer is not None):
         assert missing == (who,)
@@ -227,7 +227,7 @@ def fail_to_map(rank, how):
         return type(error), str(error), time.monotonic() - started
 
 
-def test_a_rank_that_cannot_map_the_region_is_told_on_all():
+def test_a_rank_that_cannot_map_the_region_is_reported_on_all():
     for rank, (kind, text, waited_s) in enumerate(run_ranks(fail_to_map, 3, {"how": "raises"}, group=None)):
         assert kind is RegionError
         assert "Cannot allocate memory" in text

@@ -91,7 +91,7 @@ def test_different_steps_are_told_before_anything_is_written(rank: int, path: st
 
 
 @ranks(2, group="gloo")
-def test_a_parameter_that_is_resized_on_one_rank_is_told_on_all(rank: int) -> None:
+def test_a_parameter_that_is_resized_on_one_rank_is_reported_on_all(rank: int) -> None:
     parameters, optimizer = make()
     if rank == 1:
         parameters[0].data = torch.ones(800)
@@ -231,7 +231,7 @@ class Refusing(optim.SGD):
 
 @ranks(2, group="gloo")
 def test_a_fused_step_in_which_all_ranks_raise_counts_as_half_made(rank: int) -> None:
-    """No version tells whether its kernel has written."""
+    """No version shows whether its kernel has written."""
     model = nn.Linear(30, 30)
     ddp = DistributedDataParallel(model, timeout_s=LONG_S)
     optimizer = ShardedOptimizer(ddp.parameters(), Refusing, lr=0.1, fused=True, timeout_s=LONG_S)

@@ -1,6 +1,6 @@
 """Ranks on several hosts in a call over the process group: who does not come is named at the deadline.
 
-The rank that keeps the control channel is stopped, or computes; neither tells the others anything.
+The rank that keeps the control channel is stopped, or computes; neither reports anything to the others.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def late_backward(rank, framework, how, late):
 
 @pytest.mark.parametrize("call", ["Join", "SyncBatchNorm"])
 def test_calls_of_torch(call):
-    """The channel's own rank is stopped, and with it whoever could tell the others."""
+    """The channel's own rank is stopped, and with it whoever could report to the others."""
     run_ranks(late_call, 3, {"call": call}, group=None, dies={0: signal.SIGKILL})
 
 

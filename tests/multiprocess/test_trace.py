@@ -216,7 +216,7 @@ def test_the_statistics_are_what_the_backwards_were(group, framework):
 
 
 @ranks(2)
-def test_a_place_that_cannot_be_written_is_told_on_every_rank(group, tmp_path):
+def test_a_place_that_cannot_be_written_is_reported_on_every_rank(group, tmp_path):
     ddp, step = steps_in_torch(group)
     path = Path(tmp_path) / "none" / "out.json"
     with pytest.raises(ConfigError, match="The trace can't be written to"), ddp.trace(path):

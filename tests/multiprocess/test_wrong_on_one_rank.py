@@ -1,4 +1,4 @@
-"""What is wrong on one rank alone is told on every rank, and long before the deadline."""
+"""What is wrong on one rank alone is reported on every rank, and long before the deadline."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def test_the_own_host():
     assert (way.address, way.interface, way.is_own, way.is_loopback) == ("127.0.0.1", "lo", True, True)
 
 
-def test_a_name_that_stands_for_nothing_is_told_with_the_host():
+def test_a_name_that_stands_for_nothing_is_reported_with_the_host():
     with pytest.raises(ConfigError, match="cannot be resolved on host") as c:
         find_way("no-such-host.invalid", "MASTER_ADDR")
     assert c.value.host == socket.gethostname()
@@ -97,7 +97,7 @@ def test_a_listener_that_never_comes_is_told_at_the_deadline():
     assert time.monotonic() - begun < 10
 
 
-def test_interfaces_that_gloo_cannot_use_are_told(monkeypatch):
+def test_interfaces_that_gloo_cannot_use_are_reported(monkeypatch):
     monkeypatch.setattr(addresses, "own_addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.2"})
     monkeypatch.setattr(addresses.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
     for fits in ("", "eth0", "eth1", "eth0,eth1"):  # one with IPv6 alone may be meant

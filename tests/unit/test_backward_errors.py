@@ -81,7 +81,7 @@ def test_an_interrupted_backward_is_told_apart() -> None:
     assert error.ranks == (1,)
 
 
-def test_a_refused_gradient_is_told_to_the_others() -> None:
+def test_a_refused_gradient_is_reported_to_the_others() -> None:
     with pytest.raises(ConfigError) as caught:
         check_refused([FINISHED, BackwardStatus(refused=1), PLAIN, BackwardStatus(twice=3)], NAMES)
     assert str(caught.value).startswith("The gradient of 'fc.weight' cannot be averaged on rank 1 of 4.")
@@ -89,7 +89,7 @@ def test_a_refused_gradient_is_told_to_the_others() -> None:
     check_twice([PLAIN, BackwardStatus(refused=1)], NAMES)
 
 
-def test_a_gradient_that_came_twice_is_told_to_ranks_without_data_too() -> None:
+def test_a_gradient_that_came_twice_is_reported_to_ranks_without_data_too() -> None:
     with pytest.raises(GraphChangedError) as caught:
         check_twice([FINISHED, BackwardStatus(twice=1), PLAIN, BackwardStatus(twice=3)], NAMES)
     text = str(caught.value)

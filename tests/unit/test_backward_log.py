@@ -29,12 +29,12 @@ class Recording:
 
     def begin_if_asked(self, rank: int, world_size: int) -> None: ...
 
-    def tell_failure(self, error: BaseException) -> None: ...
+    def note_failure(self, error: BaseException) -> None: ...
 
     def number_model(self, totals: object) -> int:
         return 7
 
-    def tell(self, what: str, model: int, **facts: Any) -> None:
+    def note_facts(self, what: str, model: int, **facts: Any) -> None:
         self.told.append((what, model, facts))
 
     def sample(self, now_ns: int, number: int) -> bool:

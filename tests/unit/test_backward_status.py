@@ -1,4 +1,4 @@
-"""What a rank tells of its backward, in one word: made and read by the core, told by both reducers."""
+"""What a rank reports of its backward, in one word: made and read by the core, told by both reducers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_ranks_agree_in_all_else_only_if_they_say_the_same():
         ({"forwards": 1, "frozen": 5, "inputs": 9}, {"forwards": 1, "frozen": 5}),
     ],
 )
-def test_of_several_things_the_worst_is_told(said, told):
+def test_of_several_things_the_worst_is_reported(said, told):
     assert BackwardStatus.unpack(BackwardStatus(**said).pack()) == BackwardStatus(**told)
 
 

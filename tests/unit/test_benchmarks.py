@@ -54,7 +54,7 @@ def test_wrong_arguments_are_named(capsys, arguments, complaint):
         (("step", "--output", "/no/such/folder"), "no such folder"),
     ],
 )
-def test_what_only_shows_at_run_time_is_told_before_anything_starts(capsys, arguments, complaint):
+def test_what_only_shows_at_run_time_is_reported_before_anything_starts(capsys, arguments, complaint):
     assert main(arguments) == 2
     assert complaint in capsys.readouterr().err
 
@@ -83,7 +83,7 @@ def test_every_benchmark_has_cases_without_options_of_its_own():
         assert benchmark.cases(parse(name))
 
 
-def test_absent_cases_are_told(monkeypatch):
+def test_absent_cases_are_reported(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     able, absent = Settings(all_reduce.CASES, 2, 1).able()
     assert {case.key for case in able} == {"paceline_region", "paceline_any"}
@@ -255,7 +255,7 @@ def without_torch(monkeypatch):
     return settings
 
 
-def test_each_start_is_timed_and_the_imports_are_told(without_torch):
+def test_each_start_is_timed_and_the_imports_are_reported(without_torch):
     settings = without_torch('import time; time.sleep(0.05); print("wrapped")\n')
     report = start.run(settings, parse("start"))
     assert report.is_complete

@@ -69,7 +69,7 @@ def test_up_to_a_number_of_ranks_it_is_a_star(monkeypatch):
 def test_an_exception_reaches_all_others_with_its_text(channels, guilty):
     outcomes = told(channels, guilty)
     next(outcomes)
-    channels[guilty].tell(ValueError("the cause"))
+    channels[guilty].report_failure(ValueError("the cause"))
     who = facts_of(guilty, HOSTS).describe()
     for error in outcomes:
         assert "ValueError: the cause" in error.seen and who in error.seen
@@ -88,7 +88,7 @@ def test_who_leaves_in_good_order_is_no_failure(channels):
     channels[6].close()
     while any(6 not in {each.rank for each in channel.left} for channel in channels[:6]):
         assert channels[0].wait(0.01) is None
-    channels[3].tell(ValueError("later"))
+    channels[3].report_failure(ValueError("later"))
     for rank in (0, 1, 2, 4, 5):
         assert channels[rank].wait(WITHIN_S).lost == (3,)
 

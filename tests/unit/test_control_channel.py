@@ -150,7 +150,7 @@ class Waiter:
 def test_an_exception_reaches_all_others_with_its_text(channels, guilty):
     others = [each for rank, each in enumerate(channels) if rank != guilty]
     waiters = [Waiter(each) for each in others]
-    channels[guilty].tell(ValueError("the cause"))
+    channels[guilty].report_failure(ValueError("the cause"))
     for channel, waiter in zip(others, waiters, strict=True):
         error = channel.wait(30.0)
         assert isinstance(error, PeerLostError) and error.lost == (guilty,)
@@ -176,7 +176,7 @@ def test_a_death_is_known_to_all_others(channels, dead):
 
 
 def test_what_a_rank_tells_of_another_one_names_the_host_of_that(channels):
-    channels[2].tell(PeerLostError("Rank 3 of 4 died.", seen="pid 103 crashed: SIGSEGV", lost=(3,)))
+    channels[2].report_failure(PeerLostError("Rank 3 of 4 died.", seen="pid 103 crashed: SIGSEGV", lost=(3,)))
     error = channels[1].wait(30.0)
     assert error.lost == (3,) and error.summary == "Rank 3 of 4 died."
     assert "SIGSEGV" in error.seen and "told by rank 2 on host node1" in error.seen
@@ -201,9 +201,9 @@ def test_words_of_an_unknown_peer_are_shown_as_they_are(words):
 
 
 def test_only_the_first_failure_counts(channels):
-    channels[3].tell(ValueError("first"))
+    channels[3].report_failure(ValueError("first"))
     assert "first" in channels[1].wait(30.0).seen
-    channels[1].tell(ValueError("a consequence"))
+    channels[1].report_failure(ValueError("a consequence"))
     kill(channels[3])
     time.sleep(0.3)
     for rank in (0, 1, 2):
@@ -217,12 +217,12 @@ def test_who_leaves_in_good_order_is_no_failure(channels):
         time.sleep(0.01)
     assert [each.rank for each in channels[1].left] == [3]
     assert channels[1].wait(0.2) is None
-    channels[2].tell(ValueError("afterwards"))  # the others go on
+    channels[2].report_failure(ValueError("afterwards"))  # the others go on
     assert "afterwards" in channels[1].wait(30.0).seen
 
 
 def test_who_asks_to_be_called_after_a_failure_is_called(channels):
-    channels[3].tell(ValueError("the cause"))
+    channels[3].report_failure(ValueError("the cause"))
     channels[1].wait(30.0)
     assert Waiter(channels[1]).called.wait(30.0)
 
@@ -248,7 +248,7 @@ def waits_of(channel):
 
 
 def test_who_waits_for_an_engine_is_told_of_a_failure(channels):
-    timer = threading.Timer(0.2, channels[3].tell, (ValueError("the cause"),))
+    timer = threading.Timer(0.2, channels[3].report_failure, (ValueError("the cause"),))
     timer.start()
     with pytest.raises(PeerLostError) as caught:
         waits_of(channels[1]).poll(lambda: False, "a sum of values")
@@ -306,7 +306,7 @@ def test_other_versions_are_refused_on_all_sides():
         ({"local_ranks": [1, 3]}, "takes ranks [1, 3]"),
     ],
 )
-def test_what_does_not_fit_is_told_in_words(other, words):
+def test_what_does_not_fit_is_reported_in_words(other, words):
     hub = facts_of(0)
     assert mismatch(hub, facts_of(3), [hub], [2, 3]) is None
     found = mismatch(hub, replace(facts_of(3), **other), [hub], [2, 3])
@@ -512,7 +512,7 @@ class Eavesdropper:
 def test_who_listens_reads_nothing_if_there_is_a_secret(secret, monkeypatch):
     between = Eavesdropper(monkeypatch)
     with formed(secret) as channels:
-        channels[1].tell(ValueError("what the guilty rank says"))
+        channels[1].report_failure(ValueError("what the guilty rank says"))
         assert "what the guilty rank says" in channels[3].wait(30.0).seen
         is_encrypted = {each.is_encrypted for one in channels for each in one._connections.values()}
     between.end()
@@ -544,7 +544,7 @@ def test_a_hub_that_is_made_to_speak_in_clear_is_none(monkeypatch):
 
 
 @needs_openssl
-def test_a_connection_that_cannot_be_encrypted_is_told_at_once(monkeypatch):
+def test_a_connection_that_cannot_be_encrypted_is_reported_at_once(monkeypatch):
     """Somebody between the hosts changes what the hub says of its key, when it has welcomed the rank."""
 
     def change(piece):
@@ -579,7 +579,7 @@ def test_a_rank_that_is_slow_to_encrypt_keeps_nobody_waiting(monkeypatch):
         time.sleep(0.01)
     (slow,) = (rank for rank, each in enumerate(outcomes) if each is None)
     *others, teller = (each for each in outcomes if each is not None)
-    teller.tell(ValueError("the cause"))
+    teller.report_failure(ValueError("the cause"))
     assert all("the cause" in each.wait(30.0).seen for each in others)
     goes_on.set()
     forming.join(60.0)
@@ -622,7 +622,7 @@ def test_what_a_signal_handler_tells_in_the_midst_of_sending_comes_whole(channel
     connection.say = interrupted
     with channels[2]._lock:
         channels[2]._send(0, Frame.BEAT, b"outer")
-    channels[2].tell(ConfigError("the reason"))
+    channels[2].report_failure(ConfigError("the reason"))
     until(lambda: channels[0].failure)
     assert "the reason" in str(channels[0].failure)
 
@@ -680,7 +680,7 @@ def test_a_hub_without_a_certificate_says_so_and_goes_on(reason, monkeypatch, tm
     try:
         with caplog.at_level(logging.WARNING, logger="paceline"), formed() as channels:
             assert not any(each.is_encrypted for each in channels[0]._connections.values())
-            channels[3].tell(ValueError("the cause"))
+            channels[3].report_failure(ValueError("the cause"))
             assert "the cause" in channels[1].wait(30.0).seen
     finally:
         tls.own_certificate.cache_clear()
@@ -876,14 +876,14 @@ def test_a_rank_that_another_one_has_lost_is_gone_for_who_watches(channels):
     """Whoever hears of a death first tells it; the hub may end before it sees the connection end."""
     watcher = Watcher()
     channels[0].watch(watcher)
-    channels[2].tell(PeerLostError("Rank 3 died.", lost=(3,)))
+    channels[2].report_failure(PeerLostError("Rank 3 died.", lost=(3,)))
     watcher.wait_for("lost", 3)
 
 
 def test_what_the_hub_itself_has_lost_is_gone_for_who_watches(channels):
     watcher = Watcher()
     channels[0].watch(watcher)
-    channels[0].tell(PeerLostError("Rank 1 died.", lost=(1,)))
+    channels[0].report_failure(PeerLostError("Rank 1 died.", lost=(1,)))
     watcher.wait_for("lost", 1)
 
 

@@ -162,7 +162,7 @@ def page(tmp_path: Path) -> Iterator[tuple[int, Feed, Recording]]:
     ring.note(Event.LOGGED, ring.number_name('<b>"loss"</b>'), float_bits(0.25))
     ring.note(Event.NORM, backward_id(0, 19), float_bits(1.5))
     ring.note(Event.NONFINITE, backward_id(0, 19), 2 << 32)
-    ring.tell_failure(ValueError("<script>boom</script>"))
+    ring.note_failure(ValueError("<script>boom</script>"))
     feed = Feed(JobWatch(tmp_path))
     feed.look()
     server = Dashboard(socket.create_server(("127.0.0.1", 0)), feed, TOKEN)
@@ -325,7 +325,7 @@ def test_connections_that_have_the_token_are_not_sent_away_for_others(page):
         each.close()
 
 
-def test_a_recording_that_is_gone_is_told(page, tmp_path):
+def test_a_recording_that_is_gone_is_reported(page, tmp_path):
     port, feed, _ = page
     told = events(port)
     assert next(told)[0] == "all"
@@ -335,7 +335,7 @@ def test_a_recording_that_is_gone_is_told(page, tmp_path):
     assert name == "trouble" and data["text"].startswith(f"The recording is gone: {tmp_path} was removed")
 
 
-def test_a_recording_that_is_damaged_is_told(page, tmp_path):
+def test_a_recording_that_is_damaged_is_reported(page, tmp_path):
     port, feed, _ = page
     path_of(tmp_path, 0).write_bytes(b"PACELINE" + struct.pack("<IIQ", 2, 32, 1 << 40).ljust(4096, b"\xff"))
     feed.look()

@@ -57,7 +57,7 @@ def test_a_round_that_was_slow_for_all_counts_as_any(demo: ModuleType) -> None:
     assert str(ratio) == "1.50x"
 
 
-def test_runs_of_other_bits_are_told(demo: ModuleType) -> None:
+def test_runs_of_other_bits_are_reported(demo: ModuleType) -> None:
     one, other = (demo.Run(1, 1, True, {"weight": np.array([value], np.float32)}) for value in (0.0, -0.0))
     assert demo.same_bits([one, one])
     assert not demo.same_bits([one, other])
@@ -134,7 +134,7 @@ def test_our_own_crash_is_an_error(demo: ModuleType, tmp_path: Path, capsys) -> 
     assert "killed by SIGABRT" in capsys.readouterr().err
 
 
-def test_a_run_that_takes_too_long_is_told_and_no_error(demo: ModuleType, tmp_path: Path) -> None:
+def test_a_run_that_takes_too_long_is_reported_and_no_error(demo: ModuleType, tmp_path: Path) -> None:
     found, _, told = try_script(demo, tmp_path, is_incumbent=False, limit_s=10, waits=True)
     assert found is None
     assert told[-1] == "round 1: theirs: could not be measured within 10 s; this machine is too busy"

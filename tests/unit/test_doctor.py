@@ -75,14 +75,14 @@ def test_a_limit_is_named_where_it_is_seen_and_where_it_strikes():
     assert "2 of " in done.stdout.splitlines()[-1]
 
 
-def test_what_is_left_of_a_launcher_is_told():
+def test_what_is_left_of_a_launcher_is_reported():
     done = run("--no-self-test", RANK="1")
     assert done.returncode == 1
     assert "WRONG launcher" in done.stdout and "WORLD_SIZE" in done.stdout
     assert "self-test" not in done.stdout
 
 
-def test_the_instruction_set_in_use_is_told():
+def test_the_instruction_set_in_use_is_reported():
     done = run("--no-self-test", PACELINE_ISA="portable")
     assert "kernels for any processor" in done.stdout
 
@@ -92,7 +92,7 @@ def test_an_unknown_option_is_refused():
     assert done.returncode == 2 and "--fast" in done.stderr
 
 
-def test_a_port_that_is_taken_is_told(monkeypatch):
+def test_a_port_that_is_taken_is_reported(monkeypatch):
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

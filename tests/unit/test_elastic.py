@@ -122,7 +122,7 @@ def test_each_host_records_under_its_own_name(tmp_path: Path) -> None:
     assert f"`paceline trace` with {trace.folder} and those of the others" in said[1]
 
 
-def test_a_trace_of_a_host_that_cannot_be_written_is_told_before(tmp_path: Path) -> None:
+def test_a_trace_of_a_host_that_cannot_be_written_is_reported_before(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="The trace can't be written to"):
         HostTrace(str(tmp_path / "none" / "out.json"), "node1", 2).begin({})
     (tmp_path / "out.node1.rings").touch()
@@ -143,7 +143,7 @@ def test_a_trace_of_a_host_that_cannot_be_written_is_told_before(tmp_path: Path)
     ],
     ids=["exit", "SIGKILL"],
 )
-def test_what_is_seen_of_the_ranks_is_told_when_the_agent_has_ended(
+def test_what_is_seen_of_the_ranks_is_reported_when_the_agent_has_ended(
     tmp_path: Path, ends: str, status: int, told: str
 ) -> None:
     """In a process of its own, because it takes the signals of that."""

@@ -267,7 +267,7 @@ def test_a_deadline_at_which_nobody_looks_late_blames_nobody():
     assert "has waited 1.2 s for something of which no rank is known to be late in" in describe_slow(seen)
 
 
-def test_a_slow_wait_for_what_other_hosts_send_is_told_as_such():
+def test_a_slow_wait_for_what_other_hosts_send_is_reported_as_such():
     number_ranks("host 3", (2,), 4)
     seen = facts(
         Reason.DEADLINE, ranks=[waiting(0, "host_sums", 2)], late=[], culprit=-1, group="host 3", rank=0

@@ -1,4 +1,4 @@
-"""What ranks of other hosts tell, the files that rank 0 writes of it, and what is drawn."""
+"""What ranks of other hosts report, the files that rank 0 writes of it, and what is drawn."""
 
 from __future__ import annotations
 
@@ -122,11 +122,11 @@ def test_a_disk_that_is_full_or_gone_is_no_error(tmp_path: Path, monkeypatch: py
 def test_a_rank_tells_its_host_once_in_a_second_and_when_it_fails(tmp_path: Path):
     told: list[bytes] = []
     recording = Recording()
-    recording.tell_host = told.append
+    recording.report_to_host = told.append
     recording.start(tmp_path / "rank2.ring", 2, 4, 64)
     assert recording.sample(S, backward_id(0, 7)) and not recording.sample(S + 1, backward_id(0, 8))
     recording.logged["loss"] = 0.25
-    recording.tell_failure(ValueError("x"))
+    recording.note_failure(ValueError("x"))
     other = tmp_path / "other"
     other.mkdir()
     found = []
@@ -170,7 +170,7 @@ def test_ranks_of_two_hosts_are_shown_together(tmp_path: Path):
 
 
 def test_a_wait_whose_last_rank_is_elsewhere_is_globally_unused_here(tmp_path: Path):
-    """Nobody has told who came last, and two of four ranks are seen: the later one need not be it."""
+    """Nobody has reported who came last, and two of four ranks are seen: the later one need not be it."""
     windows = [RankWindow(header(rank, "node0"), backwards(10, 60 + 20 * rank, 100)) for rank in range(2)]
     assert snapshot(windows, S).waited_for == {}
 

@@ -47,7 +47,7 @@ def test_a_version_that_is_too_old_is_refused_as_an_import_that_fails(monkeypatc
     assert f"{versions.install('torch')} chooses one that fits" in str(caught.value)
 
 
-def test_an_untested_version_is_told_once_for_all_ranks(monkeypatch):
+def test_an_untested_version_is_reported_once_for_all_ranks(monkeypatch):
     (text,) = check(monkeypatch, "2.11.0")
     assert "tested with PyTorch 2.12 and 2.13, and not with 2.11.0" in text
     (text,) = check(monkeypatch, "2.15.0+cu132")

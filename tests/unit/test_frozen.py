@@ -1,4 +1,4 @@
-"""What ranks tell of frozen parameters, and whether they find the same."""
+"""What ranks report of frozen parameters, and whether they find the same."""
 
 from __future__ import annotations
 

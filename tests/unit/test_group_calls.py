@@ -76,10 +76,10 @@ class PeerMonitor:
 
     silent = late
 
-    def tell_waiting(self) -> None:
+    def publish_waiting(self) -> None:
         """Nobody hears it."""
 
-    tell_done = give_up = tell_waiting
+    publish_done = give_up = publish_waiting
 
 
 @pytest.fixture

@@ -531,7 +531,7 @@ def rank_itself(rank):
     return rank
 
 
-def test_a_descriptor_that_somebody_else_has_closed_is_told(monkeypatch, tmp_path):
+def test_a_descriptor_that_somebody_else_has_closed_is_reported(monkeypatch, tmp_path):
     run(rank_itself, 1)
     with (tmp_path / "another").open("w") as file:
         monkeypatch.setattr(resource_tracker._resource_tracker, "_fd", file.fileno())

@@ -28,7 +28,7 @@ from paceline.health.control_channel import ControlChannel
 from paceline.health.liveness_check import Activity
 from paceline.reducer.between_hosts import hierarchical, routes, wire
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hosts
-from paceline.reducer.between_hosts.routes import Route, num_shares, plan_route
+from paceline.reducer.between_hosts.routes import Route, num_shards, plan_route
 from paceline.reducer.between_hosts.value_messages import ValuesFlight
 from paceline.reducer.between_hosts.wire import Message, tag_of
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
@@ -164,11 +164,11 @@ class NoFailures:
     def at_failure(self, call: Callable[[BaseException], object]) -> None:
         """Nothing fails."""
 
-    def tell(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         raise AssertionError(error)
 
     def wait(self, timeout_s: float) -> None:
-        """Nobody has told anything."""
+        """Nobody has reported anything."""
 
     def late(self, *, is_silent: bool) -> None:
         """Everybody answers."""
@@ -177,7 +177,7 @@ class NoFailures:
 class Failures(NoFailures):
     """A control channel to nobody."""
 
-    def tell(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """All others come to it by themselves."""
 
 
@@ -230,7 +230,7 @@ class World:
         )
         group.join()
         transport = None
-        if place < num_shares(self.layout):
+        if place < num_shards(self.layout):
             transport = Transport(self.links, host, [ranks[place] for ranks in self.layout])
         hosts = Hosts(
             rank=rank,

@@ -14,7 +14,7 @@ from paceline.collectives.failures import Reason, make_error, number_ranks
 from paceline.errors import DeadlineError, MismatchError, PeerLostError
 from paceline.health.peer_errors import pack_failure, unpack_failure
 from paceline.reducer.between_hosts.blocks import exact_blocks, has_bits_of_one_host, whole_hosts
-from paceline.reducer.between_hosts.routes import ONE_ROUND_BYTES, num_shares, plan_route, spoken_for
+from paceline.reducer.between_hosts.routes import ONE_ROUND_BYTES, num_shards, plan_route, spoken_for
 from paceline.reducer.between_hosts.wire import HEADER_BYTES, PLANS, Envelope, Header, tag_of
 from paceline.reducer.sum_order import add_in_order
 
@@ -123,7 +123,7 @@ def test_tags_are_all_different() -> None:
 def test_every_rank_is_spoken_for_once(sizes: list[int]) -> None:
     first = [sum(sizes[:host]) for host in range(len(sizes))]
     hosts = [range(begin, begin + size) for begin, size in zip(first, sizes)]
-    shares = num_shares(hosts)
+    shares = num_shards(hosts)
     assert shares == min(sizes)
     for host in hosts:
         told = [spoken_for(host, local_rank, shares) for local_rank in range(shares)]
@@ -231,7 +231,7 @@ def test_failures_reach_others_as_they_are(error: PeerLostError | DeadlineError 
 )
 def test_a_long_text_reaches_others_cut(error: Exception) -> None:
     packed = pack_failure(error, 3)
-    assert len(packed.encode()) < 1024  # what one rank of a host can tell the others
+    assert len(packed.encode()) < 1024  # what one rank of a host can report to the others
     told = unpack_failure(PeerLostError("Rank 0 of 2 raised.", seen=packed, lost=(0,)))
     assert isinstance(told, PeerLostError)
     if isinstance(error, ValueError):

@@ -68,7 +68,7 @@ def test_samples_are_few_and_within(sizes: list[int]) -> None:
         assert 0 < size <= 128 and begin >= 0 and begin + size <= sizes[index]
 
 
-def test_who_did_what_is_told_only_where_it_differs() -> None:
+def test_who_did_what_is_reported_only_where_it_differs() -> None:
     assert describe_writes([Note(1), Note(1)]) == dropped_warning([Note(1), Note(1)]) == ""
     assert describe_writes([Note(1), Note(0), Note(1)]).endswith(": ranks 0, 2: 1; rank 1: 0")
     assert "rank 0: 0; rank 1: 2" in dropped_warning([Note(), Note(dropped=2)])

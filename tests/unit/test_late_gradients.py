@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline.reducer.backward.state import RUNNING, BackwardState  # noqa: E402
-from paceline.torch.backward.late import LateGradients  # noqa: E402
+from paceline.torch.backward.late import DeferredGradients  # noqa: E402
 
 TRIGGER, DELAYED, UNUSED = 0, 1, 2
 
@@ -16,7 +16,7 @@ def test_what_is_delayed_is_handed_over_at_the_trigger() -> None:
     state, gradient = BackwardState(0, 1), torch.zeros(1)
     state.phase = RUNNING
     handed: list[int] = []
-    late = LateGradients(state, handed.append, {DELAYED, UNUSED}, is_learning=False)
+    late = DeferredGradients(state, handed.append, {DELAYED, UNUSED}, is_learning=False)
     trigger = late.with_trigger(lambda _: handed.append(TRIGGER))
     for _ in range(2):
         for _ in range(2):  # the gradient comes in two parts

@@ -70,7 +70,7 @@ def test_mpiruns_and_torchruns_names_of_n(planned: list[Plan], option: list[str]
         ([], ""),
     ],
 )
-def test_a_number_of_ranks_behind_the_script_is_told(
+def test_a_number_of_ranks_behind_the_script_is_reported(
     planned: list[Plan], capsys: pytest.CaptureFixture[str], arguments: list[str], given: str
 ) -> None:
     """It is the script's own, which is not what most who write it there mean."""
@@ -142,7 +142,7 @@ def test_mistakes_are_told_before_anything_starts(
         assert word in error
 
 
-def test_a_port_in_use_is_told_with_its_holder(
+def test_a_port_in_use_is_reported_with_its_holder(
     planned: list[Plan], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as listener:
@@ -171,7 +171,7 @@ def test_version_and_help(
 
 
 @pytest.mark.parametrize("arguments", [[], ["rum"], ["--no-such-option"]])
-def test_an_unknown_command_is_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+def test_an_unknown_command_is_reported(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     try:
         assert main(arguments) == 2
     except SystemExit as exit_of_argparse:

@@ -184,7 +184,7 @@ def test_a_tail_goes_on_with_a_new_file(records_in: Recording, tmp_path: Path):
     tail = RingTail(ring_file.path_of(tmp_path, 0))
     tail.look()
     records_in.note(Event.DATA_BEGAN, 1, 0)
-    records_in.tell("model", 0, rank=0)
+    records_in.note_facts("model", 0, rank=0)
     tail.look()
     end = records_in.enlarge(0, 2, 1000)  # as ddp.trace() does
     records_in.note(Event.DATA_BEGAN, 2, 0)
@@ -321,7 +321,7 @@ def test_jobs_that_cannot_be_shown_are_told_so(own_jobs: Path):
     assert second.name in str(caught.value) and first.name in str(caught.value)
 
 
-def test_a_job_of_another_user_is_told_so(own_jobs: Path, monkeypatch):
+def test_a_job_of_another_user_is_reported_so(own_jobs: Path, monkeypatch):
     folder = a_job()
 
     def refuse(path: object) -> list[str]:

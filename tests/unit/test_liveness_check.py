@@ -304,7 +304,7 @@ def test_a_failure_that_is_told_meanwhile_says_more(channels):
     with stopped(channels[1]):
         asking = threading.Thread(target=lambda: found.append(channels[2].late()))
         asking.start()
-        channels[3].tell(ValueError("the cause"))
+        channels[3].report_failure(ValueError("the cause"))
         asking.join(60)
     assert found == [None] and channels[2].failure is not None
 

@@ -85,7 +85,7 @@ def test_nccl_is_told_that_the_process_ends(engine):
 
 
 def check(told: list[dict[str, Any]], devices: list[torch.device], engine: str = "nccl") -> dict[str, Any]:
-    """What this rank tells; the others tell what is given."""
+    """What this rank reports; the others tell what is given."""
     said: list[dict[str, Any]] = []
 
     def all_gather(payload: bytes, timeout_s: float) -> list[bytes]:

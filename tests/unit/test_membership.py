@@ -86,7 +86,7 @@ def test_ranks_that_fit_go_on():
         (arrival(2, host="node1", unreachable="lo"), "Rank 2 of 3 cannot join", ("node1", "lo")),
     ],
 )
-def test_every_rank_is_told_at_once_who_does_not_fit(odd, summary, words):
+def test_every_rank_is_reported_at_once_who_does_not_fit(odd, summary, words):
     begun = time.monotonic()
     outcomes = attend_all([arrival(0), arrival(1), odd])
     assert time.monotonic() - begun < 20  # and not after the 30 s
@@ -177,7 +177,7 @@ def test_rank_0_that_has_no_way_to_another_stays_until_that_one_has_read(monkeyp
 
 
 @pytest.mark.parametrize("call", ["add", "write", "read"])
-def test_a_store_that_is_gone_is_told_in_words(call, monkeypatch):
+def test_a_store_that_is_gone_is_reported_in_words(call, monkeypatch):
     membership_store = Memory()
 
     def gone(*_):
@@ -242,7 +242,7 @@ def test_who_comes_to_a_complete_job_is_refused_alone():
     ],
     ids=lambda text: text[:12] or "nothing",
 )
-def test_what_an_unknown_peer_has_written_is_told_as_such(text):
+def test_what_an_unknown_peer_has_written_is_reported_as_such(text):
     membership_store = Memory()
     membership_store.write(f"start/arrival/{membership_store.add('start/arrivals', 1)}", text)
     with pytest.raises(RendezvousError, match="no rank of Paceline has written") as caught:

@@ -159,7 +159,7 @@ def test_unknown_peers_that_ask_leave_no_room_for_more(server: MembershipServer,
     assert unknown_peers[0].read("a") is None
 
 
-def test_a_server_that_ends_is_told(server: MembershipServer, connect: Connect) -> None:
+def test_a_server_that_ends_is_reported(server: MembershipServer, connect: Connect) -> None:
     client = connect()
     server.close()
     with pytest.raises(RuntimeError):

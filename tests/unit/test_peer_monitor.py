@@ -70,7 +70,7 @@ def after(count: int):
 
 def waiting() -> str:
     core = Core()
-    PeerMonitor(MemorySource(core)).tell_waiting()
+    PeerMonitor(MemorySource(core)).publish_waiting()
     return core.told[0]
 
 
@@ -96,7 +96,7 @@ def test_who_waits_as_well_is_not_late(core):
 def test_who_has_given_up_is_not_late_and_stays_so(core):
     peer_monitor = PeerMonitor(MemorySource(core))
     peer_monitor.give_up()
-    peer_monitor.tell("after backward of iteration 3")
+    peer_monitor.publish("after backward of iteration 3")
     given_up = core.activities[0]
     core.activities = ["", given_up, "in forward of iteration 3"]
     with pytest.raises(DeadlineError) as caught:
@@ -106,7 +106,7 @@ def test_who_has_given_up_is_not_late_and_stays_so(core):
 
 def test_where_all_wait_nobody_is_named(core):
     core.activities[1:] = [waiting(), waiting()]
-    with pytest.raises(DeadlineError, match="does not tell which rank") as caught:
+    with pytest.raises(DeadlineError, match="does not say which rank") as caught:
         waits_of(core).poll(lambda: False, 0)
     assert not caught.value.late
 
@@ -162,7 +162,7 @@ def test_a_rank_that_dies_between_two_looks_has_not_left(core, monkeypatch):
 
 
 def test_a_rank_that_is_dead_has_not_left(core):
-    """The kernel's mark is seen a moment before whoever looks after the memory tells of it."""
+    """The kernel's mark is seen a moment before whoever looks after the memory reports it."""
     core.states[1] = "dead"
     error = PeerMonitor(MemorySource(core)).find_lost(0.05)
     assert isinstance(error, PeerLostError)

@@ -115,7 +115,7 @@ def test_bytes_are_those_that_a_host_has_to_send():
         (100 << 20, 2, Machines(1e12, connection_bits_per_s=1e12, memory_bytes_per_s=1e9), "memory"),
     ],
 )
-def test_what_decides_is_told(nbytes, hosts, machines, limit):
+def test_what_decides_is_reported(nbytes, hosts, machines, limit):
     assert predict_paceline(nbytes, hosts, 8, machines).limit == limit
 
 
@@ -186,7 +186,7 @@ def test_the_command_predicts_the_time_of_averaging_over_hosts(model, tmp_path, 
         (["--gradients", "1MiB", "-n", "2", "--json", "/no/such/folder/x.json"], "can't be written"),
     ],
 )
-def test_what_cannot_be_predicted_is_told(model, capsys, arguments, complaint):
+def test_what_cannot_be_predicted_is_reported(model, capsys, arguments, complaint):
     assert main(["predict", *(each.replace("{model}", str(model)) for each in arguments)]) == 2
     assert complaint in capsys.readouterr().err
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src"
 REFERENCE = ROOT / "docs" / "api"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-# They tell of the inside, or of what was.
+# They report the inside, or of what was.
 NOT_FOR_USERS = ("docs/design/", "docs/changelog.md", "docs/_build/")
 
 

@@ -99,7 +99,7 @@ def test_what_is_wrong_with_a_wheel_is_named(tmp_path, change, complaint):
         ("paceline-0.1.0-py3-none-any.whl", "one CPython"),
     ],
 )
-def test_a_name_that_does_not_fit_is_told(tmp_path, name, complaint):
+def test_a_name_that_does_not_fit_is_reported(tmp_path, name, complaint):
     status, message = check(tmp_path, CONTENT, name)
     assert status == 1
     assert complaint in message

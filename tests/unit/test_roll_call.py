@@ -83,5 +83,5 @@ def test_a_store_that_is_gone_was_served_by_its_holder():
 
 def test_nobody_is_named_where_there_is_no_store():
     roll = Roll(None, 0, 2, None, "the test's group")
-    with pytest.raises(RendezvousError, match="nobody tells which rank is missing"):
+    with pytest.raises(RendezvousError, match="nothing says which rank is missing"):
         roll.complete(Never, "all_gather", 0.0, time.monotonic())

@@ -15,7 +15,7 @@ from paceline.errors import DeadlineError, PeerLostError
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts import peer_waits
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
-from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share, plan_of_shares
+from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_shard, plan_of_shards
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_buckets
 
 ITEMSIZES = {"float32": 4, "float16": 2, "float64": 8}
@@ -39,7 +39,7 @@ def make_plan(numels: list[int], dtypes: list[str], cap: int) -> Plan:
 )
 def test_the_shares_of_all_ranks_are_each_bucket(parameters, cap, num_ranks):
     plan = make_plan(*map(list, zip(*parameters)), cap)
-    of_shares = plan_of_shares(plan, num_ranks)
+    of_shares = plan_of_shards(plan, num_ranks)
     assert len(of_shares.buckets) == len(plan.buckets)
     for number, (bucket, share) in enumerate(zip(plan.buckets, of_shares.buckets)):
         section = of_shares.sections[share.section]
@@ -55,7 +55,7 @@ def test_the_shares_of_all_ranks_are_each_bucket(parameters, cap, num_ranks):
         gaps = [
             place * count + element
             for place in range(num_ranks)
-            for gap in gaps_in_share(plan, number, Place(place, num_ranks))
+            for gap in gaps_in_shard(plan, number, Place(place, num_ranks))
             for element in range(gap.start, gap.stop)
         ]
         assert len(gaps) == len(set(gaps))
@@ -88,7 +88,7 @@ class Exchange:
 def make_shares(count: int, timeout_s: float = WAIT_S) -> tuple[Shares, Exchange, list[str]]:
     exchange, log = Exchange(), cast("list[str]", [])
     peer_monitor = SimpleNamespace(
-        tell_waiting=lambda: log.append("waiting"), tell_done=lambda: log.append("done")
+        publish_waiting=lambda: log.append("waiting"), publish_done=lambda: log.append("done")
     )
     shares = Shares(
         cast(HierarchicalReducer, exchange),
@@ -125,7 +125,7 @@ def test_whoever_runs_the_backward_does_not_wait_for_a_share():
 
 
 @pytest.mark.parametrize("fails_in", ["fetch", "mark_ready"])
-def test_a_share_that_fails_ends_the_backwards_and_is_told(fails_in):
+def test_a_share_that_fails_ends_the_backwards_and_is_reported(fails_in):
     shares, exchange, log = make_shares(2)
     error = PeerLostError("Rank 3 of 4 died.", lost=(3,))
 

@@ -17,7 +17,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline.errors import ConfigError  # noqa: E402
-from paceline.reducer.between_hosts.shares import Shares, plan_of_shares  # noqa: E402
+from paceline.reducer.between_hosts.shares import Shares, plan_of_shards  # noqa: E402
 from paceline.reducer.communicator import ReductionOptions  # noqa: E402
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
 from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
@@ -132,9 +132,9 @@ def world(monkeypatch):
     assert len(plan.buckets) == 2
     gradient_buffer = OPS.allocate(plan, [torch.empty(2, 3, device=DEVICE) for _ in specs])
     calls, copies, exchange = Calls(device), Copies(device), Exchange()
-    peer_monitor: Any = SimpleNamespace(tell_waiting=lambda: None, tell_done=lambda: None)
+    peer_monitor: Any = SimpleNamespace(publish_waiting=lambda: None, publish_done=lambda: None)
     shares = Shares(exchange, len(plan.buckets), "rank 1 of 2", WAIT_S, calls.abort, peer_monitor)
-    places = [torch.zeros(bucket.nbytes // 4) for bucket in plan_of_shares(plan, 2).buckets]
+    places = [torch.zeros(bucket.nbytes // 4) for bucket in plan_of_shards(plan, 2).buckets]
     transport = ShareTransport(
         gradient_buffer,
         of_all,

@@ -9,7 +9,7 @@ from torch import nn
 from paceline._core import CountedStorageUses, HandedGradients
 from paceline.torch.backward.storage_uses import _tell, uses_of_storages
 
-pytestmark = pytest.mark.skipif(uses_of_storages() is None, reason="this torch does not tell")
+pytestmark = pytest.mark.skipif(uses_of_storages() is None, reason="this torch does not say")
 
 
 def tellers() -> list[CountedStorageUses]:

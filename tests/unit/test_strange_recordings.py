@@ -57,8 +57,8 @@ def job(folder: Path, name: str = "train.py") -> Path:
     ring = Recording()
     ring.start(path_of(folder, 0), 0, 2, 64)
     try:
-        ring.tell("model", 0, rank=0, world_size=2, path="region")
-        ring.tell("buckets", 0, buckets=[[400, "a ... b"], [40, "c"]])
+        ring.note_facts("model", 0, rank=0, world_size=2, path="region")
+        ring.note_facts("buckets", 0, buckets=[[400, "a ... b"], [40, "c"]])
         number = ring.number_name("loss")
         for step in range(1, 8):
             key = backward_id(0, step)
@@ -73,7 +73,7 @@ def job(folder: Path, name: str = "train.py") -> Path:
             ring.note(Event.AVERAGING_ENDED, key, 0)
             ring.note(Event.LOGGED, number, float_bits(0.5))
         ring.sample(time.monotonic_ns())
-        ring.tell_failure(ValueError("boom"))
+        ring.note_failure(ValueError("boom"))
     finally:
         ring._stop()
     totals = dict.fromkeys(Total, 1.0)
@@ -106,7 +106,7 @@ def squatted(own_jobs: Path, monkeypatch) -> Path:
     return folder
 
 
-def test_who_has_taken_the_folder_is_told(squatted: Path):
+def test_who_has_taken_the_folder_is_reported(squatted: Path):
     for call in (lambda: cli.main([]), lambda: cli.main(["abcdef"]), lambda: top.main([])):
         with pytest.raises(ConfigError) as caught:
             call()
@@ -152,7 +152,7 @@ def test_no_text_of_a_recording_controls_the_terminal(own_jobs: Path, capsys):
         bad.note(Event.AVERAGING_ENDED, backward_id(0, 1), 0)
         bad.note(Event.LOGGED, bad.number_name(f"loss{ESCAPE}"), float_bits(1.0))
         bad.note(Event.AVERAGING_ENDED, backward_id(0, 2), 0)
-        bad.tell_failure(ValueError(ESCAPE + " \ud800"))
+        bad.note_failure(ValueError(ESCAPE + " \ud800"))
     finally:
         bad._stop()
     far = RankHeader(1, 2, 4711, f"node{ESCAPE}", "boot", 0, time.time_ns(), 64)

@@ -51,7 +51,7 @@ def test_each_value_becomes_a_scalar_at_the_step_of_its_name(written, tmp_path: 
     assert written == [("folder", "runs"), ("loss", 0.5, 0), ("loss", 0.25, 1), ("accuracy", 1.0, 0)]
 
 
-def test_a_folder_that_cannot_be_made_is_told(written, tmp_path: Path):
+def test_a_folder_that_cannot_be_made_is_reported(written, tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="can't be written to"):
         log_to_tensorboard(tmp_path / "file" / "runs")

@@ -117,7 +117,7 @@ def test_ranks_with_one_secret_exchange_and_those_with_two_do_not(monkeypatch):
 
 
 def test_the_store_of_a_group_is_found_without_its_own_method(monkeypatch):
-    """Groups of torch 2.6 do not tell their store; a private function of torch does."""
+    """Groups of torch 2.6 do not say their store; a private function of torch does."""
     stores = {"a group": object()}
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", stores.__getitem__)
     assert store_of("a group") is stores["a group"]

@@ -80,12 +80,12 @@ def test_a_ring_gives_back_the_last_records_and_no_torn_one():
 def test_what_a_process_records_is_in_the_file_at_once(tmp_path: Path):
     path = ring_file.path_of(tmp_path, 1)
     recording = Recording()
-    recording.tell("model", 0, rank=1)
+    recording.note_facts("model", 0, rank=1)
     recording.start(path, 1, 2, 100)
     try:
         for number in range(300):
             recording.note(Event.OPTIMIZER_BEGAN, number, -1)
-        recording.tell_failure(ValueError("boom"))
+        recording.note_failure(ValueError("boom"))
         (found,) = ring_file.read_folder(tmp_path)
     finally:
         recording._stop()
@@ -364,7 +364,7 @@ def test_the_trace_has_ranks_slices_and_arrows():
 
 
 @pytest.mark.parametrize("place", ["none/out.json", "."])
-def test_a_trace_that_cannot_be_written_is_told_before(tmp_path: Path, place: str):
+def test_a_trace_that_cannot_be_written_is_reported_before(tmp_path: Path, place: str):
     with pytest.raises(ConfigError, match="The trace can't be written to"):
         chrome.check(tmp_path / place)
     chrome.check(tmp_path / "out.json")
@@ -491,7 +491,7 @@ def as_nobody() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("place", ["", "/", "/1a2b3c", "/1a2b3c/"])
-def test_a_job_of_another_user_is_told_by_a_sentence(tmp_path: Path, capsys, place: str):
+def test_a_job_of_another_user_is_reported_by_a_sentence(tmp_path: Path, capsys, place: str):
     folder = tmp_path / "paceline-4711"
     ring_file.create(ring_file.path_of(_made(folder / "1a2b3c"), 0), 64)
     folder.chmod(0)

@@ -187,14 +187,14 @@ def test_few_rounds_claim_nothing() -> None:
     assert not compare.is_decided(standings)
 
 
-def test_a_script_with_a_fixed_batch_per_rank_is_told_what_that_means() -> None:
+def test_a_script_with_a_fixed_batch_per_rank_is_reported_what_that_means() -> None:
     standings = [standing(ONE, *[100] * 7, per_step=32), standing(TWO, *[150] * 7, per_step=64)]
     assert "32 with 1 rank, 64 with 2 ranks" in told(standings)
     same = [standing(ONE, *[100] * 7), standing(TWO, *[150] * 7)]
     assert "learning rate" not in told(same)
 
 
-def test_a_busy_machine_is_told_because_it_is_unfair_to_threads() -> None:
+def test_a_busy_machine_is_reported_because_it_is_unfair_to_threads() -> None:
     standings = [standing(ONE, *[100] * 7), standing(TWO, *[150] * 7)]
     verdict = judge(standings)
     assert verdict is not None

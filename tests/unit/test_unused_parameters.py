@@ -98,7 +98,7 @@ def test_a_gradient_from_an_earlier_step_counts_where_parameters_may_be_unused()
     assert Model({0, 1}, {0, 1, 2}).end() == [("leave out", [2, 3]), ("check", None)]
 
 
-def test_frozen_parameters_keep_what_they_have_and_are_told():
+def test_frozen_parameters_keep_what_they_have_and_are_reported():
     model = Model({0, 1}, {0, 1, 2}, frozen={2, 3})
     assert model.end() == [("leave out", [2, 3]), ("leave the gradient buffer", [2, 3]), ("check", None)]
     assert model.state.status.frozen == digest_of([2, 3])
@@ -138,7 +138,7 @@ def test_without_data_nothing_is_unused_because_of_this_rank(allow_unused):
     assert marked == ([] if allow_unused else [0, 1, 2, 3])
 
 
-def test_a_promise_that_is_broken_is_told_in_the_status():
+def test_a_promise_that_is_broken_is_reported_in_the_status():
     promised = StaticGraph(NAMES, lambda payload: [payload])
     first = Model({0, 1}, {0, 1})
     first.end(static_graph=promised)

@@ -251,7 +251,7 @@ def _left(facts: Facts) -> PacelineError:
 
 def _deadline(facts: Facts) -> PacelineError:
     if not facts["late"]:
-        return _nobody_late(facts)
+        return _no_rank_late(facts)
     if set(facts["late"]) <= set(facts["waiting"]):
         return _crossed(facts)
     return DeadlineError(
@@ -265,7 +265,7 @@ def _deadline(facts: Facts) -> PacelineError:
     )
 
 
-def _nobody_late(facts: Facts) -> PacelineError:
+def _no_rank_late(facts: Facts) -> PacelineError:
     """A rank that was stopped between its work and the note of it looks as if it had done nothing wrong."""
     return DeadlineError(
         f"Rank {facts['rank']} of {facts['world_size']} waited {facts['waited_s']:.1f} s in vain; "
@@ -307,9 +307,9 @@ def _crossed(facts: Facts) -> PacelineError:
 
 
 def _out_of_step(facts: Facts) -> tuple[int, ...]:
-    """Those that wait elsewhere than they ought to, where all ranks wait; empty: nothing tells.
+    """Those that wait elsewhere than they ought to, where all ranks wait; empty: nothing says.
 
-    A message is of two ranks, so each of its ends is told of the other. Else most ranks are right. Where no
+    A message is of two ranks, so each of its ends names the other. Else most ranks are right. Where no
     place has a majority, a rank that has begun more forwards than others since the last backward has made one
     too many, or skipped a backward.
     """

@@ -27,7 +27,7 @@ from paceline.collectives.arrays import (
 )
 from paceline.collectives.call_queue import CallQueue
 from paceline.collectives.formation import form_core
-from paceline.collectives.member_exchange import MemberExchange
+from paceline.collectives.member_exchange import SubgroupExchange
 from paceline.collectives.ops import ReduceOp, parse_op
 from paceline.collectives.work import TransferWork, Work, make_behind
 from paceline.errors import ConfigError
@@ -368,7 +368,7 @@ class Group:
             return None
         self._drain(limit_s)
         limit_s = self._core.timeout_s if limit_s < 0 else limit_s
-        exchange = MemberExchange(self._core, members, self._orphans)
+        exchange = SubgroupExchange(self._core, members, self._orphans)
         return Group(form_core(exchange, name=name, timeout_s=limit_s))
 
     # --- inside ---

@@ -88,7 +88,7 @@ def init(
         job_id=place.job_id,
         name=name,
         timeout_s=forming_timeout_s,
-        # An id in the arguments may be wrong on one rank, which is told at once only where all meet.
+        # An id in the arguments may be wrong on one rank, which is reported at once only where all meet.
         secret=_secret() if job_id is None else "",
         note=_note_on_hosts(place),
     ) as exchange:

@@ -17,7 +17,7 @@ _TAG = 0x9ACE  # a message of the user that is still under way shows up as a Mis
 _LENGTH_BYTES = 8
 
 
-class MemberExchange:
+class SubgroupExchange:
     def __init__(self, core: _core.HostGroup, members: Sequence[int], orphans: list[TransferWork]) -> None:
         self._core = core
         self._members = list(members)

@@ -37,11 +37,11 @@ def _write(output: Path, rows: list[bytes]) -> None:
 
 def _on_first_rank(communicator: Communicator[Any], act: Callable[[], None]) -> None:
     """Raises on every rank what goes wrong on rank 0. Collective."""
-    told = ""
+    reported = ""
     if communicator.rank == 0:
         try:
             act()
         except ConfigError as error:
-            told = str(error)
-    if told := communicator.all_gather(told.encode())[0].decode():
-        raise ConfigError(told)
+            reported = str(error)
+    if reported := communicator.all_gather(reported.encode())[0].decode():
+        raise ConfigError(reported)

@@ -19,7 +19,7 @@ from paceline.checkpoint.training_state import Training, check_registration, col
 from paceline.ddp.traced import recorded
 from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
-from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.front_end import Tensors
 from paceline.reducer.backward.micro_batches import as_weight
@@ -31,7 +31,7 @@ from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.reducer.communicator import Communicator, MemoryCommunicator
 from paceline.reducer.compression import Compression
 from paceline.reducer.framework_ops import FrameworkOps
-from paceline.reducer.local_sgd.members import join_member
+from paceline.reducer.local_sgd.members import join_replica_group
 from paceline.reducer.local_sgd.outer_sync import (
     OuterSync,
     Warmup,
@@ -202,7 +202,7 @@ class WrappedModel:
     ) -> None:
         """Give buckets to a hook from now on. Collective."""
         known = None if peers is None else (peers.exchange, peers.timeout_s)
-        with telling_peers(lambda: known, doing="register a hook"):
+        with reporting_to_peers(lambda: known, doing="register a hook"):
             check(chosen.call)
             check_is_first(self._comm_hook)
             self._refuse_with_local_sgd("a communication hook averages gradients over all ranks")
@@ -664,7 +664,7 @@ class WrappedModel:
             self._warmup = None if options is None else Warmup(options.warmup_steps - steps, backward_sync)
             return backward_sync
         peers = self._ranks()
-        member_communicator, members = join_member(
+        replica_group_communicator, members = join_replica_group(
             communicator,
             peers.exchange,
             options.between,
@@ -674,7 +674,7 @@ class WrappedModel:
             timeout_s=peers.timeout_s,
             warn_after_s=peers.warn_after_s,
         )
-        backward_sync = self._make_sync(member_communicator)
+        backward_sync = self._make_sync(replica_group_communicator)
         backward_sync.state.where = f"rank {communicator.rank} of {communicator.world_size}"
         tensors = OuterTensors(self._ops, self._tensors.all_names, self._tensors.all_trainable)
         buffers = BufferSync(self._tensors, communicator, self._config, self._ops)
@@ -868,7 +868,7 @@ class WrappedModel:
             deterministic=config.deterministic,
         )
 
-    def _tell_of_unused_compression(self, rank: int) -> None:
+    def _warn_of_unused_compression(self, rank: int) -> None:
         value = self._config.compress_between_hosts
         path = self.gradient_path if self._outer_sync is None else self._outer_sync.communicator.path
         if value is not None and rank == 0 and path != "hosts":

@@ -1,9 +1,9 @@
 """How the ranks of several hosts come to the hub of their control channel, and who is refused there.
 
-Rank 0 listens on a free port until all have come, and tells the others where over the group that they have
+Rank 0 listens on a free port until all have come, and tells the others where, over the group that they have
 already; each tries all addresses of that host, because which of them it can reach only it can find out. In a
 tree (`channel_tree`) the first rank of each host receives those of its host in the same way, then goes to the
-hub with what all of them have told, and welcomes them once the hub has welcomed it. An unknown peer's
+hub with what all of them have reported, and welcomes them once the hub has welcomed it. An unknown peer's
 connection is dropped; a rank of this group that does not fit ends the start of all, with words on every rank.
 """
 
@@ -132,17 +132,17 @@ def meet(
         own = b""
         if neighbours.below or facts.rank == HUB:
             listener, own = _listen()
-        told = exchange.all_gather(own, timeout_s)
-        for rank, offer in enumerate(told):
+        reported = exchange.all_gather(own, timeout_s)
+        for rank, offer in enumerate(reported):
             if offer:  # each rank that cannot listen ends this on all ranks, whoever would ask it
-                _told_place(told, rank)
+                _read_place(reported, rank)
         way = None
         if neighbours.parent is not None:
-            place = _told_place(told, neighbours.parent)
+            place = _read_place(reported, neighbours.parent)
             way = functools.partial(_join, place, neighbours.parent, secret=secret)
             if not own:
                 return way([facts], deadline=deadline)
-        place = _told_place(told, facts.rank)
+        place = _read_place(reported, facts.rank)
         assert listener is not None
         return _Reception(listener, place, facts, hosts, neighbours, secret, deadline).receive_all(way)
     finally:
@@ -157,27 +157,29 @@ def _listen() -> tuple[socket.socket | None, bytes]:
         listener = socket.create_server(("", 0), family=family, dualstack_ipv6=ipv6, backlog=QUEUE)
     except OSError as error:
         return None, json.dumps({"channel": str(error), "port": 0, "addresses": []}).encode()
-    told = {
+    reported = {
         "channel": secrets.token_hex(_CHANNEL_BYTES),
         "port": listener.getsockname()[1],
         "addresses": addresses_for_others(),
     }
-    return listener, json.dumps(told).encode()
+    return listener, json.dumps(reported).encode()
 
 
-def _told_place(payloads: list[bytes], rank: int) -> Place:
+def _read_place(payloads: list[bytes], rank: int) -> Place:
     def read(raw: bytes) -> dict[str, Any]:
         return read_object(raw, {"channel": str, "port": int, "addresses": list}) if raw else {}
 
-    told = read_of_ranks(payloads[: rank + 1], read)[rank]
-    if not told or not told["port"]:
+    reported = read_of_ranks(payloads[: rank + 1], read)[rank]
+    if not reported or not reported["port"]:
         raise RendezvousError(
             f"Rank {rank} could not listen for the other ranks.",
-            seen=told["channel"] if told else "it did not say where it listens",
+            seen=reported["channel"] if reported else "it did not say where it listens",
             likely="a limit of open files, or a sandbox that lets no process listen",
             hint=f"`ulimit -n` on the host of rank {rank}",
         )
-    return Place(bytes.fromhex(told["channel"]), told["port"], [str(each) for each in told["addresses"]])
+    return Place(
+        bytes.fromhex(reported["channel"]), reported["port"], [str(each) for each in reported["addresses"]]
+    )
 
 
 # --- the hub, and in a tree the first rank of each host ---
@@ -222,11 +224,11 @@ class _Reception:
                 if until.is_over():
                     raise self._missing(until)
                 self._receive(until)
-            told = [self._facts, *self._facts_of]
+            reported = [self._facts, *self._facts_of]
             if way is None:
-                return self._welcome({}, told)
+                return self._welcome({}, reported)
             up, way = way, None
-            return self._welcome(*up(told, deadline=self._deadline))
+            return self._welcome(*up(reported, deadline=self._deadline))
         except BaseException as error:
             self._turn_away(error, way)
             raise
@@ -248,8 +250,8 @@ class _Reception:
         """Raises RendezvousError if it is, and does not fit."""
         try:
             is_hello = kind in (Frame.HELLO, Frame.FAILED)
-            told, rank_nonce, membership, proof = split_payloads(raw if is_hello else b"", 4)
-            *rows, last = told.split(b"\n")
+            reported, rank_nonce, membership, proof = split_payloads(raw if is_hello else b"", 4)
+            *rows, last = reported.split(b"\n")
             complaint = Mismatch.unpack(last) if kind is Frame.FAILED else None
             came = [Facts.unpack(row) for row in ([*rows, last] if complaint is None else rows[:1])]
             rank = came[0].rank
@@ -261,7 +263,7 @@ class _Reception:
         if self._refusal:
             self._refuse(link, rank)
             return True
-        is_proof = handshake.is_proof(proof, "rank", told)
+        is_proof = handshake.is_proof(proof, "rank", reported)
         problem = None if is_proof else secret_mismatch(self._facts, came[0])
         problem = problem or complaint or self._mismatch(came)
         if problem is not None:
@@ -307,8 +309,8 @@ class _Reception:
 
     def _turn_away(self, error: BaseException, way: Callable[..., object] | None) -> None:
         summary = error.summary if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
-        told = Mismatch(getattr(error, "seen", "") or summary, getattr(error, "hint", ""))
-        self._refusal = self._refusal or told.pack()
+        reported = Mismatch(getattr(error, "seen", "") or summary, getattr(error, "hint", ""))
+        self._refusal = self._refusal or reported.pack()
         for rank, (link, _) in self._came.items():
             self._refuse(link, rank)
         is_ours = isinstance(error, PacelineError)  # else the user wants to end it, with Ctrl-C say
@@ -360,12 +362,12 @@ def _try_send(link: socket.socket, kind: Frame, payload: bytes) -> None:
 def _join(
     place: Place,
     parent: int,
-    told: Sequence[Facts],
+    reported: Sequence[Facts],
     secret: bytes,
     deadline: Deadline,
     problem: Mismatch | None = None,
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
-    facts = told[0]
+    facts = reported[0]
     reasons: dict[str, list[str]] = {}  # by address, the first one and the last one that differs from it
     while True:
         for address in place.addresses:
@@ -377,7 +379,7 @@ def _join(
                 _note(reasons, address, error.strerror or str(error))
                 continue
             try:
-                return _introduce(link, place, parent, told, secret, deadline, problem)
+                return _introduce(link, place, parent, reported, secret, deadline, problem)
             except (MessageError, OSError) as error:
                 _note(reasons, address, str(error) or type(error).__name__)
                 link.close()
@@ -406,7 +408,7 @@ def _introduce(
     link: socket.socket,
     place: Place,
     parent: int,
-    told: Sequence[Facts],
+    reported: Sequence[Facts],
     secret: bytes,
     deadline: Deadline,
     problem: Mismatch | None,
@@ -415,9 +417,9 @@ def _introduce(
     kind, raw = receive_frame(link, Deadline(_CONNECT_WITHIN_S), LONGEST_HELLO)
     hub_nonce = read_challenge(raw if kind is Frame.CHALLENGE else b"", place.channel)
     handshake = Handshake(secret, place.channel, hub_nonce, secrets.token_bytes(NONCE_BYTES))
-    facts = replace(told[0], clock_s=time.time())
+    facts = replace(reported[0], clock_s=time.time())
     # One row for each; JSON has no line breaks of its own.
-    own = b"\n".join(each.pack() for each in (facts, *(told[1:] if problem is None else (problem,))))
+    own = b"\n".join(each.pack() for each in (facts, *(reported[1:] if problem is None else (problem,))))
     hello = join_payloads([own, handshake.rank_nonce, handshake.membership, handshake.prove("rank", own)])
     send_frame(link, Frame.HELLO if problem is None else Frame.FAILED, hello, deadline)
     kind, raw = receive_frame(link, Deadline(deadline.left_s() + _GRACE_S), _longest_welcome(facts))

@@ -43,8 +43,8 @@ def connected_sockets() -> dict[Ends, int]:
     return found
 
 
-def _address(told: Any) -> tuple[str, int]:
-    return told[0].removeprefix("::ffff:"), told[1]
+def _address(reported: Any) -> tuple[str, int]:
+    return reported[0].removeprefix("::ffff:"), reported[1]
 
 
 def send_at_once(connections: Mapping[Ends, int], but: Container[Ends]) -> None:
@@ -63,8 +63,8 @@ def sockets_to(
     Another thread may have made a connection meanwhile; so one counts only if a peer has its other end.
     """
     made = {ends: fd for ends, fd in connected_sockets().items() if ends not in before}
-    told = exchange.all_gather(json.dumps(list(made)).encode(), timeout_s)
-    theirs = {(tuple(a), tuple(b)) for peer in peers for a, b in json.loads(told[peer])}
+    reported = exchange.all_gather(json.dumps(list(made)).encode(), timeout_s)
+    theirs = {(tuple(a), tuple(b)) for peer in peers for a, b in json.loads(reported[peer])}
     found = [copy_of(fd, ends) for ends, fd in made.items() if ends[::-1] in theirs]
     return [each for each in found if each is not None]
 

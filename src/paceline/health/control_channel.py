@@ -11,7 +11,7 @@ answering; the deadline of the backward finds it.
     rank 3 dies, raises or leaves    its kernel, or the rank itself, tells the hub
     a host is silent                 whoever gives up says so before it resets the connection: the other end
                                      may hear it, if the link is cut in one direction only
-    the hub                          tells all others, then ends its own waits; in a tree, whoever is between
+    the hub                          reports to all others, then ends its own waits
     every rank                       keeps the first failure; whoever waits asks for it, or is called
 
     what a rank has done, for who    goes to the hub once in a second, and is dropped where there is no room
@@ -103,7 +103,7 @@ def form_channel(
 
     Args:
         exchange: Connects the ranks already.
-        facts: What this rank tells of itself.
+        facts: What this rank reports of itself.
         hosts: The ranks of each host.
         secret: The job's; empty: it has none.
         timeout_s: How long.
@@ -111,7 +111,7 @@ def form_channel(
     Raises:
         RendezvousError: A rank did not come or does not fit (other versions, another secret); on every rank.
         ConfigError: PACELINE_SILENCE_S is no time.
-        RegionError: This process may have no further thread; the channel tells the others.
+        RegionError: This process may have no further thread; the channel reports to the others.
     """
     silence_s = allowed_silence_s()
     connections, members = meet(exchange, facts, hosts, secret, min(timeout_s, _FORM_WITHIN_S))
@@ -145,7 +145,7 @@ class ControlChannel:
     """One rank's end of the channel; `form_channel` makes it. Ends when nobody holds it any more.
 
     Attributes:
-        failure: The first failure that another rank has told, or that was seen of one; None: there is none.
+        failure: The first failure that another rank has reported, or that was seen of one, or None.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class ControlChannel:
             _prepare(connection.socket)
             self._selector.register(connection.socket, selectors.EVENT_READ, other)
         self._arrivals = Arrivals({rank: each.socket for rank, each in connections.items()}, hosts, now)
-        lifetime.at_failure(self.tell)
+        lifetime.at_failure(self.report_failure)
         lifetime.before_leaving(self.close)
         _forget_in_children(self)
         self._thread = threading.Thread(
@@ -208,10 +208,10 @@ class ControlChannel:
         try:
             start_thread(self._thread)
         except RegionError as error:
-            self.tell(error)  # the others take this rank for one that has come
+            self.report_failure(error)  # the others take this rank for one that has come
             raise
 
-    def tell(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Report to all ranks that this one fails, unless they know of a failure. Does not block."""
         if os.getpid() != self._pid:  # a forked child, whose copy of the lock may be taken for ever
             return

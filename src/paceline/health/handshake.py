@@ -42,7 +42,7 @@ _ONE_VERSION = "install the same versions on all hosts"
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank tells of itself when it comes.
+    """What a rank reports of itself when it comes.
 
     Attributes:
         rank: In the group that the channel serves.
@@ -106,7 +106,7 @@ class Handshake:
 
     Attributes:
         secret: The job's; empty: it has none.
-        channel: Random bytes that the ranks of the group have told each other over it.
+        channel: Random bytes that the ranks of the group have exchanged over it.
         hub_nonce: Chosen by the hub for this connection.
         rank_nonce: Chosen by the rank for it.
     """

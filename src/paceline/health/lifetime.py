@@ -43,9 +43,9 @@ def announce(error: BaseException) -> None:
         return
     for core in list(_live):
         announce_in(core, error)
-    for told in _at_failure:
-        if (tell := told()) is not None:
-            tell(error)
+    for reference in _at_failure:
+        if (report := reference()) is not None:
+            report(error)
 
 
 def announce_in(core: _core.HostGroup, error: BaseException) -> None:
@@ -57,14 +57,14 @@ def _leaves_in_good_order(error: BaseException) -> bool:
     return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
-def at_failure(tell: Callable[[BaseException], object]) -> None:
+def at_failure(report: Callable[[BaseException], object]) -> None:
     """Call this method when an exception ends this rank's program, as long as its object lives.
 
     For what reaches ranks that share no memory with this one. It must not block.
     """
     install()
-    _at_failure[:] = [told for told in _at_failure if told() is not None]
-    _at_failure.append(weakref.WeakMethod(tell))
+    _at_failure[:] = [each for each in _at_failure if each() is not None]
+    _at_failure.append(weakref.WeakMethod(report))
 
 
 def close_all() -> None:

@@ -16,7 +16,7 @@ So a rank without SEEN knows that its parent does not answer.
 
 A rank whose deadline has passed gives up, and may be ending its process while others still wait. It does not
 answer then, and is not to blame. So for a while its last answer stands for the one that is missing; where it
-was the hub that gave up, the others take what they were told of its last round.
+was the hub that gave up, the others take what its last round has shown.
 """
 
 from __future__ import annotations
@@ -128,13 +128,15 @@ class Seen:
     @classmethod
     def unpack(cls, raw: bytes) -> Seen:
         """Raises MessageError: it is none."""
-        told = read_object(raw, {"silent": list, "answers": list, "unreached": list})
-        if not all(type(rank) is int for rank in [*told["silent"], *told["unreached"]]):
+        reported = read_object(raw, {"silent": list, "answers": list, "unreached": list})
+        if not all(type(rank) is int for rank in [*reported["silent"], *reported["unreached"]]):
             raise MessageError("silent or unreached holds something else than ranks")
-        if not all(type(each) is dict for each in told["answers"]):
+        if not all(type(each) is dict for each in reported["answers"]):
             raise MessageError("answers holds something else than answers")
-        answers = [Answer.unpack(write_object(each)) for each in told["answers"]]
-        return cls(tuple(told["silent"]), {each.rank: each for each in answers}, tuple(told["unreached"]))
+        answers = [Answer.unpack(write_object(each)) for each in reported["answers"]]
+        return cls(
+            tuple(reported["silent"]), {each.rank: each for each in answers}, tuple(reported["unreached"])
+        )
 
 
 class Answers:

@@ -45,12 +45,12 @@ _SIGNS_OF_A_LATE_PEER = ("TIMEOUT", "Timed out", "Application timeout")
 
 
 def is_of_a_lost_peer(text: str) -> bool:
-    """Whether an engine's own words tell of a connection that broke."""
+    """Whether an engine's own words report a connection that broke."""
     return any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
 
 
 def is_of_a_late_peer(text: str) -> bool:
-    """Whether an engine's own words tell of its deadline."""
+    """Whether an engine's own words report its deadline."""
     return any(sign in text for sign in _SIGNS_OF_A_LATE_PEER)
 
 

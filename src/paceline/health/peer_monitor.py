@@ -33,7 +33,7 @@ _NAP_S = 0.002
 _log = logging.getLogger("paceline")
 
 
-class Tell(Protocol):
+class Publish(Protocol):
     """Publishes what this rank does, and how many forwards since its last backward."""
 
     def __call__(self, activity: str, forwards: int = 0, /) -> None: ...
@@ -44,7 +44,7 @@ class ChannelSource:
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
-        self.fail, self.lost, self.late = channel.tell, channel.wait, channel.late
+        self.fail, self.lost, self.late = channel.report_failure, channel.wait, channel.late
 
     def say(self, activity: Activity, forwards: int) -> None:
         self._channel.activity = activity
@@ -159,20 +159,20 @@ class PeerMonitor:
     def core(self) -> _core.HostGroup | None:
         return self._source.core if isinstance(self._source, MemorySource) else None
 
-    def tell(self, activity: str, forwards: int = 0, /) -> None:
+    def publish(self, activity: str, forwards: int = 0, /) -> None:
         """Publish what this rank does. Does not block."""
         if not self._has_given_up:
             for each in self._sources:
                 each.say(Activity(activity), forwards)
 
-    def tell_waiting(self) -> None:
+    def publish_waiting(self) -> None:
         """This rank has done its part and waits for the process group."""
         if not self._has_given_up:
             self._before = [each.said() for each in self._sources]
             for each, (activity, forwards) in zip(self._sources, self._before):
                 each.say(Activity(activity.text, is_waiting=True), forwards)
 
-    def tell_done(self) -> None:
+    def publish_done(self) -> None:
         """What it waited for has come: it goes on with what it was in."""
         if not self._has_given_up:
             for each, before in zip(self._sources, self._before):
@@ -228,13 +228,13 @@ def report_no_peer_monitor(error: RegionError, rank: int) -> None:
         )
 
 
-def tell_on_host_too(core: _core.HostGroup, peer_monitor: PeerMonitor | None) -> Tell:
+def publisher_with_host(core: _core.HostGroup, peer_monitor: PeerMonitor | None) -> Publish:
     if peer_monitor is None:
         return core.set_activity
-    tell_others = peer_monitor.tell
+    publish_to_others = peer_monitor.publish
 
-    def tell(activity: str, forwards: int = 0, /) -> None:
+    def publish(activity: str, forwards: int = 0, /) -> None:
         core.set_activity(activity, forwards)
-        tell_others(activity, forwards)
+        publish_to_others(activity, forwards)
 
-    return tell
+    return publish

@@ -56,7 +56,7 @@ class DashboardProcess:
                     stderr=subprocess.DEVNULL,
                     pass_fds=(listener.fileno(),),
                 )
-                self._tell(folder=str(self._folder), fd=listener.fileno(), token=self._token)
+                self._send(folder=str(self._folder), fd=listener.fileno(), token=self._token)
                 port = listener.getsockname()[1]
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else str(error)
@@ -72,7 +72,7 @@ class DashboardProcess:
         if process is None or process.stdin is None:
             return
         with contextlib.suppress(OSError):
-            self._tell(exit_status=exit_status)
+            self._send(exit_status=exit_status)
         with contextlib.suppress(OSError):
             process.stdin.close()
         try:
@@ -81,6 +81,6 @@ class DashboardProcess:
             process.kill()
             process.wait()
 
-    def _tell(self, **facts: object) -> None:
+    def _send(self, **facts: object) -> None:
         assert self._process is not None and self._process.stdin is not None
         os.write(self._process.stdin.fileno(), json.dumps(facts).encode() + b"\n")

@@ -62,7 +62,7 @@ def shared_start(
     if nprocs < 2 or inherited.get(VARIABLE, "1") in ("", "0"):
         return None
     if inherited.get("PACELINE_REPLACE_DDP", "0") not in ("", "0") or sys.flags.interactive:
-        return None  # each rank tells what was replaced; or the user wants to look at it afterwards
+        return None  # each rank reports what was replaced; or the user wants to look at it afterwards
     modules = modules_before_all(Path(argv[0]))
     if "torch" not in modules or importlib.util.find_spec("torch") is None:
         return None
@@ -131,7 +131,7 @@ def fork_ranks(
         for it.
     """
     supervisor = os.getpid()
-    reply, told = os.pipe()
+    reply, written = os.pipe()
     spec = write_memory_file(
         "paceline-ranks", pickle.dumps((shared, list(command), list(starts), supervisor))
     )
@@ -144,16 +144,16 @@ def fork_ranks(
     try:
         template = subprocess.Popen(
             [*interpreter(), str(_TEMPLATE), *shared.argv],
-            env={**starts[0].environment, "PACELINE_TEMPLATE": f"{spec},{told}"},
+            env={**starts[0].environment, "PACELINE_TEMPLATE": f"{spec},{written}"},
             stdin=streams.stdin,
             stdout=streams.stdout,
             stderr=streams.stderr,
-            pass_fds=(spec, told, *fds),
+            pass_fds=(spec, written, *fds),
             preexec_fn=prepare_child,
         )
     finally:
         os.close(spec)
-        os.close(told)
+        os.close(written)
     try:
         pids = _read_pids(reply, wakeup)
     finally:

@@ -182,7 +182,7 @@ def _live_parent(pid: str) -> int | None:
 
 
 def _stat_of(pid: int | str) -> list[bytes]:
-    """What the kernel tells of a process, from its state on; empty: it is gone. See proc_pid_stat(5)."""
+    """What the kernel says of a process, from its state on; empty: it is gone. See proc_pid_stat(5)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name in brackets may itself hold brackets and spaces.

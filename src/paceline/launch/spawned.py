@@ -23,7 +23,7 @@ def is_importing_main() -> bool:
     return _is_importing_main
 
 
-def _tell_other_ranks(error: BaseException) -> None:
+def _report_to_other_ranks(error: BaseException) -> None:
     if "paceline.health.lifetime" in sys.modules:  # else this rank is in no group
         from paceline.health import lifetime
 
@@ -53,7 +53,7 @@ def run_rank(payload_fd: int) -> None:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
-        _tell_other_ranks(error)
+        _report_to_other_ranks(error)
         # Without this frame: the user's own function comes first.
         leave_out_inner_frames(error)
         frames = error.__traceback__ and error.__traceback__.tb_next

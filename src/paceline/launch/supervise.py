@@ -101,7 +101,7 @@ class Supervisor:
             self._begin_stop(1, signal.SIGKILL)
         except StoppedError as stopped:
             self._on_request_to_stop(stopped.signum)
-        self._tell(pids=[rank.process.pid for rank in self._ranks])
+        self._report(pids=[rank.process.pid for rank in self._ranks])
         while self._running() and not self._is_given_up:
             for key, _ in self._selector.select(self._seconds_to_sleep()):
                 key.data()
@@ -378,7 +378,7 @@ class Supervisor:
             self._screen.say(f"paceline: ended what the ranks left behind: {', '.join(left)}")
         self._recording.end(exit_status)
         if self._plan.report_fd is not None:
-            self._tell(
+            self._report(
                 ends=[report.to_json(end) for end in ends], exit_status=exit_status, is_failure=is_failure
             )
         elif is_failure:
@@ -396,7 +396,7 @@ class Supervisor:
         assert first is not None
         return first.exit_status, True
 
-    def _tell(self, **facts: Any) -> None:
+    def _report(self, **facts: Any) -> None:
         if self._plan.report_fd is not None:
             with os.fdopen(os.dup(self._plan.report_fd), "w") as file:
                 file.write(json.dumps(facts) + "\n")

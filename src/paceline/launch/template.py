@@ -31,7 +31,7 @@ def main() -> None:
     sys.path[:] = [*_path[1:], root]
     from paceline.launch.memory_file import read_memory_file
 
-    spec, told = map(int, os.environ["PACELINE_TEMPLATE"].split(","))
+    spec, reply = map(int, os.environ["PACELINE_TEMPLATE"].split(","))
     shared, command, starts, supervisor = pickle.loads(read_memory_file(spec))
     gc.disable()  # imports make 250,000 objects and next to no garbage
     try:
@@ -46,7 +46,7 @@ def main() -> None:
     for number in range(len(starts)):
         pid = os.fork()
         if pid == 0:
-            for fd in (spec, told, held):
+            for fd in (spec, reply, held):
                 os.close(fd)
             os.read(gate, 1)  # and no core is busy with the looks of many ranks at whether it has forked all
             os.close(gate)
@@ -54,7 +54,7 @@ def main() -> None:
             _run(shared.argv, command)
             return
         pids.append(pid)
-    os.write(told, json.dumps(pids).encode())
+    os.write(reply, json.dumps(pids).encode())
     os._exit(0)
 
 

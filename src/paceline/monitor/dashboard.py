@@ -54,10 +54,10 @@ class Feed:
         try:
             now = self._watch.look()
         except ConfigError as error:
-            self._tell_trouble(str(error).splitlines()[0])
+            self._report_trouble(str(error).splitlines()[0])
             return
         gone = f"The recording is gone: {self._watch.folder} was removed while the job runs."
-        self._tell_trouble(gone if self._watch.is_gone else "")
+        self._report_trouble(gone if self._watch.is_gone else "")
         with self._changed:
             self._number += 1
             if self._history.add(now, time.time()):
@@ -65,7 +65,7 @@ class Feed:
             self._now = now
             self._changed.notify_all()
 
-    def _tell_trouble(self, trouble: str) -> None:
+    def _report_trouble(self, trouble: str) -> None:
         with self._changed:
             self._trouble = trouble
             self._changed.notify_all()
@@ -98,14 +98,14 @@ class Feed:
             history, number = self._history, self._number
             # Points that stand for several looks come seldom, so a browser may be behind by one at most.
             is_whole = not seen or self._reshaped > seen or number > seen + history.num_per_point
-            told = {
+            reported = {
                 "job": as_plain(self._watch, self._now),
                 "points": [
                     plain(asdict(each)) for each in (history.points if is_whole else history.points[-1:])
                 ],
                 "incidents": [plain(asdict(each)) for each in history.incidents],
             }
-        return number, "all" if is_whole else "now", told
+        return number, "all" if is_whole else "now", reported
 
 
 class Dashboard(ThreadingHTTPServer):

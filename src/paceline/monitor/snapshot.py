@@ -1,7 +1,7 @@
 """What a job does now, from the newest records of its ranks: one pure function, and what it returns.
 
-A window of some seconds tells all rates. A step is a backward that is averaged. All views draw this, and
-compute nothing.
+All rates are those of a window of some seconds. A step is a backward that is averaged. All views draw this,
+and compute nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BEGUN = {
     Event.DATA_BEGAN: "data",
     Event.DATA_ENDED: "",
 }
-_LATE_NS = 3_000_000_000  # a rank of another host tells its figures once in a second
+_LATE_NS = 3_000_000_000  # a rank of another host reports its figures once in a second
 _SAMPLES = "samples"  # a value of this name counts instead of batch sizes
 
 
@@ -72,7 +72,7 @@ class RankSnapshot:
         silent_s: How long ago it recorded anything.
         step: How many backward passes of the model it has ended; None: none that we know of.
         steps_per_s: Backward passes per second; 0.0: none, or only one is known.
-        samples_per_s: None: nobody has told the size of batches.
+        samples_per_s: None: nobody has reported the size of batches.
         worked_s: Its median time from the end of a backward to the end of its next backward, without waiting.
         waiting: Which part of the window it has waited at the end of backward, from 0 to 1.
         waits_for: The rank that it waits for now, or has waited for most; None: none.
@@ -125,7 +125,7 @@ class JobSnapshot:
         samples_per_s: The sum of all ranks; None: of some it is not known.
         waited_for: For each rank that came last: which part of all ranks' time was lost by waiting for it.
         slow_rank: The rank that most is lost for, if it is 5 % at least.
-        cause: Why it is slow, the rank being "it"; "": that cannot be told.
+        cause: Why it is slow, the rank being "it"; "": it is unknown.
     """
 
     world_size: int
@@ -326,11 +326,13 @@ class _RankReader:
         self.waited_for = {whom: took_ns / length_ns for whom, took_ns in lost.items()}
         return min(1.0, total_ns / length_ns)
 
-    def _last_of(self, key: BackwardKey | None, told: int) -> Sequence[int]:
-        if told < 0 and key is not None:  # nobody has told: the last one of this host, if all are here
+    def _last_of(self, key: BackwardKey | None, reported: int) -> Sequence[int]:
+        if (
+            reported < 0 and key is not None
+        ):  # nobody has reported: the last one of this host, if all are here
             came = {rank: times[key] for rank, times in self._arrivals.items() if key in times}
-            told = max(came, key=came.__getitem__) if len(came) == self.world_size > 1 else -1
-        return (told,) if told >= 0 and told != self._window.header.rank else ()
+            reported = max(came, key=came.__getitem__) if len(came) == self.world_size > 1 else -1
+        return (reported,) if reported >= 0 and reported != self._window.header.rank else ()
 
     def _waits_now(self, key: BackwardKey | None) -> tuple[int, list[int]]:
         """Since when it waits in a backward that has not ended, and for which ranks, which have not come.

@@ -27,7 +27,7 @@ job that runs. The job does not notice.
 _EVERY_S = 1.0
 _WIDE, _WIDER = 64, 92  # columns of a terminal that has room for more figures
 _HOST_WIDTH = 10
-_FAR_SILENT_S = 3  # a rank of another host tells its figures once in a second
+_FAR_SILENT_S = 3  # a rank of another host reports its figures once in a second
 _ROWS_AROUND = 8  # of a terminal, that are not ranks
 
 
@@ -105,14 +105,14 @@ def frame(watch: JobWatch, now: JobSnapshot, console: Console) -> Group:
             no_wrap=True,
             max_width=_HOST_WIDTH if is_name and width < _WIDER else None,
         )
-    shown = _most_telling(now, max(4, console.height - _ROWS_AROUND) if console.is_terminal else None)
+    shown = _most_relevant(now, max(4, console.height - _ROWS_AROUND) if console.is_terminal else None)
     for rank in shown:
         cells = _cells(rank)
         style = "red" if not rank.is_alive else "yellow" if rank.rank == now.slow_rank else ""
         table.add_row(*(cells[heading] for heading in columns), style=style)
     more = len(now.ranks) - len(shown)
-    told = [Text(f"{more} more ranks, which wait for longer", style="dim")] if more else []
-    return Group(*lines, Text(), table, *told, *(Text(line, style="red") for line in _troubles(now)))
+    reported = [Text(f"{more} more ranks, which wait for longer", style="dim")] if more else []
+    return Group(*lines, Text(), table, *reported, *(Text(line, style="red") for line in _troubles(now)))
 
 
 def _summary(now: JobSnapshot) -> list[str]:
@@ -180,7 +180,7 @@ def _doing(rank: RankSnapshot) -> str:
     return f"{words or 'silent'} {rank.silent_s:.0f} s"
 
 
-def _most_telling(now: JobSnapshot, most: int | None) -> list[RankSnapshot]:
+def _most_relevant(now: JobSnapshot, most: int | None) -> list[RankSnapshot]:
     """The ranks that there is room for: those that wait least, which the others wait for."""
     if most is None or len(now.ranks) <= most:
         return list(now.ranks)

@@ -134,13 +134,13 @@ class JobWatch:
 
 def as_plain(watch: JobWatch, now: JobSnapshot) -> dict[str, Any]:
     facts = watch.facts
-    told = {
+    reported = {
         "job": watch.id,
         "name": "" if facts is None else facts.name,
         "started_s": None if facts is None else facts.started_s,
         "is_running": not watch.has_ended,
     }
-    found: dict[str, Any] = plain({**told, **asdict(now)})
+    found: dict[str, Any] = plain({**reported, **asdict(now)})
     return found
 
 

@@ -464,7 +464,7 @@ def same_dtype(one: paddle.dtype, other: paddle.dtype) -> bool:
 
 
 def empty_on(place: Any, shape: Sequence[int], dtype: Any) -> Tensor:
-    """A tensor on this place; before Paddle 3.2, paddle.empty() could not be told where."""
+    """A tensor on this place; before Paddle 3.2, paddle.empty() is unknown where."""
     made = empty(shape, dtype)
     return made if same_place(made.place, place) else copy_to(made, place)
 

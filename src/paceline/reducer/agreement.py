@@ -17,7 +17,7 @@ from paceline.health import lifetime
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import read_of_ranks
 
-_PATIENCE_S = 10.0  # of a rank that only wants to tell the others that it goes no further
+_PATIENCE_S = 10.0  # of a rank that only wants to report to the others that it goes no further
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s
 
 
 @contextlib.contextmanager
-def telling_peers(
+def reporting_to_peers(
     find: Callable[[], tuple[Exchange, float] | None], doing: str = "wrap the model"
 ) -> Iterator[None]:
     """Report a ConfigError raised within it to the ranks that wait in `check_agreement`, so that they raise

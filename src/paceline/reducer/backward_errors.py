@@ -187,7 +187,7 @@ def nonfinite_error(
 
 def check_twice(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> None:
     """Raise if on some rank a gradient came again after it was handed over."""
-    ranks_of, who = _told([status.twice for status in statuses])
+    ranks_of, who = _reported([status.twice for status in statuses])
     if not ranks_of:
         return
     twice = tuple(names[index] for index in sorted(ranks_of))
@@ -205,7 +205,7 @@ def check_twice(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> Non
 def check_refused(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> None:
     """Raise if on another rank a gradient cannot be averaged."""
     refused_by_rank = [status.refused for status in statuses]
-    ranks_of, who = _told([None if index == len(names) else index for index in refused_by_rank])
+    ranks_of, who = _reported([None if index == len(names) else index for index in refused_by_rank])
     if not ranks_of:
         return
     refused = tuple(names[index] for index in sorted(ranks_of))
@@ -234,11 +234,11 @@ def check_weighed(
     rows = ("summary", "seen", "expected", "likely", "hint")
     own = {} if unweighed is None else {row: getattr(unweighed.error, row) for row in rows}
     exchanges = [] if unweighed is None else unweighed.exchanges
-    told = [json.loads(each) for each in all_gather(json.dumps([exchanges, own]).encode())]
-    if exchanges and all(each == told[0][0] for each, _ in told):
+    reported = [json.loads(each) for each in all_gather(json.dumps([exchanges, own]).encode())]
+    if exchanges and all(each == reported[0][0] for each, _ in reported):
         return
-    ranks = [rank for rank in ranks if not told[rank][0]] or ranks
-    found = told[ranks[0]][1]
+    ranks = [rank for rank in ranks if not reported[rank][0]] or ranks
+    found = reported[ranks[0]][1]
     raise ConfigError(
         found.pop("summary"),
         where=f"{_of_world(ranks, len(statuses))}, at the end of backward; "
@@ -347,7 +347,7 @@ def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassErro
     )
 
 
-def _told(index_by_rank: Sequence[int | None]) -> tuple[dict[int, list[int]], str]:
+def _reported(index_by_rank: Sequence[int | None]) -> tuple[dict[int, list[int]], str]:
     pairs = [(rank, [index]) for rank, index in enumerate(index_by_rank) if index is not None]
     return _invert(pairs), _of_world([rank for rank, _ in pairs], len(index_by_rank))
 
@@ -417,15 +417,15 @@ class StaticGraph:
 
     def check(self, statuses: Sequence[BackwardStatus]) -> None:
         """Raise if the graph of some rank has changed. The same on all ranks, and collective if so."""
-        told = [rank for rank, status in enumerate(statuses) if status.graph_changed]
-        if not told:
+        reported = [rank for rank, status in enumerate(statuses) if status.graph_changed]
+        if not reported:
             return
         lost: Sequence[int] = ()
         gained: Sequence[int] = ()
         if self._first is not None and self._now is not None:  # else this rank has had no data yet
             lost, gained = sorted(self._first - self._now), sorted(self._now - self._first)
         payloads = self._all_gather(array("q", [len(lost), *lost, *gained]).tobytes())
-        rows = {rank: array("q", payloads[rank]).tolist() for rank in told}
+        rows = {rank: array("q", payloads[rank]).tolist() for rank in reported}
         lost_by_rank = {rank: row[1 : 1 + row[0]] for rank, row in rows.items()}
         gained_by_rank = {rank: row[1 + row[0] :] for rank, row in rows.items()}
         raise graph_changed_error(lost_by_rank, gained_by_rank, self._names)

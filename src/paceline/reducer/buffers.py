@@ -435,16 +435,16 @@ class BufferSync:
             ReplicasDifferError: Names the buffers and the ranks that have written to them.
         """
         found, unread = ({}, {}) if self.writes is None else (self.writes.found, self.writes.unread)
-        told: list[tuple[dict[str, list[int]], dict[str, list[int]], list[str]]]
-        told = self._gather((found, unread, self._synced_writes))
+        reported: list[tuple[dict[str, list[int]], dict[str, list[int]], list[str]]]
+        reported = self._gather((found, unread, self._synced_writes))
         self._synced_writes = []
-        names = sorted({name for rank in active for name in told[rank][0]})
+        names = sorted({name for rank in active for name in reported[rank][0]})
         rows = [
             {n: row.get(n, others.get(n, [])) for n in names if n in row or n in others}
-            for row, others, _ in told
+            for row, others, _ in reported
         ]
         if self._ops.refuses_writes:
-            before_forward = _not_on_all([told[rank][2] for rank in active])
+            before_forward = _not_on_all([reported[rank][2] for rank in active])
             self._syncs_next = before_forward | _not_on_all([rows[rank] for rank in active])
         differing = [n for n in names if len({tuple(rows[rank].get(n, ())) for rank in active}) > 1]
         if not differing:

@@ -30,7 +30,7 @@ class Caller(Protocol):
 class CallOrder:
     """In which order this rank makes the calls of all models that one process group averages.
 
-    So each rank tells at the end of a backward what it has called since the last one.
+    So each rank reports at the end of a backward what it has called since the last one.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ def channel_of(group: Any, peers: Ranks, hosts: Sequence[Sequence[int]], framewo
     """The channel of this group; formed at the first call. Collective, over all ranks."""
     if group not in _channels:
         secret = find_secret()
-        _tell_what_is_open(peers.rank, secret)
+        _warn_of_open_channel(peers.rank, secret)
         facts = _facts(peers, hosts, framework, secret)
         channel = form_channel(peers.exchange, facts, hosts, secret.key, peers.timeout_s)
         _channels[group] = channel
@@ -50,10 +50,10 @@ def _report_to_hub(channel: ControlChannel, rank: int, hosts: Sequence[Sequence[
         channel.watch(FarRanks(lambda: recording.folder))
     elif rank not in of_hub and (_reports_through is None or _reports_through() is None):
         _reports_through = weakref.ref(channel)
-        recording.tell_host = _tell_hub
+        recording.report_to_host = _send_to_hub
 
 
-def _tell_hub(figures: bytes) -> None:
+def _send_to_hub(figures: bytes) -> None:
     if _reports_through is not None and (channel := _reports_through()) is not None:
         channel.report(figures)
 
@@ -67,7 +67,7 @@ def _facts(peers: Ranks, hosts: Sequence[Sequence[int]], framework: str, secret:
         pid=os.getpid(),
         local_ranks=next(list(ranks) for ranks in hosts if peers.rank in ranks),
         paceline=version("paceline"),
-        # Not what stands behind it, which tells of the hardware.
+        # Not what stands behind it, which shows the hardware.
         framework=framework.partition("+")[0],
         job=hashlib.sha256(job.encode()).hexdigest()[:8] if job else "",
         generation=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
@@ -76,7 +76,7 @@ def _facts(peers: Ranks, hosts: Sequence[Sequence[int]], framework: str, secret:
     )
 
 
-def _tell_what_is_open(rank: int, secret: JobSecret) -> None:
+def _warn_of_open_channel(rank: int, secret: JobSecret) -> None:
     global _is_warned
     if rank == 0 and not secret.key and not _is_warned:
         _is_warned = True

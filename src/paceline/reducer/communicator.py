@@ -12,7 +12,7 @@ import numpy as np
 
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
-from paceline.health.peer_monitor import MemorySource, PeerMonitor, Tell
+from paceline.health.peer_monitor import MemorySource, PeerMonitor, Publish
 from paceline.reducer.call_order import CallOrder
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.framework_ops import FrameworkOps, Tensor, dtype_name, nbytes, numel
@@ -41,7 +41,7 @@ class ReductionOptions:
         skip_unused: Don't send buckets that no rank used in the backward before. In memory nothing is sent.
         owned: Who needs which part of each mean, for each parameter of the plan; empty: all ranks need all.
             In memory only.
-        waits_for_finite: Tell of infinities in the backward that has them, even where that waits for a
+        waits_for_finite: Publish of infinities in the backward that has them, even where that waits for a
             device.
     """
 
@@ -85,7 +85,7 @@ class Reduction(Generic[Tensor]):
 
 
 class Communicator(ABC, Generic[Tensor]):
-    """Its methods are collective, but for `tell` and `with_hook`.
+    """Its methods are collective, but for `publish` and `with_hook`.
 
     Attributes:
         path: Where gradients are averaged: "memory", "hosts" (within each, and then between them) or "group";
@@ -93,7 +93,7 @@ class Communicator(ABC, Generic[Tensor]):
         peer_monitor: Names ranks that are lost or late, where calls go over a process group, or None.
         bits: Which runs give gradients of the same bits; see `WrappedModel.bits`.
         wants_whole_buckets: Whether a bucket must hold whole parameters, for a hook to look at.
-        tell: Lets the errors of other ranks tell what this one was doing; None: they can't.
+        publish: Publishes what this rank does, for other ranks' error messages; None: nothing can.
         most_bucket_bytes: Most of a bucket, whatever the model asks for; None: there is no such limit.
     """
 
@@ -102,7 +102,7 @@ class Communicator(ABC, Generic[Tensor]):
     rank: int
     world_size: int
     peer_monitor: PeerMonitor | None
-    tell: Tell | None
+    publish: Publish | None
     wants_whole_buckets = False
     most_bucket_bytes: int | None = None
 
@@ -153,7 +153,7 @@ class MemoryCommunicator(Communicator[Tensor]):
         calls_of_hooks: Callable[[_core.HostGroup], ProcessGroupCalls[Tensor]] | None = None,
     ) -> None:
         self.rank, self.world_size = core.rank, core.world_size
-        self.tell: Tell | None = core.set_activity
+        self.publish: Publish | None = core.set_activity
         self.peer_monitor: PeerMonitor | None = PeerMonitor(MemorySource(core))
         self.core = core
         self._ops, self._calls_of_hooks = ops, calls_of_hooks
@@ -214,7 +214,7 @@ class GroupCommunicator(Communicator[Tensor]):
     def __init__(self, calls: ProcessGroupCalls[Tensor], ops: FrameworkOps[Tensor]) -> None:
         self.rank, self.world_size = calls.rank, calls.world_size
         self.peer_monitor = calls.peer_monitor
-        self.tell: Tell | None = None if self.peer_monitor is None else self.peer_monitor.tell
+        self.publish: Publish | None = None if self.peer_monitor is None else self.peer_monitor.publish
         self._calls, self._ops = calls, ops
 
     def prepare_broadcast(self, tensors: Sequence[Tensor]) -> Callable[[int], None]:
@@ -263,7 +263,7 @@ class BesideCommunicator(Communicator[Tensor]):
     def __init__(self, other: Communicator[Tensor]) -> None:
         self.rank, self.world_size = other.rank, other.world_size
         self.peer_monitor = other.peer_monitor
-        self.tell: Tell | None = None if self.peer_monitor is None else self.peer_monitor.tell
+        self.publish: Publish | None = None if self.peer_monitor is None else self.peer_monitor.publish
         self._other = other
 
     def prepare_broadcast(self, tensors: Sequence[Tensor]) -> Callable[[int], None]:

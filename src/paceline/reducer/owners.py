@@ -51,10 +51,10 @@ class _Owners:
         self._followers[:] = [each for each in self._followers if each() is not None]
         self._followers.append(weakref.WeakMethod(changed))
 
-    def tell(self, told: Iterable[tuple[Any, Owned]]) -> None:
+    def publish(self, reported: Iterable[tuple[Any, Owned]]) -> None:
         """Set the owners of these parameters. Collective: followers may agree on them."""
         changed = set()
-        for parameter, owned in told:
+        for parameter, owned in reported:
             self._known[id(parameter)] = weakref.ref(parameter, self._forgetting(id(parameter))), owned
             changed.add(id(parameter))
         for follower in list(self._followers):

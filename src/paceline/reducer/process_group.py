@@ -12,7 +12,7 @@ Steps of a backward:
    step.
 3. The status is gathered: whose model it is, number of forwards, weight, how many parameters were unused or
    not finite. It is on its way together with the last buckets, so a backward costs no further round; only if
-   some rank reports any, or a sum may have overflowed, a second gather tells which. A hook makes calls of its
+   some rank reports any, or a sum may have overflowed, a second gather shows which. A hook makes calls of its
    own, so there the status waits for the buckets, and counts the sums that are not finite, too.
 The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous
 backward), which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
@@ -230,7 +230,7 @@ class ProcessGroupReducer(ReportingReducer):
         self._expected_weight = float(transport.world_size)
         # Which no two reducers have in common, and all ranks of this one.
         self._identity = zlib.crc32(b"".join(self._begin_all_gather(os.urandom(8))()))
-        self._called = 0  # what this rank has told of its calls at the end of the last backward
+        self._called = 0  # what this rank has reported of its calls at the end of the last backward
         self._unknown_peers: list[int] = []
         self._all_used: list[list[int]] = [[] for _ in range(transport.world_size)]
         self._num_launched = len(plan.buckets)
@@ -249,7 +249,7 @@ class ProcessGroupReducer(ReportingReducer):
         return self._num_launched
 
     def waiting_ranks(self) -> list[int]:
-        return []  # an engine below does not tell
+        return []  # an engine below does not say
 
     def close(self) -> None:
         if self._beside is not None:

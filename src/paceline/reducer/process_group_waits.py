@@ -68,7 +68,7 @@ class ProcessGroupWaits:
         """Sleep until some work is done, at most until the deadline."""
         started = time.monotonic()
         warns_at_s = self._warn_after_s
-        is_told = False
+        has_published = False
         naps = 0
         while not is_completed():
             waited_s = time.monotonic() - started
@@ -85,9 +85,9 @@ class ProcessGroupWaits:
                 )
                 warns_at_s = next_warning_s(self._warn_after_s, waited_s)
             if self.peer_monitor is not None and naps >= _USUAL_NAPS:
-                if not is_told:
-                    is_told = True
-                    self.peer_monitor.tell_waiting()
+                if not has_published:
+                    has_published = True
+                    self.peer_monitor.publish_waiting()
                 if (lost := self.peer_monitor.lost()) is not None:
                     # A rank that ends after this backward has sent all that it owes to this call.
                     if _comes_late(is_completed):
@@ -96,8 +96,8 @@ class ProcessGroupWaits:
                     raise self._named(lost, what)
             time.sleep(nap_s)
             naps += 1
-        if is_told and self.peer_monitor is not None:
-            self.peer_monitor.tell_done()
+        if has_published and self.peer_monitor is not None:
+            self.peer_monitor.publish_done()
 
     def failed(self, error: RuntimeError, what: int | str) -> CollectiveError:
         if self.peer_monitor is not None:
@@ -106,7 +106,7 @@ class ProcessGroupWaits:
             return self._named(error, what)
         text = str(error)
         kind, likely = CollectiveError, ""
-        hint = "the first rank to fail tells the reason; look at the other ranks' output"
+        hint = "the first rank to fail gives the reason; look at the other ranks' output"
         is_lost, is_late = is_of_a_lost_peer(text), is_of_a_late_peer(text)
         if self.peer_monitor is not None and (is_lost or is_late):
             # Paddle's Gloo calls a connection that broke a time-out; in a real one there is nobody to find.
@@ -171,7 +171,7 @@ class ProcessGroupWaits:
         return DeadlineError(
             f"{self._who.capitalize()} gave up waiting to {_doing(what)} after {self._timeout_s:.1f} s.",
             where=self._where(what),
-            seen="the call did not complete; the process group does not tell which rank is missing",
+            seen="the call did not complete; the process group does not say which rank is missing",
             likely="a rank skipped this backward, is stuck in its data loader, or died",
             hint="look at the other ranks' output; `timeout_s` gives them longer",
         )

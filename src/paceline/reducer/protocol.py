@@ -12,7 +12,7 @@ from typing import Protocol
 from paceline import _core
 
 BackwardStatus = _core.BackwardStatus
-"""What a rank tells the others of its backward at its end; `pack()` makes it one word, for them all."""
+"""What a rank reports to the others of its backward at its end; `pack()` makes it one word, for them all."""
 BackwardResult = _core.BackwardResult
 """What a backward has come to, the same on every rank but for `overlapping` and `first_bucket_ns`.
 
@@ -52,8 +52,8 @@ class Outcome(IntFlag):
     """Ranks told different things of themselves; the means are in place."""
     GLOBALLY_UNUSED = _core.OUTCOMES["globally_unused"]
     """In place of UNUSED: all ranks left the same parameters unused; the means are in place."""
-    TOLD = _core.OUTCOMES["told"]
-    """Some rank tells more than its counts of forwards; see BackwardStatus."""
+    REPORTED = _core.OUTCOMES["told"]
+    """Some rank reports more than its counts of forwards; see BackwardStatus."""
 
 
 class Reducer(Protocol):
@@ -78,7 +78,7 @@ class Reducer(Protocol):
         ...
 
     def set_note(self, note: int, recorded_backward: int = -1) -> None:
-        """What this rank tells of itself with the end of this backward, in 32 bits; 0: nothing.
+        """What this rank reports of itself with the end of this backward, in 32 bits; 0: nothing.
 
         Args:
             note: These bits.
@@ -135,8 +135,7 @@ class Reducer(Protocol):
         """End this rank's backward; block until the gradient buffer holds the means.
 
         Args:
-            status: What this rank tells of the backward. Must be the same on all ranks, but for those without
-                data.
+            status: What this rank reports of the backward; the same on all ranks but those without data.
             allow_unused: Let parameters that this rank has not marked contribute 0. Otherwise one unmarked
                 parameter makes the backward void on all ranks.
             allow_globally_unused: Let those unmarked parameters contribute 0 that no rank with data has

@@ -70,7 +70,7 @@ def differing(rows: Sequence[Sequence[Entry]], *, where: str, seen: str = "") ->
         seen="\n".join(filter(None, [seen, *_rows(odd_of)])),
         likely=_likely({kind for kind, _ in odd_of}),
         hint="make every rank do the same after backward; then start all ranks from one checkpoint"
-        + ("" if has_majority else " (no majority tells which rank is right)"),
+        + ("" if has_majority else " (no majority shows which rank is right)"),
         ranks=ranks,
         differing={name: odd for (_, name), odd in odd_of.items()},
     )

@@ -197,11 +197,11 @@ def interface_problems(names: str) -> tuple[str, str]:
     return "", ""
 
 
-def told_interface(names: str) -> tuple[str, str]:
+def configured_interface(names: str) -> tuple[str, str]:
     """The address where Gloo will listen because it was told an interface, and words about it.
 
     Example:
-        On a host of two interfaces, told_interface("eth1") is ("10.88.0.2", "GLOO_SOCKET_IFNAME=eth1
+        On a host of two interfaces, configured_interface("eth1") is ("10.88.0.2", "GLOO_SOCKET_IFNAME=eth1
         (10.88.0.2), on a host that has eth0 (10.77.0.2), eth1 (10.88.0.2)"). Without the variable: ("", "").
     """
     addresses = own_addresses()

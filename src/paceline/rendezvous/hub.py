@@ -59,7 +59,7 @@ class HubExchange:
         job_id: Refuses unknown peers that meet at the same key.
         name: The name of the group that is being formed.
         timeout_s: For everybody to have connected.
-        secret: What the launcher has told this job's ranks alone: nobody else can compute where they meet.
+        secret: Known to the ranks of this job alone, so that no other process can compute the address.
         note: What this rank says behind those for whom it waits.
 
     Raises:

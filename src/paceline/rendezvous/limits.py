@@ -115,7 +115,7 @@ def start_thread(thread: threading.Thread) -> None:
     """Start a thread that a group needs."""
     try:
         thread.start()
-    except RuntimeError as error:  # the interpreter's own words do not tell why
+    except RuntimeError as error:  # the interpreter's own words do not say why
         likely, hint = explain(errno.EAGAIN, START_OF_THREAD)
         raise RegionError(
             f"The thread {thread.name!r} could not be started.", seen=str(error), likely=likely, hint=hint

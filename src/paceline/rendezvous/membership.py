@@ -1,4 +1,4 @@
-"""Who has come to a job, before the framework forms a group: ranks that do not fit together are told at once.
+"""Who has come to a job, before the framework forms a group: mismatched ranks raise at once.
 
 A framework that is told different world sizes, or the same rank twice, waits for somebody who will never
 come. Here each rank writes down who it is, reads what all have written, and judges it: all read the same, so
@@ -69,19 +69,22 @@ class Arrival:
     @staticmethod
     def read(text: str) -> Arrival | None:
         try:
-            told = json.loads(text) if len(text) <= _LONGEST_ARRIVAL else None
+            reported = json.loads(text) if len(text) <= _LONGEST_ARRIVAL else None
         except (ValueError, RecursionError):
             return None
-        if not isinstance(told, dict) or {name: type(value) for name, value in told.items()} != _KINDS:
+        if (
+            not isinstance(reported, dict)
+            or {name: type(value) for name, value in reported.items()} != _KINDS
+        ):
             return None
-        return Arrival(**told)
+        return Arrival(**reported)
 
     def write(self) -> str:
-        told = asdict(self)
-        told |= {
-            name: told[name][: _LONGEST_ARRIVAL // 8] for name in ("problem", "unreachable", "interface")
+        reported = asdict(self)
+        reported |= {
+            name: reported[name][: _LONGEST_ARRIVAL // 8] for name in ("problem", "unreachable", "interface")
         }
-        return json.dumps(told)
+        return json.dumps(reported)
 
     def describe(self) -> str:
         return f"rank {self.rank} on host {self.host} (pid {self.pid})"

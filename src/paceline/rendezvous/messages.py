@@ -70,11 +70,13 @@ def write_failure(error: RendezvousError) -> bytes:
 
 def read_failure(raw: bytes) -> RendezvousError:
     """Rank 0's error, as it was there. Raises MessageError if it is none."""
-    told = read_object(raw, {"text": str, "missing": list})
-    if not all(type(rank) is int for rank in told["missing"]):
+    reported = read_object(raw, {"text": str, "missing": list})
+    if not all(type(rank) is int for rank in reported["missing"]):
         raise MessageError(f"{_quote(raw)} does not name ranks")
-    summary, _, rest = told["text"].partition("\n")
-    return RendezvousError(f"Rank 0 gave up: {summary}", seen=rest.strip(), missing=tuple(told["missing"]))
+    summary, _, rest = reported["text"].partition("\n")
+    return RendezvousError(
+        f"Rank 0 gave up: {summary}", seen=rest.strip(), missing=tuple(reported["missing"])
+    )
 
 
 def join_payloads(payloads: Sequence[bytes]) -> bytes:

@@ -40,8 +40,8 @@ def share_model_memory(
                     server.serve(fd)
                 except PacelineError as error:
                     reason = Reason.of(error)
-            told = {"address": server.address, **reason.facts()}
-            offers = gather_objects(exchange, told, max(deadline.left_s(), 1e-3))
+            reported = {"address": server.address, **reason.facts()}
+            offers = gather_objects(exchange, reported, max(deadline.left_s(), 1e-3))
             raise_limits(offers, what)
             try:
                 if exchange.rank != first:

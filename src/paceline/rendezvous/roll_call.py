@@ -1,6 +1,6 @@
 """Which ranks of a framework's process group do not answer, when something over it has failed or is late.
 
-A process group does not tell. The store through which it was formed does: whoever notices a failure calls the
+A process group does not say. The store through which it was formed does: whoever notices a failure calls the
 roll there, every rank that is in the same call sees that within a moment and answers, and who does not answer
 is missing. Ranks of one host also look whether the process of a missing rank is dead or stopped. While all
 goes well nothing is written but where each process is, once; the store is read only in calls that take long.
@@ -128,7 +128,7 @@ class Roll:
         return RendezvousError(
             f"Rank {self.rank} of {self.world_size} gave up forming a group after {timeout_s:.1f} s.",
             where=where,
-            seen=_told(missing) or "the call did not complete; nobody tells which rank is missing",
+            seen=_in_words(missing) or "the call did not complete; nothing says which rank is missing",
             likely="a rank died or was stopped before this point, or took another branch and forms no group, "
             "or the network to its host was cut",
             hint="every rank of the process group must make this call; look at the other ranks' output",
@@ -139,16 +139,16 @@ class Roll:
         return RendezvousError(
             f"Rank {self.rank} of {self.world_size} could not form a group.",
             where=where,
-            seen="\n".join(filter(None, (_told(missing), reason))),
+            seen="\n".join(filter(None, (_in_words(missing), reason))),
             likely="another rank died or raised, or the connection to it broke",
             hint="look at the output of the rank that is named"
             if missing
-            else "look at the other ranks' output; the first to fail tells the reason",
+            else "look at the other ranks' output; the first to fail gives the reason",
             missing=tuple(each.rank for each in missing),
         )
 
 
-def _told(missing: list[Missing]) -> str:
+def _in_words(missing: list[Missing]) -> str:
     return "; ".join(f"rank {each.rank} {each.state}" for each in missing)
 
 

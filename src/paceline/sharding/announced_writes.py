@@ -86,20 +86,20 @@ class OneCopy:
     def _end(self, failure: BaseException | None) -> None:
         changes = self.memory.changes() if failure is None else []
         text = "" if failure is None else f"{type(failure).__name__}: {failure}"[:_LONGEST_TEXT]
-        told = self._tell({"failure": text, "digest": self._digest(changes)})
-        failed = [rank for rank, each in enumerate(told) if each["failure"]]
+        reported = self._exchange_facts({"failure": text, "digest": self._digest(changes)})
+        failed = [rank for rank, each in enumerate(reported) if each["failure"]]
         if failed:
             if failure is None:
-                raise _other_has_raised(failed, [each["failure"] for each in told])
+                raise _other_has_raised(failed, [each["failure"] for each in reported])
             return
-        writers = [rank for rank, each in enumerate(told) if each["digest"]]
+        writers = [rank for rank, each in enumerate(reported) if each["digest"]]
         if not writers:
             return
-        self._check_same(writers, [each["digest"] for each in told])
+        self._check_same(writers, [each["digest"] for each in reported])
         if self._exchange.rank == next(rank for rank in self.host_ranks if rank in writers):
             self.memory.publish(changes)
         try:
-            self._tell({})
+            self._exchange_facts({})
         except PacelineError:
             # Whoever was to publish may have died half way. All who have written have written the same.
             self.memory.publish(changes)
@@ -107,7 +107,9 @@ class OneCopy:
 
     def _check_same(self, writers: Sequence[int], digests: Sequence[str]) -> None:
         if len({digests[rank] for rank in writers}) > 1:
-            hashes = self._tell({place.name: f"{each:x}" for place, each in zip(self.places, self._hashes())})
+            hashes = self._exchange_facts(
+                {place.name: f"{each:x}" for place, each in zip(self.places, self._hashes())}
+            )
             differing = {
                 name: tuple(rank for rank in writers if hashes[rank][name] != hashes[writers[0]][name])
                 for name in hashes[0]
@@ -145,7 +147,7 @@ class OneCopy:
         values = self.memory.values
         return _core.hash_all([values + p.begin for p in self.places], [p.nbytes for p in self.places])
 
-    def _tell(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _exchange_facts(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
         return gather_objects(self._exchange, facts, self._timeout_s)
 
     def name_at(self, offset: int) -> str:

@@ -110,13 +110,15 @@ def refuse_strange(
 ) -> None:
     """Refuse tensors of a model that can't be shared. Collective."""
     problem = next(_problems(model, tensors, ops), "")
-    told = [each["problem"] for each in gather_objects(peers.exchange, {"problem": problem}, peers.timeout_s)]
-    found = next((text for text in told if text), "")
+    reported = [
+        each["problem"] for each in gather_objects(peers.exchange, {"problem": problem}, peers.timeout_s)
+    ]
+    found = next((text for text in reported if text), "")
     if found:
         what, _, hint = found.partition("\n")
         raise ConfigError(
             f"{owner}: this model's parameters can't be shared by the ranks of a host.",
-            seen=f"rank {told.index(found)}: {what}",
+            seen=f"rank {reported.index(found)}: {what}",
             hint=hint,
         )
 

@@ -23,7 +23,7 @@ class _Mark(NamedTuple):
     seen: str
 
 
-class TornParameters:
+class PartialSteps:
     """All that this process knows of.
 
     Attributes:
@@ -47,7 +47,7 @@ class TornParameters:
     def call_guard(self, guard: Callable[[], None]) -> None:
         self.guards.append(weakref.WeakMethod(guard, self.guards.remove))
 
-    def tell_guards(self) -> None:
+    def call_guards(self) -> None:
         for reference in list(self.guards):
             if (guard := reference()) is not None:
                 guard()
@@ -71,13 +71,13 @@ class TornParameters:
             if mark.versions([parameter])[0] != mark.was:
                 del self.marks[id(parameter)]
                 continue
-            raise torn_error(owner, mark.seen)
+            raise partial_step_error(owner, mark.seen)
 
 
-torn = TornParameters()
+torn = PartialSteps()
 
 
-def torn_error(owner: str, seen: str) -> TornStepError:
+def partial_step_error(owner: str, seen: str) -> TornStepError:
     """The error for parameters that hold half of a step."""
     return TornStepError(
         f"{owner}: an earlier step was not completed.",

@@ -152,7 +152,7 @@ class ShardedSteps(Generic[Tensor]):
             with steps.updating(complete, lambda: self._begin_journal(to_make)):
                 if joined:
                     has_gradient = self._lend(joined, gradients, has_gradient)
-                has_written = self._tells_writes()  # by a journal that may just have been made
+                has_written = self._sees_writes()  # by a journal that may just have been made
                 steps.make(lambda: self._step_own(gradients, kwargs), has_gradient, has_written)
         finally:
             shards.end_loans()
@@ -162,7 +162,7 @@ class ShardedSteps(Generic[Tensor]):
     def _step_own(self, gradients: Sequence[Any] | None, kwargs: Mapping[str, Any]) -> None:
         """The step of this rank's part, with the hyperparameters that users see and change."""
 
-    def _tells_writes(self) -> Callable[[], bool] | None:
+    def _sees_writes(self) -> Callable[[], bool] | None:
         """None: the versions of tensors show whether a step that has raised has written anything."""
         return None if self._journal is None else self._journal.has_written
 

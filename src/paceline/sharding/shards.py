@@ -87,7 +87,7 @@ class Shards(Generic[Tensor]):
     def numbers_of(self, rank: int) -> list[int]:
         return [number for number, piece in enumerate(self.pieces) if piece.rank == rank]
 
-    def tell_owners(self) -> None:
+    def publish_owners(self) -> None:
         """Publish to wrapped models which rank needs which part of each gradient. Collective."""
         ranges: list[list[OwnedRange]] = [[] for _ in self.parameters]
         itemsizes = self.itemsizes()
@@ -99,7 +99,7 @@ class Shards(Generic[Tensor]):
             if known and (known[-1].end, known[-1].rank) == (begin, piece.rank):
                 begin = known.pop().begin
             known.append(OwnedRange(begin, piece.end * itemsize, piece.rank))
-        owners.tell(
+        owners.publish(
             (parameter, Owned(tuple(its), self.rank, self.world_size))
             for parameter, its in zip(self.parameters, ranges)
         )

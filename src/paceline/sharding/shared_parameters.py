@@ -22,7 +22,7 @@ from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.framework_ops import FrameworkOps, Tensor
 from paceline.sharding.announced_writes import OneCopy, Place
-from paceline.sharding.partial_steps import torn, torn_error
+from paceline.sharding.partial_steps import partial_step_error, torn
 
 
 class SharedStorage(Generic[Tensor]):
@@ -70,7 +70,7 @@ class SharedStorage(Generic[Tensor]):
         """Give this rank a copy of its own of each parameter that is still here."""
         held = list(self._held())
         if not self._step_table_to_read.is_whole:
-            torn.mark(held, self.ops.versions, self._tell_missing())
+            torn.mark(held, self.ops.versions, self._describe_missing())
         for parameter in held:
             self.ops.lay(parameter, parameter.detach().clone())
             _storages.pop(id(parameter), None)
@@ -96,9 +96,9 @@ class SharedStorage(Generic[Tensor]):
     def check_whole(self, owner: str) -> None:
         """Raise if these are the parameters of half a step."""
         if not self._step_table_to_read.is_whole:
-            raise torn_error(owner, self._tell_missing())
+            raise partial_step_error(owner, self._describe_missing())
 
-    def _tell_missing(self) -> str:
+    def _describe_missing(self) -> str:
         missing, step = self.missing_parts(), self._step_table_to_read.step
         return (
             f"step {step} of the optimizer: {format_ranks(missing)} of this host wrote no part, or half of it"
@@ -201,12 +201,12 @@ def check_whole(owner: str, parameters: Iterable[Any]) -> None:
     torn.check(owner, held)
 
 
-def _tell_of_stray_write() -> None:
+def _report_stray_write() -> None:
     for storage in {id(storage): storage for _, storage in list(_storages.values())}.values():
         storage.raise_stray_write()
 
 
-_core.tell_stray_writes(_tell_of_stray_write)
+_core.tell_stray_writes(_report_stray_write)
 
 
 @contextlib.contextmanager

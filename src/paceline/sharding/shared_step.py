@@ -24,7 +24,7 @@ from paceline.errors import (
 )
 from paceline.reducer.communicator import Communicator
 from paceline.sharding.optimizer_arguments import OWNER
-from paceline.sharding.partial_steps import torn, torn_error
+from paceline.sharding.partial_steps import partial_step_error, torn
 from paceline.sharding.shards import Shards
 from paceline.sharding.shared_parameters import storage_of
 from paceline.sharding.step_barriers import Call, Facts, StepBarriers, hash_options
@@ -92,8 +92,8 @@ class SharedStep(Generic[State]):
             if has_begun and call is Call.STEP:
                 return ()  # one has begun: it has met all, so all came for the same
             if has_begun:  # without gradients of its own this rank cannot make its part
-                self._tell_failure(error)
-            with _telling(has_begun=has_begun):
+                self._report_failure(error)
+            with _explaining(has_begun=has_begun):
                 raise
 
     def refuse(self, error: ConfigError) -> None:
@@ -125,13 +125,13 @@ class SharedStep(Generic[State]):
                 return
         except BaseException as error:
             has_begun = self._step_tables.refuse()  # if no other rank has begun, none will
-            self._tell_failure(error)
+            self._report_failure(error)
             if has_begun:
-                torn.tell_guards()
-            with _telling(has_begun=has_begun):
+                torn.call_guards()
+            with _explaining(has_begun=has_begun):
                 raise
         assert self._travel is not None
-        with _telling(has_begun=False):
+        with _explaining(has_begun=False):
             self._travel.meet()  # raises what the others know
             raise CollectiveError(
                 "Another rank could not meet all ranks.",
@@ -146,19 +146,21 @@ class SharedStep(Generic[State]):
             self._refusal = None
             return
         if not is_loss(error):
-            self._tell_failure(error)
+            self._report_failure(error)
         is_complete = bool(self._pieces.storages) and self._step_tables.settle(error, complete)
-        told = error
+        reported = error
         if isinstance(error, CollectiveError) and not error.summary.startswith(OWNER):
-            told = telling(OWNER, COMPLETE if is_complete else HALF, step_is_complete=is_complete).told(error)
+            reported = explaining(
+                OWNER, COMPLETE if is_complete else HALF, step_is_complete=is_complete
+            ).explained(error)
         if not is_complete:
-            self._failure = told
-            torn.mark(self._own_parameters(), self._pieces.ops.versions, str(told))
-            torn.tell_guards()
-        if told is not error:
-            raise told from error
+            self._failure = reported
+            torn.mark(self._own_parameters(), self._pieces.ops.versions, str(reported))
+            torn.call_guards()
+        if reported is not error:
+            raise reported from error
 
-    def _tell_failure(self, error: BaseException) -> None:
+    def _report_failure(self, error: BaseException) -> None:
         if self._travel is not None:
             self._step_tables.give_up(f"{OWNER}.step: {type(error).__name__}: {error}")
             self._travel.fail(error)
@@ -196,7 +198,7 @@ class SharedStep(Generic[State]):
         written, is_idle = self._find_route(has_gradient)
         own = _IDLE if is_idle else _WRITTEN
         known = self._travel.spread(written, own)
-        # Of several hosts the step table of each one tells of its own ranks: what a rank of another one has
+        # Of several hosts the step table of each one shows its own ranks: what a rank of another one has
         # not written, nobody would miss.
         if self._pieces.storages and not _is_half_made(known or b""):
             self._step_tables.end_part()
@@ -263,7 +265,7 @@ class SharedStep(Generic[State]):
         for storage in self._pieces.storages:
             storage.check_whole(OWNER)
         if self._failure is not None and len(self._own_parameters()) > 0:
-            raise torn_error(OWNER, str(self._failure)) from self._failure
+            raise partial_step_error(OWNER, str(self._failure)) from self._failure
         if torn.marks:
             torn.check(OWNER, self._pieces.parameters)
 
@@ -333,7 +335,7 @@ def is_loss(error: BaseException | None) -> bool:
     return isinstance(error, (PeerLostError, DeadlineError, GroupClosedError, RendezvousError))
 
 
-class telling:
+class explaining:
     """A context that adds to errors of a group in which step they came, and what that means."""
 
     # Not a generator: those take longer to enter than the ranks to meet.
@@ -345,17 +347,17 @@ class telling:
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if isinstance(error, CollectiveError) and not error.summary.startswith(self._owner):
-            raise self.told(error) from error
+            raise self.explained(error) from error
 
-    def told(self, error: CollectiveError) -> CollectiveError:
+    def explained(self, error: CollectiveError) -> CollectiveError:
         where = ", ".join(filter(None, [f"{self._owner}.step; {self._consequence}", error.where]))
         rows = {row: getattr(error, row) for row in ("seen", "expected", "got", "likely", "hint")}
         fields = {**error.fields, **self._fields}
         return type(error)(error.summary, where=where, **rows, **fields)
 
 
-def _telling(*, has_begun: bool) -> telling:
-    return telling(OWNER, HALF if has_begun else NOTHING_WRITTEN, step_is_complete=not has_begun)
+def _explaining(*, has_begun: bool) -> explaining:
+    return explaining(OWNER, HALF if has_begun else NOTHING_WRITTEN, step_is_complete=not has_begun)
 
 
 def _is_refusal(outcomes: bytes) -> bool:

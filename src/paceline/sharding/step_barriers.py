@@ -82,7 +82,7 @@ class StepBarriers:
         self._owner = owner
         self._parameters = parameters
         self._member = ""
-        self._member_of = (-1, 0)  # the version of the registry, and the number of parameters
+        self._replica_group_of = (-1, 0)  # the version of the registry, and the number of parameters
 
     def meet(self, call: Call, options: int, gradients: int, facts: Callable[[], Facts]) -> tuple[int, ...]:
         """Return when all ranks have come for the same. Collective.
@@ -96,7 +96,7 @@ class StepBarriers:
             ConfigError: Another rank has refused its step; quotes it. Or replicas differ on purpose.
         """
         self.number += 1
-        own = _NUMBERS.pack(call, self.number, options ^ self._hash_member(), gradients)
+        own = _NUMBERS.pack(call, self.number, options ^ self._hash_replica_group(), gradients)
         all_ranks = self._gather(own)
         if all_ranks == own * (len(all_ranks) // NUMBERS_BYTES):
             return ()
@@ -108,31 +108,31 @@ class StepBarriers:
             if same_options and len({row[1:] for row in active}) <= 1:
                 return joined
         payload = json.dumps(asdict(replace(facts(), member=self._member))).encode()
-        told = [Facts(**json.loads(each)) for each in self._gather_bytes(payload)]
-        raise difference(told, [row[1] for row in rows], self._owner)
+        reported = [Facts(**json.loads(each)) for each in self._gather_bytes(payload)]
+        raise difference(reported, [row[1] for row in rows], self._owner)
 
-    def _hash_member(self) -> int:
+    def _hash_replica_group(self) -> int:
         parameters = self._parameters()
         now = registry.version, len(parameters)
-        if self._member_of != now:  # a model was wrapped, or is gone
-            self._member_of, self._member = now, registry.member_of(parameters)
+        if self._replica_group_of != now:  # a model was wrapped, or is gone
+            self._replica_group_of, self._member = now, registry.replica_group_of(parameters)
         return _core.hash_bytes(self._member.encode()) if self._member else 0
 
 
-def difference(told: Sequence[Facts], numbers: Sequence[int], owner: str) -> PacelineError:
+def difference(reported: Sequence[Facts], numbers: Sequence[int], owner: str) -> PacelineError:
     """The error that says what differs between the ranks that have met, first of all. Pure."""
     where = f"barrier {' or '.join(map(str, sorted(set(numbers))))} of the optimizer's ranks"
     unchanged = "nothing was written on any rank"
-    refused = {rank: each.failure for rank, each in enumerate(told) if each.failure}
+    refused = {rank: each.failure for rank, each in enumerate(reported) if each.failure}
     if refused:
         return ConfigError(
-            f"{owner}.step: {format_ranks(refused)} of {len(told)} cannot make the step.",
+            f"{owner}.step: {format_ranks(refused)} of {len(reported)} cannot make the step.",
             where=f"{where}; {unchanged}",
-            seen=by_ranks([each.failure or "waited for the others" for each in told]),
+            seen=by_ranks([each.failure or "waited for the others" for each in reported]),
             hint=f"mend what {format_ranks(refused)} says",
             ranks=tuple(refused),
         )
-    calls = [Call(each.call).words for each in told]
+    calls = [Call(each.call).words for each in reported]
     if len(set(calls) - {Call.JOINED_STEP.words}) > 1 or len(set(numbers)) > 1:
         met = [f"{call}, its barrier number {number}" for call, number in zip(calls, numbers)]
         return MismatchError(
@@ -142,7 +142,7 @@ def difference(told: Sequence[Facts], numbers: Sequence[int], owner: str) -> Pac
             likely="a rank has skipped a step, or has made one more",
             hint="every rank calls step() and consolidate_state_dict() as often, in the same order",
         )
-    members = [each.member for each in told]
+    members = [each.member for each in reported]
     if len(set(members)) > 1:
         return ConfigError(
             f"{owner}: the ranks that share the optimizer do not train the same model.",
@@ -154,27 +154,27 @@ def difference(told: Sequence[Facts], numbers: Sequence[int], owner: str) -> Pac
             "local_sgd",
             argument="local_sgd",
         )
-    keys = {key: None for each in told for key in each.options}
-    differing = [key for key in keys if len({each.options.get(key) for each in told}) > 1]
+    keys = {key: None for each in reported for key in each.options}
+    differing = [key for key in keys if len({each.options.get(key) for each in reported}) > 1]
     if differing:
         name = differing[0]
         return MismatchError(
             f"{owner}.step: the ranks have different hyperparameters: {shorten(differing)}.",
             where=f"{where}; {unchanged}",
-            seen=by_ranks([f"{name}: {each.options.get(name, 'absent')}" for each in told]),
+            seen=by_ranks([f"{name}: {each.options.get(name, 'absent')}" for each in reported]),
             likely="a learning rate scheduler that sees a rank's own loss, or an argument that depends on "
             "the rank",
             hint="set the same value on every rank; average what decides about it first",
             names=tuple(differing),
         )
-    return _gradients_error(told, owner, f"{where}; {unchanged}")
+    return _gradients_error(reported, owner, f"{where}; {unchanged}")
 
 
-def _gradients_error(told: Sequence[Facts], owner: str, where: str) -> UnusedParameterError:
-    active = [rank for rank, each in enumerate(told) if each.call == Call.STEP]
+def _gradients_error(reported: Sequence[Facts], owner: str, where: str) -> UnusedParameterError:
+    active = [rank for rank, each in enumerate(reported) if each.call == Call.STEP]
     ranks_of: dict[str, list[int]] = {}
     for rank in active:
-        for name in told[rank].without:
+        for name in reported[rank].without:
             ranks_of.setdefault(name, []).append(rank)
     unused = {name: tuple(ranks) for name, ranks in ranks_of.items() if len(ranks) < len(active)}
     rows: dict[tuple[int, ...], list[str]] = {}

@@ -33,7 +33,7 @@ class StepTables:
     def begin(self) -> bool:
         """Say that this rank has met all others and is about to write; False: it must not.
 
-        Then another rank could not meet all, and has told that nothing was written.
+        Then another rank could not meet all, and has reported that nothing was written.
         """
         # The first decides, and the others follow.
         return all(storage.step_table.decide(True) for storage in self._storages())

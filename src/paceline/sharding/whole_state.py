@@ -39,9 +39,11 @@ def gather_states(
     tree, tensors, failure = _describe(shards, held_of)
     forms = [[list(each.shape), dtype_name(each)] for each in tensors]
     payload = json.dumps([tree, forms, failure]).encode()
-    told = [json.loads(each) for each in (communicator.all_gather(payload) if communicator else [payload])]
-    _raise_failures([failure for _, _, failure in told])
-    for rank, (tree, forms, _) in enumerate(told):
+    reported = [
+        json.loads(each) for each in (communicator.all_gather(payload) if communicator else [payload])
+    ]
+    _raise_failures([failure for _, _, failure in reported])
+    for rank, (tree, forms, _) in enumerate(reported):
         values = tensors
         if rank != shards.rank:
             like = shards.parameters[0]

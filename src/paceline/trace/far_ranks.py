@@ -1,6 +1,6 @@
 """The ranks of other hosts, as the host of rank 0 knows them: what each tells once in a second.
 
-A rank tells the beginning of its own file (who it is, and its totals) and a few words. Rank 0's
+A rank sends the beginning of its own file (who it is, and its totals) and a few words. Rank 0's
 process writes that into a file for each such rank, beside the files of the ranks that record there. Bytes of
 the file, of which the first 3072 are those of a ring's file (`ring_file`):
 
@@ -27,7 +27,7 @@ from paceline.trace.ring_file import NOTES_AT, RankHeader, RankRecording, is_num
 from paceline.trace.totals import TABLE_BYTES, Totals, pack_totals, unpack_totals
 
 MOST_BYTES = 2048
-"""The longest that a rank tells at once."""
+"""The longest that a rank reports at once."""
 _SUFFIX = ".far"
 _WORDS_AT = 3072
 _HEAD = struct.Struct("<QQII")  # number, received_ns, state, length of the words
@@ -46,7 +46,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class Words:
-    """What a rank tells besides its totals.
+    """What a rank reports besides its totals.
 
     Attributes:
         step: How many backward passes of its first model it has ended; None: none.
@@ -62,22 +62,22 @@ class Words:
 
     def pack(self) -> bytes:
         values = {name[:_NAME_CHARACTERS]: value for name, value in list(self.values.items())[:_MOST_VALUES]}
-        told = {
+        reported = {
             "step": self.step,
             "values": values,
             "failure": self.failure[:_FAILURE_CHARACTERS],
             "memory": self.memory_bytes,
         }
-        packed = json.dumps(told).encode()
+        packed = json.dumps(reported).encode()
         return packed if len(packed) <= _MOST_WORDS else Words(self.step, {}, "", self.memory_bytes).pack()
 
     @classmethod
     def unpack(cls, raw: bytes) -> Words:
         """Raises ValueError: it is none."""
         try:
-            told = json.loads(raw)
-            values = {printable(name): float(value) for name, value in told["values"].items()}
-            step, failure, memory = (told[name] for name in ("step", "failure", "memory"))
+            reported = json.loads(raw)
+            values = {printable(name): float(value) for name, value in reported["values"].items()}
+            step, failure, memory = (reported[name] for name in ("step", "failure", "memory"))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             raise ValueError("it holds no words of a rank") from None
         if not isinstance(failure, str) or not all(n is None or is_number(n) for n in (step, memory)):
@@ -91,7 +91,7 @@ class FarRank:
 
     Attributes:
         recording: Who it is, and its totals.
-        words: What else it has told.
+        words: What else it has reported.
         state: Whether it is there.
         received_ns: When it was heard of last, by CLOCK_MONOTONIC of this host.
     """
@@ -189,7 +189,7 @@ def _create(path: Path) -> mmap.mmap:
 
 
 def far_ranks(folder: Path, since_ns: int = 0) -> list[FarRank]:
-    """The ranks of other hosts that have told anything here, by rank; none, if the folder can't be read."""
+    """The ranks of other hosts that have reported here, by rank; none, if the folder can't be read."""
     found = []
     with suppress(OSError):
         for name in os.listdir(folder):

@@ -23,8 +23,8 @@ def render(recordings: Sequence[RankRecording], num_backwards: int) -> str:
         number = f"{key[1]}" if len(models) <= 1 else f"{key[1]} of model {key[0]}"
         rows += [(number, str(line.rank), *_cells(line, key, last.get(key))) for line in lines]
     end_ns = max((record.time_ns for line in lines for record in line.recording.records[-1:]), default=0)
-    told = [_last_words(line, end_ns) for line in lines]
-    return "\n".join([*_table(rows), "", "milliseconds; waited: until the last rank came", "", *told])
+    reported = [_last_words(line, end_ns) for line in lines]
+    return "\n".join([*_table(rows), "", "milliseconds; waited: until the last rank came", "", *reported])
 
 
 def _last_keys(lines: Sequence[RankTimeline], num_backwards: int) -> list[BackwardKey]:
@@ -79,18 +79,18 @@ def _last_words(line: RankTimeline, end_ns: int) -> str:
     header, records = line.recording.header, line.recording.records
     who = f"rank {header.rank} (pid {header.pid})"
     failures = [note["text"] for note in line.recording.notes if note.get("what") == "failure"]
-    told = "".join(f"\n  {text.splitlines()[0]}" for text in failures[-1:])
+    reported = "".join(f"\n  {text.splitlines()[0]}" for text in failures[-1:])
     if not records:
-        return f"{who}: has recorded nothing{told}"
+        return f"{who}: has recorded nothing{reported}"
     ago = f"{(end_ns - records[-1].time_ns) / 1e9:.3f} s before the last record of the job"
     unfinished = [each for each in line.slices if each.args.get("unfinished")]
     if not unfinished:
-        return f"{who}: between two backward passes, {ago}{told}"
+        return f"{who}: between two backward passes, {ago}{reported}"
     each = unfinished[-1]
     where = f" of iteration {each.args['iteration']}" if "iteration" in each.args else ""
     posted = sum(1 for time_ns, lane, _ in line.posted if lane == each.lane and time_ns >= each.begin_ns)
     buckets = f", {posted} buckets posted" if each.name == "backward" else ""
-    return f"{who}: in {each.name}{where}{buckets}, {ago}{told}"
+    return f"{who}: in {each.name}{where}{buckets}, {ago}{reported}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -10,7 +10,7 @@ from paceline.trace.records import Event, float_bits
 
 _LOGGED = int(Event.LOGGED)
 listeners: list[Callable[[str, float], None]] = []
-"""Who else is told of each value that this process logs, whether anything is recorded or not."""
+"""Called with each value that this process logs, whether anything is recorded or not."""
 
 
 def log(name: str, value: SupportsFloat) -> None:
@@ -29,7 +29,7 @@ def log(name: str, value: SupportsFloat) -> None:
         >>> paceline.log("loss", loss.detach())
     """
     if recording.note is None:
-        recording.begin_if_asked(0, 1)  # the launcher has told our place
+        recording.begin_if_asked(0, 1)  # the launcher has given our place
     note = recording.note
     if note is None and not listeners:
         return

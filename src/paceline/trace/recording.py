@@ -53,8 +53,8 @@ class Recording:
         has_batches: Whether wrappers are to call `note_batch` for each batch.
         keeps_all: Whether all is recorded, also what takes hooks in the framework.
         next_sample_ns: When the totals are to be written next, by CLOCK_MONOTONIC.
-        tell_host: Tells the host of rank 0 what this rank has done, once in a second, and must not wait for
-            it; None: this is that host, or there is no other one.
+        report_to_host: Reports once a second to the host of rank 0, without waiting; None: this is that
+            host, or the only one.
         logged: The last values that the program has logged.
     """
 
@@ -81,7 +81,7 @@ class Recording:
         "logged",
         "next_sample_ns",
         "note",
-        "tell_host",
+        "report_to_host",
     )
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Recording:
         self._first: Totals = {}
         self._last: Totals = {}
         self._steps: dict[int, int] = {}  # of each model, when this rank was looked at
-        self.tell_host: Callable[[bytes], object] | None = None
+        self.report_to_host: Callable[[bytes], object] | None = None
         self.logged: dict[str, float] = {}
         self._num_samples = 0
         self._models: dict[int, ModelTotals] = {}
@@ -221,7 +221,7 @@ class Recording:
         self._models[self._num_models - 1] = totals
         return self._num_models - 1
 
-    def tell(self, what: str, model: int, **facts: Any) -> None:
+    def note_facts(self, what: str, model: int, **facts: Any) -> None:
         """Note in words what a reader needs to understand the records of a model."""
         fact = {"what": what, "model": model, **facts}
         self._facts[what, model] = fact
@@ -234,13 +234,13 @@ class Recording:
         if totals is not None:
             self._gone = sum_of((self._gone, totals.read()))
 
-    def tell_failure(self, error: BaseException) -> None:
+    def note_failure(self, error: BaseException) -> None:
         text = f"{type(error).__name__}: {error}"[:2000]
         if self._memory is not None and text != self._last_failure:
             self._last_failure = text
             fact = {"what": "failure", "time_ns": time.monotonic_ns(), "text": text}
             ring_file.add_note(self._memory, fact, is_failure=True)
-            self._tell_host()
+            self._report_to_host()
 
     def timed(self, total: Total, began: Event, ended: Event) -> Timed:
         """What notes these events from now on, whenever something is recorded, and adds up their times."""
@@ -264,15 +264,15 @@ class Recording:
         model, step = backward_of(number)
         self._steps[model] = step
         self._write_totals(now_ns)
-        self._tell_host()
+        self._report_to_host()
         return True
 
-    def _tell_host(self) -> None:
-        if self.tell_host is None or self._header is None or not self._last:
+    def _report_to_host(self) -> None:
+        if self.report_to_host is None or self._header is None or not self._last:
             return
         step = self._steps.get(min(self._steps, default=0))
         words = Words(step, self.logged, self._last_failure, resident_bytes())
-        self.tell_host(pack_figures(self._header, self._first, self._last, words))
+        self.report_to_host(pack_figures(self._header, self._first, self._last, words))
 
     def _write_totals(self, now_ns: int) -> None:
         memory, usage = self._memory, self._usage
@@ -292,7 +292,7 @@ class Recording:
     def _sample_last(self) -> None:
         if self._first:
             self._write_totals(time.monotonic_ns())
-            self._tell_host()
+            self._report_to_host()
 
     def _stop(self) -> None:
         """In a forked child, too: the ring is its parent's."""

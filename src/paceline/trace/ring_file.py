@@ -197,7 +197,7 @@ def read_header(data: bytes) -> RankHeader | None:
     rank, world_size, pid, monotonic_ns, real_ns = numbers
     name, boot_id = (printable(text.rstrip(b"\0").decode(errors="replace")) for text in (host, boot))
     if not (0 <= rank < world_size and pid > 0 and capacity and monotonic_ns >= 0 and real_ns >= 0):
-        raise ValueError(f"it tells of rank {rank} of {world_size}, process {pid}, {capacity} records")
+        raise ValueError(f"it reports rank {rank} of {world_size}, process {pid}, {capacity} records")
     return RankHeader(rank, world_size, pid, name, boot_id, monotonic_ns, real_ns, capacity)
 
 
@@ -269,7 +269,7 @@ def check_size(header: RankHeader, size: int) -> None:
 def notes_end(used: int) -> int:
     """Where the notes end, of which a rank has written so many bytes."""
     if used > _NOTES_BYTES:
-        raise ValueError(f"it tells of {used} bytes of notes, and has room for {_NOTES_BYTES}")
+        raise ValueError(f"it reports {used} bytes of notes, and has room for {_NOTES_BYTES}")
     return NOTES_AT + int(used)
 
 

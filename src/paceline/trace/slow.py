@@ -1,6 +1,6 @@
 """Which rank the others wait for, and why: found in the totals of the ranks, and said in a sentence.
 
-Backward is a barrier, so every rank has the same step and only its own work tells who is slow.
+Backward is a barrier, so every rank has the same step and only its own work shows who is slow.
 Whatever a rank does more of than the others, for each step, may be the cause; the part of the difference that
 it explains decides.
 """
@@ -22,7 +22,7 @@ _MINOR_FAULT_NS = 500
 """What the kernel takes to clear a page and to map it, about."""
 _MAJOR_FAULT_NS = 100_000
 """What a fast disk takes to read a page."""
-_MOST_TOLD = 3
+_MOST_SHOWN = 3
 """Ranks that are named; of 128 nobody reads more."""
 
 
@@ -95,7 +95,7 @@ class SlowRank:
         span: What it has done.
         share: Part of the backward passes in which it was the last.
         held_up_ns: How much later than the others it came, in the mean over all backward passes.
-        cause: Why; None: that could not be told.
+        cause: Why; None: that is unknown.
     """
 
     span: Span
@@ -140,7 +140,7 @@ def slow_ranks(spans: Sequence[Span], limits: Limits) -> list[SlowRank]:
         ):
             cause = find_cause(span, others, more_ns)
             found.append((more_ns, SlowRank(span, share, held_up_ns / span.passes, cause)))
-    return [slow for _, slow in sorted(found, key=lambda each: -each[0])[:_MOST_TOLD]]
+    return [slow for _, slow in sorted(found, key=lambda each: -each[0])[:_MOST_SHOWN]]
 
 
 def find_cause(span: Span, others: Sequence[Span], more_ns: float) -> Cause | None:
@@ -157,7 +157,7 @@ def find_cause(span: Span, others: Sequence[Span], more_ns: float) -> Cause | No
 
 _Explains = Callable[[Span, Sequence[Span]], float]
 """How much longer a rank works for each step because of something, in nanoseconds."""
-_Tells = Callable[[Span, Sequence[Span]], str]
+_Describes = Callable[[Span, Sequence[Span]], str]
 
 
 def _more(span: Span, others: Sequence[Span], total: Total) -> float:
@@ -170,7 +170,7 @@ def _of_others(others: Sequence[Span], total: Total) -> float | None:
     return median(values) if values else None
 
 
-def _times(total: Total, template: str) -> tuple[_Explains, _Tells]:
+def _times(total: Total, template: str) -> tuple[_Explains, _Describes]:
     """The template says {own} and {others}."""
 
     def explains(span: Span, others: Sequence[Span]) -> float:
@@ -184,7 +184,7 @@ def _times(total: Total, template: str) -> tuple[_Explains, _Tells]:
     return explains, tells
 
 
-def _faults(total: Total, each_ns: int, template: str) -> tuple[_Explains, _Tells]:
+def _faults(total: Total, each_ns: int, template: str) -> tuple[_Explains, _Describes]:
     def explains(span: Span, others: Sequence[Span]) -> float:
         return _more(span, others, total) * each_ns
 
@@ -195,7 +195,7 @@ def _faults(total: Total, each_ns: int, template: str) -> tuple[_Explains, _Tell
     return explains, tells
 
 
-def _larger(total: Total, what: str) -> tuple[_Explains, _Tells]:
+def _larger(total: Total, what: str) -> tuple[_Explains, _Describes]:
     def explains(span: Span, others: Sequence[Span]) -> float:
         own, theirs = span.of_step(total), _of_others(others, total)
         if not own or not theirs:
@@ -218,21 +218,25 @@ def _without_core(span: Span, others: Sequence[Span]) -> float:
     return more - max(0.0, _more(span, others, Total.CPU_NS)) if Total.CPU_NS in span.grown else 0.0
 
 
-def _tell_between(span: Span, others: Sequence[Span]) -> str:
+def _describe_between(span: Span, others: Sequence[Span]) -> str:
     own, theirs = span.of_step(Total.BETWEEN_NS) or 0.0, _of_others(others, Total.BETWEEN_NS) or 0.0
     known = {
         "data loading": span.of_step(Total.DATA_NS),
         "optimizer": span.of_step(Total.OPTIMIZER_NS),
     }
-    told = [f"{name} {_ms(value)}" for name, value in known.items() if value is not None]
-    parts = f"of it {', '.join(told)}" if told else "data, optimizer and all else: --trace tells them apart"
+    reported = [f"{name} {_ms(value)}" for name, value in known.items() if value is not None]
+    parts = (
+        f"of it {', '.join(reported)}"
+        if reported
+        else "data, optimizer and all else: --trace tells them apart"
+    )
     return (
         f"between a backward and the next forward it spent {_ms(own)} per step ({parts}), "
         f"the others {_ms(theirs)}"
     )
 
 
-_CAUSES: Mapping[str, tuple[_Explains, _Tells]] = {
+_CAUSES: Mapping[str, tuple[_Explains, _Describes]] = {
     "data": _times(Total.DATA_NS, "its data loading took {own} per step, that of the others {others}"),
     "optimizer": _times(Total.OPTIMIZER_NS, "its optimizer took {own} per step, that of the others {others}"),
     "throttling": _times(
@@ -259,8 +263,8 @@ _CAUSES: Mapping[str, tuple[_Explains, _Tells]] = {
     "batch": _larger(Total.SAMPLES, "the samples of its batches were"),
 }
 # Where the time of a rank goes, if nothing in particular is found; the first that explains enough.
-_WHEREABOUTS: Mapping[str, tuple[_Explains, _Tells]] = {
-    "between": (_times(Total.BETWEEN_NS, "")[0], _tell_between),
+_WHEREABOUTS: Mapping[str, tuple[_Explains, _Describes]] = {
+    "between": (_times(Total.BETWEEN_NS, "")[0], _describe_between),
     "computing": _times(Total.CPU_NS, "it computed for {own} per step, the others {others}"),
     "waiting": (
         _without_core,

@@ -70,7 +70,7 @@ _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 def listen(listener: Listener, parameters: Sequence[paddle.Tensor]) -> None:
-    """Tell of every gradient of these parameters, by their number, as long as the listener lives.
+    """Report every gradient of these parameters, by their number, as long as the listener lives.
 
     Paddle never lets go of a hook, so it must not hold what it belongs to.
     """

@@ -88,7 +88,7 @@ class PaddleWeights(MicroBatchWeights):
             parameter.stop_gradient = is_frozen
 
     def _put_last(self) -> None:
-        # Paddle does not tell which hooks there are.
+        # Paddle does not say which hooks there are.
         for number, handle in enumerate(self._handles):
             handle.remove()
             self._handles[number] = self._register(number)

@@ -19,7 +19,7 @@ from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.communicator import Communicator, GroupCommunicator, MemoryCommunicator
 
 _log = logging.getLogger("paceline")
-_is_limit_told = False
+_has_warned_of_limit = False
 _Communicators = dict[bool, Communicator[paddle.Tensor]]  # by whether they are on the CPU
 _common_communicators: weakref.WeakKeyDictionary[Any, _Communicators] = weakref.WeakKeyDictionary()
 
@@ -48,14 +48,14 @@ def connect(
         calls_of_hooks=MemoryCalls,
     )
     if communicator.path == "group" and on_host and between_hosts is not None:
-        _tell_limit(peers.rank, peers.timeout_s)
+        _warn_of_limit(peers.rank, peers.timeout_s)
     return communicator
 
 
-def _tell_limit(rank: int, timeout_s: float) -> None:
-    global _is_limit_told
-    if rank == 0 and timeout_s > GLOO_LIMIT_S and not _is_limit_told:
-        _is_limit_told = True
+def _warn_of_limit(rank: int, timeout_s: float) -> None:
+    global _has_warned_of_limit
+    if rank == 0 and timeout_s > GLOO_LIMIT_S and not _has_warned_of_limit:
+        _has_warned_of_limit = True
         _log.warning(
             "paceline: gradients go over a Gloo group of Paddle's alone, which ends the job if a rank is "
             "%g s late, whatever timeout_s (%g s) allows",

@@ -152,7 +152,7 @@ def _group_of_mesh(mesh: Any, group: Any) -> Any:
         )
     if not hasattr(mesh, "get_group"):
         raise ConfigError(
-            f"DataParallel: PaddlePaddle {paddle.__version__} does not tell the group of a device_mesh.",
+            f"DataParallel: PaddlePaddle {paddle.__version__} does not say the group of a device_mesh.",
             expected="PaddlePaddle 3.1 or newer",
             hint="pass group=paddle.distributed.new_group(ranks)",
             argument="device_mesh",

@@ -25,7 +25,7 @@ from paceline.paddle.communicator.find_peers import PaddlePeers, Peers
 from paceline.paddle.internals import GLOO_LIMIT_S, make_pair
 from paceline.reducer.between_hosts.hierarchical import Hosts
 from paceline.reducer.between_hosts.piped_transport import Carry, PipedTransport, Pipes
-from paceline.reducer.between_hosts.routes import num_shares
+from paceline.reducer.between_hosts.routes import num_shards
 from paceline.reducer.peers import Ranks
 from paceline.rendezvous.addresses import addresses_for_others
 from paceline.rendezvous.deadline import Deadline, call_within
@@ -81,7 +81,7 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells before it connects.
+    """What a rank reports before it connects.
 
     Attributes:
         next_id: Paddle has no group of this number, or of a higher one, there.
@@ -98,12 +98,12 @@ def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | N
     """Collective, over all ranks."""
     global _next_id
     own = next(host for host, ranks in enumerate(hosts) if peers.rank in ranks)
-    place, shares = hosts[own].index(peers.rank), num_shares(hosts)
+    place, shares = hosts[own].index(peers.rank), num_shards(hosts)
     partners = [ranks[place] for ranks in hosts] if place < shares else []
     # Of two partners, the one on the host with the lower number keeps the stores.
     reserved = {rank: [_reserve_port() for _ in range(2 * LANES)] for rank in partners[own + 1 :]}
     ports = {str(rank): [each.getsockname()[1] for each in row] for rank, row in reserved.items()}
-    offers = _tell(peers, _Offer(_next_id, addresses_for_others(), ports))
+    offers = _gather_offers(peers, _Offer(_next_id, addresses_for_others(), ports))
     first_id = max(offer.next_id for offer in offers)
     _next_id = first_id + shares * len(hosts) ** 2 * LANES
     before = connected_sockets()
@@ -138,7 +138,7 @@ def _reserve_port() -> socket.socket:
     return reserved
 
 
-def _tell(peers: Ranks, own: _Offer) -> list[_Offer]:
+def _gather_offers(peers: Ranks, own: _Offer) -> list[_Offer]:
     """Collective."""
     rows = peers.exchange.all_gather(json.dumps(asdict(own)).encode(), peers.timeout_s)
     fields = {"next_id": int, "addresses": list, "ports": dict}

@@ -193,9 +193,9 @@ def _port_of_paddles_store(start: Start, membership: Membership, key: str, *, se
         if serves:
             with socket.create_server(("", 0)) as reserved:
                 port: int = reserved.getsockname()[1]
-            _tell_all(membership, key, str(port), start.deadline)
+            _publish_from_rank_0(membership, key, str(port), start.deadline)
             return port
-        port = int(_told_by_rank_0(membership, key, "where Paddle's store is", start.deadline))
+        port = int(_received_from_rank_0(membership, key, "where Paddle's store is", start.deadline))
     wait_for_listener(
         start.way,
         port,
@@ -221,7 +221,7 @@ def _form_with_all(start: Start, membership: Membership, key: str, *, serves: bo
         with contextlib.suppress(RuntimeError):  # it is told to whoever listens
             problem = f"rank {own}: {str(error)[:_LONGEST_PROBLEM]}"
             if serves:
-                _tell_all(membership, key, problem, Deadline(_LINGER_S))
+                _publish_from_rank_0(membership, key, problem, Deadline(_LINGER_S))
             else:
                 _write(membership, f"{key}/{own}", problem)
         raise
@@ -231,14 +231,14 @@ def _form_with_all(start: Start, membership: Membership, key: str, *, serves: bo
         if serves:
             if problem := _problem_of_others(membership, key, deadline):
                 with contextlib.suppress(RuntimeError):  # whoever has failed does not read it
-                    _tell_all(membership, key, problem, Deadline(_LINGER_S))
+                    _publish_from_rank_0(membership, key, problem, Deadline(_LINGER_S))
             else:
-                _tell_all(membership, key, "", deadline)
+                _publish_from_rank_0(membership, key, "", deadline)
         else:
             _write(membership, f"{key}/{own}", "")
             # Rank 0 says at the deadline for whom it has waited, which may be a moment later than here.
             told_by = Deadline(deadline.left_s() + _LINGER_S)
-            problem = _told_by_rank_0(membership, key, "that all have formed Paddle's group", told_by)
+            problem = _received_from_rank_0(membership, key, "that all have formed Paddle's group", told_by)
     if problem:
         raise RendezvousError(
             f"{start.who} has formed Paddle's group, and another rank could not.",
@@ -261,7 +261,7 @@ def _problem_of_others(membership: Membership, key: str, deadline: Deadline) -> 
     return ""
 
 
-def _tell_all(membership: Membership, key: str, text: str, deadline: Deadline) -> None:
+def _publish_from_rank_0(membership: Membership, key: str, text: str, deadline: Deadline) -> None:
     """Raises as `_wait`."""
     membership_store, others = membership.membership_store, len(membership.arrivals) - 1
     _write(membership, key, text)
@@ -269,7 +269,7 @@ def _tell_all(membership: Membership, key: str, text: str, deadline: Deadline) -
     _wait(lambda: membership_store.add(f"{key}/told", 0) == others or None, deadline, reason)
 
 
-def _told_by_rank_0(membership: Membership, key: str, what: str, deadline: Deadline) -> str:
+def _received_from_rank_0(membership: Membership, key: str, what: str, deadline: Deadline) -> str:
     """Raises as `_await`."""
     text = _await(membership, key, f"rank 0 has not said {what}", deadline)
     membership.membership_store.add(f"{key}/told", 1)

@@ -39,7 +39,7 @@ from paceline.paddle.sharding.param_groups import (
 )
 from paceline.paddle.sharding.piece_parameters import PaddleShards
 from paceline.paddle.sharding.state_names import LoadedState, make_state, named, remembered
-from paceline.reducer.agreement import telling_peers
+from paceline.reducer.agreement import reporting_to_peers
 from paceline.reducer.backward.sharing import registry
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.journal_layout import Slot, blocks_of
@@ -121,7 +121,7 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
         **defaults: Any,
     ) -> None:
         # Not Paddle's constructor: what it would set is in two optimizers of the class that was asked for.
-        with telling_peers(lambda: known_exchange(group), MAKING):
+        with reporting_to_peers(lambda: known_exchange(group), MAKING):
             check = Arguments(OWNER)
             limit_s = check.optional_seconds("timeout_s", timeout_s)
             reduce_through = check.choice("reduce_through", reduce_through, REDUCE_THROUGH)
@@ -167,7 +167,7 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
             self._shards.count_updates_of(each)
         self.optim = self.optims[0]
         self._whole = whole
-        self._shards.tell_owners()
+        self._shards.publish_owners()
 
     def _blocks_of(self, rank: int) -> Sequence[Sequence[int]]:
         shards = self._shards
@@ -447,7 +447,7 @@ def _found_by_trials(
     defaults: Mapping[str, Any],
     find: Callable[[Callable[[list[paddle.Tensor]], Any], paddle.Tensor], _Found],
 ) -> list[_Found]:
-    """What steps of small optimizers tell of each parameter; those of one kind are tried once."""
+    """What steps of small optimizers report each parameter; those of one kind are tried once."""
     found: list[_Found] = []
     known: dict[object, _Found] = {}
     for group in internals.groups_of(whole):

@@ -14,7 +14,7 @@ from paceline.paddle.communicator.find_peers import find_peers, known_exchange
 from paceline.paddle.model.arguments import check_views, checked_group, checked_layer
 from paceline.paddle.model.parameters import describe_tensor
 from paceline.paddle.ops import OPS
-from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.sharding import shared_parameters
 from paceline.sharding.moving import share_to_read
 from paceline.sharding.shared_parameters import check_whole
@@ -67,7 +67,7 @@ def share(layers: _Layer, group: Any = None, *, timeout_s: float | timedelta | N
         >>> with paddle.no_grad():
         ...     answer = model(request)
     """
-    with telling_peers(lambda: known_exchange(group)):
+    with reporting_to_peers(lambda: known_exchange(group)):
         checked_layer("share", layers, "layers")
         checked_group("share", group)
         seconds = Arguments("share").optional_seconds("timeout_s", timeout_s)

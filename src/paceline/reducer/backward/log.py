@@ -46,19 +46,19 @@ class BackwardLog:
         self.totals = ModelTotals(rank, times, self.records)
         recording.begin_if_asked(rank, world_size)
         if recording.note is not None:
-            lifetime.at_failure(recording.tell_failure)
+            lifetime.at_failure(recording.note_failure)
         self._model = recording.number_model(self.totals)
         self.before_first = backward_id(self._model, 0)
 
     def record_plan(self, communicator: Communicator[Any], plan: Plan) -> None:
-        recording.tell(
+        recording.note_facts(
             "model", self._model, rank=self._rank, world_size=self._world_size, path=communicator.path
         )
         buckets = []
         for bucket in plan.buckets:
             first, last = (self._names[bucket.parameters[place]] for place in (0, -1))
             buckets.append([bucket.nbytes, first if first == last else f"{first} ... {last}"])
-        recording.tell("buckets", self._model, buckets=buckets)
+        recording.note_facts("buckets", self._model, buckets=buckets)
 
     def note_nonfinite(self, number: int, result: BackwardResult) -> None:
         if (note := recording.note) is not None and (pairs := result.nonfinite):

@@ -44,12 +44,12 @@ class _Registry:
         for holder in self._all():
             holder.complete(backward)
 
-    def begin_member(self, holder: Holder, member: str) -> None:
+    def begin_replica_group(self, holder: Holder, member: str) -> None:
         """From now on the replicas of other ranks differ from the holder's on purpose."""
         holder.member = member
         self.version += 1
 
-    def member_of(self, parameters: Sequence[object]) -> str:
+    def replica_group_of(self, parameters: Sequence[object]) -> str:
         apart = [holder for holder in self._all() if holder.member]
         known = {id(parameter) for parameter in parameters} if apart else set()
         return next(

@@ -62,8 +62,8 @@ class HostExchange:
 
     Args:
         terms: What all buckets of this rank have in common.
-        group: The memory of this host, whose other ranks are told of a failure.
-        control: Tells all ranks of a failure of one.
+        group: The memory of this host, whose other ranks are notified of a failure.
+        control: Reports to all ranks a failure of one.
         timeout_s: Most seconds to wait for ranks of the host.
     """
 
@@ -152,7 +152,7 @@ class HostExchange:
         if self.failure is None:
             self.failure = error
         self._group.abort(pack_failure(error, self._rank))
-        self._tell(error)
+        self._report(error)
         self.stop()
 
     def stop(self) -> None:
@@ -189,7 +189,7 @@ class HostExchange:
                 self._group.check_usable()  # a rank of this host may have died meanwhile
             is_late = self._is_taken[room]
             self._is_taken[room] = True
-        if is_late:  # not under the lock, which whoever tells the reason needs
+        if is_late:  # not under the lock, which whoever gives the reason needs
             raise self._waits.late(self._terms.others, "take earlier buckets", bucket)
         flight = self._laid_out.get((bucket, room))
         if flight is None:
@@ -255,7 +255,7 @@ class HostExchange:
             with _core.DefaultFloats():  # sums of weights too are the same on all hosts
                 self._wait_and_publish()
         except CollectiveError as error:
-            self._fail(unpack_failure(error))  # another rank of this host may have told what it met
+            self._fail(unpack_failure(error))  # another rank of this host may have reported what it met
         except BaseException as error:
             self._fail(error)
 
@@ -324,9 +324,9 @@ class HostExchange:
             self.failure = error
             self._is_free.notify_all()
         self._group.abort(pack_failure(error, self._rank))
-        self._tell(error)
+        self._report(error)
 
-    def _tell(self, error: BaseException) -> None:
+    def _report(self, error: BaseException) -> None:
         """Report the reason to all hosts, then end the connections, so that the peers wake."""
-        self._control.tell(error)
+        self._control.report_failure(error)
         self._terms.transport.abort()

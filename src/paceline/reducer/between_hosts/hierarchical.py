@@ -10,10 +10,10 @@ Steps of a backward, for H hosts of L ranks
    the host have posted are summed and sent, in the plan's order, as far as there is memory.
 2. At the end places of unmarked parameters are cleared and the remaining buckets posted and launched. Every
    rank launches the same buckets in every backward, whatever its backward did.
-3. What this rank tells of its backward travels beside its share of the last bucket, and comes to the peer,
+3. What this rank reports of its backward travels beside its share of the last bucket, and comes to the peer,
    who lays it where all ranks of its host read it. So the verdict takes no further round. A rank without a
    share writes it into the memory of its host before it posts the last bucket, and another one sends both.
-   Only if some rank tells of gradients that are not finite, a second exchange tells which.
+   Only if some rank reports gradients that are not finite, a second exchange shows which.
 Sums are undivided, and each message tells its host's weight: the mean is divided once, by the total.
 
 Bits: over hosts sums are added up in the order of the hosts' lowest ranks, over the ranks of a host in rank
@@ -44,7 +44,7 @@ from paceline.reducer.between_hosts.blocks import exact_blocks, whole_hosts
 from paceline.reducer.between_hosts.exchange import HostExchange
 from paceline.reducer.between_hosts.messages import Terms
 from paceline.reducer.between_hosts.peer_waits import PeerWaits, patience_with_its_host_s
-from paceline.reducer.between_hosts.routes import num_shares, plan_route, spoken_for
+from paceline.reducer.between_hosts.routes import num_shards, plan_route, spoken_for
 from paceline.reducer.between_hosts.sum_formats import CodedSums, PlainSums, SumFormat
 from paceline.reducer.between_hosts.wire import HostsTransport
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
@@ -117,11 +117,13 @@ class HierarchicalReducer(ReportingReducer):
         self.codes: CodedSums | None = None
         self.saw_nonfinite = False
         self._own_ranks = hosts.own_ranks
-        local_rank, shares = self._own_ranks.index(hosts.rank), num_shares(hosts.ranks)
-        self._has_share = local_rank < shares
+        local_rank, shares = self._own_ranks.index(hosts.rank), num_shards(hosts.ranks)
+        self._has_shard = local_rank < shares
         self._spoken_for = spoken_for(self._own_ranks, local_rank, shares)[1:]
         self._blocks = (exact_blocks if is_exact else whole_hosts)(hosts.ranks, _core.MAX_RANKS)
-        self._lost: BaseException | None = None  # what this rank was told of a failure where it has no share
+        self._lost: BaseException | None = (
+            None  # a failure that was reported to this rank, which has no share
+        )
         self._exchange = self._make_exchange(local_rank, shares, generation, encoding, before)
         if self._exchange is None:
             hosts.control.at_failure(self._report_lost)
@@ -193,7 +195,7 @@ class HierarchicalReducer(ReportingReducer):
         for number in self.marks.take_complete():
             self._note_complete_bucket(number)
             # Whoever sends the report of a rank without a share finds it once the last one is complete.
-            if self._has_share or number < self._last:
+            if self._has_shard or number < self._last:
                 self._core.post(number)
 
     def _launch_complete(self) -> None:
@@ -242,7 +244,7 @@ class HierarchicalReducer(ReportingReducer):
             self._core.write_slot(self._hosts.rank, packed)
             return b"".join([packed, *map(self._core.read_slot, self._spoken_for)])
 
-        if not self._has_share:
+        if not self._has_shard:
             make_report()
             self._core.post(self._last)
         for bucket in range(self._next, self._last + 1):
@@ -351,7 +353,7 @@ class HierarchicalReducer(ReportingReducer):
                 is_followed=number < self._last,
             )
             for number, (begin, end, itemsize) in enumerate(spans)
-            if self._has_share
+            if self._has_shard
         ]
         sums: SumFormat = PlainSums(itemsizes)
         if encoding is not None:
@@ -427,7 +429,7 @@ class HierarchicalReducer(ReportingReducer):
         if self._lost is None:
             self._lost = error
             self._hosts.group.abort(pack_failure(error, self._hosts.rank))
-            self._hosts.control.tell(error)
+            self._hosts.control.report_failure(error)
 
 
 def bucket_in_words(plan: Plan) -> Callable[[int], str]:

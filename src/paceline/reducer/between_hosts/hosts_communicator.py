@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from paceline import _core
 from paceline.errors import ConfigError
-from paceline.health.peer_monitor import ChannelSource, PeerMonitor, tell_on_host_too
+from paceline.health.peer_monitor import ChannelSource, PeerMonitor, publisher_with_host
 from paceline.reducer.between_hosts.blocks import has_bits_of_one_host
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hosts
 from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts
@@ -155,7 +155,7 @@ class HostsCommunicator(BesideCommunicator[_Tensor]):
         super().__init__(communicator)
         self._reducers = HostReducers(hosts, between_hosts)
         self.path, self.bits = "hosts", self._reducers.bits
-        self.tell = tell_on_host_too(hosts.group, communicator.peer_monitor)
+        self.publish = publisher_with_host(hosts.group, communicator.peer_monitor)
         self._communicator, self._ops, self._between_hosts = communicator, ops, between_hosts
 
     def sum(self, tensor: _Tensor, timeout_s: float | None = None) -> None:

@@ -84,7 +84,7 @@ class Terms:
         return len(self.reporting[host]) * self.report_bytes
 
     def take_reports(self, host: int, reports: Message) -> None:
-        """Lay what the ranks of a host tell of their backward where all ranks of this one read it."""
+        """Lay what the ranks of a host report of their backward where all ranks of this one read it."""
         rows = reports.reshape(-1, self.report_bytes)
         for rank, report in zip(self.reporting[host], rows, strict=True):
             self.core.write_slot(rank, report.tobytes())
@@ -138,7 +138,7 @@ class Sent:
         self.ways: list[tuple[int, Begin]] = []
 
     def put_reports(self, packed: bytes) -> None:
-        """Lay what the ranks of this host tell of their backward behind the message."""
+        """Lay what the ranks of this host report of their backward behind the message."""
         assert self.reports is not None
         self.reports[:] = np.frombuffer(packed, np.uint8)
 
@@ -260,7 +260,7 @@ class Flight(ABC):
         return self._terms.waits.lost(error, host, self.bucket, self.silent())
 
     def _arrived_later(self, message: Received, weight: float) -> None:
-        """As `_arrived`, for a further message of a host that has told its weight before."""
+        """As `_arrived`, for a further message of a host that has reported its weight before."""
         if self._arrived(message) != weight:
             raise self._terms.waits.mismatch(message.host, message.memory, f"weight {weight}")
 

@@ -15,7 +15,7 @@ from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.wire import Header, HostsTransport, Message
 
 _SHOWN = 300  # characters of a transport's own words
-_TOLD_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows why
+_KNOWN_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows why
 # A rank whose deadline has passed asks all others what they are in before it gives up and tells its host. The
 # rest is for a busy machine.
 _ASKS_WITHIN_S = ASK_AGAIN_WITHIN_S + 2 * ASK_WITHIN_S
@@ -84,12 +84,12 @@ class PeerWaits:
         if is_of_a_late_peer(text):
             # Who is waited for may itself be waiting for another one that is silent.
             return self.late(dict.fromkeys([host, *silent]), "average gradients", bucket, text)
-        if (told := self._peer_monitor.lost(_TOLD_WITHIN_S)) is not None:
-            return told
+        if (reported := self._peer_monitor.lost(_KNOWN_WITHIN_S)) is not None:
+            return reported
         if (stopped := self._not_answering("average gradients", bucket, text)) is not None:
             return stopped  # the peer has given up on it, and nobody could be told
-        if (told := self._peer_monitor.lost()) is not None:
-            return told
+        if (reported := self._peer_monitor.lost()) is not None:
+            return reported
         is_lost = is_of_a_lost_peer(text)
         return (PeerLostError if is_lost else CollectiveError)(
             f"{self._who.capitalize()} lost {peer}."
@@ -98,7 +98,7 @@ class PeerWaits:
             where=self._where(bucket),
             seen=text,
             likely="it died or raised, or the network between the hosts broke" if is_lost else "",
-            hint="look at that rank's own output, which tells the reason",
+            hint="look at that rank's own output, which gives the reason",
             lost=(self._transport.ranks[host],) if is_lost else (),
         )
 

@@ -104,7 +104,7 @@ def place_of(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
     return host, list(hosts[host]).index(rank)
 
 
-def num_shares(ranks: Sequence[Sequence[int]]) -> int:
+def num_shards(ranks: Sequence[Sequence[int]]) -> int:
     """How many ranks of each host have a share."""
     return min(map(len, ranks))
 

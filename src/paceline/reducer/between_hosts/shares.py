@@ -38,15 +38,15 @@ from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buc
 from paceline.reducer.protocol import BackwardStatus
 from paceline.rendezvous.limits import start_thread
 
-_LOOK_S = 0.05  # how often whoever waits looks for signals, and for a failure that nobody has told it
+_LOOK_S = 0.05  # how often whoever waits looks for signals, and for a failure that was not reported to it
 
 
-def share_elements(plan: Plan, bucket: int, num_ranks: int) -> int:
+def shard_elements(plan: Plan, bucket: int, num_ranks: int) -> int:
     span = plan.buckets[bucket]
     return -(-span.nbytes // plan.sections[span.section].itemsize // num_ranks)
 
 
-def plan_of_shares(plan: Plan, num_ranks: int) -> Plan:
+def plan_of_shards(plan: Plan, num_ranks: int) -> Plan:
     """One parameter, and one bucket, for one rank's share of each bucket; the same for all places
     in a host.
     """
@@ -54,7 +54,7 @@ def plan_of_shares(plan: Plan, num_ranks: int) -> Plan:
     for number, bucket in enumerate(plan.buckets):
         section = plan.sections[bucket.section]
         name = f"a share of {shorten([plan.parameters[index].name for index in bucket.parameters])}"
-        count = share_elements(plan, number, num_ranks)
+        count = shard_elements(plan, number, num_ranks)
         specs.append(ParameterSpec(name, count, section.dtype, section.itemsize, "cpu"))
     return plan_whole_buckets(specs, caps_bytes=(1,), order=range(len(specs)))
 
@@ -65,9 +65,9 @@ class Place:
     num_ranks: int
 
 
-def pieces_in_share(plan: Plan, bucket: int, place: Place) -> list[tuple[int, slice, slice]]:
+def pieces_in_shard(plan: Plan, bucket: int, place: Place) -> list[tuple[int, slice, slice]]:
     """(parameter, its elements, where they are in the share) of one rank's share of a bucket, in order."""
-    count = share_elements(plan, bucket, place.num_ranks)
+    count = shard_elements(plan, bucket, place.num_ranks)
     span = plan.buckets[bucket]
     section = plan.sections[span.section]
     begin = (span.begin_byte - section.begin_byte) // section.itemsize + place.number * count
@@ -80,13 +80,13 @@ def pieces_in_share(plan: Plan, bucket: int, place: Place) -> list[tuple[int, sl
     return found
 
 
-def gaps_in_share(plan: Plan, bucket: int, place: Place) -> list[slice]:
+def gaps_in_shard(plan: Plan, bucket: int, place: Place) -> list[slice]:
     at, gaps = 0, []
-    for _, _, elements in pieces_in_share(plan, bucket, place):
+    for _, _, elements in pieces_in_shard(plan, bucket, place):
         if elements.start > at:
             gaps.append(slice(at, elements.start))
         at = elements.stop
-    count = share_elements(plan, bucket, place.num_ranks)
+    count = shard_elements(plan, bucket, place.num_ranks)
     return gaps if at == count else [*gaps, slice(at, count)]
 
 
@@ -99,18 +99,18 @@ def take_over(
     """
     kept = before.kept()
     errors: list[Floats] = [
-        np.zeros(share_elements(plan, bucket, place.num_ranks), np.float32)
+        np.zeros(shard_elements(plan, bucket, place.num_ranks), np.float32)
         for bucket in range(len(plan.buckets))
     ]
     wholes: list[Floats] = [np.zeros(spec.numel, np.float32) for spec in plan.parameters]
     for bucket, error in enumerate(kept):
-        for index, elements, of_share in pieces_in_share(plan_before, bucket, place):
+        for index, elements, of_share in pieces_in_shard(plan_before, bucket, place):
             wholes[index][elements] = error[of_share]
     for spec, whole in zip(plan.parameters, wholes):
         if spec.itemsize <= 4 and spec.numel:  # float64 is not encoded
             host.all_reduce(whole.ctypes.data, spec.numel, _core.DTYPES["float32"], ReduceOp.SUM)
     for bucket, error in enumerate(errors):
-        for index, elements, of_share in pieces_in_share(plan, bucket, place):
+        for index, elements, of_share in pieces_in_shard(plan, bucket, place):
             error[of_share] = wholes[index][elements]
     codes.keep(errors)
 
@@ -121,7 +121,7 @@ class Shares:
     def __init__(
         self,
         reducer: HierarchicalReducer,
-        num_shares: int,
+        num_shards: int,
         who: str,
         timeout_s: float,
         abort: Callable[[], None],
@@ -129,7 +129,7 @@ class Shares:
         host: _core.HostGroup | None = None,
     ) -> None:
         self.reducer, self._host, self._saw_nonfinite = reducer, host, False
-        self._num_shares, self._num_ready = num_shares, 0
+        self._num_shards, self._num_ready = num_shards, 0
         self._who, self._timeout_s = who, timeout_s
         self._abort, self._peer_monitor = abort, peer_monitor
         self._failure: BaseException | None = None
@@ -148,7 +148,7 @@ class Shares:
         ends_s = time.monotonic() + patience_with_its_host_s(self._timeout_s)
         num_ready = 0
         with self._changed:
-            while self._num_ready < self._num_shares:
+            while self._num_ready < self._num_shards:
                 self.check()
                 if self._num_ready > num_ready:  # each share has a deadline of its own
                     num_ready = self._num_ready
@@ -157,13 +157,13 @@ class Shares:
                     raise self._late()
                 self._changed.wait(_LOOK_S)
             self._num_ready = 0
-        self._peer_monitor.tell_waiting()  # for another host: those of this one have none to blame here
+        self._peer_monitor.publish_waiting()  # for another host: those of this one have none to blame here
         self.reducer.finish(BackwardStatus(1), False)
         if self._host is not None:
             saw = np.array([self.reducer.saw_nonfinite], np.float32)
             self._host.all_reduce(saw.ctypes.data, 1, _core.DTYPES["float32"], ReduceOp.MAX)
             self._saw_nonfinite = bool(saw[0])
-        self._peer_monitor.tell_done()
+        self._peer_monitor.publish_done()
 
     def adopt_errors(self, plan: Plan, place: Place, unused: Collection[int] | None) -> None:
         codes = self.reducer.codes
@@ -173,7 +173,7 @@ class Shares:
         codes.adopt(
             (bucket, range(elements.start, elements.stop))
             for bucket in (range(len(plan.buckets)) if left_out else ())
-            for index, _, elements in pieces_in_share(plan, bucket, place)
+            for index, _, elements in pieces_in_shard(plan, bucket, place)
             if index in left_out
         )
 
@@ -217,7 +217,7 @@ class Shares:
     def _late(self) -> DeadlineError:
         return DeadlineError(
             f"{self._who.capitalize()} gave up waiting for its shares of the gradients.",
-            seen=f"{self._num_ready} of {self._num_shares} have come",
+            seen=f"{self._num_ready} of {self._num_shards} have come",
             likely="a device of this host is stuck",
             hint="look at the other ranks' output; `timeout_s` gives them longer",
         )

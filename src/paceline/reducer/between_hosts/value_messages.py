@@ -57,7 +57,7 @@ class ValuesBackward:
 
     Attributes:
         buckets: Their numbers. The first one has the header of the weight beside it, and the last one that
-            tells whether means are finite.
+            shows whether means are finite.
         weights: The weight of each host, once the header of the first one has come. The thread that runs the
             backward writes that of this host, before; the thread that waits writes the others and reads all.
         is_finite: Whether all means are finite that this host has made until now; for the thread that waits.

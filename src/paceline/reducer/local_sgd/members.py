@@ -17,7 +17,7 @@ Members = tuple[tuple[int, ...], ...]
 """The ranks of each member."""
 
 
-def join_member(
+def join_replica_group(
     communicator: _Communicator,
     exchange: Exchange,
     between: str,
@@ -41,11 +41,11 @@ def join_member(
         )
     if communicator.path == "memory" and (between == "hosts" or communicator.world_size == 1):
         return communicator, (tuple(range(communicator.world_size)),)
-    core, members = share_in_member(exchange, between, timeout_s, warn_after_s)
+    core, members = share_in_replica_group(exchange, between, timeout_s, warn_after_s)
     return make_communicator(core), members
 
 
-def share_in_member(
+def share_in_replica_group(
     exchange: Exchange, between: str, timeout_s: float, warn_after_s: float
 ) -> tuple[_core.HostGroup, Members]:
     """The memory of this rank's member, and the ranks of each member. Collective, over all ranks."""

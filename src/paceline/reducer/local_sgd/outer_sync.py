@@ -38,9 +38,9 @@ from paceline.reducer.replica_check import check_replicas
 
 _Tensor = TypeVar("_Tensor", bound=Any)
 
-# What a rank tells with a sync, as its note; never 0, which is nothing.
+# What a rank reports with a sync, as its note; never 0, which is nothing.
 _MEETS, _HAS_TRAINED, _IS_FINISHED, _HAS_STEPPED, _IN_FORWARD, _ON_DEMAND = 1, 2, 4, 8, 16, 32
-_STATE = ("steps", "since_meeting", "parameters", "momentum")
+_STATE = ("steps", "since_sync", "parameters", "momentum")
 
 
 class ForwardModes:
@@ -118,7 +118,7 @@ class OuterSync(Generic[_Tensor]):
         who = f"{format_ranks(self.member)} of {communicator.world_size}"
         number = members.index(self.member)
         backward_sync.among = f"host {number}, which has {who}" if options.between == "hosts" else who
-        registry.begin_member(backward_sync, backward_sync.among)
+        registry.begin_replica_group(backward_sync, backward_sync.among)
 
     @property
     def bits(self) -> str:
@@ -194,8 +194,8 @@ class OuterSync(Generic[_Tensor]):
 
     def _meet_all(self, why: int) -> bool:
         backward_sync, tensors = self._backward_sync, self._tensors
-        if (tell := self.communicator.tell) is not None:
-            tell(f"in sync {self.number + 1} of local SGD")
+        if (publish := self.communicator.publish) is not None:
+            publish(f"in sync {self.number + 1} of local SGD")
         take_over_model(backward_sync, backward_sync.active)
         if not self._values:
             self._take_values()
@@ -223,8 +223,8 @@ class OuterSync(Generic[_Tensor]):
             self.buffers.end_backward(active)
         self.number += 1
         self.since, self._weight = 0, 0.0
-        if tell is not None:
-            tell(f"after sync {self.number} of local SGD")
+        if publish is not None:
+            publish(f"after sync {self.number} of local SGD")
         return all(note & _IS_FINISHED for note in notes)
 
     def _average(self, trained: Sequence[int], weight: float, why: int) -> BackwardResult:
@@ -274,7 +274,7 @@ class OuterSync(Generic[_Tensor]):
     def state(self, steps: int) -> dict[str, Any]:
         if self.since and self._weight != self.since:  # each member has its own, and all load one state
             warnings.warn(
-                f"local_sgd_state_dict: in the middle of a round (since_meeting={self.since}), without its "
+                f"local_sgd_state_dict: in the middle of a round (since_sync={self.since}), without its "
                 "weights. Whoever loads it goes on as if all had been 1. Call sync_parameters() first.",
                 RuntimeWarning,
                 stacklevel=3,
@@ -308,18 +308,18 @@ class OuterSync(Generic[_Tensor]):
         digests = [
             hashlib.sha256(repr(each).encode()).digest() for each in (outer, self._tensors.hashes(own))
         ]
-        told = self.communicator.all_gather(b"".join(digests))
+        reported = self.communicator.all_gather(b"".join(digests))
         size = len(digests[0])
-        odd = [rank for rank, each in enumerate(told) if each[:size] != told[0][:size]]
+        odd = [rank for rank, each in enumerate(reported) if each[:size] != reported[0][:size]]
         if odd:
-            raise _other_copies(odd, len(told), "parameters or the momentum of the last sync", "rank 0")
+            raise _other_copies(odd, len(reported), "parameters or the momentum of the last sync", "rank 0")
         for member in self._members:
-            odd = [rank for rank in member if told[rank] != told[member[0]]]
+            odd = [rank for rank in member if reported[rank] != reported[member[0]]]
             if odd:
                 first = f"rank {member[0]}, with which they train as one"
-                raise _other_copies(odd, len(told), "parameters", first)
+                raise _other_copies(odd, len(reported), "parameters", first)
         self._values, self._momentum = list(values.values()), [momentum.get(name) for name in names]
-        self.since, self._weight, self._are_equal = carried["since_meeting"], carried["weight"], True
+        self.since, self._weight, self._are_equal = carried["since_sync"], carried["weight"], True
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Go on from a state that `check_state` has found good. Collective."""
@@ -327,11 +327,11 @@ class OuterSync(Generic[_Tensor]):
         values = self._loaded(state["parameters"], "parameters")
         momentum = self._loaded(state["momentum"], "momentum")
         entries = [*self._tensors.hashes(values), *self._tensors.hashes(momentum)]
-        check_same_state(self.communicator, state["since_meeting"], *entries)
+        check_same_state(self.communicator, state["since_sync"], *entries)
         self._values = [values[name] for name in names] if values else []
         self._momentum = [momentum.get(name) for name in names]
         self._are_equal = bool(values)
-        self.since = state["since_meeting"]
+        self.since = state["since_sync"]
         self._weight = float(self.since)
 
     def _loaded(self, given: Mapping[str, Any], what: str) -> dict[str, _Tensor]:
@@ -366,13 +366,13 @@ class OuterSync(Generic[_Tensor]):
 
     # --- errors ---
 
-    def _member_of(self, rank: int) -> str:
+    def _replica_group_of(self, rank: int) -> str:
         if self._options.between == "ranks":
             return f"rank {rank}"
         return next(f"rank {rank} (host {host})" for host, ranks in enumerate(self._members) if rank in ranks)
 
     def _mismatch(self, numbers: Sequence[int]) -> MismatchError:
-        rows = [f"{self._member_of(rank)}: sync {number}" for rank, number in enumerate(numbers)]
+        rows = [f"{self._replica_group_of(rank)}: sync {number}" for rank, number in enumerate(numbers)]
         return MismatchError(
             "Ranks are in different syncs of local SGD; no parameter has changed.",
             where=self._who,
@@ -387,7 +387,7 @@ class OuterSync(Generic[_Tensor]):
             _ON_DEMAND: "in sync_parameters()",
         }
         rows = [
-            f"{self._member_of(rank)}: {word}"
+            f"{self._replica_group_of(rank)}: {word}"
             for rank, note in enumerate(notes)
             for flag, word in words.items()
             if note & flag
@@ -408,7 +408,7 @@ class OuterSync(Generic[_Tensor]):
         names = self._tensors.names
         found = names_by_rank(pairs, names)
         sums = tuple(names[index] for index in overflowed)
-        rows = [f"{self._member_of(rank)}: {shorten(held)}" for rank, held in found.items()]
+        rows = [f"{self._replica_group_of(rank)}: {shorten(held)}" for rank, held in found.items()]
         if sums:
             rows.append(f"finite on every rank, but not their sum: {shorten(sums)}")
         return NonFiniteGradientError(
@@ -439,11 +439,11 @@ def _other_copies(odd: Sequence[int], world_size: int, what: str, whose: str) ->
 
 def check_same_state(communicator: Communicator[Any], *what: Any) -> None:
     """Raise unless all ranks load the same state. Collective."""
-    told = communicator.all_gather(hashlib.sha256(repr(what).encode()).digest())
-    if len(set(told)) > 1:
-        odd = [rank for rank, each in enumerate(told) if each != told[0]]
+    reported = communicator.all_gather(hashlib.sha256(repr(what).encode()).digest())
+    if len(set(reported)) > 1:
+        odd = [rank for rank, each in enumerate(reported) if each != reported[0]]
         raise ModelMismatchError(
-            f"load_local_sgd_state_dict: {format_ranks(odd)} of {len(told)} "
+            f"load_local_sgd_state_dict: {format_ranks(odd)} of {len(reported)} "
             f"{'loads' if len(odd) == 1 else 'load'} another state than rank 0.",
             expected="the same state on all ranks",
             likely="checkpoints of different steps, or a file that not every host has",
@@ -457,12 +457,12 @@ def state_before(steps: int) -> dict[str, Any]:
 
 def carried_by(state: Mapping[str, Any]) -> dict[str, Any] | None:
     rest = {name: state[name] for name in _STATE[1:]}
-    return {**rest, "weight": float(state["since_meeting"])} if state["parameters"] else None
+    return {**rest, "weight": float(state["since_sync"])} if state["parameters"] else None
 
 
 def state_of_copy(steps: int, carried: Mapping[str, Any]) -> dict[str, Any]:
     copied = {what: {name: value * 1 for name, value in carried[what].items()} for what in _STATE[2:]}
-    return {"steps": steps, "since_meeting": carried["since_meeting"], **copied}
+    return {"steps": steps, "since_sync": carried["since_sync"], **copied}
 
 
 def check_state(state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,7 +2,7 @@
 
 Torch reads the variables of torchrun only, so those are what every other launcher's are turned into, once.
 Then all ranks meet in torch's store and see who has come, before torch forms a group there: what it would
-wait for in silence is told at once.
+wait for in silence is reported at once.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def init_process_group(
     start = prepare(
         place,
         "MASTER_ADDR",
-        f"torch {torch.__version__.partition('+')[0]}",  # what stands behind it tells of the hardware
+        f"torch {torch.__version__.partition('+')[0]}",  # what stands behind it shows the hardware
         timeout_s,
         serves=serves,
         over_gloo=backend is None or "gloo" in backend,

@@ -2,7 +2,7 @@
 
 torch lets a Python process group stand for all devices
 of a group, so this one hands calls on. The others' backends are made at the first call that needs them,
-when torch has told which ones the user asked for.
+when torch has said which ones the user asked for.
 """
 
 from __future__ import annotations

@@ -62,13 +62,13 @@ def _check_alike(rows: torch.Tensor, rank: int) -> None:
             raise MismatchError(
                 "all_reduce: the ranks' sparse tensors differ in shape or dtype.",
                 where=f"rank {rank} of {len(rows)}",
-                expected=f"{_told(rows[0])} (rank 0)",
-                got=f"{_told(row)} (rank {other})",
+                expected=f"{_describe_row(rows[0])} (rank 0)",
+                got=f"{_describe_row(row)} (rank {other})",
                 hint="give every rank a tensor of the same shape, sparse dimensions and dtype",
             )
 
 
-def _told(row: torch.Tensor) -> str:
+def _describe_row(row: torch.Tensor) -> str:
     _, sparse_dim, dense_dim, element_bytes, is_floating, *shape = row.tolist()
     kind = "floating" if is_floating else "integer"
     sizes = tuple(shape[: sparse_dim + dense_dim])

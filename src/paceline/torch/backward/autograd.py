@@ -39,7 +39,7 @@ from paceline.torch.backward.graphs import (
     tensors_in,
 )
 from paceline.torch.backward.last_hooks import LastHooks
-from paceline.torch.backward.late import LateGradients
+from paceline.torch.backward.late import DeferredGradients
 from paceline.torch.backward.micro_batches import TorchWeights
 from paceline.torch.backward.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.backward.sampled_times import SampledTimes, profiled
@@ -96,9 +96,9 @@ class TorchAutograd:
         # Graphs that a backward of some tensors alone has come to; perhaps no parameter is among them.
         self._met: list[tuple[int, weakref.ref[Graph]]] = []
         self._last_hooks: LastHooks | None = None
-        self._late: LateGradients | None
+        self._late: DeferredGradients | None
         self.complete: Callable[[], None] | None
-        self._make_late(is_static)
+        self._make_deferred(is_static)
 
     def scattered_in_place(self) -> Scattered | None:
         """The gradients of which each rank has a part, if `.grad` stands for any of them now."""
@@ -106,13 +106,13 @@ class TorchAutograd:
         return self._gradients.scattered if is_there else None
 
     def use_static_graph(self, is_static: bool) -> None:
-        self._make_late(is_static)
+        self._make_deferred(is_static)
         self.install()
 
-    def _make_late(self, is_static: bool) -> None:
+    def _make_deferred(self, is_static: bool) -> None:
         hand_over, delayed = self._gradients.hand_over_rest, self._tensors.delayed
         if is_static or delayed:
-            self._late = LateGradients(self._state, hand_over, delayed, is_learning=is_static)
+            self._late = DeferredGradients(self._state, hand_over, delayed, is_learning=is_static)
             self.complete = self._late.end_backward
         else:
             self._late = self.complete = None

@@ -16,7 +16,7 @@ from paceline.reducer.backward.state import RUNNING, BackwardState
 from paceline.torch.model.compiling import untraced
 
 
-class LateGradients:
+class DeferredGradients:
     """The late gradients of one wrapped model."""
 
     def __init__(

@@ -19,10 +19,10 @@ def uses_of_storages() -> _core.CountedStorageUses | None:
         return None
     first, second = torch.empty(1, device="cpu"), torch.empty(2, device="cpu")
     alias = second.detach()
-    return _core.CountedStorageUses([first, second, alias], _tell)
+    return _core.CountedStorageUses([first, second, alias], _describe)
 
 
-def _tell(tensor: torch.Tensor) -> tuple[int, int, int]:
+def _describe(tensor: torch.Tensor) -> tuple[int, int, int]:
     if not torch._C._has_storage(tensor):
         return tensor._cdata, 0, 0
     storage = tensor.untyped_storage()

@@ -60,12 +60,12 @@ class GroupCalls(ProcessGroupCalls[torch.Tensor]):
         )
         super().__init__(group, ranks.rank, ranks.world_size, waits)
         self.serves_cpu = "cpu" in {device.type for device in group._device_types}
-        engines = {engine_of(group, torch.device(each.type)) for each in group._device_types}
+        engines = {backend_of(group, torch.device(each.type)) for each in group._device_types}
         self._wakes = "gloo" in engines and engines <= {"gloo", "nccl"}  # none of NCCL's is waited for so
 
     def is_nccl(self, device: torch.device) -> bool:
         """Whether NCCL makes the calls for tensors of this device: one after the other, on one stream."""
-        return engine_of(self.group, device) == "nccl"
+        return backend_of(self.group, device) == "nccl"
 
     def runs_on_streams(self, device: torch.device) -> bool:
         return runs_on_streams(self.group, device)
@@ -223,10 +223,10 @@ def _naming(waits: ProcessGroupWaits, what: str) -> Iterator[None]:
         peer_monitor = None
     try:
         if peer_monitor is not None:
-            peer_monitor.tell_waiting()
+            peer_monitor.publish_waiting()
         yield
         if peer_monitor is not None:
-            peer_monitor.tell_done()
+            peer_monitor.publish_done()
     except CollectiveError:
         raise
     except RuntimeError as error:
@@ -236,7 +236,7 @@ def _naming(waits: ProcessGroupWaits, what: str) -> Iterator[None]:
         raise
 
 
-def engine_of(group: dist.ProcessGroup, device: torch.device) -> str:
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     try:
         return str(group._get_backend(device).name()).lower()
     except (RuntimeError, AttributeError):  # not for such a device; one that is written in Python
@@ -248,7 +248,7 @@ def runs_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
 
     Else a thread that waits for one is blocked, and needs a deadline, whatever device the tensors are on.
     """
-    return device.type != "cpu" and engine_of(group, device) not in ("", "gloo", "mpi", "ucc")
+    return device.type != "cpu" and backend_of(group, device) not in ("", "gloo", "mpi", "ucc")
 
 
 def _is_over_soon(work: Work) -> bool:

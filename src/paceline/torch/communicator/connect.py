@@ -19,7 +19,7 @@ from paceline.reducer.between_hosts.hierarchical import Hosts
 from paceline.reducer.between_hosts.hosts_communicator import HostReducers, check_group
 from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts, refuse_other_bits
 from paceline.reducer.between_hosts.routes import BUCKET_BYTES, place_of
-from paceline.reducer.between_hosts.shares import Place, Shares, plan_of_shares, take_over
+from paceline.reducer.between_hosts.shares import Place, Shares, plan_of_shards, take_over
 from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import (
@@ -35,7 +35,7 @@ from paceline.reducer.process_group import ProcessGroupReducer
 from paceline.torch.communicator.calls import GroupCalls
 from paceline.torch.communicator.device_copies import DeviceCopies
 from paceline.torch.communicator.find_peers import Peers, ProcessGroupPeers
-from paceline.torch.communicator.hosts import join_hosts, join_partners
+from paceline.torch.communicator.hosts import join_hosts, join_peers
 from paceline.torch.communicator.local_group import LocalCalls, LocalGroup, check_devices, local_group_of
 from paceline.torch.communicator.share_transport import ShareTransport
 from paceline.torch.ops import OPS
@@ -91,7 +91,7 @@ def _connect_devices(
     ranks = memory.hosts[place_of(memory.hosts, peers.rank)[0]]
     of_host = PeerMonitor(ChannelSource(control), MemorySource(memory.host_group, ranks))
     group = local_group_of(peers, memory.hosts, device, of_host)
-    partners = join_partners(peers, memory.hosts, control)
+    partners = join_peers(peers, memory.hosts, control)
     communicator = GroupCommunicator(peers.calls, OPS)
     return DevicesCommunicator(
         communicator, peers, partners, group, memory.host_group, of_host, between_hosts
@@ -119,7 +119,7 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
     ) -> None:
         super().__init__(communicator)
         self._reducers = HostReducers(partners, between_hosts)
-        self.tell = peer_monitor.tell
+        self.publish = peer_monitor.publish
         self._communicator, self._peers, self._between_hosts = communicator, peers, between_hosts
         self._partners, self._group, self._of_host = partners, group, peer_monitor
         self._memory = memory
@@ -140,7 +140,7 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
         gradient_buffer = OPS.allocate(plan, parameters, instead_of)
         device = gradient_buffer.sections[0].device
         calls = LocalCalls(self._group, self._peers, self._of_host, device, plan)
-        of_shares = plan_of_shares(plan, self._group.size)
+        of_shares = plan_of_shards(plan, self._group.size)
         reducer = self._reducers.make_next(of_shares, None)
         place = Place(self._group.place, self._group.size)
         if reducer.codes is not None:
@@ -148,10 +148,10 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
                 take_over(*self._coded, reducer.codes, plan, place, self._memory)
             self._coded = reducer.codes, plan
         memory = OPS.buffer_at(of_shares, (), reducer.buffer_pointer, reducer.memory)
-        who, num_shares = self._partners.who, len(plan.buckets)
+        who, num_shards = self._partners.who, len(plan.buckets)
         shares = Shares(
             reducer,
-            num_shares,
+            num_shards,
             who,
             self._peers.timeout_s,
             calls.abort,
@@ -164,7 +164,7 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
             options,
             calls,
             shares,
-            [memory.bucket(number) for number in range(num_shares)],
+            [memory.bucket(number) for number in range(num_shards)],
             len(self._partners.ranks),
             DeviceCopies(device),
         )

@@ -84,8 +84,8 @@ class ProcessGroupPeers(process_group_peers.ProcessGroupPeers[torch.Tensor]):
                 made = dist.ProcessGroupGloo(keys, self.rank, self.world_size, timeout=timeout)
         except (AttributeError, RuntimeError):  # a torch without Gloo; an interface that others cannot reach
             pass
-        told = self.exchange.all_gather(b"0" if made is None else b"1", self.timeout_s)
-        if any(each != b"1" for each in told):
+        reported = self.exchange.all_gather(b"0" if made is None else b"1", self.timeout_s)
+        if any(each != b"1" for each in reported):
             return None
         return GroupReports(functools.partial(gather_over, made, torch.device("cpu")))
 

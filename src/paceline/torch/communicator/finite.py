@@ -132,8 +132,8 @@ class FiniteChecks:
 
     Args:
         buckets: What there is to look at: each bucket, and what lies in it.
-        waits: Tell of each backward at its end, which waits for the device. Else that is so in the first
-            backward only, and later ones are told of a backward or more later.
+        waits: Report each backward at its end, which waits for the device. Else that is so in the first
+            backward only, and later ones are reported a backward or more later.
         copy: Makes a `HostCopy` for numbers like one.
     """
 
@@ -179,12 +179,12 @@ class FiniteChecks:
                 kind.copy.begin(norm)
             self._under_way.append(now)
         elif now is not None:
-            found |= self._tell(now, [float(kind.measure().item()) for kind in now.kinds])
+            found |= self._blame(now, [float(kind.measure().item()) for kind in now.kinds])
         while self._under_way:
             copies = [kind.copy for kind in self._under_way[0].kinds if kind.copy is not None]
             if not all(copy.is_done() for copy in copies) and len(self._under_way) <= _MOST_UNDER_WAY:
                 break
-            found |= self._tell(self._under_way.popleft(), [copy.read() for copy in copies])
+            found |= self._blame(self._under_way.popleft(), [copy.read() for copy in copies])
         self._is_first = False
         return sorted(found)
 
@@ -202,7 +202,7 @@ class FiniteChecks:
             self._places.append((kind, slice(begin, begin + look.size)))
             self._sizes[kind] = (begin + look.size, look.like)
 
-    def _tell(self, backward: _Backward, norms: Sequence[float]) -> set[int]:
+    def _blame(self, backward: _Backward, norms: Sequence[float]) -> set[int]:
         bad = [not math.isfinite(norm) for norm in norms]
         if not any(bad):
             self._free.append(backward)

@@ -38,7 +38,7 @@ from paceline.health.connections import (
 )
 from paceline.health.control_channel import ControlChannel
 from paceline.reducer.between_hosts.hierarchical import Hosts
-from paceline.reducer.between_hosts.routes import num_shares, place_of
+from paceline.reducer.between_hosts.routes import num_shards, place_of
 from paceline.reducer.between_hosts.wire import Message
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.communicator.find_peers import Peers, ProcessGroupPeers
@@ -54,7 +54,7 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     """
     if not isinstance(peers, ProcessGroupPeers) or len(memory.hosts) == 1 or not _has_gloo(peers):
         return None
-    transport = connect_partners(peers, memory.hosts)
+    transport = connect_peers(peers, memory.hosts)
     return Hosts(
         rank=peers.rank,
         world_size=peers.world_size,
@@ -67,13 +67,13 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     )
 
 
-def join_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], control: ControlChannel) -> Hosts:
+def join_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], control: ControlChannel) -> Hosts:
     """Connect this rank to its partners, as hosts of one rank each. Collective, over all ranks.
 
     Raises:
         RendezvousError: A partner could not be reached in time.
     """
-    transport = connect_partners(peers, hosts)
+    transport = connect_peers(peers, hosts)
     assert transport is not None  # every rank has a share
     name = f"shares of rank {peers.rank} of {peers.world_size} {secrets.token_hex(4)}"
     return Hosts(
@@ -89,15 +89,15 @@ def join_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], cont
     )
 
 
-def connect_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> GlooTransport | None:
+def connect_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> GlooTransport | None:
     """Collective, over all ranks."""
     rank = peers.rank
     own, place = place_of(hosts, rank)
-    told = [each.decode() for each in peers.exchange.all_gather(_own_name(), peers.timeout_s)]
-    if place >= num_shares(hosts):
+    reported = [each.decode() for each in peers.exchange.all_gather(_own_name(), peers.timeout_s)]
+    if place >= num_shards(hosts):
         sockets_to(peers.exchange, [], connected_sockets(), peers.timeout_s)
         return None
-    nonces, names = zip(*(each.split(" ", 1) for each in told))
+    nonces, names = zip(*(each.split(" ", 1) for each in reported))
     partners = [ranks[place] for ranks in hosts]
     # Keys that no other model, and no earlier life of these ranks, has used in the user's store.
     keys = f"paceline/hosts/{nonces[0]}/{place}"

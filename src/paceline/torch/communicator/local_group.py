@@ -29,7 +29,7 @@ from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.peer_waits import patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import place_of
 from paceline.reducer.plan import Plan
-from paceline.torch.communicator.calls import GroupCalls, abort_on_devices, engine_of
+from paceline.torch.communicator.calls import GroupCalls, abort_on_devices, backend_of
 from paceline.torch.communicator.find_peers import ProcessGroupPeers
 from paceline.torch.communicator.store_exchange import store_of
 
@@ -71,25 +71,27 @@ def check_devices(
     peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], devices: Collection[torch.device], owner: str
 ) -> None:
     """Refuse what cannot be averaged within each host first. Collective, over all ranks: the same on all."""
-    kinds = sorted({(device.type, engine_of(peers.process_group, device)) for device in devices})
+    kinds = sorted({(device.type, backend_of(peers.process_group, device)) for device in devices})
     facts = {"host": socket.gethostname(), "devices": sorted(map(str, devices)), "kinds": kinds}
-    told = [json.loads(row) for row in peers.exchange.all_gather(json.dumps(facts).encode(), peers.timeout_s)]
+    reported = [
+        json.loads(row) for row in peers.exchange.all_gather(json.dumps(facts).encode(), peers.timeout_s)
+    ]
     if len({len(ranks) for ranks in hosts}) > 1:
         raise _refusal(
             owner,
             expected="as many ranks on each host",
             seen="\n".join(
-                f"host {number} ({told[ranks[0]]['host']}) has {len(ranks)}: {format_ranks(ranks)}"
+                f"host {number} ({reported[ranks[0]]['host']}) has {len(ranks)}: {format_ranks(ranks)}"
                 for number, ranks in enumerate(hosts)
             ),
         )
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(reported):
         if len(each["devices"]) != 1:
             where = ", ".join(each["devices"])
             expected = "all parameters of a rank on one device"
             raise _refusal(owner, expected=expected, seen=f"rank {rank} has some on {where}")
         ((kind, engine),) = each["kinds"]
-        if [kind, engine] != told[0]["kinds"][0] or engine not in ENGINES:
+        if [kind, engine] != reported[0]["kinds"][0] or engine not in ENGINES:
             raise _refusal(
                 owner,
                 expected="one kind of device, for which the process group has a backend of NCCL or Gloo",
@@ -124,7 +126,7 @@ def local_group_of(
 
 def _make(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torch.device) -> LocalGroup:
     host, place = place_of(hosts, peers.rank)
-    ranks, engine = hosts[host], engine_of(peers.process_group, device)
+    ranks, engine = hosts[host], backend_of(peers.process_group, device)
     # Keys that no other group of these ranks, and no earlier life of theirs, has used in the user's store.
     nonces = peers.exchange.all_gather(secrets.token_hex(8).encode(), peers.timeout_s)
     keys = f"paceline/within/{nonces[0].decode()}/{host}"

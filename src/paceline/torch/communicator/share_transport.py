@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
-from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share
+from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_shard
 from paceline.reducer.communicator import ReductionOptions
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.plan import Plan
@@ -51,7 +51,7 @@ class ShareTransport(ProcessGroupTransport):
         self._gaps = _gaps(gradient_buffer.plan, places, local)
         self._brought: list[dist.Work] = []
 
-    def launch(self, bucket: int, scale: float) -> ShareWork:
+    def launch(self, bucket: int, scale: float) -> ShardWork:
         if self._is_captured():
             raise ConfigError(
                 "A backward that goes through other hosts cannot be recorded in a CUDA graph.",
@@ -82,7 +82,7 @@ class ShareTransport(ProcessGroupTransport):
             self._places[bucket].copy_(self._pinned[bucket])
 
         self._shares.bring(bucket, fetch)
-        return ShareWork(self, bucket)
+        return ShardWork(self, bucket)
 
     def may_have_overflowed(self, scale: float) -> bool:
         # Between hosts sums are divided only once they are whole. Whoever does not wait is not told.
@@ -115,7 +115,7 @@ class ShareTransport(ProcessGroupTransport):
         return flat if count == flat.numel() else flat.new_zeros(count)
 
 
-class ShareWork:
+class ShardWork:
     def __init__(self, transport: ShareTransport, bucket: int) -> None:
         self._transport, self._bucket = transport, bucket
 
@@ -127,5 +127,5 @@ def _gaps(plan: Plan, places: list[torch.Tensor], calls: LocalCalls) -> list[tor
     return [
         memory[gap]
         for bucket, memory in enumerate(places)
-        for gap in gaps_in_share(plan, bucket, Place(calls.place, calls.size))
+        for gap in gaps_in_shard(plan, bucket, Place(calls.place, calls.size))
     ]

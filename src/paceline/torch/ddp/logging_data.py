@@ -1,4 +1,4 @@
-"""What `_get_ddp_logging_data` tells of a wrapped model, under torch's names and in torch's units.
+"""What `_get_ddp_logging_data` says of a wrapped model, under torch's names and in torch's units.
 
 All of it is known or computed when it is asked for, but for the times of a sample of backward
 passes.

@@ -63,7 +63,7 @@ Scattered: TypeAlias = scattered_gradients.Scattered[torch.Tensor]
 def unscale(gradients: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
     """What a GradScaler does to gradients: divide them by the scale, and tell whether one is not finite.
 
-    Each rank divides what it owns, and tells of all, as the backward passes have found it: so all ranks skip
+    Each rank divides what it owns, and reports for all, as the backward passes found it: so all ranks skip
     the same steps.
     """
     whole: list[torch.Tensor] = []

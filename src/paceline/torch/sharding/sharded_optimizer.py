@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from paceline.arguments import Arguments
 from paceline.ddp.wrapper_arguments import REDUCE_THROUGH
 from paceline.errors import ConfigError
-from paceline.reducer.agreement import telling_peers
+from paceline.reducer.agreement import reporting_to_peers
 from paceline.reducer.backward.sharing import registry
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import CACHED_BYTES, Piece, fit_into_caches
@@ -134,7 +134,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
     ) -> None:
         self._is_ready = False
         self._arguments = defaults
-        with telling_peers(lambda: known_exchange(process_group, None), MAKING):
+        with reporting_to_peers(lambda: known_exchange(process_group, None), MAKING):
             check = Arguments(OWNER)
             limit_s = check.optional_seconds("timeout_s", timeout_s)
             reduce_through = check.choice("reduce_through", reduce_through, REDUCE_THROUGH)
@@ -174,7 +174,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         own = [self._own_group(number) for number in range(len(self.param_groups))]
         self.optim = make_optimizer(optimizer_class, own, defaults)
         self._is_ready = True
-        self._shards.tell_owners()
+        self._shards.publish_owners()
 
     # --- a step ---
 
@@ -219,7 +219,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         # elements, and all ranks must count the same number of writes to each parameter.
         OPS.count_writes([each for each, has in zip(self._shards.parameters, has_gradient) if has])
 
-    def _tells_writes(self) -> Callable[[], bool] | None:
+    def _sees_writes(self) -> Callable[[], bool] | None:
         if self._journal is not None:
             return self._journal.has_written
         is_fused = any(group.get("fused") for group in self.param_groups)
@@ -303,7 +303,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         peers = self._peers
         num_groups = len(self.param_groups)
         try:
-            with telling_peers(lambda: (peers.exchange, peers.timeout_s), "add a group"):
+            with reporting_to_peers(lambda: (peers.exchange, peers.timeout_s), "add a group"):
                 (group,) = as_groups([param_group])
                 try:
                     self._template.add_param_group(with_stand_ins(group))
@@ -327,7 +327,7 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
             raise
         self._add_pieces(added, kinds)
         self.optim.add_param_group(self._own_group(num_groups))
-        self._shards.tell_owners()
+        self._shards.publish_owners()
 
     def _kinds_of(self, groups: Sequence[Mapping[str, Any]]) -> list[Kind]:
         kinds = []
@@ -375,8 +375,8 @@ class ShardedOptimizer(ShardedSteps[torch.Tensor], Optimizer, Joinable):
         threads = torch.get_num_threads()
         if self.world_size == 1:
             return threads
-        told = gather_objects(self._peers.exchange, {"threads": threads}, self._peers.timeout_s)
-        return max(int(each["threads"]) for each in told)
+        reported = gather_objects(self._peers.exchange, {"threads": threads}, self._peers.timeout_s)
+        return max(int(each["threads"]) for each in reported)
 
     def _add_pieces(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
         # A fused kernel goes through memory once, and operations on lists through all tensors at a time.

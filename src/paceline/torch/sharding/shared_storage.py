@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.arguments import Arguments
-from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.sharding import shared_parameters
 from paceline.sharding.moving import share_to_read
 from paceline.sharding.shared_parameters import check_whole
@@ -70,7 +70,7 @@ def share(
         >>> with torch.inference_mode():
         ...     answer = model(request)
     """
-    with telling_peers(lambda: known_exchange(process_group, None)):
+    with reporting_to_peers(lambda: known_exchange(process_group, None)):
         checked_module("share", module)
         check_materialised("share", module)
         seconds = Arguments("share").optional_seconds("timeout_s", timeout_s)
