@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import _core, units
 from paceline.errors import ConfigError
+from paceline.reducer.between_hosts.compressed_sums import ENCODINGS
 from paceline.reducer.between_hosts.routes import BUCKET_BYTES, plan_route
-from paceline.reducer.between_hosts.sum_formats import ENCODINGS
 from paceline.reducer.between_hosts.wire import HEADER_BYTES
 from paceline.units import format_ratio, format_size, format_time
 
@@ -139,7 +139,7 @@ def predict_paceline(
         rounds_here = 1 if route.is_one_round else 2
         # Each round sends to all other hosts and receives from them: chunks to owners, then sums to all.
         each = rounds_here * (hosts - 1) * pieces
-        elements = len(route.share)
+        elements = len(route.shard)
         payload = (
             _core.encoded_bytes(ENCODINGS[compression], elements) if compression else elements * _ITEM_BYTES
         )

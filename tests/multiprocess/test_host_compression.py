@@ -14,8 +14,8 @@ from numpy.testing import assert_allclose
 from torch import nn
 
 from paceline.errors import ConfigError, NonFiniteGradientError, SkippedPassError
+from paceline.reducer.between_hosts.compressed_sums import CodedSums
 from paceline.reducer.between_hosts.routes import plan_route
-from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel
 from paceline.torch.communicator.hosts import GlooTransport

@@ -32,8 +32,8 @@ from paceline.errors import (
 )
 from paceline.reducer.between_hosts.messages import Flight
 from paceline.torch import DistributedDataParallel, LocalSGD
+from paceline.torch.communicator.device_shard_transport import DeviceShardTransport
 from paceline.torch.communicator.local_group import LocalCalls
-from paceline.torch.communicator.share_transport import ShareTransport
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from tests.harness import kept_ranks, ranks
 from tests.multiprocess.files_and_threads import files_and_threads, until_no_more_than
@@ -581,7 +581,7 @@ def test_an_interrupted_hook_is_reported_to_all_hosts_at_once(rank, at, monkeypa
         raise KeyboardInterrupt
 
     if rank == 3:
-        monkeypatch.setattr(ShareTransport, at, interrupt)  # a signal comes here
+        monkeypatch.setattr(DeviceShardTransport, at, interrupt)  # a signal comes here
     started = time.monotonic()
     with pytest.raises(KeyboardInterrupt if rank == 3 else PeerLostError) as caught:
         backward(wrapped, 2, rank, 4)

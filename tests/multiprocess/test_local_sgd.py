@@ -400,7 +400,7 @@ def test_frozen_parameters_do_not_move(rank):
 @pytest.mark.parametrize("steps", [4, 6])  # frozen when a sync is due, and within a round
 @kept_ranks(2, group="gloo")
 def test_parameters_that_were_frozen_after_training_are_averaged(rank, steps, dtype):
-    """Members have left them at different values, which nothing else would bring together again."""
+    """Replica groups have left them at different values, which nothing else would bring together again."""
     place(rank, 2)
     ddp = DistributedDataParallel(network(dtype), local_sgd=LocalSGD(4, outer_lr=1, outer_momentum=0))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)

@@ -1,6 +1,6 @@
 """The reducer between hosts against plain arithmetic: ranks are threads, links are queues in this process.
 
-Hosts of any sizes: which ranks have a share, whose report travels beside whose, and which bits come out.
+Hosts of any sizes: which ranks have a shard, whose report travels beside whose, and which bits come out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LAYOUTS: list[Layout] = [
 
 
 VALUES_BYTES = [1, 1 << 14]
-"""So large a share travels as gradients: any, or that of full buckets of 16 KiB, between small ones."""
+"""So large a shard travels as gradients: any, or that of full buckets of 16 KiB, between small ones."""
 
 
 def make_plan(cap: int) -> Plan:
@@ -563,7 +563,7 @@ def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_backward(
 )
 @settings(max_examples=30, deadline=None)
 def test_all_ranks_learn_what_each_one_tells(sizes: list[int], random: Any, is_exact: bool) -> None:
-    """Unused parameters and gradients that are not finite, of ranks with and without a share."""
+    """Unused parameters and gradients that are not finite, of ranks with and without a shard."""
     order = list(range(sum(sizes)))
     random.shuffle(order)
     hosts = sorted(sorted(order.pop() for _ in range(size)) for size in sizes)

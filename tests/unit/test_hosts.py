@@ -37,21 +37,21 @@ def test_routes_cover_a_bucket_once(
     ]
     if set(num_blocks) == {1}:
         assert routes[0] == plan_route(count, itemsize, 0, num_ranks, num_hosts, piece_bytes)
-    assert [route.share.start for route in routes] == [0, *(route.share.stop for route in routes[:-1])]
-    assert routes[-1].share.stop == count
+    assert [route.shard.start for route in routes] == [0, *(route.shard.stop for route in routes[:-1])]
+    assert routes[-1].shard.stop == count
     for route in routes:
         pieces = [piece for part in route.parts for piece in part]
-        assert [i for piece in pieces for i in piece] == list(route.share)
+        assert [i for piece in pieces for i in piece] == list(route.shard)
         assert all(len(piece) * itemsize <= max(piece_bytes, 16 * itemsize) for piece in pieces)
         assert all(part for part in route.parts)  # a message says more than it carries
         # What the host with the most blocks sends, to all others: everything, or parts and its own sums.
-        nbytes, most = len(route.share) * itemsize * (num_hosts - 1), max(num_blocks)
+        nbytes, most = len(route.shard) * itemsize * (num_hosts - 1), max(num_blocks)
         is_small = nbytes * most * num_hosts - nbytes * (most + 1) <= ONE_ROUND_BYTES * num_hosts
         assert route.is_one_round == is_small
         assert len(route.parts) == (1 if route.is_one_round else num_hosts)
         for before, after in pairwise(pieces):
             assert before.stop == after.start
-    sizes = [len(route.share) for route in routes]
+    sizes = [len(route.shard) for route in routes]
     assert max(sizes) - min(sizes) <= 2 * 16
 
 
@@ -123,12 +123,12 @@ def test_tags_are_all_different() -> None:
 def test_every_rank_is_spoken_for_once(sizes: list[int]) -> None:
     first = [sum(sizes[:host]) for host in range(len(sizes))]
     hosts = [range(begin, begin + size) for begin, size in zip(first, sizes)]
-    shares = num_shards(hosts)
-    assert shares == min(sizes)
+    shards = num_shards(hosts)
+    assert shards == min(sizes)
     for host in hosts:
-        told = [spoken_for(host, local_rank, shares) for local_rank in range(shares)]
+        told = [spoken_for(host, local_rank, shards) for local_rank in range(shards)]
         assert sorted(rank for ranks in told for rank in ranks) == list(host)
-        assert [ranks[0] for ranks in told] == list(host[:shares])
+        assert [ranks[0] for ranks in told] == list(host[:shards])
 
 
 @pytest.mark.parametrize(

@@ -90,7 +90,7 @@ def give_up(channel):
 def until_told_all(channels):
     """A rank that asks before it has heard what the last round saw would take that for its answer."""
     until_s = time.monotonic() + 60
-    while any(each._answers._num_seen == 0 for each in channels):
+    while any(each._liveness._num_seen == 0 for each in channels):
         assert time.monotonic() < until_s
         time.sleep(0.001)
 
@@ -226,10 +226,10 @@ def test_a_rank_that_was_busy_a_moment_ago_and_does_not_answer_is_named(channels
 def test_ranks_that_ask_at_once_share_a_round(channels):
     wait_all(channels, but=[1])
     with stopped(channels[1]):
-        begun = channels[0]._answers._round
+        begun = channels[0]._liveness._round
         found = all_late(channels, but=1)
     assert all(late.ranks == (1,) for late in found.values()), found
-    assert channels[0]._answers._round == begun + 1
+    assert channels[0]._liveness._round == begun + 1
 
 
 def test_a_rank_that_goes_on_answers_again(channels):

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.cli import main
 from paceline.predict import Machines, efficiency, predict_paceline, predict_times, predict_torch
-from paceline.reducer.between_hosts.sum_formats import ENCODINGS
+from paceline.reducer.between_hosts.compressed_sums import ENCODINGS
 from tests.harness.command import ROOT
 
 PAGE = (ROOT / "docs" / "scaling.md").read_text()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.rendezvous.roll_call import Missing, Roll
+from paceline.health.store_check import Missing, StoreChecks
 from paceline.rendezvous.signatures import ForeignValueError, Signatures, SignedKeyStore
 
 SECRET = b"0123456789abcdef"
@@ -99,20 +99,20 @@ def test_an_unknown_peer_cannot_answer_the_roll_for_a_rank(monkeypatch):
     """The process of rank 1 has died; somebody writes an answer in its place."""
     key_store = KeyStore()
     signed = SignedKeyStore(key_store, Signatures(SECRET, "world"))
-    Roll(signed, 1, 2, None, "the test's group")
-    monkeypatch.setattr("paceline.rendezvous.roll_call.process_state", lambda pid: "")
-    roll = Roll(signed, 0, 2, None, "the test's group").begin()
-    key_store["paceline/roll/0/0/1/answer/1"] = "1"
-    assert roll.missing() == [Missing(1, f"(pid {os.getpid()}) has died")]
+    StoreChecks(signed, 1, 2, None, "the test's group")
+    monkeypatch.setattr("paceline.health.store_check.process_state", lambda pid: "")
+    checks = StoreChecks(signed, 0, 2, None, "the test's group").begin()
+    key_store["paceline/check/0/0/1/answer/1"] = "1"
+    assert checks.missing() == [Missing(1, f"(pid {os.getpid()}) has died")]
 
 
 def test_an_unknown_peer_cannot_call_the_roll():
     key_store = KeyStore()
-    call = Roll(
+    call = StoreChecks(
         SignedKeyStore(key_store, Signatures(SECRET, "world")), 0, 2, None, "the test's group"
     ).begin()
     with call:
         key_store[f"{call._prefix}/called"] = "1"
         call._begun -= 1.0  # it looks from then on
-        call.is_called()
-        assert not call._is_called.wait(0.3)
+        call.is_requested()
+        assert not call._is_requested.wait(0.3)

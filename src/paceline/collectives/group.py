@@ -27,8 +27,8 @@ from paceline.collectives.arrays import (
 )
 from paceline.collectives.call_queue import CallQueue
 from paceline.collectives.formation import form_core
-from paceline.collectives.member_exchange import SubgroupExchange
 from paceline.collectives.ops import ReduceOp, parse_op
+from paceline.collectives.subgroup_exchange import SubgroupExchange
 from paceline.collectives.work import TransferWork, Work, make_behind
 from paceline.errors import ConfigError
 from paceline.health import lifetime

@@ -6,12 +6,12 @@ from collections.abc import Sized
 
 from paceline.arguments import Arguments
 from paceline.data.deal import BatchDeal, Deal, Ending, Share
-from paceline.data.epochs import EpochSampler
+from paceline.data.epoch_sampler import EpochSampler
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
 from paceline.data.rank import find_rank
 from paceline.data.sampler import choose_ending
 from paceline.data.sampler_arguments import length_of, seed_of
-from paceline.data.state import identify
+from paceline.data.sampler_state import identify
 from paceline.errors import ConfigError
 
 

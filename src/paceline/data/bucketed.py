@@ -14,7 +14,7 @@ import numpy.typing as npt
 from paceline.arguments import Arguments
 from paceline.data.batch_sampler import choose_global_batch
 from paceline.data.deal import Deal, Ending, Share
-from paceline.data.epochs import EpochSampler
+from paceline.data.epoch_sampler import EpochSampler
 from paceline.data.order import Indices, InOrder, Order, Shuffled, derive_key
 from paceline.data.rank import find_rank
 from paceline.data.sampler import choose_ending

@@ -31,7 +31,6 @@ from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.reducer.communicator import Communicator, MemoryCommunicator
 from paceline.reducer.compression import Compression
 from paceline.reducer.framework_ops import FrameworkOps
-from paceline.reducer.local_sgd.members import join_replica_group
 from paceline.reducer.local_sgd.outer_sync import (
     OuterSync,
     Warmup,
@@ -42,6 +41,7 @@ from paceline.reducer.local_sgd.outer_sync import (
     state_of_copy,
 )
 from paceline.reducer.local_sgd.outer_tensors import OuterTensors
+from paceline.reducer.local_sgd.replica_groups import join_replica_group
 from paceline.reducer.plan import BucketLayout, bucket_layout
 from paceline.sharding.moving import move, move_out, refuse_strange
 from paceline.sharding.partial_steps import torn

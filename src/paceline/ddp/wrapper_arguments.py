@@ -14,7 +14,7 @@ from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
 from paceline.reducer.backward.micro_batches import as_weight
 from paceline.reducer.backward_errors import shorten
-from paceline.reducer.between_hosts.sum_formats import ENCODINGS
+from paceline.reducer.between_hosts.compressed_sums import ENCODINGS
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.reducer.precision import Precision

@@ -54,7 +54,7 @@ from paceline.health.handshake import Facts, Member
 from paceline.health.liveness_check import (
     ASK_AGAIN_WITHIN_S,
     Activity,
-    Answers,
+    LivenessCheck,
     Progress,
 )
 from paceline.health.peer_errors import (
@@ -193,7 +193,7 @@ class ControlChannel:
         def progress_to(other: int) -> Progress | None:
             return None if (method := progress()) is None else method(other)
 
-        self._answers = Answers(rank, neighbours, everybody, send_answers, progress_to, self._lock)
+        self._liveness = LivenessCheck(rank, neighbours, everybody, send_answers, progress_to, self._lock)
         self._selector = selectors.DefaultSelector()
         for other, connection in self._connections.items():
             _prepare(connection.socket)
@@ -263,11 +263,11 @@ class ControlChannel:
     @property
     def activity(self) -> Activity:
         """What this rank is in, for others that find it late. Nothing is sent."""
-        return self._answers.activity
+        return self._liveness.activity
 
     @activity.setter
     def activity(self, activity: Activity) -> None:
-        self._answers.activity = activity
+        self._liveness.activity = activity
 
     def late(self, *, is_silent: bool = False) -> LateRanks | None:
         """Ranks for which the others wait: those that do not answer, else those that wait for nobody.
@@ -281,7 +281,7 @@ class ControlChannel:
         before = self.failure
         until_s = time.monotonic() + ASK_AGAIN_WITHIN_S
         while True:
-            seen = self._answers.ask(lambda: frozenset(self._left))
+            seen = self._liveness.ask(lambda: frozenset(self._left))
             if self.failure is not before:
                 return None
             if not seen.unreached or before is not None or time.monotonic() >= until_s:
@@ -332,7 +332,7 @@ class ControlChannel:
         with self._lock:
             self._beat(now)
             self._look(now)
-            self._answers.end_round(now)
+            self._liveness.end_round(now)
             calls = self._due_calls(now)
             self._is_closed |= not self._connections and not self._reset and self._calls_at_s is None
         failure = self.failure
@@ -354,7 +354,7 @@ class ControlChannel:
 
     def _nap_s(self) -> float:
         calls_at_s = math.inf if self._calls_at_s is None else self._calls_at_s
-        ends_at_s = self._answers.ends_at_s
+        ends_at_s = self._liveness.ends_at_s
         until_s = min(self._beats_at_s, self._looks_at_s, self._judges_at_s, calls_at_s, ends_at_s)
         return max(0.0, until_s - time.monotonic())
 
@@ -423,7 +423,7 @@ class ControlChannel:
             if kind is Frame.FIGURES:
                 self._receive_figures(rank, text)
             if kind in (Frame.ASK, Frame.ANSWER, Frame.SEEN):
-                self._answers.receive(rank, kind, text, lambda: frozenset(self._left))
+                self._liveness.receive(rank, kind, text, lambda: frozenset(self._left))
             if kind is Frame.GAVE_UP:
                 self._lose(
                     rank, How.SILENT, "it gave up, because one of the two hosts hears nothing from the other"
@@ -568,7 +568,7 @@ class ControlChannel:
             self._lose_sight(_lost_by(error))
             self._calls_at_s = time.monotonic() + within_s
             self._has_failed.set()
-            self._answers.stop_asking()
+            self._liveness.stop_asking()
 
     def _reported_failure(self, rank: int, text: str) -> CollectiveError:
         """What another rank has said of its failure, with the hosts of those to blame."""
@@ -585,7 +585,7 @@ class ControlChannel:
     # --- sending; under the lock ---
 
     def _progress_to(self, rank: int) -> Progress | None:
-        """How far what was said to a neighbour has come; see `Answers`."""
+        """How far what was said to a neighbour has come; see `LivenessCheck`."""
         said = self._num_said[rank]
         if rank in self._reset:
             return Progress(said, 0)

@@ -139,7 +139,7 @@ class Seen:
         )
 
 
-class Answers:
+class LivenessCheck:
     """One rank's part in asking and answering. All but `ask` is called under the channel's lock.
 
     Attributes:
@@ -165,7 +165,7 @@ class Answers:
         self._seen, self._num_seen, self._seen_at_s = Seen(), 0, -math.inf
         self._num_stopped = 0
         self._round = 0
-        self._answers: dict[int, Answer] = {}
+        self._liveness: dict[int, Answer] = {}
         self._last_answers: dict[
             int, tuple[float, Answer]
         ] = {}  # at the hub: what each rank said last, and when
@@ -218,7 +218,7 @@ class Answers:
             return
         self.ends_at_s = time.monotonic() + _ANSWER_WITHIN_S
         self._round = (self._round + 1) % (1 << 31)
-        self._answers, self._gone = {}, gone
+        self._liveness, self._gone = {}, gone
         for child in self._below:
             self._ask(child, self._round.to_bytes(4, "little"))
         self._end_if_all_are_there()
@@ -265,7 +265,7 @@ class Answers:
         if self._parent is not None:
             self._send(self._parent, Frame.ANSWER, text)
         elif self.ends_at_s < math.inf and answer.round == self._round:
-            self._answers[answer.rank] = answer
+            self._liveness[answer.rank] = answer
             self._last_answers[answer.rank] = time.monotonic(), answer
             self._end_if_all_are_there()
 
@@ -273,22 +273,22 @@ class Answers:
         return [rank for rank in self._ranks if rank != self._rank and rank not in self._gone]
 
     def _end_if_all_are_there(self) -> None:
-        if all(rank in self._answers for rank in self._awaited()):
+        if all(rank in self._liveness for rank in self._awaited()):
             self._close()
 
     def _close(self) -> Seen:
         self.ends_at_s = math.inf
-        missing = [rank for rank in self._awaited() if rank not in self._answers]
+        missing = [rank for rank in self._awaited() if rank not in self._liveness]
         # Who speaks through a silent rank may have answered.
         hidden = {rank for child in missing for rank in self._below.get(child, ()) if rank != child}
-        self._answers[self._rank] = self._own(self._round)
+        self._liveness[self._rank] = self._own(self._round)
         for rank in missing:
             at_s, answer = self._last_answers.get(rank, (-math.inf, None))
             if answer is not None and answer.has_given_up and _is_recent(at_s):
-                self._answers[rank] = answer
-        mute = [rank for rank in missing if rank not in hidden and rank not in self._answers]
+                self._liveness[rank] = answer
+        mute = [rank for rank in missing if rank not in hidden and rank not in self._liveness]
         way_to = {rank: child for child, ranks in self._below.items() for rank in ranks}
-        seen = self._seen_silent({rank: way_to[rank] for rank in mute}, dict(self._answers))
+        seen = self._seen_silent({rank: way_to[rank] for rank in mute}, dict(self._liveness))
         self._publish(seen, seen.pack())
         return seen
 

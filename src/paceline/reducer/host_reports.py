@@ -16,8 +16,8 @@ import numpy as np
 
 from paceline import _core
 from paceline.errors import CollectiveError, RegionError
+from paceline.health.store_check import Work
 from paceline.reducer.process_group_waits import Rows
-from paceline.rendezvous.roll_call import Work
 from paceline.rendezvous.shared_memory import HostMemory
 
 _reports: weakref.WeakKeyDictionary[Any, Reports] = weakref.WeakKeyDictionary()

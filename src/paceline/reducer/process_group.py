@@ -30,6 +30,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from paceline import _core
 from paceline.errors import MismatchError, format_ranks
+from paceline.health.store_check import Work
 from paceline.reducer.backward_reports import pack_bits, unpack_bits
 from paceline.reducer.call_order import CallOrder, call_order_of
 from paceline.reducer.comm_hooks import HookedBuckets
@@ -39,7 +40,6 @@ from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.process_group_waits import STATUS
 from paceline.reducer.protocol import BackwardStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
-from paceline.rendezvous.roll_call import Work
 
 _Tensor = TypeVar("_Tensor")
 ROUNDING = 1e-9  # of weights over their sum

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from paceline.health.peer_monitor import PeerMonitor
+from paceline.health.store_check import Work
 from paceline.reducer.host_reports import GroupReports, Reports
 from paceline.reducer.plan import Plan
 from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
-from paceline.rendezvous.roll_call import Work
 
 if TYPE_CHECKING:
     from paceline.reducer.comm_hooks import CommHook, HookedBuckets

@@ -19,21 +19,21 @@ from paceline.health.peer_monitor import (
     PeerMonitor,
     report_no_peer_monitor,
 )
+from paceline.health.store_check import StoreChecks, Work
 from paceline.reducer.channels import channel_of
 from paceline.reducer.communicator import gather_bytes
 from paceline.reducer.host_reports import GroupReports, Reports, reports_of
 from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.process_group_waits import Rows
-from paceline.rendezvous.roll_call import KeyStore, Roll, Work
 from paceline.rendezvous.secret import find_secret
 from paceline.rendezvous.shared_memory import HostMemory
-from paceline.rendezvous.signatures import Signatures, SignedKeyStore
+from paceline.rendezvous.signatures import KeyStore, Signatures, SignedKeyStore
 
 _Tensor = TypeVar("_Tensor")
-_rolls: weakref.WeakKeyDictionary[Any, Roll] = weakref.WeakKeyDictionary()
+_store_checks: weakref.WeakKeyDictionary[Any, StoreChecks] = weakref.WeakKeyDictionary()
 
 
-def roll_of(
+def store_checks_of(
     group: Any,
     rank: int,
     world_size: int,
@@ -42,12 +42,12 @@ def roll_of(
     scope: str,
     holder: int | None,
     engine: str,
-) -> Roll:
-    """One roll for each process group, so that all ranks count its calls alike."""
-    if group not in _rolls:
+) -> StoreChecks:
+    """One checks for each process group, so that all ranks count its calls alike."""
+    if group not in _store_checks:
         signed = None if store is None else SignedKeyStore(store, Signatures(find_secret().key, scope))
-        _rolls[group] = Roll(signed, rank, world_size, holder, engine)
-    return _rolls[group]
+        _store_checks[group] = StoreChecks(signed, rank, world_size, holder, engine)
+    return _store_checks[group]
 
 
 class ProcessGroupExchange:
@@ -61,10 +61,10 @@ class ProcessGroupExchange:
         rank: int,
         world_size: int,
         begin_gather: Callable[[np.ndarray[Any, Any]], tuple[Work, Rows]],
-        roll: Roll,
+        checks: StoreChecks,
     ) -> None:
         self.rank, self.world_size = rank, world_size
-        self._begin_gather, self._roll = begin_gather, roll
+        self._begin_gather, self._checks = begin_gather, checks
 
     def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
         """Return the payloads of all ranks, by rank. Collective; blocks at most `timeout_s`."""
@@ -78,7 +78,7 @@ class ProcessGroupExchange:
                 begun.append(rows)
                 return call
 
-            self._roll.complete(start, "all_gather", timeout_s, deadline)
+            self._checks.complete(start, "all_gather", timeout_s, deadline)
             return begun[0]()
 
         return gather_bytes(gather, payload)

@@ -18,8 +18,7 @@ from typing import Protocol
 from paceline.errors import RendezvousError, format_ranks
 from paceline.rendezvous.addresses import no_way_to
 from paceline.rendezvous.deadline import call_within
-from paceline.rendezvous.roll_call import KeyStore
-from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures
+from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, KeyStore, Signatures
 
 _SHORTEST_NAP_S = 0.002
 _LONGEST_NAP_S = 0.05

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hmac
 import logging
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from paceline.rendezvous.messages import join_payloads
-from paceline.rendezvous.roll_call import KeyStore
 
 _CODE_BYTES = 16
 _NO_CODE = b"-"
@@ -76,6 +76,19 @@ class Signatures:
     def _code(self, key: str, value: bytes) -> bytes:
         words = join_payloads([_PURPOSE, self.scope.encode(), key.encode(), value])
         return hmac.digest(self.secret, words, "sha256")[:_CODE_BYTES].hex().encode()
+
+
+class KeyStore(Protocol):
+    """A framework's store: words by key, for all ranks.
+
+    Both calls may raise RuntimeError (the store is gone), and may block for ever if the process that serves
+    the store is stopped.
+    """
+
+    def write(self, key: str, value: str) -> None: ...
+
+    def read(self, key: str) -> str | None:
+        """What was written at `key`; None: nothing yet. Does not wait for it."""
 
 
 class SignedKeyStore:

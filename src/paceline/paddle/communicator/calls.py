@@ -21,6 +21,7 @@ import paddle.distributed as dist
 from paceline import _core
 from paceline.collectives.ops import DTYPE_NUMBERS, ReduceOp
 from paceline.errors import ConfigError
+from paceline.health.store_check import Work
 from paceline.paddle import internals
 from paceline.paddle.communicator.comm_hook import PaddleHook
 from paceline.paddle.communicator.transport import PaddleTransport
@@ -34,7 +35,6 @@ from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
 from paceline.rendezvous.limits import start_thread
-from paceline.rendezvous.roll_call import Work
 
 WARN_AFTER_S = 10.0
 _PATIENCE_S = 0.02

@@ -25,7 +25,7 @@ from paceline.paddle.communicator.calls import WARN_AFTER_S, GroupCalls
 from paceline.paddle.communicator.start import export_place, form_paddles_group, needs_paddles_group
 from paceline.paddle.model.arguments import checked_group
 from paceline.reducer.peers import EnvironmentGroup, GroupPeers, exchange_of_named
-from paceline.reducer.process_group_peers import ProcessGroupExchange, ProcessGroupPeers, roll_of
+from paceline.reducer.process_group_peers import ProcessGroupExchange, ProcessGroupPeers, store_checks_of
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.rendezvous.signatures import LOSSLESS
@@ -43,7 +43,7 @@ class PaddlePeers(ProcessGroupPeers[paddle.Tensor]):
 
     def __init__(self, calls: GroupCalls, timeout_s: float, warn_after_s: float, owner: str) -> None:
         group = calls.group
-        roll = roll_of(
+        checks = store_checks_of(
             group,
             calls.rank,
             calls.world_size,
@@ -52,7 +52,7 @@ class PaddlePeers(ProcessGroupPeers[paddle.Tensor]):
             holder=group.ranks.index(_HOLDER) if _HOLDER in group.ranks else None,
             engine=f"Paddle's {calls.backend} group",
         )
-        exchange = ProcessGroupExchange(calls.rank, calls.world_size, calls.begin_gather, roll)
+        exchange = ProcessGroupExchange(calls.rank, calls.world_size, calls.begin_gather, checks)
         super().__init__(calls, exchange, f"{owner} over paddle.distributed", timeout_s, warn_after_s)
         self.group = group
 

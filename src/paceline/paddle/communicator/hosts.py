@@ -1,4 +1,4 @@
-"""The connections between hosts through Gloo groups of Paddle: two for each pair of partners and direction.
+"""The connections between hosts through Gloo groups of Paddle: two for each pair of peers and direction.
 
 Paddle's Gloo has `send` and `recv` for tensors of the CPU. Each call blocks until it is done, without
 Python's lock, and gives up after 30 s; calls of two ranks pair by how many calls each has made on the group.
@@ -35,7 +35,7 @@ from paceline.rendezvous.shared_memory import HostMemory
 MOST_HOSTS = 16
 """With more, threads and connections would be too many: some fourteen threads for each partner."""
 LANES = 2
-"""Connections to a partner in each direction. Gloo asks the receiver before it sends a message, and the
+"""Connections to a peer in each direction. Gloo asks the receiver before it sends a message, and the
 question waits behind what goes the same way: with one, a link of 100 Mbit/s idled a seventh of the time."""
 _CONNECT_WITHIN_S = 60.0
 _TRY_S = 2.0
@@ -49,7 +49,7 @@ _kept: list[Pipes] = []  # for the goodbye at the end of the process, which a gr
 
 
 def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
-    """Connect this rank to its partners on the other hosts. Collective, over all ranks.
+    """Connect this rank to its peers on the other hosts. Collective, over all ranks.
 
     Returns:
         Who is where; None: not between these ranks. They need a group of Paddle's over Gloo, and at most
@@ -86,7 +86,7 @@ class _Offer:
     Attributes:
         next_id: Paddle has no group of this number, or of a higher one, there.
         addresses: Where others may reach its host.
-        ports: Where it keeps the stores in which it meets partners: by their rank, one for each connection.
+        ports: Where it keeps the stores in which it meets peers: by their rank, one for each connection.
     """
 
     next_id: int
@@ -98,18 +98,18 @@ def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | N
     """Collective, over all ranks."""
     global _next_id
     own = next(host for host, ranks in enumerate(hosts) if peers.rank in ranks)
-    place, shares = hosts[own].index(peers.rank), num_shards(hosts)
-    partners = [ranks[place] for ranks in hosts] if place < shares else []
-    # Of two partners, the one on the host with the lower number keeps the stores.
+    place, shards = hosts[own].index(peers.rank), num_shards(hosts)
+    partners = [ranks[place] for ranks in hosts] if place < shards else []
+    # Of two peers, the one on the host with the lower number keeps the stores.
     reserved = {rank: [_reserve_port() for _ in range(2 * LANES)] for rank in partners[own + 1 :]}
     ports = {str(rank): [each.getsockname()[1] for each in row] for rank, row in reserved.items()}
     offers = _gather_offers(peers, _Offer(_next_id, addresses_for_others(), ports))
     first_id = max(offer.next_id for offer in offers)
-    _next_id = first_id + shares * len(hosts) ** 2 * LANES
+    _next_id = first_id + shards * len(hosts) ** 2 * LANES
     before = connected_sockets()
     outgoing: dict[int, list[Carry]] = {}
     incoming: dict[int, list[Carry]] = {}
-    # All ranks come to their partners in one order, so that no two wait for each other.
+    # All ranks come to their peers in one order, so that no two wait for each other.
     for other, partner in enumerate(partners):
         if other == own:
             continue
@@ -173,7 +173,7 @@ class _RendezvousPoint:
                 raise self.control.failure from error
             peers, reason = self.peers, str(error).strip() or type(error).__name__
             raise RendezvousError(
-                f"Rank {peers.rank} of {peers.world_size} could not connect to its partner on another host.",
+                f"Rank {peers.rank} of {peers.world_size} could not connect to its peer on another host.",
                 seen=f"rank {self.partner} ({_where(self.control, self.partner)})\n{reason.splitlines()[-1]}",
                 likely="a firewall between the hosts, or an interface that the other host cannot reach",
                 hint="GLOO_SOCKET_IFNAME names the interface to use, on each host; "

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import paddle
 
+from paceline.health.store_check import Work
 from paceline.reducer.comm_hooks import HookedBuckets
 from paceline.reducer.communicator import ReductionOptions
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.process_group import Transport
-from paceline.rendezvous.roll_call import Work
 
 if TYPE_CHECKING:
     from paceline.paddle.communicator.calls import GroupCalls

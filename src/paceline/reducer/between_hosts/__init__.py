@@ -1,22 +1,22 @@
 """Between hosts: each host sums its own ranks' gradients, and only the sums go from host to host.
 
-`hierarchical` is a reducer as others are, and hands each rank's share of a bucket to `exchange`. Its flights
+`hierarchical` is a reducer as others are, and hands each rank's shard of a bucket to `exchange`. Its flights
 (`sum_messages`, `value_messages`) are laid out over `routes`, add up by `blocks`, and travel as `wire` says,
 in one of the `sum_formats`. The front ends have the transports; `piped_transport` is for engines whose calls
 block.
 
 Words
-  share    the part of each bucket that one rank of a host sums and exchanges with its *peers*, the ranks
+  shard    the part of each bucket that one rank of a host sums and exchanges with its *peers*, the ranks
            with the same local rank on the other hosts. There are as many as the smallest host has ranks;
            further ranks of a larger host have none
   block    neighbouring ranks of one host whose sum goes to the other hosts. Each host is one, unless the
            sums have to be those of one host and this layout would add up in another order
-  part     of a share, what one host sums for all, where there are two rounds
-  piece    of a share or a part, what one message holds
+  part     of a shard, what one host sums for all, where there are two rounds
+  piece    of a shard or a part, what one message holds
   round    one step of an exchange; every host sends to every other in each
 
-Routes of a share of S bytes between H hosts of B blocks each
-  one round   for two hosts of one block, and where it sends little more: everybody's share to everybody.
+Routes of a shard of S bytes between H hosts of B blocks each
+  one round   for two hosts of one block, and where it sends little more: everybody's shard to everybody.
               B * (H - 1) * S sent, one latency.
   two rounds  otherwise: each part to its owner, who adds the sums up, then the sum to everybody.
               (B + 1) * (H - 1) / H * S sent, for one block the least that there is, and two latencies.

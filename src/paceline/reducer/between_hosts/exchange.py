@@ -1,4 +1,4 @@
-"""One rank's share of each bucket on its way to the other hosts and back; this folder's head has the words.
+"""One rank's shard of each bucket on its way to the other hosts and back; this folder's head has the words.
 
 Whoever runs the backward makes and sends, and one thread waits, adds up and publishes. It has
 to be a thread, because a transport tells that a message has come only to who waits for it; its waits let
@@ -10,7 +10,7 @@ Steps of a bucket, on each rank
    begins them when the backward before has ended; where there are few, while messages of that backward are
    still on their way and nobody runs: two threads that hand Python's lock to and fro take longer than the
    work itself (0.3 to 0.6 ms of a backward of 100 kB).
-2. `launch`: the share is sent: summed over the host's ranks piece by piece (`sum_messages`), or as it is
+2. `launch`: the shard is sent: summed over the host's ranks piece by piece (`sum_messages`), or as it is
    (`value_messages`).
 3. The thread: in one round the pieces of all blocks are published as they come. In two, those of this host's
    part are added up and sent on, the next bucket's come first if there is one, and then the parts of the
@@ -20,7 +20,7 @@ Where there are few messages, no other rank on the host, and signals are heard m
 backward makes steps 3 and 4 itself: it has nothing else to do, and need not wake and be woken.
 
 Memory: a few buckets are under way at a time (WINDOW), each in a *room* of its own for what is sent and what
-is received: together about WINDOW * 2 to 3 shares of the largest bucket, or one for values, whatever the size
+is received: together about WINDOW * 2 to 3 shards of the largest bucket, or one for values, whatever the size
 of the model. There are two at least, so that a model of one bucket can receive that of the next backward. A
 bucket has the same room in every backward (that of a model of one bucket takes turns), so its messages are
 laid out once, when it first comes (`messages`).
@@ -58,7 +58,7 @@ _RECEIVE_NEXT = _ReceiveNext()
 
 
 class HostExchange:
-    """Carries the sums of one rank's shares to the other hosts and back.
+    """Carries the sums of one rank's shards to the other hosts and back.
 
     Args:
         terms: What all buckets of this rank have in common.
@@ -120,7 +120,7 @@ class HostExchange:
         *,
         may_wait: bool,
     ) -> bool:
-        """Sum this rank's share of a bucket that all ranks of the host have posted, and begin to exchange it.
+        """Sum this rank's shard of a bucket that all ranks of the host have posted, and begin to exchange it.
 
         Returns:
             Whether it was launched: False where there is no memory now.

@@ -1,18 +1,18 @@
 """One backward pass over several hosts: sums in the memory of each host, then between hosts, then back.
 
-The rank with local rank l has the same *share* of each bucket on every host. It sums that over
+The rank with local rank l has the same *shard* of each bucket on every host. It sums that over
 its host's ranks, exchanges the sum with its peers, and writes the mean into the gradient buffers of all
 ranks of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks
-that have a share: as many on each host as the smallest host has ranks.
+that have a shard: as many on each host as the smallest host has ranks.
 
 Steps of a backward, for H hosts of L ranks
 1. A parameter is marked ready. Buckets that became complete on this rank are posted; those that all ranks of
    the host have posted are summed and sent, in the plan's order, as far as there is memory.
 2. At the end places of unmarked parameters are cleared and the remaining buckets posted and launched. Every
    rank launches the same buckets in every backward, whatever its backward did.
-3. What this rank reports of its backward travels beside its share of the last bucket, and comes to the peer,
+3. What this rank reports of its backward travels beside its shard of the last bucket, and comes to the peer,
    who lays it where all ranks of its host read it. So the verdict takes no further round. A rank without a
-   share writes it into the memory of its host before it posts the last bucket, and another one sends both.
+   shard writes it into the memory of its host before it posts the last bucket, and another one sends both.
    Only if some rank reports gradients that are not finite, a second exchange shows which.
 Sums are undivided, and each message tells its host's weight: the mean is divided once, by the total.
 
@@ -41,11 +41,11 @@ from paceline.health.peer_monitor import ChannelSource, PeerMonitor
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.backward_reports import REPORT_BYTES, pack_bits, unpack_bits
 from paceline.reducer.between_hosts.blocks import exact_blocks, whole_hosts
+from paceline.reducer.between_hosts.compressed_sums import CodedSums, PlainSums, SumFormat
 from paceline.reducer.between_hosts.exchange import HostExchange
 from paceline.reducer.between_hosts.messages import Terms
 from paceline.reducer.between_hosts.peer_waits import PeerWaits, patience_with_its_host_s
 from paceline.reducer.between_hosts.routes import num_shards, plan_route, spoken_for
-from paceline.reducer.between_hosts.sum_formats import CodedSums, PlainSums, SumFormat
 from paceline.reducer.between_hosts.wire import HostsTransport
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.protocol import BackwardStatus
@@ -112,19 +112,19 @@ class HierarchicalReducer(ReportingReducer):
         )
         begin = self._core.buffer_pointer
         super().__init__(plan, hosts.world_size, hosts.who, [begin + offset for offset in plan.offsets])
-        self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shares
-        self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shares
+        self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shards
+        self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shards
         self.codes: CodedSums | None = None
         self.saw_nonfinite = False
         self._own_ranks = hosts.own_ranks
-        local_rank, shares = self._own_ranks.index(hosts.rank), num_shards(hosts.ranks)
-        self._has_shard = local_rank < shares
-        self._spoken_for = spoken_for(self._own_ranks, local_rank, shares)[1:]
+        local_rank, shards = self._own_ranks.index(hosts.rank), num_shards(hosts.ranks)
+        self._has_shard = local_rank < shards
+        self._spoken_for = spoken_for(self._own_ranks, local_rank, shards)[1:]
         self._blocks = (exact_blocks if is_exact else whole_hosts)(hosts.ranks, _core.MAX_RANKS)
         self._lost: BaseException | None = (
-            None  # a failure that was reported to this rank, which has no share
+            None  # a failure that was reported to this rank, which has no shard
         )
-        self._exchange = self._make_exchange(local_rank, shares, generation, encoding, before)
+        self._exchange = self._make_exchange(local_rank, shards, generation, encoding, before)
         if self._exchange is None:
             hosts.control.at_failure(self._report_lost)
         else:
@@ -194,7 +194,7 @@ class HierarchicalReducer(ReportingReducer):
             self._core.begin_backward(self._weight)
         for number in self.marks.take_complete():
             self._note_complete_bucket(number)
-            # Whoever sends the report of a rank without a share finds it once the last one is complete.
+            # Whoever sends the report of a rank without a shard finds it once the last one is complete.
             if self._has_shard or number < self._last:
                 self._core.post(number)
 
@@ -209,7 +209,7 @@ class HierarchicalReducer(ReportingReducer):
     def _launch(
         self, bucket: int, make_report: Callable[[], bytes] | None = None, *, may_wait: bool = True
     ) -> bool:
-        if self._exchange is None:  # its share is empty; others of this host read its report where it is
+        if self._exchange is None:  # its shard is empty; others of this host read its report where it is
             self._core.count_share()
             return True
         return self._exchange.launch(bucket, self._note_nonfinite, make_report, may_wait=may_wait)
@@ -331,9 +331,9 @@ class HierarchicalReducer(ReportingReducer):
     # --- failures ---
 
     def _make_exchange(
-        self, local_rank: int, shares: int, generation: int, encoding: int | None, before: CodedSums | None
+        self, local_rank: int, shards: int, generation: int, encoding: int | None, before: CodedSums | None
     ) -> HostExchange | None:
-        """What exchanges this rank's shares; None: it has none, and other ranks of its host exchange all."""
+        """What exchanges this rank's shards; None: it has none, and other ranks of its host exchange all."""
         hosts, plan = self._hosts, self._plan
         spans = [(b.begin_byte, b.end_byte, plan.sections[b.section].itemsize) for b in plan.buckets]
         itemsizes = [max(4, itemsize) for _, _, itemsize in spans]  # of sums
@@ -346,7 +346,7 @@ class HierarchicalReducer(ReportingReducer):
                 (end - begin) // itemsize,
                 max(4, itemsize),
                 local_rank,
-                shares,
+                shards,
                 len(hosts.ranks),
                 num_blocks=num_blocks,
                 value_bytes=itemsize if may_send_values else None,
@@ -388,7 +388,7 @@ class HierarchicalReducer(ReportingReducer):
             routes=routes,
             sums=sums,
             blocks=self._blocks,
-            reporting=[spoken_for(ranks, local_rank, shares) for ranks in hosts.ranks],
+            reporting=[spoken_for(ranks, local_rank, shards) for ranks in hosts.ranks],
             report_bytes=REPORT_BYTES + len(self._no_bits),
             generation=generation,
             on_overflow=note_overflow,
@@ -425,7 +425,7 @@ class HierarchicalReducer(ReportingReducer):
             self._core.keep_buffer()
 
     def _report_lost(self, error: BaseException) -> None:
-        """This rank, which has no share, or another one has failed: report it to ranks that may not know."""
+        """This rank, which has no shard, or another one has failed: report it to ranks that may not know."""
         if self._lost is None:
             self._lost = error
             self._hosts.group.abort(pack_failure(error, self._hosts.rank))

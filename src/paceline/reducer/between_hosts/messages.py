@@ -16,9 +16,9 @@ import numpy as np
 from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.reducer.between_hosts.blocks import Blocks
+from paceline.reducer.between_hosts.compressed_sums import SumFormat
 from paceline.reducer.between_hosts.peer_waits import PeerWaits
 from paceline.reducer.between_hosts.routes import Route, turns_of
-from paceline.reducer.between_hosts.sum_formats import SumFormat
 from paceline.reducer.between_hosts.wire import (
     HEADER_BYTES,
     Begin,
@@ -39,7 +39,7 @@ class Terms:
         waits: For messages.
         spans: Where each bucket is in the gradient buffer: its first byte, the one behind its last, and the
             bytes of an element.
-        routes: The way of this rank's share of each bucket.
+        routes: The way of this rank's shard of each bucket.
         sums: How sums stand in messages.
         blocks: Whose sums go from host to host, and how they are added.
         reporting: The ranks whose reports travel beside the last bucket, of each host.

@@ -1,4 +1,4 @@
-"""Who sends which part of a bucket to whom: the layout of ranks on hosts, and the route of each share.
+"""Who sends which part of a bucket to whom: the layout of ranks on hosts, and the route of each shard.
 
 The head of this folder has the words, and what each route costs. Pure.
 """
@@ -21,7 +21,7 @@ ONE_ROUND_BYTES = 12 << 10
 """How many more bytes than two rounds one round may send. At 100 Mbit/s they take 1 ms, about as long as a
 second round."""
 VALUES_BYTES = 256 << 10
-"""Smaller shares travel as sums: further messages would cost more than they save. Gradients of 16 bits always
+"""Smaller shards travel as sums: further messages would cost more than they save. Gradients of 16 bits always
 travel as they are, because their sums are twice as large; below this size in one round, where sums would."""
 BUCKET_BYTES = 4 << 20
 """Most of a bucket between hosts: while one is exchanged the next is computed, and the last has nothing
@@ -31,15 +31,15 @@ _BLOCK_ELEMENTS = 16
 
 @dataclass(frozen=True)
 class Route:
-    """How one rank's share of a bucket travels. Elements count from the beginning of the bucket.
+    """How one rank's shard of a bucket travels. Elements count from the beginning of the bucket.
 
     Attributes:
-        share: The elements.
-        parts: In one round: one, the whole share. Else that of each host. Each in pieces.
+        shard: The elements.
+        parts: In one round: one, the whole shard. Else that of each host. Each in pieces.
         is_of_values: Whether gradients travel as they are, and not their sums.
     """
 
-    share: range
+    shard: range
     parts: tuple[tuple[range, ...], ...]
     is_of_values: bool = False
 
@@ -63,34 +63,34 @@ def plan_route(
     *,
     is_followed: bool = False,
 ) -> Route:
-    """The route of one rank's share; a pure function, the same for all its peers.
+    """The route of one rank's shard; a pure function, the same for all its peers.
 
     Example:
         >>> plan_route(64, 4, 1, 2, 2)
-        Route(share=range(32, 64), parts=((range(32, 64),),), is_of_values=False)
+        Route(shard=range(32, 64), parts=((range(32, 64),),), is_of_values=False)
     """
-    share = _cut_evenly(range(count), num_ranks)[local_rank]
-    if value_bytes is not None and (value_bytes < itemsize or len(share) * value_bytes >= VALUES_BYTES):
+    shard = _cut_evenly(range(count), num_ranks)[local_rank]
+    if value_bytes is not None and (value_bytes < itemsize or len(shard) * value_bytes >= VALUES_BYTES):
         is_long = num_hosts == 2 or is_followed
         piece_bytes = piece_bytes or (LONG_MESSAGE_BYTES if is_long else MESSAGE_BYTES)
         most = piece_bytes // value_bytes // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS
-        nbytes = len(share) * value_bytes
+        nbytes = len(shard) * value_bytes
         is_one_round = (
             nbytes < VALUES_BYTES and _more_in_one_round(nbytes, [1] * num_hosts) <= ONE_ROUND_BYTES
         )
-        parts = [share] if is_one_round else _cut_evenly(share, num_hosts)
-        return Route(share, tuple(_pieces(part, most) for part in parts), is_of_values=True)
+        parts = [shard] if is_one_round else _cut_evenly(shard, num_hosts)
+        return Route(shard, tuple(_pieces(part, most) for part in parts), is_of_values=True)
     piece_bytes = piece_bytes or MESSAGE_BYTES
     num_blocks = [1] * num_hosts if num_blocks is None else num_blocks
-    nbytes = len(share) * itemsize
+    nbytes = len(shard) * itemsize
     if _more_in_one_round(nbytes, num_blocks) <= ONE_ROUND_BYTES:
-        parts = [share]
+        parts = [shard]
     elif num_hosts == 2 and nbytes > 2 * piece_bytes:
-        parts = _cut_by_blocks(share, *num_blocks)
+        parts = _cut_by_blocks(shard, *num_blocks)
     else:
-        parts = _cut_evenly(share, num_hosts)
+        parts = _cut_evenly(shard, num_hosts)
     most = max(_BLOCK_ELEMENTS, piece_bytes // itemsize // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS)
-    return Route(share, tuple(_pieces(part, most) for part in parts))
+    return Route(shard, tuple(_pieces(part, most) for part in parts))
 
 
 def _more_in_one_round(nbytes: int, num_blocks: Sequence[int]) -> float:
@@ -105,18 +105,18 @@ def place_of(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
 
 
 def num_shards(ranks: Sequence[Sequence[int]]) -> int:
-    """How many ranks of each host have a share."""
+    """How many ranks of each host have a shard."""
     return min(map(len, ranks))
 
 
-def spoken_for(ranks: Sequence[int], local_rank: int, shares: int) -> tuple[int, ...]:
-    """The ranks of a host whose reports travel beside the share of one of them: itself, and some without one.
+def spoken_for(ranks: Sequence[int], local_rank: int, shards: int) -> tuple[int, ...]:
+    """The ranks of a host whose reports travel beside the shard of one of them: itself, and some without one.
 
     Example:
-        >>> spoken_for([4, 5, 6], local_rank=0, shares=2)
+        >>> spoken_for([4, 5, 6], local_rank=0, shards=2)
         (4, 6)
     """
-    return tuple(ranks[local_rank::shares])
+    return tuple(ranks[local_rank::shards])
 
 
 def turns_of(host: int, num_hosts: int) -> list[int]:
@@ -135,15 +135,15 @@ def _cut_evenly(whole: range, count: int) -> list[range]:
     return [whole[begin:end] for begin, end in pairwise(cuts)]
 
 
-def _cut_by_blocks(share: range, one: int, other: int) -> list[range]:
+def _cut_by_blocks(shard: range, one: int, other: int) -> list[range]:
     """The parts of two hosts that have so many blocks, with which both send the same.
 
-    Whoever owns x of the share sends its blocks of the rest, and x: with 1 and 2 blocks, the second host owns
-    everything, gets the first one's sum and sends the result, and neither sends more than the share.
+    Whoever owns x of the shard sends its blocks of the rest, and x: with 1 and 2 blocks, the second host owns
+    everything, gets the first one's sum and sends the result, and neither sends more than the shard.
     """
-    blocks = -(-len(share) // _BLOCK_ELEMENTS)
-    cut = min(len(share), blocks * (one - 1) // (one + other - 2) * _BLOCK_ELEMENTS)
-    return [share[:cut], share[cut:]]
+    blocks = -(-len(shard) // _BLOCK_ELEMENTS)
+    cut = min(len(shard), blocks * (one - 1) // (one + other - 2) * _BLOCK_ELEMENTS)
+    return [shard[:cut], shard[cut:]]
 
 
 def _pieces(part: range, most: int) -> tuple[range, ...]:

@@ -218,7 +218,7 @@ class FewValuesFlight(Flight):
     def __init__(self, terms: Terms, bucket: int, room: Message) -> None:
         super().__init__(terms, bucket)
         begin, end, _ = terms.spans[bucket]
-        self._elements = terms.routes[bucket].share
+        self._elements = terms.routes[bucket].shard
         self._gradient_buffer = _buffer_bytes(terms.core, begin, end)
         self._weights = [0.0] * terms.num_hosts
         payload_bytes = functools.partial(self._payload_bytes, terms, bucket)

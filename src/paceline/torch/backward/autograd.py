@@ -28,6 +28,7 @@ from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Communicator
 from paceline.sharding.scattered_gradients import refuse_sparse
 from paceline.torch.backward.accumulated import part_accumulated
+from paceline.torch.backward.deferred_gradients import DeferredGradients
 from paceline.torch.backward.direct_gradients import DirectGradients
 from paceline.torch.backward.gradient_hooks import HAS_EXCHANGE_API, SharedGradients
 from paceline.torch.backward.gradients import Gradients
@@ -39,7 +40,6 @@ from paceline.torch.backward.graphs import (
     tensors_in,
 )
 from paceline.torch.backward.last_hooks import LastHooks
-from paceline.torch.backward.late import DeferredGradients
 from paceline.torch.backward.micro_batches import TorchWeights
 from paceline.torch.backward.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.backward.sampled_times import SampledTimes, profiled

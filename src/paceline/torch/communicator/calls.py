@@ -18,13 +18,13 @@ from torch._C._distributed_c10d import AllgatherOptions
 from paceline.errors import CollectiveError
 from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer
 from paceline.health.peer_monitor import ChannelSource, PeerMonitor
+from paceline.health.store_check import Work
 from paceline.reducer.channels import known_channel
 from paceline.reducer.comm_hooks import CommHook, HookedBuckets
 from paceline.reducer.communicator import ReductionOptions
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.process_group_calls import ProcessGroupCalls
 from paceline.reducer.process_group_waits import ProcessGroupWaits, Rows
-from paceline.rendezvous.roll_call import Work
 from paceline.torch.communicator.broadcast import PreparedBroadcast
 from paceline.torch.communicator.comm_hook import TorchHook
 from paceline.torch.communicator.transport import ProcessGroupTransport, asynchronous

@@ -15,12 +15,12 @@ from paceline.health.peer_monitor import (
     PeerMonitor,
 )
 from paceline.reducer.between_hosts import hosts_communicator
+from paceline.reducer.between_hosts.compressed_sums import CodedSums
+from paceline.reducer.between_hosts.device_shards import DeviceShards, Place, plan_of_shards, take_over
 from paceline.reducer.between_hosts.hierarchical import Hosts
 from paceline.reducer.between_hosts.hosts_communicator import HostReducers, check_group
 from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts, refuse_other_bits
 from paceline.reducer.between_hosts.routes import BUCKET_BYTES, place_of
-from paceline.reducer.between_hosts.shares import Place, Shares, plan_of_shards, take_over
-from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import (
     BesideCommunicator,
@@ -34,10 +34,10 @@ from paceline.reducer.plan import Plan
 from paceline.reducer.process_group import ProcessGroupReducer
 from paceline.torch.communicator.calls import GroupCalls
 from paceline.torch.communicator.device_copies import DeviceCopies
+from paceline.torch.communicator.device_shard_transport import DeviceShardTransport
 from paceline.torch.communicator.find_peers import Peers, ProcessGroupPeers
 from paceline.torch.communicator.hosts import join_hosts, join_peers
 from paceline.torch.communicator.local_group import LocalCalls, LocalGroup, check_devices, local_group_of
-from paceline.torch.communicator.share_transport import ShareTransport
 from paceline.torch.ops import OPS
 
 
@@ -101,7 +101,7 @@ def _connect_devices(
 class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
     """A `Communicator` between several hosts for gradients on devices; all else goes over the group.
 
-    The process group of each host leaves its ranks a share of each bucket, which they exchange.
+    The process group of each host leaves its ranks a shard of each bucket, which they exchange.
     """
 
     path, bits = "hosts", "engine"
@@ -140,16 +140,16 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
         gradient_buffer = OPS.allocate(plan, parameters, instead_of)
         device = gradient_buffer.sections[0].device
         calls = LocalCalls(self._group, self._peers, self._of_host, device, plan)
-        of_shares = plan_of_shards(plan, self._group.size)
-        reducer = self._reducers.make_next(of_shares, None)
+        of_shards = plan_of_shards(plan, self._group.size)
+        reducer = self._reducers.make_next(of_shards, None)
         place = Place(self._group.place, self._group.size)
         if reducer.codes is not None:
             if self._coded is not None:
                 take_over(*self._coded, reducer.codes, plan, place, self._memory)
             self._coded = reducer.codes, plan
-        memory = OPS.buffer_at(of_shares, (), reducer.buffer_pointer, reducer.memory)
+        memory = OPS.buffer_at(of_shards, (), reducer.buffer_pointer, reducer.memory)
         who, num_shards = self._partners.who, len(plan.buckets)
-        shares = Shares(
+        shards = DeviceShards(
             reducer,
             num_shards,
             who,
@@ -158,18 +158,18 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
             self._of_host,
             None if reducer.codes is None else self._memory,
         )
-        transport = ShareTransport(
+        transport = DeviceShardTransport(
             gradient_buffer,
             self._peers.calls,
             options,
             calls,
-            shares,
+            shards,
             [memory.bucket(number) for number in range(num_shards)],
             len(self._partners.ranks),
             DeviceCopies(device),
         )
-        adopt = None if reducer.codes is None else functools.partial(shares.adopt_errors, plan, place)
-        reducer_of_all = ProcessGroupReducer(plan, transport, beside=shares)
+        adopt = None if reducer.codes is None else functools.partial(shards.adopt_errors, plan, place)
+        reducer_of_all = ProcessGroupReducer(plan, transport, beside=shards)
         return over_group(gradient_buffer, transport, reducer_of_all, adopt)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[torch.Tensor]:

@@ -1,6 +1,6 @@
 """Copies between a device and pinned memory of the host, on a stream of their own.
 
-All that is special to a device in the way of a share stands here, so that tests can put
+All that is special to a device in the way of a shard stands here, so that tests can put
 something in its place that needs none. The stream is behind what is asked of it alone: copies do not wait for
 the rest of the backward, and the backward does not wait for them.
 """

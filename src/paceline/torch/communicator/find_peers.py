@@ -18,7 +18,7 @@ from paceline.errors import ConfigError, RendezvousError
 from paceline.reducer import process_group_peers
 from paceline.reducer.host_reports import GroupReports, Reports
 from paceline.reducer.peers import EnvironmentGroup, GroupPeers, exchange_of_named
-from paceline.reducer.process_group_peers import ProcessGroupExchange, roll_of
+from paceline.reducer.process_group_peers import ProcessGroupExchange, store_checks_of
 from paceline.rendezvous.exchange import Exchange
 from paceline.torch.communicator.calls import GroupCalls, gather_over, transport_device
 from paceline.torch.communicator.store_exchange import (
@@ -116,7 +116,7 @@ def exchange_over(process_group: dist.ProcessGroup | None = None) -> ProcessGrou
         )
     store = store_of(group)
     ranks = dist.get_process_group_ranks(group)
-    roll = roll_of(
+    checks = store_checks_of(
         group,
         rank,
         world_size,
@@ -126,7 +126,7 @@ def exchange_over(process_group: dist.ProcessGroup | None = None) -> ProcessGrou
         engine=f"torch's {dist.get_backend(group)} process group",
     )
     begin_gather = functools.partial(gather_over, group, transport_device(group))
-    return ProcessGroupExchange(rank, world_size, begin_gather, roll)
+    return ProcessGroupExchange(rank, world_size, begin_gather, checks)
 
 
 def find_peers(

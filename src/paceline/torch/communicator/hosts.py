@@ -46,7 +46,7 @@ from paceline.torch.communicator.store_exchange import store_of
 
 
 def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
-    """Connect this rank to its partners on the other hosts. Collective, over all ranks.
+    """Connect this rank to its peers on the other hosts. Collective, over all ranks.
 
     Returns:
         Who is where; None: not between these ranks. They need several hosts, and a process group that has a
@@ -68,14 +68,14 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
 
 
 def join_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], control: ControlChannel) -> Hosts:
-    """Connect this rank to its partners, as hosts of one rank each. Collective, over all ranks.
+    """Connect this rank to its peers, as hosts of one rank each. Collective, over all ranks.
 
     Raises:
-        RendezvousError: A partner could not be reached in time.
+        RendezvousError: A peer could not be reached in time.
     """
     transport = connect_peers(peers, hosts)
-    assert transport is not None  # every rank has a share
-    name = f"shares of rank {peers.rank} of {peers.world_size} {secrets.token_hex(4)}"
+    assert transport is not None  # every rank has a shard
+    name = f"shards of rank {peers.rank} of {peers.world_size} {secrets.token_hex(4)}"
     return Hosts(
         rank=transport.host,
         world_size=len(hosts),
@@ -114,7 +114,7 @@ def connect_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> G
     except RuntimeError as error:
         others = ", ".join(f"rank {partner} ({names[partner]})" for partner in partners if partner != rank)
         raise RendezvousError(
-            f"Rank {rank} of {peers.world_size} could not connect to its partners on the other hosts.",
+            f"Rank {rank} of {peers.world_size} could not connect to its peers on the other hosts.",
             seen=f"{others}\n{str(error).splitlines()[0]}",
             likely="a firewall between the hosts, or an interface that the other host cannot reach",
             hint="GLOO_SOCKET_IFNAME names the interface to use, on each host; "
@@ -141,7 +141,7 @@ class GlooTransport:
         self._upwards, self._downwards = upwards, downwards
         self._names = names
         self._sockets = sockets
-        # What Gloo calls sent is in this machine's buffers. A partner that has not got it yet may ask for the
+        # What Gloo calls sent is in this machine's buffers. A peer that has not got it yet may ask for the
         # next backward over the same connection, which would be reset if it were closed.
         weakref.finalize(self, close_once_arrived, sockets).atexit = False
         lifetime.before_leaving(self.leave, is_last=True)
@@ -167,7 +167,7 @@ class GlooTransport:
 
     def abort(self) -> None:
         # With torch 2.13 neither abort() nor shutdown() of a Gloo group wakes anybody. What was written to
-        # a socket before still arrives, then the partner and this rank's own waits see its end.
+        # a socket before still arrives, then the peer and this rank's own waits see its end.
         shut_down(self._sockets)
 
 

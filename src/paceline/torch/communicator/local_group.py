@@ -219,7 +219,7 @@ class LocalCalls:
         return self._calls.begin(lambda: self._group._reduce_scatter_base(own, flat, options), bucket)
 
     def all_gather(self, flat: torch.Tensor, bucket: int) -> dist.Work:
-        """Begin to give every rank of the host the shares of all. Collective, in place."""
+        """Begin to give every rank of the host the shards of all. Collective, in place."""
         own = self.part_of(flat)
         if self._is_gloo:
             rows = list(flat.view(self.size, -1).unbind())

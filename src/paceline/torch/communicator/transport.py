@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 
 from paceline import _core
+from paceline.health.store_check import Work
 from paceline.reducer.comm_hooks import HookedBuckets
 from paceline.reducer.communicator import ReductionOptions
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.process_group import Transport
-from paceline.rendezvous.roll_call import Work
-from paceline.torch.communicator.finite import FiniteChecks
+from paceline.torch.communicator.nonfinite import FiniteChecks
 from paceline.torch.communicator.streams import Streams
 from paceline.torch.model.parameters import DTYPES
 

@@ -1,9 +1,9 @@
 """What a message between hosts holds of sums: the values as they are, or codes of fewer bytes.
 
-What encoding took from a share stays with the rank that sends it, and is added the next time; what it took in
+What encoding took from a shard stays with the rank that sends it, and is added the next time; what it took in
 a backward that was not good, or from a parameter that no rank used, is as if it had not been.
 
-Words: a *share*, a *part*, a *piece* as at the head of this folder; the *error* of a share is what its codes
+Words: a *shard*, a *part*, a *piece* as at the head of this folder; the *error* of a shard is what its codes
 have not delivered yet, per unit of weight, so that it does not grow when the weights of ranks change.
 """
 
@@ -85,15 +85,15 @@ class CodedSums:
         self._plain = PlainSums(itemsizes)
         self._hosts_per_own = sum(host_sizes) / host_sizes[host]
         self._is_coded = [itemsize == 4 for itemsize in itemsizes]
-        # The error of each share, and that of the part whose sums over all hosts this rank sends.
+        # The error of each shard, and that of the part whose sums over all hosts this rank sends.
         self._errors: tuple[list[KeptError], list[KeptError]] = ([], [])
         self._firsts: list[tuple[int, int]] = []
         for route, is_coded in zip(routes, self._is_coded):
             part = route.part_of(host)
             num_added = 0 if route.is_one_round else sum(map(len, part))
-            for kept, count in zip(self._errors, (len(route.share), num_added)):
+            for kept, count in zip(self._errors, (len(route.shard), num_added)):
                 kept.append(KeptError(count if is_coded else 0))
-            self._firsts.append((route.share.start, part[0].start))
+            self._firsts.append((route.shard.start, part[0].start))
         most = max((len(piece) for route in routes for part in route.parts for piece in part), default=0)
         self._pieces = self._by_parameter()
         self._rooms = np.empty((2, most), np.float32)
@@ -103,7 +103,7 @@ class CodedSums:
         """Begin with the errors of another plan of the same parameters. Collective over `group`, the host.
 
         Which rank of the host sends a value may have changed. An error of sums over all hosts has another
-        owner now, too: it becomes one of this host's share, as if all ranks weighed the same.
+        owner now, too: it becomes one of this host's shard, as if all ranks weighed the same.
         """
         for index, spec in enumerate(self._plan.parameters):
             if spec.itemsize > 4 or not spec.numel:

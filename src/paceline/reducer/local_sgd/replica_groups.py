@@ -13,7 +13,7 @@ from paceline.reducer.communicator import Communicator
 from paceline.rendezvous.exchange import Exchange
 
 _Communicator = TypeVar("_Communicator", bound=Communicator[Any])
-Members = tuple[tuple[int, ...], ...]
+ReplicaGroups = tuple[tuple[int, ...], ...]
 """The ranks of each member."""
 
 
@@ -27,7 +27,7 @@ def join_replica_group(
     on_host: bool,
     timeout_s: float,
     warn_after_s: float,
-) -> tuple[_Communicator, Members]:
+) -> tuple[_Communicator, ReplicaGroups]:
     """The communicator between the ranks of this rank's member, and the ranks of each. Collective, over all
     ranks.
     """
@@ -47,7 +47,7 @@ def join_replica_group(
 
 def share_in_replica_group(
     exchange: Exchange, between: str, timeout_s: float, warn_after_s: float
-) -> tuple[_core.HostGroup, Members]:
+) -> tuple[_core.HostGroup, ReplicaGroups]:
     """The memory of this rank's member, and the ranks of each member. Collective, over all ranks."""
     if between == "hosts":
         memory = share_on_each_host(

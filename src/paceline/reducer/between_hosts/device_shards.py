@@ -1,16 +1,16 @@
-"""Shares of buckets that lie on devices, between hosts: what a transport needs beside its process group.
+"""Shards of buckets on devices, between hosts: what a transport needs beside its process group.
 
-The process group of a host leaves each of its ranks a share of each bucket, and then it is as
+The process group of a host leaves each of its ranks a shard of each bucket, and then it is as
 if this rank were a host of its own. So a `HierarchicalReducer` over hosts of one rank each, whose plan has
-one parameter for each share, exchanges it with the peers, and gives back the mean over the hosts.
+one parameter for each shard, exchanges it with the peers, and gives back the mean over the hosts.
 
 Steps of a backward, on each rank
-1. `bring`: a bucket has been launched. What fetches the share of it (which waits for the process group, and
-   for the device) goes to a thread, so that no hook waits. The thread takes the shares in the order of the
+1. `bring`: a bucket has been launched. What fetches the shard of it (which waits for the process group, and
+   for the device) goes to a thread, so that no hook waits. The thread takes the shards in the order of the
    plan, and makes no call on any group.
-2. The thread fetches the share into memory of the host and marks it ready, and the exchange sends it while
+2. The thread fetches the shard into memory of the host and marks it ready, and the exchange sends it while
    the backward goes on.
-3. `finish`: all shares have been marked; the exchange is finished, and they hold means. The last share is
+3. `finish`: all shards have been marked; the exchange is finished, and they hold means. The last shard is
    sent only now, so nothing that needs means can be begun before.
 """
 
@@ -30,9 +30,9 @@ from paceline.errors import CollectiveError, DeadlineError
 from paceline.health.peer_errors import unpack_failure
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.backward_errors import shorten
+from paceline.reducer.between_hosts.compressed_sums import CodedSums
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
 from paceline.reducer.between_hosts.peer_waits import patience_with_its_host_s
-from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.reducer.compression import Floats
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buckets
 from paceline.reducer.protocol import BackwardStatus
@@ -47,13 +47,13 @@ def shard_elements(plan: Plan, bucket: int, num_ranks: int) -> int:
 
 
 def plan_of_shards(plan: Plan, num_ranks: int) -> Plan:
-    """One parameter, and one bucket, for one rank's share of each bucket; the same for all places
+    """One parameter, and one bucket, for one rank's shard of each bucket; the same for all places
     in a host.
     """
     specs = []
     for number, bucket in enumerate(plan.buckets):
         section = plan.sections[bucket.section]
-        name = f"a share of {shorten([plan.parameters[index].name for index in bucket.parameters])}"
+        name = f"a shard of {shorten([plan.parameters[index].name for index in bucket.parameters])}"
         count = shard_elements(plan, number, num_ranks)
         specs.append(ParameterSpec(name, count, section.dtype, section.itemsize, "cpu"))
     return plan_whole_buckets(specs, caps_bytes=(1,), order=range(len(specs)))
@@ -66,7 +66,7 @@ class Place:
 
 
 def pieces_in_shard(plan: Plan, bucket: int, place: Place) -> list[tuple[int, slice, slice]]:
-    """(parameter, its elements, where they are in the share) of one rank's share of a bucket, in order."""
+    """(parameter, its elements, where they are in the shard) of one rank's shard of a bucket, in order."""
     count = shard_elements(plan, bucket, place.num_ranks)
     span = plan.buckets[bucket]
     section = plan.sections[span.section]
@@ -104,19 +104,19 @@ def take_over(
     ]
     wholes: list[Floats] = [np.zeros(spec.numel, np.float32) for spec in plan.parameters]
     for bucket, error in enumerate(kept):
-        for index, elements, of_share in pieces_in_shard(plan_before, bucket, place):
-            wholes[index][elements] = error[of_share]
+        for index, elements, of_shard in pieces_in_shard(plan_before, bucket, place):
+            wholes[index][elements] = error[of_shard]
     for spec, whole in zip(plan.parameters, wholes):
         if spec.itemsize <= 4 and spec.numel:  # float64 is not encoded
             host.all_reduce(whole.ctypes.data, spec.numel, _core.DTYPES["float32"], ReduceOp.SUM)
     for bucket, error in enumerate(errors):
-        for index, elements, of_share in pieces_in_shard(plan, bucket, place):
-            error[of_share] = wholes[index][elements]
+        for index, elements, of_shard in pieces_in_shard(plan, bucket, place):
+            error[of_shard] = wholes[index][elements]
     codes.keep(errors)
 
 
-class Shares:
-    """One rank's shares on their way to the peers and back, one backward after the other."""
+class DeviceShards:
+    """One rank's shards on their way to the peers and back, one backward after the other."""
 
     def __init__(
         self,
@@ -135,7 +135,7 @@ class Shares:
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
         self._coming: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="paceline-shares", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="paceline-shards", daemon=True)
         start_thread(self._thread)
 
     def bring(self, bucket: int, fetch: Callable[[], None]) -> None:
@@ -150,7 +150,7 @@ class Shares:
         with self._changed:
             while self._num_ready < self._num_shards:
                 self.check()
-                if self._num_ready > num_ready:  # each share has a deadline of its own
+                if self._num_ready > num_ready:  # each shard has a deadline of its own
                     num_ready = self._num_ready
                     ends_s = time.monotonic() + patience_with_its_host_s(self._timeout_s)
                 if time.monotonic() > ends_s:
@@ -201,11 +201,11 @@ class Shares:
 
     def _run(self) -> None:
         try:
-            while (share := self._coming.get()) is not None:
-                bucket, fetch = share
+            while (shard := self._coming.get()) is not None:
+                bucket, fetch = shard
                 fetch()
                 self.reducer.mark_ready(bucket)
-                del share, fetch  # they keep the transport, which may be dropped
+                del shard, fetch  # they keep the transport, which may be dropped
                 with self._changed:
                     self._num_ready += 1
                     self._changed.notify_all()
@@ -216,7 +216,7 @@ class Shares:
 
     def _late(self) -> DeadlineError:
         return DeadlineError(
-            f"{self._who.capitalize()} gave up waiting for its shares of the gradients.",
+            f"{self._who.capitalize()} gave up waiting for its shards of the gradients.",
             seen=f"{self._num_ready} of {self._num_shards} have come",
             likely="a device of this host is stuck",
             hint="look at the other ranks' output; `timeout_s` gives them longer",

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from paceline.reducer.between_hosts.compressed_sums import ENCODINGS, CodedSums
 from paceline.reducer.between_hosts.routes import plan_route
-from paceline.reducer.between_hosts.sum_formats import ENCODINGS, CodedSums
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 
 SIZES = (700, 33_000, 5, 2000)
@@ -163,7 +163,7 @@ def test_errors_go_to_the_ranks_that_send_the_values_now(num_hosts):
         assert_array_equal(first + second, wanted[index])
 
 
-def test_a_rank_without_a_share_takes_part_when_errors_move():
+def test_a_rank_without_a_shard_takes_part_when_errors_move():
     old = sums_of("topk", plan_of(1 << 20))
     send(old, 0, 0, range(700), np.linspace(-1, 1, 700).astype(np.float32), 1.0)
     old.adopt(())

@@ -1,9 +1,9 @@
 """Which ranks of a framework's process group do not answer, when something over it has failed or is late.
 
-A process group does not say. The store through which it was formed does: whoever notices a failure calls the
-roll there, every rank that is in the same call sees that within a moment and answers, and who does not answer
-is missing. Ranks of one host also look whether the process of a missing rank is dead or stopped. While all
-goes well nothing is written but where each process is, once; the store is read only in calls that take long.
+A process group does not say, but the store through which it was formed does: a rank that notices a failure
+requests a check there, every rank in the same call sees that within a moment and answers, and those that do
+not are missing. Ranks of one host also look whether the process of a missing rank is dead or stopped. While
+all goes well only the place of each process is written, once; the store is read only in calls that take long.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Protocol
 
 from paceline.errors import RendezvousError
 from paceline.rendezvous.deadline import call_within
+from paceline.rendezvous.signatures import KeyStore
 from paceline.stacks import STOPPED, process_state
 
 _QUIET_S = 0.1  # most calls are over by then
@@ -30,20 +31,6 @@ _LINGER_S = 1.0
 _NAP_S = 0.01
 _SHORTEST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.002
-
-
-class KeyStore(Protocol):
-    """A framework's store: words by key, for all ranks.
-
-    Both calls may raise RuntimeError (the store is gone), and may block for ever if the process that serves
-    the store is stopped.
-    """
-
-    def write(self, key: str, value: str) -> None: ...
-
-    def read(self, key: str) -> str | None:
-        """What was written at `key`; None: nothing yet. Does not wait for it."""
-        ...
 
 
 class Work(Protocol):
@@ -71,7 +58,7 @@ class Missing:
     state: str
 
 
-class Roll:
+class StoreChecks:
     """The ranks of one process group, and the key store where they answer. Writes down where this
     process is.
     """
@@ -83,7 +70,7 @@ class Roll:
         self.rank = rank
         self.world_size = world_size
         self.holder = holder
-        self.prefix = f"paceline/roll/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self.prefix = f"paceline/check/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._engine = engine
         self._calls = 0
         self._failures = 0  # what was written for one must not count for the next
@@ -95,9 +82,9 @@ class Roll:
     def place_of(self, rank: int) -> str:
         return f"{self.prefix}/place/{rank}"
 
-    def begin(self) -> RollCall:
+    def begin(self) -> StoreCheck:
         self._calls += 1
-        return RollCall(self, f"{self.prefix}/{self._failures}/{self._calls}")
+        return StoreCheck(self, f"{self.prefix}/{self._failures}/{self._calls}")
 
     def fail(self) -> None:
         """Keep what will be written from now on apart from what was written for the call that has failed."""
@@ -106,23 +93,23 @@ class Roll:
     def complete(self, start: Callable[[], Work], call: str, timeout_s: float, deadline: float) -> None:
         """Start a call over the group and wait for its end. Collective; blocks until `deadline` at most."""
         where = f"{call} over {self._engine}"
-        with self.begin() as roll:
+        with self.begin() as check:
             try:
                 work = start()
                 # Polled, because a wait with a time-out is ignored by some engines and aborts others.
                 nap_s = _SHORTEST_NAP_S
                 while not work.is_completed():
                     if time.monotonic() > deadline:
-                        raise self._late(where, timeout_s, roll.missing())
-                    if roll.is_called():
-                        raise self._failed(where, "another rank has noticed it", roll.missing())
+                        raise self._late(where, timeout_s, check.missing())
+                    if check.is_requested():
+                        raise self._failed(where, "another rank has noticed it", check.missing())
                     time.sleep(nap_s)
                     nap_s = min(nap_s * 2, _LONGEST_NAP_S)
                 work.wait()
             except RendezvousError:
                 raise
             except RuntimeError as error:
-                raise self._failed(where, str(error), roll.missing()) from error
+                raise self._failed(where, str(error), check.missing()) from error
 
     def _late(self, where: str, timeout_s: float, missing: list[Missing]) -> RendezvousError:
         return RendezvousError(
@@ -152,7 +139,7 @@ def _in_words(missing: list[Missing]) -> str:
     return "; ".join(f"rank {each.rank} {each.state}" for each in missing)
 
 
-class RollCall:
+class StoreCheck:
     """One call of all ranks over a process group, which may fail. A context manager.
 
     Example:
@@ -160,39 +147,39 @@ class RollCall:
         `missing()`; both get [Missing(1, "(pid 48121) has died")].
     """
 
-    def __init__(self, roll: Roll, prefix: str) -> None:
-        self._roll = roll
+    def __init__(self, checks: StoreChecks, prefix: str) -> None:
+        self._checks = checks
         self._prefix = prefix
         self._begun = time.monotonic()
-        self._is_called = threading.Event()
+        self._is_requested = threading.Event()
         self._is_over = threading.Event()
         self._watcher: threading.Thread | None = None
 
-    def __enter__(self) -> RollCall:
+    def __enter__(self) -> StoreCheck:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
 
-    def is_called(self) -> bool:
+    def is_requested(self) -> bool:
         """Does not block; ask again and again."""
-        if self._roll.key_store is None or time.monotonic() < self._begun + _QUIET_S:
+        if self._checks.key_store is None or time.monotonic() < self._begun + _QUIET_S:
             return False
         if self._watcher is None:
             # In a thread: a store whose process is stopped answers nobody, and does not time out either.
-            key_store = self._roll.key_store
+            key_store = self._checks.key_store
             self._watcher = threading.Thread(
-                target=self._watch, args=(key_store,), name="paceline-roll-call", daemon=True
+                target=self._watch, args=(key_store,), name="paceline-store-check", daemon=True
             )
             self._watcher.start()
-        return self._is_called.is_set()
+        return self._is_requested.is_set()
 
     def missing(self) -> list[Missing]:
-        """Call the roll, and return who did not answer; empty if nobody can tell. Blocks 4 s at most."""
-        self._roll.fail()
+        """Request the check; the ranks that did not answer, as far as is known. Blocks 4 s at most."""
+        self._checks.fail()
         self._is_over.set()
         found: list[Missing] = []
-        key_store = self._roll.key_store
+        key_store = self._checks.key_store
         if key_store is None:
             return found
         try:
@@ -210,16 +197,16 @@ class RollCall:
     def _watch(self, key_store: KeyStore) -> None:
         with contextlib.suppress(RuntimeError):  # a store that is gone: the call itself will fail
             while not self._is_over.wait(_LOOK_EVERY_S):
-                if key_store.read(f"{self._prefix}/called") is not None:
-                    self._is_called.set()
+                if key_store.read(f"{self._prefix}/requested") is not None:
+                    self._is_requested.set()
                     return
 
     def _collect(self, key_store: KeyStore) -> Iterator[Missing]:
         def silent(ranks: Iterable[int], what: str) -> list[int]:
             return [r for r in ranks if key_store.read(f"{self._prefix}/{what}/{r}") is None]
 
-        own, ranks = self._roll.rank, range(self._roll.world_size)
-        key_store.write(f"{self._prefix}/called", "1")
+        own, ranks = self._checks.rank, range(self._checks.world_size)
+        key_store.write(f"{self._prefix}/requested", "1")
         key_store.write(f"{self._prefix}/answer/{own}", "1")
         deadline = time.monotonic() + _ANSWER_WITHIN_S
         while True:
@@ -231,14 +218,14 @@ class RollCall:
             time.sleep(_NAP_S)
         yield from (Missing(r, state) for r, (state, _) in states.items())
         key_store.write(f"{self._prefix}/done/{own}", "1")
-        if self._roll.holder == own:  # whoever is slower still reads there
+        if self._checks.holder == own:  # whoever is slower still reads there
             answered = [r for r in ranks if r not in states]
             deadline = time.monotonic() + _LINGER_S
             while time.monotonic() < deadline and silent(answered, "done"):
                 time.sleep(_NAP_S)
 
     def _state_of(self, key_store: KeyStore, rank: int) -> tuple[str, bool]:
-        place = key_store.read(self._roll.place_of(rank))
+        place = key_store.read(self._checks.place_of(rank))
         if place is None:
             return "has not come so far, died before, or cannot be reached", False
         host, _, pid = place.rpartition("/")
@@ -254,7 +241,7 @@ class RollCall:
         return f"(pid {pid}) is alive, and has not answered in this call", False
 
     def _holder(self, state: str) -> list[Missing]:
-        return [] if self._roll.holder is None else [Missing(self._roll.holder, state)]
+        return [] if self._checks.holder is None else [Missing(self._checks.holder, state)]
 
 
 def _host() -> str:

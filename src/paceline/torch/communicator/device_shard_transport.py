@@ -1,7 +1,7 @@
-"""Buckets on devices through the process group of each host, and their shares between the hosts.
+"""Buckets on devices through the process group of each host, and their shards between the hosts.
 
-A `paceline.reducer.process_group.Transport`: within the host a reduce_scatter leaves this rank its share of a
-bucket, which goes through pinned memory to the partners on the other hosts (`shares` of
+A `paceline.reducer.process_group.Transport`: within the host a reduce_scatter leaves this rank its shard of a
+bucket, which goes through pinned memory to the peers on the other hosts (`device_shards` of
 `paceline.reducer.between_hosts`); an all_gather within the host ends the backward. See docs/design/hosts.md.
 
 Order of calls: reduce_scatters are begun by whoever launches the buckets, in the order of the plan, and
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
-from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_shard
+from paceline.reducer.between_hosts.device_shards import DeviceShards, Place, gaps_in_shard
 from paceline.reducer.communicator import ReductionOptions
 from paceline.reducer.gradient_buffer import GradientBuffer
 from paceline.reducer.plan import Plan
@@ -26,8 +26,8 @@ from paceline.torch.communicator.local_group import LocalCalls
 from paceline.torch.communicator.transport import ProcessGroupTransport
 
 
-class ShareTransport(ProcessGroupTransport):
-    """One rank's gradient buffer, the process group of its host, and its shares."""
+class DeviceShardTransport(ProcessGroupTransport):
+    """One rank's gradient buffer, the process group of its host, and its shards."""
 
     def __init__(
         self,
@@ -35,14 +35,14 @@ class ShareTransport(ProcessGroupTransport):
         calls: GroupCalls,
         options: ReductionOptions,
         local: LocalCalls,
-        shares: Shares,
+        shards: DeviceShards,
         places: list[torch.Tensor],
         num_hosts: int,
         copies: DeviceCopies,
     ) -> None:
         super().__init__(gradient_buffer, calls, options)
         self.is_in_order = False
-        self._shares = shares
+        self._shards = shards
         self._local, self._copies, self._num_hosts = local, copies, num_hosts
         self._places = places
         self._padded = [self._pad(flat, place) for flat, place in zip(self._buckets, places)]
@@ -55,7 +55,7 @@ class ShareTransport(ProcessGroupTransport):
         if self._is_captured():
             raise ConfigError(
                 "A backward that goes through other hosts cannot be recorded in a CUDA graph.",
-                likely='reduce_through="hosts": shares of the gradients leave the device in each backward',
+                likely='reduce_through="hosts": shards of the gradients leave the device in each backward',
                 hint='reduce_through="group", whose calls a graph can hold',
             )
         if bucket == 0:
@@ -81,7 +81,7 @@ class ShareTransport(ProcessGroupTransport):
             self._local.waits.poll(is_there, bucket)
             self._places[bucket].copy_(self._pinned[bucket])
 
-        self._shares.bring(bucket, fetch)
+        self._shards.bring(bucket, fetch)
         return ShardWork(self, bucket)
 
     def may_have_overflowed(self, scale: float) -> bool:
@@ -97,8 +97,8 @@ class ShareTransport(ProcessGroupTransport):
             flat.copy_(padded[: flat.numel()])
 
     def _gather_all(self) -> None:
-        self._shares.finish()
-        reducer = self._shares.reducer
+        self._shards.finish()
+        reducer = self._shards.reducer
         if reducer.codes is not None and reducer.saw_nonfinite:
             # Codes spread a NaN to where nothing would ever overwrite it.
             for gap in self._gaps:
@@ -116,7 +116,7 @@ class ShareTransport(ProcessGroupTransport):
 
 
 class ShardWork:
-    def __init__(self, transport: ShareTransport, bucket: int) -> None:
+    def __init__(self, transport: DeviceShardTransport, bucket: int) -> None:
         self._transport, self._bucket = transport, bucket
 
     def wait(self) -> None:

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline.reducer.backward.state import RUNNING, BackwardState  # noqa: E402
-from paceline.torch.backward.late import DeferredGradients  # noqa: E402
+from paceline.torch.backward.deferred_gradients import DeferredGradients  # noqa: E402
 
 TRIGGER, DELAYED, UNUSED = 0, 1, 2
 

@@ -1,4 +1,4 @@
-"""Shares of buckets on a device without a device: which stream does what, and that the host waits for none.
+"""Shards of buckets on a device without a device: which stream does what, and that the host waits for none.
 
 Tensors of a device are those of torch's "meta", which have no values: asking for one raises. See
 test_gradients_on_a_device.py, whose stand-ins write down what is done.
@@ -17,14 +17,14 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline.errors import ConfigError  # noqa: E402
-from paceline.reducer.between_hosts.shares import Shares, plan_of_shards  # noqa: E402
+from paceline.reducer.between_hosts.device_shards import DeviceShards, plan_of_shards  # noqa: E402
 from paceline.reducer.communicator import ReductionOptions  # noqa: E402
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
 from paceline.reducer.process_group import ProcessGroupReducer  # noqa: E402
 from paceline.reducer.protocol import BackwardStatus  # noqa: E402
 from paceline.torch.communicator import calls as calls_module  # noqa: E402
 from paceline.torch.communicator.calls import GroupCalls  # noqa: E402
-from paceline.torch.communicator.share_transport import ShareTransport  # noqa: E402
+from paceline.torch.communicator.device_shard_transport import DeviceShardTransport  # noqa: E402
 from paceline.torch.communicator.streams import Streams  # noqa: E402
 from paceline.torch.ops import OPS  # noqa: E402
 from tests.unit.test_gradients_on_a_device import DEVICE, Device, OnStream, Reports  # noqa: E402
@@ -96,7 +96,7 @@ class Calls:
 
 
 class Exchange:
-    """In place of the reducer of the shares."""
+    """In place of the reducer of the shards."""
 
     codes, saw_nonfinite = None, False
 
@@ -133,30 +133,30 @@ def world(monkeypatch):
     gradient_buffer = OPS.allocate(plan, [torch.empty(2, 3, device=DEVICE) for _ in specs])
     calls, copies, exchange = Calls(device), Copies(device), Exchange()
     peer_monitor: Any = SimpleNamespace(publish_waiting=lambda: None, publish_done=lambda: None)
-    shares = Shares(exchange, len(plan.buckets), "rank 1 of 2", WAIT_S, calls.abort, peer_monitor)
+    shards = DeviceShards(exchange, len(plan.buckets), "rank 1 of 2", WAIT_S, calls.abort, peer_monitor)
     places = [torch.zeros(bucket.nbytes // 4) for bucket in plan_of_shards(plan, 2).buckets]
-    transport = ShareTransport(
+    transport = DeviceShardTransport(
         gradient_buffer,
         of_all,
         ReductionOptions(
             gradients_in_buffer=False, skip_unused=False, checks_finite=True, waits_for_finite=False
         ),
         calls,
-        shares,
+        shards,
         places,
         2,
         copies,
     )
     transport._on_device.take = list  # which asks the device, in the first backward
     yield SimpleNamespace(
-        reducer=ProcessGroupReducer(plan, transport, beside=shares),
+        reducer=ProcessGroupReducer(plan, transport, beside=shards),
         gradient_buffer=gradient_buffer,
         device=device,
         copies=copies,
         exchange=exchange,
         transport=transport,
     )
-    shares.stop()
+    shards.stop()
 
 
 def hand_over_all(world: SimpleNamespace) -> None:
@@ -165,7 +165,7 @@ def hand_over_all(world: SimpleNamespace) -> None:
         world.reducer.mark_copied(index, (index + 1) << 12, 24)  # an address of the device
 
 
-def test_nothing_waits_but_streams_and_the_thread_that_takes_the_shares(world):
+def test_nothing_waits_but_streams_and_the_thread_that_takes_the_shards(world):
     hand_over_all(world)
     out = [
         line
@@ -191,7 +191,7 @@ def test_nothing_waits_but_streams_and_the_thread_that_takes_the_shares(world):
     assert world.device.log == ["side waits for main", *back, *ends]
 
 
-def test_the_memory_of_shares_goes_with_the_reducer_that_uses_it(world):
+def test_the_memory_of_shards_goes_with_the_reducer_that_uses_it(world):
     world.copies.are_there.set()
     hand_over_all(world)
     world.reducer.close()

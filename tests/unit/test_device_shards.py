@@ -1,4 +1,4 @@
-"""Shares of buckets on devices: which elements they are, and what waits for what."""
+"""Shards of buckets on devices: which elements they are, and what waits for what."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from paceline.errors import DeadlineError, PeerLostError
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts import peer_waits
+from paceline.reducer.between_hosts.device_shards import DeviceShards, Place, gaps_in_shard, plan_of_shards
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
-from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_shard, plan_of_shards
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_buckets
 
 ITEMSIZES = {"float32": 4, "float16": 2, "float64": 8}
@@ -37,15 +37,15 @@ def make_plan(numels: list[int], dtypes: list[str], cap: int) -> Plan:
     cap=st.sampled_from([64, 1000, 1 << 16, 1 << 22]),
     num_ranks=st.integers(1, 9),
 )
-def test_the_shares_of_all_ranks_are_each_bucket(parameters, cap, num_ranks):
+def test_the_shards_of_all_ranks_are_each_bucket(parameters, cap, num_ranks):
     plan = make_plan(*map(list, zip(*parameters)), cap)
-    of_shares = plan_of_shards(plan, num_ranks)
-    assert len(of_shares.buckets) == len(plan.buckets)
-    for number, (bucket, share) in enumerate(zip(plan.buckets, of_shares.buckets)):
-        section = of_shares.sections[share.section]
-        assert share.parameters == (number,) and section.dtype == plan.sections[bucket.section].dtype
+    of_shards = plan_of_shards(plan, num_ranks)
+    assert len(of_shards.buckets) == len(plan.buckets)
+    for number, (bucket, shard) in enumerate(zip(plan.buckets, of_shards.buckets)):
+        section = of_shards.sections[shard.section]
+        assert shard.parameters == (number,) and section.dtype == plan.sections[bucket.section].dtype
         numel = bucket.nbytes // section.itemsize
-        count = share.nbytes // section.itemsize
+        count = shard.nbytes // section.itemsize
         assert numel <= count * num_ranks < numel + num_ranks
         # All that no gradient has is a gap of somebody, and nothing else.
         begin = (bucket.begin_byte - plan.sections[bucket.section].begin_byte) // section.itemsize
@@ -63,7 +63,7 @@ def test_the_shares_of_all_ranks_are_each_bucket(parameters, cap, num_ranks):
 
 
 class Exchange:
-    """In place of the reducer that exchanges shares: writes down what it is told."""
+    """In place of the reducer that exchanges shards: writes down what it is told."""
 
     def __init__(self) -> None:
         self.log: list[object] = []
@@ -85,12 +85,12 @@ class Exchange:
         self.log.append("close")
 
 
-def make_shares(count: int, timeout_s: float = WAIT_S) -> tuple[Shares, Exchange, list[str]]:
+def make_shards(count: int, timeout_s: float = WAIT_S) -> tuple[DeviceShards, Exchange, list[str]]:
     exchange, log = Exchange(), cast("list[str]", [])
     peer_monitor = SimpleNamespace(
         publish_waiting=lambda: log.append("waiting"), publish_done=lambda: log.append("done")
     )
-    shares = Shares(
+    shards = DeviceShards(
         cast(HierarchicalReducer, exchange),
         count,
         "rank 1 of 4",
@@ -98,11 +98,11 @@ def make_shares(count: int, timeout_s: float = WAIT_S) -> tuple[Shares, Exchange
         lambda: log.append("abort"),
         cast(PeerMonitor, peer_monitor),
     )
-    return shares, exchange, log
+    return shards, exchange, log
 
 
-def test_whoever_runs_the_backward_does_not_wait_for_a_share():
-    shares, exchange, log = make_shares(3)
+def test_whoever_runs_the_backward_does_not_wait_for_a_shard():
+    shards, exchange, log = make_shards(3)
     may_come, threads = threading.Event(), []
 
     def fetch(bucket: int) -> Callable[[], None]:
@@ -113,20 +113,20 @@ def test_whoever_runs_the_backward_does_not_wait_for_a_share():
         return wait
 
     for bucket in range(3):
-        shares.bring(bucket, fetch(bucket))
+        shards.bring(bucket, fetch(bucket))
     assert exchange.log == []
     may_come.set()
-    shares.finish()
+    shards.finish()
     assert exchange.log == [0, 1, 2, "finish"] and log == ["waiting", "done"]
     assert len(set(threads)) == 1 and threading.current_thread() not in threads
-    shares.bring(0, fetch(0))  # of the next backward, whose other shares are still to come
-    shares.close()
+    shards.bring(0, fetch(0))  # of the next backward, whose other shards are still to come
+    shards.close()
     assert exchange.log[4:] == [0, "close"]
 
 
 @pytest.mark.parametrize("fails_in", ["fetch", "mark_ready"])
-def test_a_share_that_fails_ends_the_backwards_and_is_reported(fails_in):
-    shares, exchange, log = make_shares(2)
+def test_a_shard_that_fails_ends_the_backwards_and_is_reported(fails_in):
+    shards, exchange, log = make_shards(2)
     error = PeerLostError("Rank 3 of 4 died.", lost=(3,))
 
     def fetch() -> None:
@@ -135,22 +135,22 @@ def test_a_share_that_fails_ends_the_backwards_and_is_reported(fails_in):
 
     if fails_in == "mark_ready":
         exchange.error = error
-    shares.bring(0, fetch)
+    shards.bring(0, fetch)
     with pytest.raises(PeerLostError, match="Rank 3 of 4 died"):
-        shares.finish()
+        shards.finish()
     assert exchange.log[-1] is PeerLostError and log == ["abort"]
     with pytest.raises(PeerLostError):
-        shares.bring(1, fetch)
+        shards.bring(1, fetch)
 
 
-def test_a_share_that_never_comes_has_a_deadline(monkeypatch):
+def test_a_shard_that_never_comes_has_a_deadline(monkeypatch):
     monkeypatch.setattr(peer_waits, "_ASKS_WITHIN_S", 0.0)
-    shares, _, _ = make_shares(2, timeout_s=0.2)
+    shards, _, _ = make_shards(2, timeout_s=0.2)
     is_over = threading.Event()
-    shares.bring(0, lambda: None)
-    shares.bring(1, lambda: cast(Any, is_over.wait(WAIT_S)))
-    with pytest.raises(DeadlineError, match="Rank 1 of 4 gave up waiting for its shares") as caught:
-        shares.finish()
+    shards.bring(0, lambda: None)
+    shards.bring(1, lambda: cast(Any, is_over.wait(WAIT_S)))
+    with pytest.raises(DeadlineError, match="Rank 1 of 4 gave up waiting for its shards") as caught:
+        shards.finish()
     assert "1 of 2" in caught.value.seen
     is_over.set()
-    shares.close()
+    shards.close()
