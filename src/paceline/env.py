@@ -126,7 +126,7 @@ def job_id_from_environment(environ: Mapping[str, str] | None = None) -> str:
 
 
 def job_secret_from_environment(environ: Mapping[str, str] | None = None) -> str:
-    """The one of these texts that other users do not know, unless somebody chose it; "" if there is none.
+    """The one of these texts that other users do not know, unless a user chose it; "" if there is none.
 
     `paceline run`, `spawn` and `torchrun --standalone` make 128 random bits for each launch, and give them to
     the ranks in their environment. The ids of Slurm and PMIx are public.

@@ -1,6 +1,6 @@
 """The table of launchers: which variables each one gives to a rank, and what can be read out of them.
 
-Whoever starts the process, the same four numbers are looked for, and where a launcher says by other means
+Whatever starts the process, the same four numbers are looked for, and where a launcher says by other means
 where rank 0 is, or what no other job has in common with this one, a function of the environment finds that.
 """
 

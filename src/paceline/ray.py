@@ -152,7 +152,7 @@ def why_no_room(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float
     # A worker of a thousandth of a CPU is allowed, and dividing as floating point would lose one of them.
     fitting = [min(int(node.get(each, 0.0) / of + 1e-6) for each, of in bundle.items()) for node in nodes]
     if sum(fitting) < count:
-        return f"the nodes hold {sum(fitting)} of the {count} workers, if nobody else uses them"
+        return f"the nodes hold {sum(fitting)} of the {count} workers, if no other process uses them"
     return "other jobs of the cluster hold it"
 
 

@@ -81,7 +81,7 @@ def installed(distributions: Sequence[str]) -> str:
 
 
 def is_first_rank() -> bool:
-    """Whether nobody else says it: on rank 0, and where no launcher has given ranks."""
+    """True on rank 0, and where no launcher has given ranks: this process speaks for all."""
     with contextlib.suppress(ConfigError):
         return read_rank_environment(needs_address=False).rank == 0
     return True

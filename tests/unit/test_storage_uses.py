@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from paceline._core import CountedStorageUses, HandedGradients
-from paceline.torch.backward.storage_uses import _tell, uses_of_storages
+from paceline.torch.backward.storage_uses import _describe, uses_of_storages
 
 pytestmark = pytest.mark.skipif(uses_of_storages() is None, reason="this torch does not say")
 
 
 def tellers() -> list[CountedStorageUses]:
-    return [uses_of_storages(), CountedStorageUses([torch.empty(1)], _tell)]
+    return [uses_of_storages(), CountedStorageUses([torch.empty(1)], _describe)]
 
 
 def test_the_count_is_read_where_torch_keeps_it() -> None:

@@ -118,7 +118,7 @@ class Group:
         Example:
             Rank 0 holds [1, 2] and rank 1 holds [3, 4]; after the call both hold [4, 6].
 
-        Source: one pass in place over everybody's copy; see docs/design/core.md.
+        Source: one pass in place over every rank's copy; see docs/design/core.md.
         """
         if type(op) is not ReduceOp:
             op = parse_op(op, "all_reduce")
@@ -185,7 +185,7 @@ class Group:
         )
 
     def all_gather(self, array: Array, out: Array | None = None, *, timeout_s: Seconds = None) -> Array:
-        """Return everybody's `array`, stacked in rank order: shape `(world_size, *array.shape)`.
+        """Return every rank's `array`, stacked in rank order: shape `(world_size, *array.shape)`.
 
         Args:
             array: The same shape and type on all ranks.
@@ -209,7 +209,7 @@ class Group:
         *,
         timeout_s: Seconds = None,
     ) -> Array:
-        """Return the reduction over ranks of block `rank` of everybody's `array`.
+        """Return the reduction over ranks of block `rank` of every rank's `array`.
 
         Args:
             array: Shape `(world_size, *block)`.
@@ -229,7 +229,7 @@ class Group:
         return out
 
     def gather(self, array: Array, root: int = 0, *, timeout_s: Seconds = None) -> Array | None:
-        """Return everybody's `array`, stacked in rank order, on `root`; None elsewhere.
+        """Return every rank's `array`, stacked in rank order, on `root`; None elsewhere.
 
         Example:
             Rank 0 holds [1, 2] and rank 1 holds [3, 4]; rank 0 gets [[1, 2], [3, 4]], rank 1 None.

@@ -1,7 +1,7 @@
 """An Exchange between some ranks of an existing group, by messages from each to each.
 
 Each rank waits for every other one itself. If one of them collected for all, those who wait for
-it would blame it, although it waits for somebody else.
+it would blame it, although it waits for another rank.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Work:
         """Make the call. By the queue's thread, once."""
         try:
             self._result = self._calls.pop()()
-        except BaseException as error:  # belongs to whoever waits; of one that was withdrawn, to nobody
+        except BaseException as error:  # belongs to the waiter; of one that was withdrawn, to none
             self._error = error
         self._arrays = None
         self._over.open()

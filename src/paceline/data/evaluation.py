@@ -119,7 +119,7 @@ class EvaluationSampler:
     def _agree(
         self, mine: Array, group: Gathers, refused: ConfigError | None
     ) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-        """Type and shape of a row; None if nobody has one. Raises on all ranks if they do not fit."""
+        """Type and shape of a row; None if no rank has one. Raises on all ranks if they do not fit."""
         facts = _describe(mine)
         if refused is not None:
             facts[0] = _REFUSED

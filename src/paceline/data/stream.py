@@ -96,7 +96,7 @@ class DistributedStream(Generic[Shard, Sample]):
 def deal_shards(num_shards: int, consumer: int, num_consumers: int) -> Iterator[tuple[int, int, int]]:
     """What a consumer reads: (place of the shard, which part of it, of how many parts).
 
-    Whole shards as long as there is one for everybody; those that are left are shared by several.
+    Whole shards as long as there is one for each; those that are left are shared by several.
     """
     whole, rest = divmod(num_shards, num_consumers)
     for round_ in range(whole):

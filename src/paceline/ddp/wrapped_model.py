@@ -426,7 +426,7 @@ class WrappedModel:
 
         Call it after `optimizer.step()`, where all replicas have to be the same: before an evaluation or a
         checkpoint, and after the last step (`finish()` and `iterate()` do so themselves). The outer optimizer
-        makes a step, unless nobody has trained since the last sync, and the next sync is `every` steps
+        makes a step, unless no rank has trained since the last sync, and the next sync is `every` steps
         from here. Without `local_sgd`, and in its warm-up, parameters are in step anyway: it does nothing.
 
         Raises:

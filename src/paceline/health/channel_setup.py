@@ -205,7 +205,7 @@ class _Reception:
         self._facts_of: list[Facts] = []  # of all that have come, or stand behind those
         self._acceptor = Acceptor(listener, facts.world_size, self._longest_hello, self._challenge)
         self._certificate: Certificate | None = None
-        self._refusal = b""  # what everybody is told, once the start has failed
+        self._refusal = b""  # what every rank receives, once the start has failed
         self._told: set[int] = set()
 
     def receive_all(
@@ -413,7 +413,7 @@ def _introduce(
     deadline: Deadline,
     problem: Mismatch | None,
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
-    """Raises OSError or MessageError where somebody else listens."""
+    """Raises OSError or MessageError where another process listens."""
     kind, raw = receive_frame(link, Deadline(_CONNECT_WITHIN_S), LONGEST_HELLO)
     hub_nonce = read_challenge(raw if kind is Frame.CHALLENGE else b"", place.channel)
     handshake = Handshake(secret, place.channel, hub_nonce, secrets.token_bytes(NONCE_BYTES))

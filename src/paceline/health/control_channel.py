@@ -142,7 +142,7 @@ class _Reset:
 
 
 class ControlChannel:
-    """One rank's end of the channel; `form_channel` makes it. Ends when nobody holds it any more.
+    """One rank's end of the channel; `form_channel` makes it. Ends when nothing holds it any more.
 
     Attributes:
         failure: The first failure that another rank has reported, or that was seen of one, or None.
@@ -270,7 +270,7 @@ class ControlChannel:
         self._liveness.activity = activity
 
     def late(self, *, is_silent: bool = False) -> LateRanks | None:
-        """Ranks for which the others wait: those that do not answer, else those that wait for nobody.
+        """Ranks for which the others wait: those that do not answer, else those that wait for no rank.
 
         For a rank whose deadline has passed. Not collective; blocks at most half a second, or, where the
         question does not reach a host, until it does or that host is known to be lost, at most 2 s. None also

@@ -36,7 +36,7 @@ def watch(core: _core.HostGroup) -> None:
 def announce(error: BaseException) -> None:
     """Tell the other ranks of all groups that this one raised: they raise too, quoting it.
 
-    For whoever catches exceptions of a rank's program and ends it, as a launcher's worker does. Not
+    For code that catches exceptions of a rank's program and ends it, as a launcher's worker does. Not
     collective; does not block. A group that is over already keeps its first reason.
     """
     if _leaves_in_good_order(error):

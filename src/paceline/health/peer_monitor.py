@@ -179,7 +179,7 @@ class PeerMonitor:
                 each.say(*before)
 
     def give_up(self) -> None:
-        """This rank is about to raise because of another one: nobody should blame it from now on.
+        """This rank is about to raise because of another one: no rank should blame it from now on.
 
         Who raises first says why, and others do not speak after that.
         """
@@ -207,7 +207,7 @@ class PeerMonitor:
         return self._source.find_lost(within_s)
 
     def late(self) -> LateRanks | None:
-        """Ranks that are not waiting, as this one is; None: nobody knows of any. Blocks 0.5 s at most."""
+        """Ranks that are not waiting, as this one is; None: none are known. Blocks 0.5 s at most."""
         if self._on_host is None:
             return self._source.late()
         return self._on_host.late() or self.silent()

@@ -1,4 +1,4 @@
-"""TLS 1.3 for the control channel, so that nobody else can read it.
+"""TLS 1.3 for the control channel, so that no other process can read it.
 
 A job has a secret and no certificates. So the hub makes a certificate for this run, and the ranks receive its
 fingerprint with a proof that only the secret makes (`handshake`). The ranks need none: each frame carries a

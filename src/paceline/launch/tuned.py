@@ -91,7 +91,7 @@ def keep(answer: Tuned, environment: Mapping[str, str]) -> Path:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     others = [each for each in _read(path) if each.place != answer.place]
     temporary = path.with_suffix(f".{os.getpid()}")
-    # Not through a link that somebody else may have put there.
+    # Not through a link that another process may have put there.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
         json.dump([asdict(each) for each in (*others, answer)], file, indent=1)

@@ -1,4 +1,4 @@
-"""Its one idea: a rank writes where nobody else does, and we read it without ever blocking."""
+"""Its one idea: a rank writes where no other process does, and we read it without ever blocking."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a job did since somebody watches: a point for each second, and what went wrong.
+"""What a job did since it is watched: a point for each second, and what went wrong.
 
 The number of points is bounded. When there are too many, two neighbours become one, so that a job of a week
 has as many as one of ten minutes.

@@ -72,14 +72,14 @@ class RankSnapshot:
         silent_s: How long ago it recorded anything.
         step: How many backward passes of the model it has ended; None: none that we know of.
         steps_per_s: Backward passes per second; 0.0: none, or only one is known.
-        samples_per_s: None: nobody has reported the size of batches.
+        samples_per_s: None: the size of batches was not reported.
         worked_s: Its median time from the end of a backward to the end of its next backward, without waiting.
         waiting: Which part of the window it has waited at the end of backward, from 0 to 1.
         waits_for: The rank that it waits for now, or has waited for most; None: none.
         memory_bytes: None: unknown.
         is_memory_shared: Whether memory that ranks share counts for each of them in full.
         values: What it has logged last, by name.
-        norm: The last known 2-norm of the mean gradient; None: nobody knows it for nothing.
+        norm: The last known 2-norm of the mean gradient; None: it is not known without a cost.
         nonfinite: How many gradients held an infinity or a NaN in the window, over all backward passes.
         nonfinite_rank: The first rank whose gradients did; None: none.
         failed: How many backward passes of the window raised.
@@ -327,9 +327,7 @@ class _RankReader:
         return min(1.0, total_ns / length_ns)
 
     def _last_of(self, key: BackwardKey | None, reported: int) -> Sequence[int]:
-        if (
-            reported < 0 and key is not None
-        ):  # nobody has reported: the last one of this host, if all are here
+        if reported < 0 and key is not None:  # not reported: the last one of this host, if all are here
             came = {rank: times[key] for rank, times in self._arrivals.items() if key in times}
             reported = max(came, key=came.__getitem__) if len(came) == self.world_size > 1 else -1
         return (reported,) if reported >= 0 and reported != self._window.header.rank else ()

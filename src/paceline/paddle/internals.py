@@ -81,7 +81,7 @@ _register_backward_hook = core.eager.Tensor._register_backward_hook
 
 
 def watch_hooks_of_others(note: Callable[[Tensor], None]) -> None:
-    """Call `note` with a parameter whenever anybody but on_gradient() registers such a hook. Once a process.
+    """Call `note` with a parameter whenever other code registers such a hook. Once a process.
 
     Paddle calls them in the order of registration, and removes none.
     """
@@ -231,7 +231,7 @@ def drop_gradient(parameter: Tensor) -> None:
 
 @functools.cache
 def uses_of_memory() -> _core.SharedPointerUses | None:
-    """Paddle tells nobody. Every backward asks for each gradient, so the core learns where the number is."""
+    """Every backward asks for each gradient, so the core learns where Paddle keeps the number."""
     # Whatever the default dtype is, and the default place.
     first, other, values, mean = (
         paddle.to_tensor(np.full(1, value, np.float32), place=paddle.CPUPlace()) for value in range(4)

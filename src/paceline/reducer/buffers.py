@@ -65,7 +65,7 @@ class BufferedModel(Protocol):
     def is_estimate(self, name: str) -> bool:
         """Whether each forward goes on with an estimate in this buffer, so that each rank's is as good.
 
-        As the power iteration of a spectral norm, which everybody writes who reads the weight.
+        As the power iteration of a spectral norm, which each forward that reads the weight writes.
         """
         ...
 

@@ -79,8 +79,8 @@ class HookedBucket(ABC, Generic[_Tensor]):
         Args:
             call: Called on every rank at the end of the backward, with those of `parameters()` that no rank
                 used. It is not called where the backward raises on all ranks, or gives a gradient that is not
-                finite, whatever `nonfinite=` says: nobody steps with such gradients, so what the hook kept
-                before should stay. It must not raise.
+                finite, whatever `nonfinite=` says: no optimizer steps with such gradients, so what the hook
+                kept before should stay. It must not raise.
 
         Example:
             >>> error = self.error + bucket.buffer() - decoded

@@ -1,4 +1,4 @@
-"""What moves values and gradients between the ranks of one model, whoever they are."""
+"""What moves values and gradients between the ranks of one model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Reduction(Generic[Tensor]):
     waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
         gradients are copied one by one.
     order: In which backward passes of all models make their calls over an engine that pairs the calls of
-        different ranks by it; None: nobody pairs them so.
+        different ranks by it; None: they are not paired so.
     owned: Who gets which part of each mean; empty: all ranks get all.
     adopt_errors: Called at the end of each backward where gradients are encoded, with the parameters that
         no rank used: what encoding took from the others is added to the next gradients. With None the

@@ -227,7 +227,7 @@ class Codes:
         if self._error_feedback:
             places, kept = self._error_for(bucket, parameters, sizes)
         elements = 0, sum(sizes)
-        if weight < _SMALLEST_WEIGHT:  # nobody looks at codes of weight 0, and the error waits
+        if weight < _SMALLEST_WEIGHT:  # no rank looks at codes of weight 0, and the error waits
             row[:_HEADER_BYTES] = 0
             if kept is not None:
                 kept.wait(elements)

@@ -131,7 +131,7 @@ def _check_agree(digests: Sequence[bytes]) -> None:
 
 def globally_unused(names: str, where: str) -> ConfigError:
     return ConfigError(
-        'reduce="scatter": no ShardedOptimizer has some parameters, so nobody would get their gradients.',
+        'reduce="scatter": no ShardedOptimizer has some parameters, so no rank would get their gradients.',
         where=where,
         got=names,
         likely="the optimizer is made after the first forward; or it has only some of the parameters",

@@ -1,4 +1,4 @@
-"""One backward pass over somebody else's asynchronous all-reduce: Gloo, NCCL, MPI.
+"""One backward pass over a framework's asynchronous all-reduce: Gloo, NCCL, MPI.
 
 Words: a *transport* moves bytes and knows the framework's tensors; the *status* is what a rank says of its
 own backward, a few bytes that all ranks gather at its end.
@@ -157,7 +157,7 @@ class Transport(ABC, Generic[_Tensor]):
         place.zero_()
 
     def may_have_overflowed(self, scale: float) -> bool:
-        """Whether a sum of finite gradients may not be finite, and somebody wants to know.
+        """Whether a sum of finite gradients may not be finite, and it is asked for.
 
         The same on all ranks that ask with the same `scale`, the largest of all ranks'. Where it is at most
         one over the number of ranks, a sum is at most the largest gradient, unless a hook makes it.
@@ -342,7 +342,7 @@ class ProcessGroupReducer(ReportingReducer):
             self._launch_idle()
 
     def _begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
-        """See `Transport`; a single rank asks nobody."""
+        """See `Transport`; a single rank asks none."""
         return (lambda: [payload]) if self._world_size == 1 else self._transport.begin_all_gather(payload)
 
     def _wait_for_buckets(self) -> None:

@@ -1,4 +1,4 @@
-"""What a front end asks of a reducer, whoever moves the bytes.
+"""What a front end asks of a reducer, whatever moves the bytes.
 
 Implemented by `paceline._core.Reducer` (shared memory), `ProcessGroupReducer` (any asynchronous all-reduce)
 and `HierarchicalReducer` (memory of several hosts and messages between them).
@@ -52,7 +52,7 @@ class Outcome(IntFlag):
     """Ranks told different things of themselves; the means are in place."""
     GLOBALLY_UNUSED = _core.OUTCOMES["globally_unused"]
     """In place of UNUSED: all ranks left the same parameters unused; the means are in place."""
-    REPORTED = _core.OUTCOMES["told"]
+    TOLD = _core.OUTCOMES["told"]
     """Some rank reports more than its counts of forwards; see BackwardStatus."""
 
 
@@ -144,7 +144,7 @@ class Reducer(Protocol):
         ...
 
     def waiting_ranks(self) -> list[int]:
-        """Ranks that wait at the end of a backward that this rank has not ended, if anybody knows."""
+        """Ranks that wait at the end of a backward that this rank has not ended, as far as known."""
         ...
 
     def squared_norm(self) -> float:

@@ -93,7 +93,7 @@ def find_way(name: str, what: str) -> Way:
 def wait_for_listener(
     way: Way, port: int, timeout_s: float, *, what: str, who: str, likely: str, hint: str
 ) -> None:
-    """Wait until somebody listens at a port; say every 10 s on standard error what is waited for."""
+    """Wait until a process listens at a port; say every 10 s on standard error what is waited for."""
     begun = said = time.monotonic()
     while True:
         try:

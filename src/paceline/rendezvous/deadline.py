@@ -30,7 +30,7 @@ def call_within(seconds: float, function: Callable[[], object]) -> None:
     """Call `function`, which may block for ever, in a thread, and wait for its end for some seconds.
 
     Raises:
-        TimeoutError: It has not ended. The thread goes on, and nobody hears of its result.
+        TimeoutError: It has not ended. The thread goes on, and its result is dropped.
         BaseException: What `function` raised.
     """
     errors: list[BaseException] = []

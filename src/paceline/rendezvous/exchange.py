@@ -1,4 +1,4 @@
-"""The one thing a rendezvous needs: every rank hands in some bytes, and gets everybody's.
+"""The one thing a rendezvous needs: every rank hands in some bytes, and gets every rank's.
 
 Whatever can do that (our Unix-socket hub, an existing group, torch's store, torch's process group) can
 form a group.

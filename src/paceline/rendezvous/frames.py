@@ -153,7 +153,7 @@ def connect_local(address: str, timeout_s: float) -> socket.socket:
 
     Raises:
         BlockingIOError: The queue was full all the time.
-        OSError: Nobody listens there, or this process can have no socket.
+        OSError: No process listens there, or this process can have no socket.
     """
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:

@@ -58,7 +58,7 @@ class HubExchange:
         key: What the ranks of a job have in common: "host:port", or the job id.
         job_id: Refuses unknown peers that meet at the same key.
         name: The name of the group that is being formed.
-        timeout_s: For everybody to have connected.
+        timeout_s: For every rank to have connected.
         secret: Known to the ranks of this job alone, so that no other process can compute the address.
         note: What this rank says behind those for whom it waits.
 
@@ -147,7 +147,7 @@ class HubExchange:
             _try_send(peer, Frame.WELCOME, b"", deadline)
 
     def _admit_all(self, acceptor: Acceptor[None], deadline: Deadline) -> None:
-        """Until all ranks have come. A connection that says nothing, or garbage, holds nobody up."""
+        """Until all ranks have come. A connection that says nothing, or garbage, delays none."""
         while len(self._peers) < self.world_size - 1:
             if deadline.is_over():
                 self._fail_missing(deadline, acceptor)

@@ -1,6 +1,6 @@
 """Who has come to a job, before the framework forms a group: mismatched ranks raise at once.
 
-A framework that is told different world sizes, or the same rank twice, waits for somebody who will never
+A framework that is told different world sizes, or the same rank twice, waits for a process that will never
 come. Here each rank writes down who it is, reads what all have written, and judges it: all read the same, so
 all come to the same verdict.
 """
@@ -127,7 +127,7 @@ class Membership:
         return sorted(each.rank for each in self.arrivals if each.host == self.own.host)
 
     def latecomer(self) -> RendezvousError | None:
-        """Why somebody who has come since does not fit; None: nobody has. Blocks 5 s at most.
+        """Why a process that has come since does not fit, or None. Blocks 5 s at most.
 
         Jobs without an id that meet at one address look the same.
         """
@@ -249,7 +249,7 @@ def _see_all_come(
 
 
 def _read(own: Arrival, signatures: Signatures, key: str, text: str) -> Arrival:
-    """Raises RendezvousError: somebody without the secret of this rank has written this."""
+    """Raises RendezvousError: a process without the secret of this rank has written this."""
     raw, foreign = text.encode(errors=LOSSLESS), None
     try:
         raw = signatures.read(key, raw)

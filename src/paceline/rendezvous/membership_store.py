@@ -1,7 +1,7 @@
 """Words and counters that all ranks of a job share over TCP, before a framework has a store that could.
 
-The process of rank 0 serves them to whoever connects: a request is one line of JSON, and so is the answer.
-What is written there is not secret and not trusted: whoever writes signs (`signatures`).
+The process of rank 0 serves them to every process that connects: a request is one line of JSON, and so is the
+answer. What is written there is not secret and not trusted: each writer signs (`signatures`).
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def unreadable(rank: int, world_size: int, error: Exception) -> RendezvousError:
         f"Rank {rank} of {world_size} sent something else than was expected of it.",
         seen=str(error) or type(error).__name__,
         likely="it runs another version of Paceline, or an unknown peer writes where the ranks meet "
-        "(torch's store takes the words of everybody who reaches MASTER_PORT)",
+        "(torch's store accepts the words of every process that reaches MASTER_PORT)",
         hint="install the same version everywhere, and keep the port where the ranks meet from unknown peers",
         missing=(rank,),
     )

@@ -1,6 +1,6 @@
 """The abstract socket name where the ranks of a job meet on their host, and who sits there if not rank 0.
 
-An abstract name has no owner: whoever binds it first has it. So it is made from a secret where the
+An abstract name has no owner: the process that binds it first has it. So it is made from a secret where the
 launcher has given the job one, and where another process holds it, all ranks say which and how to go on.
 """
 

@@ -50,7 +50,7 @@ _inherited = b""  # of this process, whose program may close what it does not kn
 
 
 def find_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
-    """The secret of this process's job; NO_SECRET if nobody gave it one.
+    """The secret of this process's job; NO_SECRET if it has none.
 
     A file that the user names in PACELINE_SECRET_FILE comes before the text of PACELINE_SECRET, and both
     before what `paceline run`, `spawn` or `paceline.ray.run` has made, which programs that a rank starts do
@@ -87,7 +87,7 @@ def users_secret(environ: Mapping[str, str]) -> JobSecret:
 
 
 def new_secret(source: str) -> JobSecret:
-    """A secret that nobody has yet."""
+    """A secret that no process has yet."""
     return JobSecret(os.urandom(_MADE_BYTES).hex().encode(), source)
 
 

@@ -42,7 +42,7 @@ class Signatures:
     """Makes and checks the codes of one job.
 
     Attributes:
-        secret: The job's; empty: it has none, so values carry no code, and everybody's are taken.
+        secret: The job's; empty: it has none, so values carry no code, and every rank's are taken.
         scope: Keeps values apart whose keys are the same: the group that a key belongs to. A key itself has
             to tell the attempt of a job that is restarted, and the rank, unless the value does.
 

@@ -133,7 +133,7 @@ def prepare(
 def refuse_latecomers(membership: Membership | None) -> None:
     """Raise if a process has come since the group was formed, and claims a place in it.
 
-    For whoever begins to train: until then two jobs that meet at one address may have mixed their ranks.
+    For a rank that begins to train: until then two jobs that meet at one address may have mixed their ranks.
     """
     error = None if membership is None else membership.latecomer()
     if error is not None:

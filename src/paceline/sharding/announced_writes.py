@@ -61,7 +61,7 @@ class OneCopy:
         return self._depth > 0
 
     def begin(self) -> None:
-        """Waits for nobody; calls may be nested."""
+        """Does not wait; calls may be nested."""
         if self._depth == 0:
             self.memory.begin_writing()
         self._depth += 1

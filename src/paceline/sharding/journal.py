@@ -1,8 +1,8 @@
 """A step that outlives the ranks that make it: in blocks, each of which can be begun again, by any rank.
 
-A block is small, so a copy of its old values is cheap. Before a rank writes one, it copies what
-the block's parameters and state are; so whoever finds it half written puts the copy back, and goes on from
-there. Parameters, state and copies lie in memory of all ranks, and what is done is noted in the step table.
+A block is small, so a copy of its old values is cheap. Before a rank writes one, it copies what the block's
+parameters and state are; so a rank that finds it half written puts the copy back, and goes on from there.
+Parameters, state and copies lie in memory of all ranks, and what is done is noted in the step table.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Journal(Generic[Tensor]):
         return self._views[number]
 
     def note_loaded(self) -> None:
-        """This rank's state was replaced: until its next step, nobody else knows it."""
+        """This rank's state was replaced: until its next step, no other process knows it."""
         self._bytes[self._layout.is_ready[self.storage.rank]] = 0
 
     @property

@@ -1,6 +1,6 @@
 """Parameters move into memory that the ranks of a host share: whether they can, and how.
 
-A parameter stays the same object, so whoever holds it (an optimizer that was made before, a
+A parameter stays the same object, so what holds it (an optimizer that was made before, a
 tied layer, a hook) goes on with it. What can't move is refused on all ranks, before anything has moved.
 """
 

@@ -78,7 +78,7 @@ class SharedStorage(Generic[Tensor]):
     def writable(self, parameter: Tensor) -> Tensor:
         """The elements of a parameter that lies here, of its shape and strides, where they may be written.
 
-        Not within `writing()`, whose changes are seen by nobody before its end.
+        Not within `writing()`, whose changes are not seen before its end.
         """
         nbytes = self.ops.extent(parameter)
         if not nbytes:

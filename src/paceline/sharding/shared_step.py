@@ -218,7 +218,7 @@ class SharedStep(Generic[State]):
     def _compare_outcomes(self, known: bytes | None, own: int) -> bytes:
         """How each rank has fared; empty where that is not known. Collective.
 
-        Afterwards nobody reads what another rank has not written yet.
+        Afterwards no rank reads what another rank has not written yet.
         """
         assert self._travel is not None
         if self._travel.compares_outcomes and (known is None or self._pieces.storages):

@@ -56,7 +56,9 @@ class StepTables:
             storage.core.abort(text)
 
     def settle(self, error: BaseException, complete: Complete | None) -> bool:
-        """When a rank is lost: wait until nobody writes any more. Returns whether all of the step is made."""
+        """When a rank is lost: wait until no rank writes any more. Returns whether all of the step is
+        made.
+        """
         until = time.monotonic() + (0 if isinstance(error, DeadlineError) else _LONGEST_PART_S)
         for storage in self._storages():
             if not storage.step_table.is_finished(storage.rank):

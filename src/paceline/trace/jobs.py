@@ -1,8 +1,8 @@
 """Where jobs record, and which jobs have recorded something.
 
-Each job of a launcher has a folder of its own below one folder per user, which nobody else may
-look into. A job that ends well takes its folder along; one that fails leaves it, and the oldest of these go
-when there are many. While a job runs, its launcher has a lock on its folder, which nobody else can take, in
+Each job of a launcher has a folder of its own below one folder per user, which no other process may look
+into. A job that ends well takes its folder along; one that fails leaves it, and the oldest of these go when
+there are many. While a job runs, its launcher has a lock on its folder, which no other process can take, in
 whatever container they are: a folder that can be locked is one of a job that has ended.
 """
 

@@ -1,6 +1,6 @@
 """What this process records: off, or into one ring.
 
-Whoever has something to note asks `recording.note`, which is None while nothing is recorded;
+Code that has something to note asks `recording.note`, which is None while nothing is recorded;
 that is all that it costs then. A recording is begun by the launcher's variable, or by `trace()` of a model.
 The memory of a ring stays mapped until the process ends: another thread may be in the middle of a note.
 """

@@ -237,7 +237,7 @@ def is_number(value: object) -> bool:
 
 
 def printable(text: str, also: str = "") -> str:
-    """A text that somebody else may have written, for a terminal: without characters that control one."""
+    """A text that another user may have written, for a terminal: without characters that control one."""
     return "".join(
         "?" if unicodedata.category(each) in _CONTROLS and each not in also else each for each in text
     )
@@ -280,7 +280,7 @@ def check_records(records: Iterable[Record]) -> None:
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor for a file, which may lie in a folder of somebody else. Never waits.
+    """A descriptor for a file, which may lie in another user's folder. Never waits.
 
     Raises:
         OSError: It can't be opened, or is a link, a pipe, a device or a folder.

@@ -23,7 +23,7 @@ _MINOR_FAULT_NS = 500
 _MAJOR_FAULT_NS = 100_000
 """What a fast disk takes to read a page."""
 _MOST_SHOWN = 3
-"""Ranks that are named; of 128 nobody reads more."""
+"""Ranks that are named; more are not read."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What a rank has used and done since it began, in numbers that only grow; and how they lie in its file.
 
-A rank writes its totals once in a second, so whoever watches a job reads some hundred bytes for
+A rank writes its totals once in a second, so a monitor reads some hundred bytes for
 each rank, whatever the length of its ring and of the job. What a machine or a program does not say is NaN.
 Imports the standard library: launchers read totals, and start without the core.
 """

@@ -182,7 +182,7 @@ class Gradients:
         self.leave_buffer(indices)  # their places there are filled with zeros
 
     def check(self) -> None:
-        """Nobody is assumed to change gradients in mid-backward, but for hooks of the parameter itself.
+        """Gradients are not expected to change in mid-backward, but for hooks of the parameter itself.
 
         But an input, a view of the parameter or a hook of the user's may hold the memory of a gradient, too:
         its mean gets memory of its own.

@@ -1,7 +1,8 @@
 """Paddle's autograd, as `BackwardSync` asks for it: whose gradients come, when a backward begins and ends.
 
-Three things that Paddle tells nobody by itself: which tensors a forward returned, that a parameter's gradient
-is accumulated (and that somebody else has hooked that parameter later), and when the user's backward is over.
+Three things that Paddle does not report by itself: which tensors a forward returned, that a parameter's
+gradient is accumulated (and that another program has hooked that parameter later), and when the user's
+backward is over.
 
 Paddle has one function through which every backward() goes. Around it we count how deep we are, so that the
 inner backward passes of recompute and PyLayer are told from the user's, and what must happen at the end of

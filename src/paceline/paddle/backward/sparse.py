@@ -1,6 +1,6 @@
 """Sparse gradients (SelectedRows): the rows that any rank touched, with the mean of their values.
 
-Every rank gets everybody's rows, in rank order, each value times that rank's share of the
+Every rank gets every rank's rows, in rank order, each value times that rank's share of the
 weight. A row that several ranks touched stands there several times, which Paddle's optimizers add up, as they
 do for a word that occurs twice in one batch.
 """
@@ -52,7 +52,7 @@ def average_rows(
 ) -> list[int]:
     """Replace the sparse gradient of `parameter` by the mean over ranks, weighed. Collective.
 
-    A rank without a gradient contributes no rows, and gets everybody's; its weight counts all the same.
+    A rank without a gradient contributes no rows, and gets every rank's; its weight counts all the same.
 
     Returns:
         The ranks whose rows hold an infinity or a NaN.

@@ -117,7 +117,7 @@ def find_peers(
 
 
 def known_exchange(group: Any, device_mesh: Any = None) -> tuple[Exchange, float] | None:
-    if getattr(group, "rank", 0) == _OUTSIDE:  # nobody in the group waits for this rank
+    if getattr(group, "rank", 0) == _OUTSIDE:  # no rank in the group waits for this rank
         return None
     is_there = _environment.formed is not None or dist.is_initialized()
     return exchange_of_named(

@@ -1,7 +1,7 @@
 """Processes of several hosts, or on GPUs, brought together by paddle.distributed, once all have come.
 
 Paddle's store waits in silence for ranks that do not fit together, and ends the process that opens it where
-somebody else listens. So all ranks meet in a membership store first, at the address that the launcher gave
+another process listens. So all ranks meet in a membership store first, at the address that the launcher gave
 them, and see who has come. Paddle's store is then at a port that rank 0 tells them there.
 """
 

@@ -42,7 +42,7 @@ def check_tensors(parameters: Sequence[paddle.Tensor]) -> None:
 
 
 def make_whole(optimizer_class: type[Any], entries: list[Any], defaults: Mapping[str, Any]) -> Any:
-    """The optimizer of all parameters, whose step() nobody calls."""
+    """The optimizer of all parameters, whose step() is never called."""
     try:
         return optimizer_class(parameters=entries, **defaults)
     except (TypeError, ValueError, AssertionError, AttributeError, NotImplementedError) as error:

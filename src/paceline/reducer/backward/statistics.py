@@ -44,7 +44,7 @@ class Statistics:
             in the mean over the others. What the others would have gained if it had been as fast as they.
         num_buckets: How many buckets a backward averages.
         pass_bytes: How many bytes of gradients a backward averages, on each rank, with what aligns them.
-        nonfinite: As `nonfinite()`; empty where nobody looks for them, too.
+        nonfinite: As `nonfinite()`; empty where none are looked for, too.
         num_unused: How many parameters this rank left without a gradient in the last backward.
 
     Example:

@@ -1,7 +1,7 @@
 """Ranks that run out of data before the others, and shadow the backward passes of those who have some.
 
 Such a rank takes part in the backward passes of the others with no gradients and a weight of 0,
-until every rank has none left; each rank says so in the status that ends a backward, so nobody asks. Then it
+until every rank has none left; each rank says so in the status that ends a backward, so no rank asks. Then it
 gets the model of the rank that went on longest, and its own gradients are again what they were.
 """
 

@@ -16,9 +16,9 @@ Words
   round    one step of an exchange; every host sends to every other in each
 
 Routes of a shard of S bytes between H hosts of B blocks each
-  one round   for two hosts of one block, and where it sends little more: everybody's shard to everybody.
+  one round   for two hosts of one block, and where it sends little more: every rank's shard to every rank.
               B * (H - 1) * S sent, one latency.
-  two rounds  otherwise: each part to its owner, who adds the sums up, then the sum to everybody.
+  two rounds  otherwise: each part to its owner, who adds the sums up, then the sum to every rank.
               (B + 1) * (H - 1) / H * S sent, for one block the least that there is, and two latencies.
               Two hosts with B and C blocks have parts with which both send the same: (B * C - 1) /
               (B + C - 2) * S.

@@ -181,7 +181,7 @@ class CodedSums:
             return
         kept, first = self._errors[phase][bucket], self._firsts[bucket][phase]
         place = elements.start - first, elements.stop - first
-        if weight < _SMALLEST_WEIGHT:  # nobody looks at codes without a weight
+        if weight < _SMALLEST_WEIGHT:  # no rank looks at codes without a weight
             kept.wait(place)
         else:
             kept.encode(self._encoding, self._rooms[phase].ctypes.data, weight, place, payload)

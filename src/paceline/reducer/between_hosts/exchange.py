@@ -1,6 +1,6 @@
 """One rank's shard of each bucket on its way to the other hosts and back; this folder's head has the words.
 
-Whoever runs the backward makes and sends, and one thread waits, adds up and publishes. It has
+The thread that runs the backward makes and sends, and one thread waits, adds up and publishes. It has
 to be a thread, because a transport tells that a message has come only to who waits for it; its waits let
 Python's lock go. So messages travel while the backward goes on.
 
@@ -8,7 +8,7 @@ Steps of a bucket, on each rank
 1. `_make_ready`: receives are begun; those of the first buckets before their backward, as far as there is
    memory. An engine that asks the receiver for room before it sends gets its answer at once then. The thread
    begins them when the backward before has ended; where there are few, while messages of that backward are
-   still on their way and nobody runs: two threads that hand Python's lock to and fro take longer than the
+   still on their way and nothing runs: two threads that hand Python's lock to and fro take longer than the
    work itself (0.3 to 0.6 ms of a backward of 100 kB).
 2. `launch`: the shard is sent: summed over the host's ranks piece by piece (`sum_messages`), or as it is
    (`value_messages`).
@@ -87,7 +87,7 @@ class HostExchange:
         self._ready: deque[Flight] = deque()  # of that backward, in the plan's order, not launched
         self._next_ready = 0  # its first bucket that has not been among them
         self._is_due = False  # its first receives are still to be begun, by the thread
-        # Held by whoever begins receives, which the four above are about. Nobody does in
+        # Held by whoever begins receives, which the four above are about. Nothing does in
         # `_open_next_backward`.
         self._making = threading.Lock()
         self._has_few_messages = len(buckets) == 1 and self._has_few()
@@ -106,7 +106,7 @@ class HostExchange:
     def end_backward(self) -> None:
         """Let the thread begin to receive what peers send of the next backward.
 
-        The thread, because nobody waits for it: the user's program goes on meanwhile.
+        The thread, because nothing waits for it: the user's program goes on meanwhile.
         """
         if not self._has_few_messages:
             self._open_next_backward()
@@ -266,7 +266,7 @@ class HostExchange:
                 halfway.remove(flight)
                 flight.second_round()
             else:
-                if self._has_few_messages:  # they are on their way, and whoever runs the backward waits, too
+                if self._has_few_messages:  # they are on their way, and the user's thread waits, too
                     self._open_next_backward()
                     self._receive_next()
                 flight.first_round()

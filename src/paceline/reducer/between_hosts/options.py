@@ -37,7 +37,7 @@ class BetweenHosts:
 
 
 def refuse_other_bits(owner: str, deterministic: str | None, seen: str) -> None:
-    """Refuse `deterministic`, if it was asked for, because somebody else decides the order of sums."""
+    """Refuse `deterministic`, if it was asked for, because the process group decides the order of sums."""
     if deterministic is not None:
         raise ConfigError(
             f"{owner}: deterministic={show(deterministic)} is not possible here.",

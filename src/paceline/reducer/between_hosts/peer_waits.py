@@ -87,7 +87,7 @@ class PeerWaits:
         if (reported := self._peer_monitor.lost(_KNOWN_WITHIN_S)) is not None:
             return reported
         if (stopped := self._not_answering("average gradients", bucket, text)) is not None:
-            return stopped  # the peer has given up on it, and nobody could be told
+            return stopped  # the peer has given up on it, and no rank could be told
         if (reported := self._peer_monitor.lost()) is not None:
             return reported
         is_lost = is_of_a_lost_peer(text)

@@ -111,7 +111,7 @@ class Pipes:
         lifetime.before_leaving(self.close, is_last=True)  # messages that are under way come first
 
     def abort(self) -> None:
-        """Wake whoever waits; nothing can be sent any more. Not collective, does not block."""
+        """Wake all waits; nothing can be sent any more. Not collective, does not block."""
         if os.getpid() == self._pid:  # a forked child has the same connections, and must let them be
             stop_receiving(self._sockets)
             for sender in self._senders:

@@ -138,8 +138,8 @@ def _cut_evenly(whole: range, count: int) -> list[range]:
 def _cut_by_blocks(shard: range, one: int, other: int) -> list[range]:
     """The parts of two hosts that have so many blocks, with which both send the same.
 
-    Whoever owns x of the shard sends its blocks of the rest, and x: with 1 and 2 blocks, the second host owns
-    everything, gets the first one's sum and sends the result, and neither sends more than the shard.
+    A host that owns x of the shard sends its blocks of the rest, and x: with 1 and 2 blocks, the second host
+    owns everything, gets the first one's sum and sends the result, and neither sends more than the shard.
     """
     blocks = -(-len(shard) // _BLOCK_ELEMENTS)
     cut = min(len(shard), blocks * (one - 1) // (one + other - 2) * _BLOCK_ELEMENTS)

@@ -152,7 +152,7 @@ class SumsFlight(Flight):
         route, host = terms.routes[self.bucket], terms.host
         one_round, mine = route.is_one_round, route.part_of(host)
         own: dict[int, list[Sent]] = {}
-        # This rank's own part last: nobody waits for it.
+        # This rank's own part last: nothing waits for it.
         for part in [0] if one_round else [*terms.others, host]:
             to = terms.others if one_round else [part] if part != host else []
             own[part] = list(self._lay_out_sent(layout, 0, _sent_by(terms, host, route.parts[part]), to))

@@ -9,7 +9,7 @@ A large bucket goes from gradient buffer to gradient buffer, and nothing is copi
 
     first round   the gradients of each part go from the gradient buffer to its owner, and into a room there
     the owner     averages what has come with its own gradients, in place: its gradient buffer holds the mean
-    second round  the mean goes from the owner's gradient buffer to everybody's
+    second round  the mean goes from the owner's gradient buffer to every rank's
 
 So a bucket of S bytes is read and written once for S / H of it, and the memory for what comes has S bytes at
 most.
@@ -25,7 +25,7 @@ means of a backward are made, whether they are finite. Messages with one tag com
 were sent, and every backward sends each of them once: where a backward begins with the right header, the rest
 of it pairs.
 
-A small bucket costs less as one message, behind a header, that everybody sends to everybody
+A small bucket costs less as one message, behind a header, that every rank sends to every rank
 (`FewValuesFlight`). Each host then makes the whole mean, and sees by itself what is not finite.
 """
 
@@ -213,7 +213,7 @@ class ValuesFlight(Flight):
 
 
 class FewValuesFlight(Flight):
-    """A small bucket, in one message from everybody to everybody."""
+    """A small bucket, in one message from every rank to every rank."""
 
     def __init__(self, terms: Terms, bucket: int, room: Message) -> None:
         super().__init__(terms, bucket)

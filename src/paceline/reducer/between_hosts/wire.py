@@ -1,6 +1,6 @@
 """What carries the messages between hosts, and what each of them says.
 
-Whoever gets a header that is not what it waits for raises; a wrong pairing is never a wrong
+A rank that gets a header that is not what it waits for raises; a wrong pairing is never a wrong
 mean. Messages pair by tags, so buckets need no order.
 """
 
@@ -77,7 +77,7 @@ class HostsTransport(Protocol):
         ...
 
     def abort(self) -> None:
-        """Wake whoever waits; nothing can be sent any more. Not collective."""
+        """Wake all waits; nothing can be sent any more. Not collective."""
         ...
 
 

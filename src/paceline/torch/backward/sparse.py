@@ -1,6 +1,6 @@
 """Sparse gradients: each rank's rows, gathered, and their mean over the ranks.
 
-Every rank gets everybody's rows in rank order and adds them up alike, so the means have the
+Every rank gets every rank's rows in rank order and adds them up alike, so the means have the
 same bits on all ranks. A rank whose gradient is dense (the embedding's weight is used elsewhere too) makes
 the mean dense on all ranks.
 """

@@ -267,7 +267,7 @@ def _is_over_soon(work: Work) -> bool:
 def abort_on_devices(group: dist.ProcessGroup) -> None:
     """End what a process group has under way on other devices than the CPU. Does not block, not collective.
 
-    For whoever raises because a rank is lost: a kernel of NCCL that waits for that rank would keep the
+    For a rank that raises because a rank is lost: a kernel of NCCL that waits for that rank would keep the
     stream, and with it the end of this process, for ever. Only then, because what follows on the stream goes
     on with sums that are not complete.
     """

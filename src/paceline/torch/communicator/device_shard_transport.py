@@ -4,8 +4,8 @@ A `paceline.reducer.process_group.Transport`: within the host a reduce_scatter l
 bucket, which goes through pinned memory to the peers on the other hosts (`device_shards` of
 `paceline.reducer.between_hosts`); an all_gather within the host ends the backward. See docs/design/hosts.md.
 
-Order of calls: reduce_scatters are begun by whoever launches the buckets, in the order of the plan, and
-all_gathers by whoever ends the backward, in the same order. NCCL pairs calls by it.
+Order of calls: reduce_scatters are begun by the thread that launches the buckets, in the order of the plan,
+and all_gathers by the thread that ends the backward, in the same order. NCCL pairs calls by it.
 """
 
 from __future__ import annotations

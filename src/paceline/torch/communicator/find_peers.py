@@ -154,7 +154,7 @@ def find_peers(
 
 def known_exchange(process_group: Any, device_mesh: Any) -> tuple[Exchange, float] | None:
     if process_group is not None and process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        return None  # nobody in the group waits for this rank
+        return None  # no rank in the group waits for this rank
     is_there = _environment.formed is not None or (dist.is_available() and dist.is_initialized())
     find = functools.partial(find_peers, timeout_s=None, warn_after_s=None)
     return exchange_of_named(process_group, device_mesh, find, is_there=is_there)

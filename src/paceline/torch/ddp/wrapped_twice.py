@@ -20,7 +20,7 @@ _OURS = "paceline.torch.DistributedDataParallel"
 class AskedWhenWrapped:
     """An attribute of a module that torch's constructor looks at first, on every rank: it must not wrap ours.
 
-    For everybody else it is not there, unless it is set.
+    For all others it is not there, unless it is set.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:
