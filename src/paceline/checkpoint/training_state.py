@@ -26,7 +26,7 @@ from paceline.checkpoint import random_states
 from paceline.checkpoint.checkpoint_ops import CheckpointOps
 from paceline.checkpoint.plain_values import plain
 from paceline.errors import ConfigError, PacelineError
-from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.framework_ops import dtype_name
@@ -83,7 +83,7 @@ class Training:
 
     def telling(self, doing: str) -> AbstractContextManager[None]:
         """Within it, a ConfigError is told to the ranks that wait in `agree`."""
-        return telling_peers(lambda: (self.peers.exchange, self.peers.timeout_s), doing)
+        return reporting_to_peers(lambda: (self.peers.exchange, self.peers.timeout_s), doing)
 
 
 def check_registration(owner: str, objects: Mapping[str, Any], name: Any, item: Any) -> None:
