@@ -30,7 +30,7 @@ from paceline.errors import (
     SkippedPassError,
     UnusedParameterError,
 )
-from paceline.reducer.between_hosts.messages import Flight
+from paceline.reducer.between_hosts.messages import InFlightBucket
 from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.communicator.device_shard_transport import DeviceShardTransport
 from paceline.torch.communicator.local_group import LocalCalls
@@ -558,13 +558,13 @@ def test_a_message_that_does_not_come_is_named_by_all_ranks(rank, monkeypatch):
     """Rank 1 alone waits for it, and rank 0 waits for rank 1, which is not to blame."""
     _, wrapped = lose(rank, monkeypatch, timeout_s=3)
     if rank == 3:
-        send = Flight._send
+        send = InFlightBucket._send
 
         def send_late(*arguments: Any) -> None:
             until_told("raised", [0, 1, 2])
             send(*arguments)
 
-        monkeypatch.setattr(Flight, "_send", send_late)
+        monkeypatch.setattr(InFlightBucket, "_send", send_late)
     with pytest.raises(DeadlineError) as caught:
         backward(wrapped, 2, rank, 4)
     tell("raised", rank)

@@ -29,7 +29,7 @@ from paceline.health.liveness_check import Activity
 from paceline.reducer.between_hosts import hierarchical, routes, wire
 from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hosts
 from paceline.reducer.between_hosts.routes import Route, num_shards, plan_route
-from paceline.reducer.between_hosts.value_messages import ValuesFlight
+from paceline.reducer.between_hosts.value_messages import InFlightValues
 from paceline.reducer.between_hosts.wire import Message, tag_of
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.protocol import BackwardStatus, Outcome
@@ -416,8 +416,8 @@ def test_gradients_that_travel_as_they_are_have_the_bits_of_sums(
     monkeypatch.setattr(Transport, "needs_headers", False)
     monkeypatch.setattr(routes, "VALUES_BYTES", values_bytes)
     made = []
-    room_bytes = ValuesFlight.room_bytes
-    monkeypatch.setattr(ValuesFlight, "room_bytes", lambda *given: made.append(given) or room_bytes(*given))
+    room_bytes = InFlightValues.room_bytes
+    monkeypatch.setattr(InFlightValues, "room_bytes", lambda *given: made.append(given) or room_bytes(*given))
     assert means(layout, cap, weights, steps=4) == sums and made
 
 

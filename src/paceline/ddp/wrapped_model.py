@@ -44,7 +44,7 @@ from paceline.reducer.local_sgd.outer_tensors import OuterTensors
 from paceline.reducer.local_sgd.replica_groups import join_replica_group
 from paceline.reducer.plan import BucketLayout, bucket_layout
 from paceline.sharding.moving import move, move_out, refuse_strange
-from paceline.sharding.partial_steps import torn
+from paceline.sharding.partial_steps import partial_steps
 from paceline.sharding.shared_parameters import SharedStorage, written
 
 _Batch = TypeVar("_Batch")
@@ -114,8 +114,8 @@ class WrappedModel:
         """Raise if parameters hold half of an optimizer's step, in which a rank was lost."""
         if self._storage is not None:
             self._storage.check_whole(type(self).__name__)
-        if torn.marks:
-            torn.check(type(self).__name__, parameters)
+        if partial_steps.marks:
+            partial_steps.check(type(self).__name__, parameters)
 
     # --- what a front end adds ---
 
@@ -176,7 +176,7 @@ class WrappedModel:
             )
         backward_sync = self._sync_over(communicator)
         backward_sync.shares_parameters = self._storage is not None
-        torn.call_guard(self._guard_model)
+        partial_steps.call_guard(self._guard_model)
         # The hooks are the parameters', which may live on and be wrapped again.
         self._on_drop = weakref.finalize(self, backward_sync.graphs.drop_wrapper)
         self._on_drop.atexit = False
@@ -570,7 +570,7 @@ class WrappedModel:
         """
         before = restore(self._training(), state)
         self._earlier_steps = before - self.num_good_passes
-        torn.forget(self._tensors.all_parameters.values())
+        partial_steps.forget(self._tensors.all_parameters.values())
 
     def _training(self) -> Training:
         """What a training state is made of."""

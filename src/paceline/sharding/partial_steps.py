@@ -74,7 +74,7 @@ class PartialSteps:
             raise partial_step_error(owner, mark.seen)
 
 
-torn = PartialSteps()
+partial_steps = PartialSteps()
 
 
 def partial_step_error(owner: str, seen: str) -> TornStepError:

@@ -22,7 +22,7 @@ from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.framework_ops import FrameworkOps, Tensor
 from paceline.sharding.announced_writes import OneCopy, Place
-from paceline.sharding.partial_steps import partial_step_error, torn
+from paceline.sharding.partial_steps import partial_step_error, partial_steps
 
 
 class SharedStorage(Generic[Tensor]):
@@ -70,7 +70,7 @@ class SharedStorage(Generic[Tensor]):
         """Give this rank a copy of its own of each parameter that is still here."""
         held = list(self._held())
         if not self._step_table_to_read.is_whole:
-            torn.mark(held, self.ops.versions, self._describe_missing())
+            partial_steps.mark(held, self.ops.versions, self._describe_missing())
         for parameter in held:
             self.ops.lay(parameter, parameter.detach().clone())
             _storages.pop(id(parameter), None)
@@ -198,7 +198,7 @@ def check_whole(owner: str, parameters: Iterable[Any]) -> None:
     held = list(parameters)
     for storage in storages_of(held):
         storage.check_whole(owner)
-    torn.check(owner, held)
+    partial_steps.check(owner, held)
 
 
 def _report_stray_write() -> None:

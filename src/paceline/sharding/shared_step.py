@@ -24,7 +24,7 @@ from paceline.errors import (
 )
 from paceline.reducer.communicator import Communicator
 from paceline.sharding.optimizer_arguments import OWNER
-from paceline.sharding.partial_steps import partial_step_error, torn
+from paceline.sharding.partial_steps import partial_step_error, partial_steps
 from paceline.sharding.shards import Shards
 from paceline.sharding.shared_parameters import storage_of
 from paceline.sharding.step_barriers import Call, Facts, StepBarriers, hash_options
@@ -127,7 +127,7 @@ class SharedStep(Generic[State]):
             has_begun = self._step_tables.refuse()  # if no other rank has begun, none will
             self._report_failure(error)
             if has_begun:
-                torn.call_guards()
+                partial_steps.call_guards()
             with _explaining(has_begun=has_begun):
                 raise
         assert self._travel is not None
@@ -155,8 +155,8 @@ class SharedStep(Generic[State]):
             ).explained(error)
         if not is_complete:
             self._failure = reported
-            torn.mark(self._own_parameters(), self._pieces.ops.versions, str(reported))
-            torn.call_guards()
+            partial_steps.mark(self._own_parameters(), self._pieces.ops.versions, str(reported))
+            partial_steps.call_guards()
         if reported is not error:
             raise reported from error
 
@@ -266,8 +266,8 @@ class SharedStep(Generic[State]):
             storage.check_whole(OWNER)
         if self._failure is not None and len(self._own_parameters()) > 0:
             raise partial_step_error(OWNER, str(self._failure)) from self._failure
-        if torn.marks:
-            torn.check(OWNER, self._pieces.parameters)
+        if partial_steps.marks:
+            partial_steps.check(OWNER, self._pieces.parameters)
 
     def _facts(self, call: Call, has_gradient: bytes) -> Facts:
         without = [name for name, has in zip(self._pieces.names, has_gradient) if not has]

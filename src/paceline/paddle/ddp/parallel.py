@@ -44,7 +44,7 @@ from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.start import refuse_latecomers
-from paceline.sharding.partial_steps import torn
+from paceline.sharding.partial_steps import partial_steps
 from paceline.sharding.shared_parameters import written
 from paceline.trace.recording import recording
 
@@ -287,7 +287,7 @@ class DataParallel(WrappedModel, PaddleNames):
             recording.note_batch(inputs, kwargs)
         if self._storage is not None:
             self._storage.check_in_place()
-        if torn.marks:
+        if partial_steps.marks:
             self._check_whole(self._tensors.all_parameters.values())
         if self._backward_sync is None:
             return self._run(inputs, kwargs)
@@ -544,7 +544,7 @@ class DataParallel(WrappedModel, PaddleNames):
             result: tuple[list[str], list[str]] = self._layers.set_state_dict(
                 state_dict, use_structured_name=use_structured_name
             )
-        torn.forget(self._tensors.all_parameters.values())
+        partial_steps.forget(self._tensors.all_parameters.values())
         return result
 
     set_dict = set_state_dict

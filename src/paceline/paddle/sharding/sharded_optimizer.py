@@ -45,7 +45,7 @@ from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.journal_layout import Slot, blocks_of
 from paceline.sharding.kinds import Kind, checked_kind
 from paceline.sharding.optimizer_arguments import OWNER, as_entries, check_class, no_journal
-from paceline.sharding.partial_steps import torn
+from paceline.sharding.partial_steps import partial_steps
 from paceline.sharding.sharded_steps import MAKING, JournalPlan, ShardedSteps
 
 _Found = TypeVar("_Found")
@@ -426,7 +426,7 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
                 loaded.give(optimizer, piece, tensor, parameter)
         self._note_loaded()
         # Paddle does not count the writes of a model's set_state_dict(), which may come before this one.
-        torn.forget(self._shards.parameters)
+        partial_steps.forget(self._shards.parameters)
 
     set_dict = load_state_dict = set_state_dict
 

@@ -1,9 +1,9 @@
 """Between hosts: each host sums its own ranks' gradients, and only the sums go from host to host.
 
-`hierarchical` is a reducer as others are, and hands each rank's shard of a bucket to `exchange`. Its flights
-(`sum_messages`, `value_messages`) are laid out over `routes`, add up by `blocks`, and travel as `wire` says,
-in one of the `sum_formats`. The front ends have the transports; `piped_transport` is for engines whose calls
-block.
+`hierarchical` is a reducer as others are, and hands each rank's shard of a bucket to `exchange`. A bucket in
+flight (`sum_messages`, `value_messages`) is laid out over `routes`, adds up by `blocks`, and travels as
+`wire` says, in one of the formats of `compressed_sums`. The front ends have the transports; `piped_transport`
+is for process groups whose calls block.
 
 Words
   shard    the part of each bucket that one rank of a host sums and exchanges with its *peers*, the ranks

@@ -41,9 +41,9 @@ from paceline.errors import CollectiveError
 from paceline.health import lifetime
 from paceline.health.control_channel import ControlChannel
 from paceline.health.peer_errors import pack_failure, unpack_failure
-from paceline.reducer.between_hosts.messages import Flight, Terms
-from paceline.reducer.between_hosts.sum_messages import SumsFlight
-from paceline.reducer.between_hosts.value_messages import FewValuesFlight, ValuesBackward, ValuesFlight
+from paceline.reducer.between_hosts.messages import InFlightBucket, Terms
+from paceline.reducer.between_hosts.sum_messages import InFlightSums
+from paceline.reducer.between_hosts.value_messages import InFlightFewValues, InFlightValues, ValuesBackward
 from paceline.rendezvous.limits import start_thread
 
 WINDOW = 4
@@ -78,13 +78,13 @@ class HostExchange:
         nbytes = max(self._room_bytes(bucket) for bucket in buckets)
         self._rooms = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, max(2, len(buckets))))]
         self._is_taken = [False] * len(self._rooms)
-        self._laid_out: dict[tuple[int, int], Flight] = {}  # by bucket and room
+        self._laid_out: dict[tuple[int, int], InFlightBucket] = {}  # by bucket and room
         # Of all steps but the last, whose result has its own place.
         self._joined = [np.empty(self._piece_bytes(), np.uint8) for _ in terms.blocks.steps[:-1]]
         self._values = ValuesBackward(terms)
         self._is_free = threading.Condition()
         self._number = 1  # of the backward under way, or of the next one
-        self._ready: deque[Flight] = deque()  # of that backward, in the plan's order, not launched
+        self._ready: deque[InFlightBucket] = deque()  # of that backward, in the plan's order, not launched
         self._next_ready = 0  # its first bucket that has not been among them
         self._is_due = False  # its first receives are still to be begun, by the thread
         # Held by whoever begins receives, which the four above are about. Nothing does in
@@ -94,8 +94,9 @@ class HostExchange:
         is_alone = group.world_size == 1
         self._waits_itself = self._has_few_messages and is_alone and terms.transport.lets_signals_in
         self._met: CollectiveError | None = None
-        self._last_flight: Flight | None = None  # of `_take_only`, which has not waited for what was sent
-        self._flights: queue.SimpleQueue[Flight | _ReceiveNext | None] = queue.SimpleQueue()
+        # Of `_take_only`, which has not waited for what was sent.
+        self._last_in_flight: InFlightBucket | None = None
+        self._launched: queue.SimpleQueue[InFlightBucket | _ReceiveNext | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         start_thread(self._thread)
         control.at_failure(self._fail)
@@ -110,7 +111,7 @@ class HostExchange:
         """
         if not self._has_few_messages:
             self._open_next_backward()
-            self._flights.put(_RECEIVE_NEXT)
+            self._launched.put(_RECEIVE_NEXT)
 
     def launch(
         self,
@@ -134,13 +135,13 @@ class HostExchange:
                 self._make_ready(may_wait=may_wait)
                 if not self._ready:
                     return False
-            flight = self._ready.popleft()
-        assert flight.bucket == bucket and flight.has_report == (make_report is not None)
-        flight.send(note_nonfinite, make_report)
+            in_flight = self._ready.popleft()
+        assert in_flight.bucket == bucket and in_flight.has_report == (make_report is not None)
+        in_flight.send(note_nonfinite, make_report)
         if self._waits_itself:
-            self._take_only(flight)
+            self._take_only(in_flight)
         else:
-            self._flights.put(flight)
+            self._launched.put(in_flight)
         return True
 
     def check(self) -> None:
@@ -157,7 +158,7 @@ class HostExchange:
 
     def stop(self) -> None:
         """End the thread, once it has nothing more to do."""
-        self._flights.put(None)
+        self._launched.put(None)
 
     def join(self) -> None:
         """Wait until the thread has ended, and the memory of this host is not written any more."""
@@ -169,14 +170,14 @@ class HostExchange:
         if self._met is not None:
             raise self._met
         while self._next_ready < len(self._terms.routes):
-            flight = self._take_flight(self._next_ready, may_wait=may_wait and not self._ready)
-            if flight is None:
+            in_flight = self._take_in_flight(self._next_ready, may_wait=may_wait and not self._ready)
+            if in_flight is None:
                 return
-            flight.receive()
+            in_flight.receive()
             self._next_ready += 1
-            self._ready.append(flight)
+            self._ready.append(in_flight)
 
-    def _take_flight(self, bucket: int, *, may_wait: bool) -> Flight | None:
+    def _take_in_flight(self, bucket: int, *, may_wait: bool) -> InFlightBucket | None:
         room = self._room_of(bucket, self._number)
         ends_s = time.monotonic() + self._waits.patience_with_its_host_s
         with self._is_free:
@@ -191,47 +192,47 @@ class HostExchange:
             self._is_taken[room] = True
         if is_late:  # not under the lock, which whoever gives the reason needs
             raise self._waits.late(self._terms.others, "take earlier buckets", bucket)
-        flight = self._laid_out.get((bucket, room))
-        if flight is None:
-            flight = self._laid_out[bucket, room] = self._lay_out(bucket, room)
-        flight.begin(self._number)
-        return flight
+        in_flight = self._laid_out.get((bucket, room))
+        if in_flight is None:
+            in_flight = self._laid_out[bucket, room] = self._lay_out(bucket, room)
+        in_flight.begin(self._number)
+        return in_flight
 
     def _room_of(self, bucket: int, number: int) -> int:
         num_rooms = len(self._rooms)
         return (number if len(self._terms.routes) < num_rooms else bucket) % num_rooms
 
-    def _take_only(self, flight: Flight) -> None:
+    def _take_only(self, in_flight: InFlightBucket) -> None:
         """Wait for the messages of a backward of one bucket, and publish the means.
 
         Those that were sent have most likely gone by the next backward, which needs their memory.
         """
-        before, self._last_flight = self._last_flight, flight
+        before, self._last_in_flight = self._last_in_flight, in_flight
         with _core.DefaultFloats():
             if before is not None:
-                self._end_flight(before)
+                self._end_in_flight(before)
             self._open_next_backward()
             self._receive_next()
-            flight.first_round()
-            if not flight.is_one_round:
-                flight.second_round()
+            in_flight.first_round()
+            if not in_flight.is_one_round:
+                in_flight.second_round()
         self._core.count_share()
 
     # --- messages ---
 
-    def _lay_out(self, bucket: int, room: int) -> Flight:
+    def _lay_out(self, bucket: int, room: int) -> InFlightBucket:
         kind, memory = self._kind_of(bucket), self._rooms[room]
-        if issubclass(kind, SumsFlight):
+        if issubclass(kind, InFlightSums):
             return kind(self._terms, bucket, memory, self._joined)
-        if issubclass(kind, ValuesFlight):
+        if issubclass(kind, InFlightValues):
             return kind(self._terms, bucket, memory, self._values)
         return kind(self._terms, bucket, memory)
 
-    def _kind_of(self, bucket: int) -> type[SumsFlight | ValuesFlight | FewValuesFlight]:
+    def _kind_of(self, bucket: int) -> type[InFlightSums | InFlightValues | InFlightFewValues]:
         route = self._terms.routes[bucket]
         if not route.is_of_values:
-            return SumsFlight
-        return FewValuesFlight if route.is_one_round else ValuesFlight
+            return InFlightSums
+        return InFlightFewValues if route.is_one_round else InFlightValues
 
     def _room_bytes(self, bucket: int) -> int:
         return self._kind_of(bucket).room_bytes(self._terms, bucket)
@@ -260,37 +261,37 @@ class HostExchange:
             self._fail(error)
 
     def _wait_and_publish(self) -> None:
-        halfway: deque[Flight] = deque()
-        while (flight := self._next(halfway)) is not None:
-            if flight in halfway:
-                halfway.remove(flight)
-                flight.second_round()
+        halfway: deque[InFlightBucket] = deque()
+        while (in_flight := self._next(halfway)) is not None:
+            if in_flight in halfway:
+                halfway.remove(in_flight)
+                in_flight.second_round()
             else:
                 if self._has_few_messages:  # they are on their way, and the user's thread waits, too
                     self._open_next_backward()
                     self._receive_next()
-                flight.first_round()
-                if not flight.is_one_round:
-                    halfway.append(flight)
+                in_flight.first_round()
+                if not in_flight.is_one_round:
+                    halfway.append(in_flight)
                     continue
             self._core.count_share()
-            self._end_flight(flight)
+            self._end_in_flight(in_flight)
 
-    def _end_flight(self, flight: Flight) -> None:
-        flight.wait_sent()
+    def _end_in_flight(self, in_flight: InFlightBucket) -> None:
+        in_flight.wait_sent()
         with self._is_free:
-            self._is_taken[self._room_of(flight.bucket, flight.number)] = False
+            self._is_taken[self._room_of(in_flight.bucket, in_flight.number)] = False
             self._is_free.notify()
 
-    def _next(self, halfway: deque[Flight]) -> Flight | None:
+    def _next(self, halfway: deque[InFlightBucket]) -> InFlightBucket | None:
         """What was launched last comes before the second round of what came before it."""
         while True:
             try:
-                flight = self._flights.get(block=not halfway)
+                in_flight = self._launched.get(block=not halfway)
             except queue.Empty:
                 return halfway[0]
-            if not isinstance(flight, _ReceiveNext):
-                return flight
+            if not isinstance(in_flight, _ReceiveNext):
+                return in_flight
             self._receive_next()
 
     def _open_next_backward(self) -> None:

@@ -175,7 +175,7 @@ class Received:
         self.transfer: Transfer | None = None
 
 
-class Flight(ABC):
+class InFlightBucket(ABC):
     """A bucket under way, in one room.
 
     Attributes:

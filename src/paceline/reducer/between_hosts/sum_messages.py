@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
 from typing import TypeAlias
 
-from paceline.reducer.between_hosts.messages import Flight, Layout, Received, Sent, Terms, aligned
+from paceline.reducer.between_hosts.messages import InFlightBucket, Layout, Received, Sent, Terms, aligned
 from paceline.reducer.between_hosts.wire import HEADER_BYTES, Envelope, Message, tag_of
 
 _Either: TypeAlias = "Sent | Received"
 
 
-class SumsFlight(Flight):
+class InFlightSums(InFlightBucket):
     def __init__(self, terms: Terms, bucket: int, room: Message, joined: Sequence[Message]) -> None:
         super().__init__(terms, bucket)
         self._joined = joined

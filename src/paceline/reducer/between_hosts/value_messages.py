@@ -5,7 +5,7 @@ own type on the way, and the mean is that of the core over these ranks: 16 bits 
 those of one host.
 
 A large bucket goes from gradient buffer to gradient buffer, and nothing is copied to be sent
-(`ValuesFlight`). Each host owns a part of it:
+(`InFlightValues`). Each host owns a part of it:
 
     first round   the gradients of each part go from the gradient buffer to its owner, and into a room there
     the owner     averages what has come with its own gradients, in place: its gradient buffer holds the mean
@@ -26,7 +26,7 @@ were sent, and every backward sends each of them once: where a backward begins w
 of it pairs.
 
 A small bucket costs less as one message, behind a header, that every rank sends to every rank
-(`FewValuesFlight`). Each host then makes the whole mean, and sees by itself what is not finite.
+(`InFlightFewValues`). Each host then makes the whole mean, and sees by itself what is not finite.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from itertools import chain
 import numpy as np
 
 from paceline import _core
-from paceline.reducer.between_hosts.messages import Flight, Layout, Received, Sent, Terms, aligned
+from paceline.reducer.between_hosts.messages import InFlightBucket, Layout, Received, Sent, Terms, aligned
 from paceline.reducer.between_hosts.wire import (
     HEADER_BYTES,
     Begin,
@@ -90,7 +90,7 @@ class _OwnPiece:
         self.ways: list[tuple[int, Begin]] = []
 
 
-class ValuesFlight(Flight):
+class InFlightValues(InFlightBucket):
     def __init__(self, terms: Terms, bucket: int, room: Message, shared: ValuesBackward) -> None:
         super().__init__(terms, bucket)
         begin, end, self._itemsize = terms.spans[bucket]
@@ -212,7 +212,7 @@ class ValuesFlight(Flight):
         return self._gradient_buffer[elements.start * self._itemsize : elements.stop * self._itemsize]
 
 
-class FewValuesFlight(Flight):
+class InFlightFewValues(InFlightBucket):
     """A small bucket, in one message from every rank to every rank."""
 
     def __init__(self, terms: Terms, bucket: int, room: Message) -> None:
@@ -234,7 +234,7 @@ class FewValuesFlight(Flight):
     def room_bytes(terms: Terms, bucket: int) -> int:
         hosts = range(terms.num_hosts)
         return sum(
-            aligned(HEADER_BYTES + FewValuesFlight._payload_bytes(terms, bucket, host)) for host in hosts
+            aligned(HEADER_BYTES + InFlightFewValues._payload_bytes(terms, bucket, host)) for host in hosts
         )
 
     @staticmethod

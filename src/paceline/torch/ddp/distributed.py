@@ -27,7 +27,7 @@ from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.rendezvous.start import refuse_latecomers
-from paceline.sharding.partial_steps import torn
+from paceline.sharding.partial_steps import partial_steps
 from paceline.torch.backend.init_process_group import membership_of_default_group
 from paceline.torch.backward.autograd import TorchBackwardSync, make_sync
 from paceline.torch.checkpoint import CHECKPOINT_OPS
@@ -326,7 +326,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
         if self._storage is not None:
             self._storage.check_in_place()
-        if torn.marks:
+        if partial_steps.marks:
             self._check_whole(self._tensors.all_parameters.values())
         if self._config.device is not None:
             inputs, kwargs = moved((inputs, kwargs), self._config.device)

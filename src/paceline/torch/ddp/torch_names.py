@@ -32,7 +32,7 @@ from paceline.ddp.wrapper_arguments import MIB
 from paceline.errors import ConfigError, ReplicaError
 from paceline.reducer.backward.state import IDLE, RUNNING
 from paceline.reducer.local_sgd.outer_sync import OuterSync, Warmup
-from paceline.sharding.partial_steps import torn
+from paceline.sharding.partial_steps import partial_steps
 from paceline.sharding.shared_parameters import written
 from paceline.torch.backward.autograd import ErrorNote
 from paceline.torch.communicator.comm_hook import BufferHook
@@ -322,7 +322,7 @@ class TorchNames(TorchDDP):
             )
         with written(self._storage):
             result = self._load(state_dict, strict, assign)
-        torn.forget(self._tensors.all_parameters.values())
+        partial_steps.forget(self._tensors.all_parameters.values())
         return result
 
     def _load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
