@@ -18,11 +18,11 @@ from paceline.errors import ConfigError
 from paceline.rendezvous.addresses import (
     Way,
     check_rendezvous_address,
+    configured_interface,
     find_way,
     interface_for_gloo,
     interface_problems,
     means_this_host,
-    told_interface,
     wait_for_listener,
 )
 from paceline.rendezvous.deadline import Deadline
@@ -108,10 +108,10 @@ def prepare(
     except ConfigError as error:  # told to all, who would wait for this rank
         problem = str(error)
     if over_gloo and (spans_hosts or (may_span_hosts(place) and not way.is_loopback)):
-        _tell_gloo(way, owner)
+        _configure_gloo(way, owner)
         names = os.environ.get("GLOO_SOCKET_IFNAME", "")
         wrong, unreachable = interface_problems(names)
-        listens = told_interface(names)
+        listens = configured_interface(names)
         problem = problem or wrong
     arrival = Arrival(
         place.rank,
@@ -146,7 +146,7 @@ def refuse_latecomers(membership: Membership | None) -> None:
         )
 
 
-def _tell_gloo(way: Way, owner: str) -> None:
+def _configure_gloo(way: Way, owner: str) -> None:
     if os.environ.get("GLOO_SOCKET_IFNAME"):
         return
     interface, reason = interface_for_gloo(way)

@@ -111,7 +111,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self._all_ranks = range(communicator.world_size)
         self._tensors = tensors
         self._names = tensors.names
-        self._set_activity = communicator.tell
+        self._set_activity = communicator.publish
         self._begun_forwards = 0
         self.statistics = BackwardStatistics(
             front_end, communicator, asks_for_nonfinite=config.nonfinite != "ignore"
@@ -249,7 +249,7 @@ class BackwardSync(Generic[AnyAutograd]):
 
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
         self.planning.use_hook(hook, process_group)
-        self._set_activity = self.communicator.tell
+        self._set_activity = self.communicator.publish
 
     def refresh_sharing(self) -> None:
         self._sharing_version = registry.version
@@ -470,7 +470,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self._end()
             has_raised = False
         except BaseException as error:
-            recording.tell_failure(error)
+            recording.note_failure(error)
             raise
         finally:
             if recording.note is not None:
