@@ -37,7 +37,7 @@ from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
 from paceline.paddle.ops import OPS
 from paceline.paddle.sharding.shared_storage import StateDictGuard
-from paceline.reducer.agreement import telling_peers
+from paceline.reducer.agreement import reporting_to_peers
 from paceline.reducer.backward.uneven import joining
 from paceline.reducer.comm_hooks import CommHook, check_callable
 from paceline.reducer.communicator import Communicator
@@ -209,7 +209,7 @@ class DataParallel(WrappedModel, PaddleNames):
                 return peers.exchange, peers.timeout_s
             return known_exchange(process_group if group is None else group, device_mesh)
 
-        with telling_peers(known):
+        with reporting_to_peers(known):
             self._prepare(layers, arguments)
             if not _asks_for_one_rank(strategy):
                 times = self._config.timeout_s, self._config.warn_after_s
@@ -230,7 +230,7 @@ class DataParallel(WrappedModel, PaddleNames):
             self._check_model(peers)
             self._backward_sync = self._begin_sync()
         recording.begin_if_batches_count(*((0, 1) if peers is None else (peers.rank, peers.world_size)))
-        self._tell_of_unused_compression(0 if peers is None else peers.rank)
+        self._warn_of_unused_compression(0 if peers is None else peers.rank)
 
     def _prepare(self, layers: nn.Layer, arguments: dict[str, Any]) -> None:
         checked_layer("DataParallel", layers, "layers")

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import WrappedModel, checked_norms
 from paceline.errors import ConfigError, PacelineError
-from paceline.reducer.agreement import telling_peers
+from paceline.reducer.agreement import reporting_to_peers
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.local_sgd.options import LocalSGD
@@ -208,7 +208,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         arguments |= later
         nn.Module.__init__(self)  # not torch's DDP: it is a base only so that others recognise this class
         self._arguments = arguments
-        with telling_peers(lambda: known_exchange(process_group, device_mesh)):
+        with reporting_to_peers(lambda: known_exchange(process_group, device_mesh)):
             self._prepare(module, arguments)
             times = self._config.timeout_s, self._config.warn_after_s
             peers = find_peers(process_group, device_mesh, *times)
@@ -241,7 +241,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self._check_model(peers)
         self._backward_sync = None if is_alone else self._begin_sync(is_first=is_first)
         recording.begin_if_batches_count(peers.rank, peers.world_size)
-        self._tell_of_unused_compression(peers.rank)
+        self._warn_of_unused_compression(peers.rank)
         self._is_connected = True
 
     def _connected(self) -> Peers:
