@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -214,3 +216,37 @@ def test_wrong_calls_raise() -> None:
     with pytest.raises(TypeError):
         _core.GradientHook(hook, BackwardState(0, 1), 0, object(), "no tensor")
     del ddp
+
+
+OF_ANOTHER_TORCH = """
+import ctypes, sys
+import torch
+
+class Api(ctypes.Structure):
+    _fields_ = [("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("rest", ctypes.c_void_p * 6)]
+
+make = ctypes.pythonapi.PyCapsule_New
+make.restype, make.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+api, name = Api(major=2), sys.argv[1].encode()
+torch.Tensor.__dlpack_c_exchange_api__ = make(ctypes.addressof(api), name, None)
+
+from paceline.torch import DistributedDataParallel
+
+model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+alone = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+alone.load_state_dict(model.state_dict())
+x = torch.eye(2)
+for each in (alone, DistributedDataParallel(model, nonfinite="raise")):
+    for _ in range(2):
+        each(x).square().sum().backward()
+for ours, theirs in zip(model.parameters(), alone.parameters()):
+    torch.testing.assert_close(ours.grad, theirs.grad)
+"""
+
+
+@pytest.mark.parametrize("name", ["dlpack_exchange_api", "another_table"])
+def test_a_torch_with_another_table_of_functions(name: str) -> None:
+    """Its major version is newer, or even its name is another one: hooks in Python need none of it."""
+    command = [sys.executable, "-c", OF_ANOTHER_TORCH, name]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr

@@ -30,7 +30,7 @@ from paceline.sharding.scattered_gradients import refuse_sparse
 from paceline.torch.backward.accumulated import part_accumulated
 from paceline.torch.backward.deferred_gradients import DeferredGradients
 from paceline.torch.backward.direct_gradients import DirectGradients
-from paceline.torch.backward.gradient_hooks import HAS_EXCHANGE_API, SharedGradients
+from paceline.torch.backward.gradient_hooks import SharedGradients
 from paceline.torch.backward.gradients import Gradients
 from paceline.torch.backward.graphs import (
     RunningCall,
@@ -48,7 +48,7 @@ from paceline.torch.backward.storage_uses import uses_of_storages
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.gradient_stand_in import Scattered, ScatteredGradient
-from paceline.torch.model.parameters import ManagedTensors
+from paceline.torch.model.parameters import HAS_EXCHANGE_API, ManagedTensors
 from paceline.torch.ops import OPS
 from paceline.trace.recording import recording
 

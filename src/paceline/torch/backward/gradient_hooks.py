@@ -25,14 +25,12 @@ from paceline.sharding.scattered_gradients import left_over
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.gradient_stand_in import ScatteredGradient
 from paceline.torch.model.inner_tensors import extent
-from paceline.torch.model.parameters import other_gradients
+from paceline.torch.model.parameters import HAS_EXCHANGE_API, other_gradients
 from paceline.torch.ops import OPS
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[BackwardState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
 """What a hook knows of its parameter: index, name, place, who averages, and the dtype of its gradients."""
-
-HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and newer
 
 
 def pointer_hook(

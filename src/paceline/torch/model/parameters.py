@@ -41,8 +41,16 @@ DTYPES = {
 }
 """Gradients that both kinds of reducer average."""
 
-_HAS_BYTES = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
-"""Whether the core can look at tensors: torch 2.10 and newer."""
+
+def _has_exchange_api() -> bool:
+    try:
+        return _core.hash_layouts([torch.empty(1)]) != 0
+    except (AttributeError, ValueError):
+        return False
+
+
+HAS_EXCHANGE_API = _has_exchange_api()
+"""Whether the core can look at tensors: torch 2.10 and newer, if the core knows its table of functions."""
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -176,7 +184,7 @@ class ManagedTensors:
         return self._slots
 
     def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot:
-        example = self.trainable[0] if _HAS_BYTES else None
+        example = self.trainable[0] if HAS_EXCHANGE_API else None
         return _core.BufferSnapshot(slots, self._statistics_by_slot, "_version", example)
 
     def find_new_buffers(self) -> None:
@@ -458,7 +466,7 @@ class _CurrentBuffers:
         self.buffers = buffers
         self._tensors = list(buffers.values())
         # A tensor that consists of others may get other ones.
-        is_plain = _HAS_BYTES and plain_tensors(self._tensors) is self._tensors
+        is_plain = HAS_EXCHANGE_API and plain_tensors(self._tensors) is self._tensors
         self._layouts = _core.hash_layouts(self._tensors) if is_plain and slots is not None else 0
         dicts = [held for _, held in slots] if slots is not None and self._layouts else []
         self._snapshot = _core.ModuleSnapshot(dicts, "requires_grad", [], [])
