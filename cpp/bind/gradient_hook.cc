@@ -126,12 +126,14 @@ class GradientHook {
       if (!borrow_usual(gradient, tensor)) return call_python(parameter);
       if (!gradient_in_buffer_) {
         pointer = tensor.begin();
+      } else if (nbytes_ > kUnlockBytes) {
+        // The framework copies it now: with all its threads and without
+        // Python's lock, and on a device so that its memory is free again.
+        return call_python(parameter);
       } else if (is_copied_) {
         if (!leave_waiting(gradient)) return nullptr;
         if (!grad_.set(parameter, left_.ptr())) return nullptr;
       } else {
-        // The framework copies with all its threads, and without Python's lock.
-        if (nbytes_ > kUnlockBytes) return call_python(parameter);
         std::memcpy(place_begin_, tensor.begin(), nbytes_);
         if (!grad_.set(parameter, left_.ptr())) return nullptr;
       }

@@ -84,6 +84,8 @@ def _module_of(library: Any) -> ModuleType:
         device_count = staticmethod(library.device_count)
         current_device = staticmethod(library.current_device)
         current_stream = staticmethod(torch.accelerator.current_stream)
+        max_memory_allocated = staticmethod(library.max_memory_allocated)
+        reset_peak_memory_stats = staticmethod(library.reset_peak_memory_stats)
         Event = staticmethod(functools.partial(torch.Event, NAME))
 
         @staticmethod

@@ -119,6 +119,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("synchronize", [](int index) {
     Guard().synchronizeDevice(static_cast<c10::DeviceIndex>(index));
   });
+  module.def("max_memory_allocated", [] { return most_held_bytes.load(); });
+  module.def("reset_peak_memory_stats", forget_most_held);
   module.def(
       "sleep", sleep_on_stream,
       "Give the current stream something to do, for so many milliseconds.");

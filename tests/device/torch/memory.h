@@ -9,6 +9,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -37,6 +38,18 @@ inline void* new_memory(std::size_t nbytes) {
   fill_with_nans(memory, nbytes);
   return memory;
 }
+
+// Bytes that tensors of all devices hold now, and the most that they have held since the last `forget_most_held`.
+inline std::atomic<std::size_t> held_bytes, most_held_bytes;
+
+inline void hold(std::size_t nbytes) {
+  auto now = held_bytes += nbytes;
+  auto most = most_held_bytes.load();
+  while (now > most && !most_held_bytes.compare_exchange_weak(most, now)) {
+  }
+}
+
+inline void forget_most_held() { most_held_bytes = held_bytes.load(); }
 
 // Memory of the device, and the streams that use it.
 struct Block {
@@ -85,6 +98,7 @@ inline std::vector<Freed>& freed_of(Queue& owner) {
 inline void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   Freed freed{block->memory, block->nbytes, {}};
+  held_bytes -= block->nbytes;
   for (auto* queue : block->used_on) freed.uses.push_back(queue->mark());
   std::lock_guard lock(freed_mutex);
   freed_of(*block->owner).push_back(std::move(freed));
@@ -116,6 +130,7 @@ struct DeviceMemory final : c10::Allocator {
     auto& owner = current_queue(device);
     use_again(owner);
     auto* block = new Block{new_memory(nbytes), nbytes, &owner, {}, {}};
+    hold(nbytes);
     return {block->memory, block, free_block, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
