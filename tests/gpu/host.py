@@ -2,6 +2,7 @@
 
 python -m tests.gpu.host --markdown benchmarks/results      on a machine that does nothing else; some minutes
 python -m tests.gpu.host --models gpt --ranks 1 --rounds 5  a part of it
+python -m tests.gpu.host --compile --markdown benchmarks/results   the same, compiled, which takes longer
 
 With a fast GPU the host is the limit of a step: it runs Python and launches kernels. Here are the models of
 `make gpu-check` with all their tensors, each of a few elements, on the CPU and over Gloo. So what a step
@@ -36,18 +37,24 @@ _LOSSES = 20
 _DRAWS = 1000
 
 
-def part(model: str, ranks: int, results: Path, rounds: int, sample_s: float) -> Part:
+def part(model: str, ranks: int, results: Path, rounds: int, sample_s: float, *, is_compiled: bool) -> Part:
     """The bench of one model."""
     result = results / f"{model}-{ranks}.json"
     command = ["-m", "tests.gpu.steps", "--model", model, "--form", "tiny", "--device", "cpu"]
     command += ["--backend", "gloo", "--no-optimizer", "--losses", str(_LOSSES), "--rounds", str(rounds)]
     command += ["--sample-s", str(sample_s), "--result", str(result)]
+    if is_compiled:
+        command.append("--compile")
     name = f"{model}, {ranks} {'rank' if ranks == 1 else 'ranks'}"
     return Part(name, tuple(command), _DEADLINE_S, ranks, result=result)
 
 
 def make_report(
-    machine: Machine, ended: Sequence[Ended], found: Sequence[dict[str, Any]], command: str
+    machine: Machine,
+    ended: Sequence[Ended],
+    found: Sequence[dict[str, Any]],
+    command: str,
+    theme: str = "host-overhead",
 ) -> Report:
     """The report of what the benches wrote; see `steps`."""
     rows: list[list[str]] = []
@@ -55,7 +62,7 @@ def make_report(
         rows += [*_rows(each), []]
     wrong = differing(found)
     return Report(
-        theme="host-overhead",
+        theme=theme,
         title="what a step over a process group takes on the host, beside torch's DDP",
         command=command,
         machine=machine,
@@ -133,13 +140,14 @@ def main() -> int:
     parser.add_argument("--ranks", default="1,2", help="of each model, one after the other")
     parser.add_argument("--rounds", type=int, default=25, help="samples of each way")
     parser.add_argument("--sample-s", type=float, default=0.15, help="seconds that a sample takes at least")
+    parser.add_argument("--compile", action="store_true", help="compile the models, after they are wrapped")
     parser.add_argument("--json", type=Path, help="a file for all samples")
     parser.add_argument("--markdown", type=Path, help="a file or a folder for the table")
     given = parser.parse_args()
     machine = Machine.here()
     with tempfile.TemporaryDirectory(prefix="host-overhead-") as folder:
         parts = [
-            part(model, ranks, Path(folder), given.rounds, given.sample_s)
+            part(model, ranks, Path(folder), given.rounds, given.sample_s, is_compiled=given.compile)
             for ranks in map(int, given.ranks.split(","))
             for model in given.models.split(",")
         ]
@@ -147,7 +155,9 @@ def main() -> int:
         ended = run_parts(parts, limit_s, lambda line: print(line, flush=True))
         results = [each.result for each in parts if each.result and each.result.exists()]
         found = [json.loads(result.read_text()) for result in results]
-    report = make_report(machine, ended, found, shlex.join(["python", "-m", "tests.gpu.host", *sys.argv[1:]]))
+    command = shlex.join(["python", "-m", "tests.gpu.host", *sys.argv[1:]])
+    theme = "host-overhead-compiled" if given.compile else "host-overhead"
+    report = make_report(machine, ended, found, command, theme)
     report.show()
     if given.json:
         report.write_json(given.json)

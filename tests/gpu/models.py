@@ -161,6 +161,16 @@ def _points(generator: torch.Generator, form: str) -> tuple[Tensor, Tensor]:
     return inputs, inputs.sum(1, keepdim=True)
 
 
+def _wide(form: str) -> nn.Module:
+    width = {"whole": 1024, "small": 16, "tiny": 4}[form]
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(16)))
+
+
+def _rows(generator: torch.Generator, form: str) -> tuple[Tensor, Tensor]:
+    inputs = torch.randn(4, {"whole": 1024, "small": 16, "tiny": 4}[form], generator=generator)
+    return inputs, inputs.flip(1)
+
+
 def _squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs - targets).square().mean()
 
@@ -174,4 +184,6 @@ TASKS = {
     "toy": Task(_toy, _points, _squared_error),
     "cnn": Task(_cnn, _images, functional.cross_entropy),
     "gpt": Task(_gpt, _tokens, _word_loss, autocast=True),
+    # For what memory a step takes: 64 MiB of parameters, and hardly any activations.
+    "wide": Task(_wide, _rows, _squared_error),
 }

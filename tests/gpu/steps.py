@@ -42,12 +42,14 @@ class Job:
         form: Of FORMS.
         device: As torch spells it.
         rank: This rank; "alone" trains on its own batches, too.
+        is_compiled: Whether torch.compile gets the model, wrapped.
     """
 
     task: Task
     form: str
     device: str
     rank: int
+    is_compiled: bool = False
 
     @property
     def kind(self) -> str:
@@ -75,6 +77,7 @@ class Way:
         self._job = job
         self.module = WAYS[key](job.task.seeded(job.device, job.form))
         self._parameters = list(self.module.parameters())
+        self._run = torch.compile(self.module) if job.is_compiled else self.module
         self._optimizer = optimizer and optimizer(self._parameters, lr=rate)  # type: ignore[call-arg]
         self._uses_autocast = job.task.autocast and job.form != "tiny"
         self._batch = job.batch(0)
@@ -85,7 +88,7 @@ class Way:
         for parameter in self._parameters:
             parameter.grad = None
         with torch.autocast(self._job.kind, torch.bfloat16) if self._uses_autocast else _NOTHING:
-            loss = self._job.task.loss(self.module(inputs), targets)
+            loss = self._job.task.loss(self._run(inputs), targets)
         torch.autograd.backward(loss)
         if self._optimizer is not None:
             self._optimizer.step()
@@ -196,6 +199,7 @@ def main() -> None:
     parser.add_argument("--losses", type=int, default=20, help="steps of which the losses are compared")
     parser.add_argument("--form", default="whole", choices=FORMS)
     parser.add_argument("--no-optimizer", action="store_true", help="time forward and backward alone")
+    parser.add_argument("--compile", action="store_true", help="of all ways")
     parser.add_argument("--result", type=Path, required=True)
     given = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -206,9 +210,9 @@ def main() -> None:
         options = {"device_id": torch.device(device)}
     dist.init_process_group(devices.engine(given.device, given.backend), **options)
     ways = given.ways.split(",") if given.ways else here()
-    job = Job(TASKS[given.model], given.form, device, rank)
+    job = Job(TASKS[given.model], given.form, device, rank, given.compile)
     found: dict[str, Any] = {
-        "model": given.model,
+        "model": f"{given.model}, compiled" if given.compile else given.model,
         "backend": given.backend,
         "world_size": world_size,
         "losses": curves(ways, job, given.losses),
