@@ -27,6 +27,14 @@ void scale_array(int dtype, Pointer pointer, size_t count, double factor) {
   without_lock([&] { scale(type, as_pointer(pointer), count, factor); });
 }
 
+bool is_finite_array(int dtype, Pointer pointer, size_t count) {
+  const auto type = static_cast<DType>(dtype);
+  memory_at(pointer, count * dtype_bytes(type), "is_finite");
+  bool is = true;
+  without_lock([&] { is = is_finite(type, as_pointer(pointer), count); });
+  return is;
+}
+
 /// For arithmetic in Python whose result must have the same bits on all ranks.
 class PyDefaultFloats {
  public:
@@ -74,6 +82,8 @@ void bind_kernels(nb::module_& m) {
       },
       "dtype"_a, "op"_a, "inputs"_a, "outputs"_a, "count"_a,
       "weights"_a = nb::none(), "Runs one kernel on raw pointers.");
+  m.def("is_finite", &is_finite_array, "dtype"_a, "pointer"_a, "count"_a,
+        "Whether no element of an array is an infinity or a NaN.");
   m.def("scale_array", &scale_array, "dtype"_a, "pointer"_a, "count"_a,
         "factor"_a,
         "Multiplies an array of a floating type, in place; with the same bits "

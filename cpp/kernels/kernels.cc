@@ -1,7 +1,9 @@
 // Forwards to the set of loops that this processor runs.
 #include "kernels/kernels.h"
 
+#include <algorithm>
 #include <cassert>
+#include <cstddef>
 #include <cstring>
 
 #include "core/isa.h"
@@ -12,6 +14,25 @@ namespace paceline {
 namespace {
 
 constexpr PerIsa<const KernelTable> kTables = {PACELINE_VERSIONS_OF(kKernels)};
+
+/// Whether all bits of `exponent` are set in no element: those of infinities
+/// and NaNs.
+template <typename Bits>
+bool is_free_of(Bits exponent, const void* array, size_t count) {
+  const auto* bytes = static_cast<const std::byte*>(array);
+  constexpr size_t kStretch = 4096;  // within which the loop has no way out
+  for (size_t i = 0; i < count;) {
+    const size_t end = std::min(count, i + kStretch);
+    Bits found = 0;  // of the same width, as the vectors' elements
+    for (; i < end; ++i) {
+      Bits bits;
+      std::memcpy(&bits, bytes + i * sizeof(Bits), sizeof(Bits));
+      found |= static_cast<Bits>((bits & exponent) == exponent);
+    }
+    if (found != 0) return false;
+  }
+  return true;
+}
 
 // Not inlined: its arithmetic stays between the two ends of DefaultFloats.
 [[gnu::noinline]] void reduce_with_default_floats(DType dtype, ReduceOp op,
@@ -135,6 +156,21 @@ void scale(DType dtype, void* array, size_t count, double factor) {
   reduce_with_default_floats(
       dtype, ReduceOp::kMean,
       {&input, 1, &array, 1, count, &factor, 1, nullptr});
+}
+
+bool is_finite(DType dtype, const void* array, size_t count) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return is_free_of<uint64_t>(0x7ff0000000000000, array, count);
+    case DType::kFloat32:
+      return is_free_of<uint32_t>(0x7f800000, array, count);
+    case DType::kBFloat16:
+      return is_free_of<uint16_t>(0x7f80, array, count);
+    case DType::kFloat16:
+      return is_free_of<uint16_t>(0x7c00, array, count);
+    default:
+      return true;  // integers
+  }
 }
 
 DType sum_type(DType dtype) {

@@ -72,6 +72,9 @@ void reduce(DType dtype, ReduceOp op, const void* const* inputs, int num_inputs,
 /// 0 makes zeros of whatever was there.
 void scale(DType dtype, void* array, size_t count, double factor);
 
+/// Whether no element of a floating type is an infinity or a NaN.
+bool is_finite(DType dtype, const void* array, size_t count);
+
 // A mean over ranks of several hosts, in two steps. Each host sums over its own
 // ranks, and the sums of all hosts give the mean. Where every host holds an
 // aligned block of 2^k ranks, its sum is a node of the tree over all of them,

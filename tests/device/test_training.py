@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Backend
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.testing import assert_close
@@ -133,14 +134,14 @@ def test_all_buckets_but_the_last_are_under_way_before_the_last_gradient(
     train(ddp, rank, 2, steps=2)  # the buckets come in the order of backward from now on
     begun = 0
     begun_at: list[int] = []  # how many were, at each gradient
-    allreduce = dist.ProcessGroup.allreduce
+    allreduce = Backend.allreduce
 
     def note(*args: Any) -> Any:
         nonlocal begun
         begun += 1
         return allreduce(*args)
 
-    monkeypatch.setattr(dist.ProcessGroup, "allreduce", note)
+    monkeypatch.setattr(Backend, "allreduce", note)
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: begun_at.append(begun))
     train(ddp, rank, 2, steps=1)

@@ -49,7 +49,7 @@ def count(ways: list[str], job: Job) -> dict[str, dict[str, float]]:
         module.synchronize()
         most = (module.max_memory_allocated() - before) / size
         calls = devices.count_calls(job.kind, way.step, 1)
-        found[key] = {"launches": calls.launches or 0, "collectives": calls.collectives, "memory": most}
+        found[key] = {"launches": calls.launches or 0, "memory": most}
         del way
     return found
 
@@ -62,7 +62,7 @@ def rows_of(model: str, tensors: int, found: dict[str, dict[str, float]]) -> lis
         cells = [f"{model}, {tensors} parameters" if not rows else "", LABELS[key], f"{each['launches']:.0f}"]
         cells += ["-", "-"] if key == ALONE else [f"{added:.0f}", f"{added / theirs:.2f}"]
         memory = f"{each['memory']:.2f}" if FORMS[model] == "whole" else "-"
-        rows.append([*cells, f"{each['collectives']:.0f}", memory])
+        rows.append([*cells, memory])
     return [*rows, []]
 
 
@@ -87,12 +87,12 @@ def main() -> None:
         title="what a step gives to a device and holds of its memory, beside torch's DDP",
         command=shlex.join(["python", "-m", "tests.gpu.counts", *sys.argv[1:]]),
         machine=machine,
-        columns=["model", "way", "launches", "beyond the model's", "/ torch's", "collectives", "memory"],
+        columns=["model", "way", "launches", "beyond the model's", "/ torch's", "memory"],
         rows=rows,
         notes=[
-            "launches: kernels, copies and collectives that a forward and a backward give to the device of "
-            "tests, by torch's profiler; beyond the model's: without those of the model alone; / torch's: "
-            "divided by those of torch DDP with its defaults. One rank that does all that several do.",
+            "launches: kernels, copies and calls of the process group that a forward and a backward give to "
+            "the device of tests, by torch's profiler; beyond the model's: without those of the model alone; "
+            "/ torch's: divided by those of torch DDP with its defaults. One rank does all that several do.",
             "memory: the most that a step holds of the device's, in sizes of the parameters, these included.",
         ],
         data=data,

@@ -23,6 +23,7 @@ _LAUNCHES = re.compile(
     r"(?:cuda|cu|hip)\w*(?:Launch\w*Kernel|LaunchKernel|GraphLaunch|Memcpy\w*Async|Memset\w*Async)\w*"
     rf"|{stand_in.LAUNCH}"
 )
+_COLLECTIVE = re.compile(r"(gloo|nccl):\w+")
 
 
 def begin(kind: str, rank: int) -> str:
@@ -58,7 +59,7 @@ class Calls:
 
     Attributes:
         launches: Kernels and copies that are given to the device; None on a CPU.
-        collectives: Calls of torch's process groups.
+        collectives: Calls of torch's process groups; not of that of the device of tests.
     """
 
     launches: float | None
@@ -78,5 +79,5 @@ def count_calls(kind: str, step: Callable[[], object], steps: int) -> Calls:
     events: Any = profile.events()
     names = [event.name for event in events]
     launches = sum(_LAUNCHES.fullmatch(name) is not None for name in names) / steps
-    collectives = sum(name.startswith("c10d::") for name in names) / steps
+    collectives = sum(_COLLECTIVE.fullmatch(name) is not None for name in names) / steps
     return Calls(None if kind == "cpu" else launches, collectives)

@@ -34,6 +34,7 @@ CALLS: dict[str, Callable[[Core, int], object]] = {
     "recv": lambda core, at: core.start_receive(0, 8, 1 - core.rank, 0),
     "hash_all": lambda core, at: _core.hash_all([at, 0], [8, 8]),
     "sample_all": lambda core, at: _core.sample_all([0], [8]),
+    "is_finite": lambda core, at: _core.is_finite(FLOAT32, 0, 4),
     "scale_array": lambda core, at: _core.scale_array(FLOAT32, 0, 4, 0.5),
     "reduce_arrays from": lambda core, at: _core.reduce_arrays(FLOAT32, SUM, [at, 0], [at], 4),
     "reduce_arrays to": lambda core, at: _core.reduce_arrays(FLOAT32, SUM, [at, at], [0], 4),

@@ -60,8 +60,10 @@ def test_caps_of_single_buckets(group: Any, framework: str) -> None:
 def test_what_nobody_uses_is_not_sent(group: Any, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     do, dist = adapter(framework), importlib.import_module(framework)
     sent: list[int] = []
-    # With torch the group itself is called.
-    owner, name = (dist.ProcessGroup, "allreduce") if hasattr(dist, "ProcessGroup") else (dist, "all_reduce")
+    # With torch the group's backend itself is called.
+    owner, name = dist, "all_reduce"
+    if hasattr(dist, "ProcessGroup"):
+        owner, name = importlib.import_module("torch._C._distributed_c10d").Backend, "allreduce"
     reduce = getattr(owner, name)
 
     def count(*args: Any, **options: Any) -> Any:

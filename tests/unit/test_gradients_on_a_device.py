@@ -90,18 +90,14 @@ def make(monkeypatch):
     device = Device()
     monkeypatch.setattr(Streams, "of", classmethod(lambda cls, kind: device.streams))
 
-    def allreduce(group, tensors, options):
+    def allreduce(tensors, options):
         assert getattr(options, "asyncOp", True) and [flat.device for flat in tensors] == [DEVICE]
         device.log.append(f"sum on {device.now.name}")
         return OnStream(device.log, "a sum")
 
     monkeypatch.setattr(calls_module.dist, "get_backend", lambda group: "nccl")
-    backend = SimpleNamespace(name=lambda: "nccl")
-    members = {
-        "_device_types": [DEVICE],
-        "_get_backend": lambda self, device: backend,
-        "allreduce": allreduce,
-    }
+    backend = SimpleNamespace(name=lambda: "nccl", allreduce=allreduce)
+    members = {"_device_types": [DEVICE], "_get_backend": lambda self, device: backend}
     group = type("Group", (), members)()
     ranks = SimpleNamespace(rank=0, world_size=2, timeout_s=30.0, warn_after_s=30.0)
     specs = [ParameterSpec(f"p{n}", 6, "float32", 4, "meta") for n in range(COUNT)]

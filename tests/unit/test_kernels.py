@@ -296,6 +296,27 @@ def test_an_array_is_scaled_like_the_oracle(dtype: DType, factor: float) -> None
             assert_same_bits(dtype, buffer[count:], array[:1], f"behind, {name}")
 
 
+@each_float
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_is_found_wherever_it_is(dtype: DType, value: float) -> None:
+    for count in (*COUNTS, 4095, 4096, 4097, 9000):
+        array = random_arrays(dtype, 1, count)[0]
+        behind = np.append(array, to_stored(dtype, np.array([value], np.float32)))
+        assert _core.is_finite(int(dtype), behind.ctypes.data, count)
+        for at in {0, count // 2, count - 1} if count else ():
+            changed = array.copy()
+            changed[at : at + 1] = behind[count:]
+            assert not _core.is_finite(int(dtype), changed.ctypes.data, count)
+
+
+@each_float
+def test_the_largest_and_the_smallest_values_are_finite(dtype: DType) -> None:
+    bits = BITS[to_stored(dtype, np.zeros(1, np.float32)).itemsize]
+    infinity = to_stored(dtype, np.array([np.inf], np.float32)).view(bits)
+    edges = np.append(infinity - bits(1), np.array([0, 1], bits))
+    assert _core.is_finite(int(dtype), edges.ctypes.data, len(edges))
+
+
 def test_integers_are_not_scaled() -> None:
     with pytest.raises(ValueError, match="floating"):
         _core.scale_array(int(DType.INT32), 0, 0, 1.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from paceline import _core
@@ -46,6 +46,9 @@ class ChannelSource:
         self._channel = channel
         self.fail, self.lost, self.late = channel.report_failure, channel.wait, channel.late
 
+    def tell(self, activity: str, forwards: int) -> None:
+        self._channel.activity = Activity(activity)
+
     def say(self, activity: Activity, forwards: int) -> None:
         self._channel.activity = activity
 
@@ -72,6 +75,7 @@ class MemorySource:
 
     def __init__(self, core: _core.HostGroup, ranks: Sequence[int] | None = None) -> None:
         self.core = core
+        self.tell: Callable[[str, int], None] = core.set_activity
         self._ranks = range(core.world_size) if ranks is None else ranks
         self._said = Activity(), 0  # what this rank was in before it waited
 
@@ -163,7 +167,7 @@ class PeerMonitor:
         """Publish what this rank does. Does not block."""
         if not self._has_given_up:
             for each in self._sources:
-                each.say(Activity(activity), forwards)
+                each.tell(activity, forwards)
 
     def publish_waiting(self) -> None:
         """This rank has done its part and waits for the process group."""

@@ -1,13 +1,12 @@
 """Buckets through a process group of torch: Gloo, NCCL, MPI, or ours.
 
-The group is called itself, as `torch.distributed.all_reduce` does after its checks, with options that are
-made once.
+The group's backend is called itself, as `torch.distributed.all_reduce` does after its checks and torch's
+dispatcher, with options that are made once.
 """
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,9 +54,8 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
         self.waiting = {}
         # To copy to without counting it as a change of a gradient that lives in its place.
         self._targets = [place.data for place in gradient_buffer.places]
-        self._group = self._calls.group
         self._sent = [[as_real(flat)] for flat in self._buckets]
-        self._wide = [_wide(flat.dtype) for (flat,) in self._sent]
+        self._backends = [_backend(self._calls.group, flat.device) for flat in self._buckets]
         self._sums = asynchronous(dist.AllreduceOptions())
         self._nonfinite: set[int] = set()
         devices = {section.device for section in sections}
@@ -74,7 +72,7 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
         self.note_stream = None if self._streams is None else self._streams.note
 
     def _start(self, bucket: int, flat: torch.Tensor) -> Work:
-        work: Work = self._group.allreduce(self._sent[bucket], self._sums)
+        work: Work = self._backends[bucket].allreduce(self._sent[bucket], self._sums)
         return work
 
     def _complete(self, bucket: int) -> torch.Tensor:
@@ -145,11 +143,18 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
             if not self._is_captured():
                 self._on_device.look(bucket)
             return
-        # A finite sum proves that all is finite; another may be an overflow, so look at each element then.
         (real,) = self._sent[bucket]
-        if not math.isfinite(real.sum(dtype=self._wide[bucket]).item()):
+        if not _core.is_finite(_CODES[real.dtype], real.data_ptr(), real.numel()):
             pieces = self._pieces[bucket]
             self._nonfinite.update(param for param, piece in pieces if not self._is_finite(piece))
+
+
+def _backend(group: Any, device: torch.device) -> Any:
+    """What makes the calls for tensors of a device; the group itself, if it is written in Python."""
+    try:
+        return group._get_backend(device)
+    except (RuntimeError, AttributeError):
+        return group
 
 
 def asynchronous(options: _Options) -> _Options:
@@ -176,7 +181,3 @@ def scale_alike(flat: torch.Tensor, factor: float) -> None:
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
     """A complex tensor as pairs of real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
