@@ -149,13 +149,14 @@ def test_what_is_seen_of_the_ranks_is_reported_when_the_agent_has_ended(
     """In a process of its own, because it takes the signals of that."""
     program = f"""
 import os, sys
-from paceline.launch.elastic import Elastic, _RendezvousPoint, _run_watched, _say, _Watch
+from paceline.launch.elastic import Elastic, _RendezvousPoint, _run_watched, _Watch
+from paceline.launch.output import say
 from paceline.launch.trace_file import JobRecording
 from pathlib import Path
 class Trace:
     def end(self, say): say("the trace of " + os.environ["WHO"])
 folder = Path({str(tmp_path / "folder")!r})
-recording = JobRecording(folder, is_own=True, output=None, name="x", nprocs=1, launcher=os.getpid(), say=_say)
+recording = JobRecording(folder, is_own=True, output=None, name="x", nprocs=1, launcher=os.getpid(), say=say)
 agent = [sys.executable, "-c", {"import os, sys; print(os.environ['WHO']); sys.stdout.flush(); " + ends!r}]
 watch = _Watch(recording, None, Trace(), {{"WHO": "agent"}})
 master_address = _RendezvousPoint(Elastic(1, "node0:29400", 1, 60.0, None, 1))

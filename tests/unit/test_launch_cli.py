@@ -71,15 +71,15 @@ def test_mpiruns_and_torchruns_names_of_n(planned: list[Plan], option: list[str]
     ],
 )
 def test_a_number_of_ranks_behind_the_script_is_reported(
-    planned: list[Plan], capsys: pytest.CaptureFixture[str], arguments: list[str], given: str
+    planned: list[Plan], capfd: pytest.CaptureFixture[str], arguments: list[str], given: str
 ) -> None:
     """It is the script's own, which is not what most who write it there mean."""
     assert main(["run", "script.py", *arguments]) == 0
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert said.count("\n") == bool(given)
     assert (f"`paceline run {given} script.py`" in said) == bool(given)
     assert main(["run", "-n", "1", "script.py", *arguments]) == 0
-    assert capsys.readouterr().err == ""
+    assert capfd.readouterr().err == ""
 
 
 def test_as_many_ranks_as_cores(planned: list[Plan]) -> None:
@@ -180,11 +180,11 @@ def test_an_unknown_command_is_reported(capsys: pytest.CaptureFixture[str], argu
 
 
 def test_auto_takes_the_last_answer_of_tune(
-    planned: list[Plan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    planned: list[Plan], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert main(["run", "-n", "auto", "script.py", "--lr", "1"]) == 2
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert "there is none for this script" in said and "`paceline tune script.py --lr 1`" in said
     place = Place(read_processor(), read_machine().num_cores)
     script = str(tmp_path / "script.py")
@@ -195,7 +195,7 @@ def test_auto_takes_the_last_answer_of_tune(
     assert plan.nprocs == 3
     assert {each["OMP_NUM_THREADS"] for each in plan.environments} == {"5"}
     assert plan.command[-3:] == ("script.py", "--batch", "4")
-    said = capsys.readouterr().err
+    said = capfd.readouterr().err
     assert "-n auto: 3 ranks x 5 threads, 1.25x of one rank, by `paceline tune` of 2023-11-1" in said
     assert (
         "it was measured with other arguments: --lr 1; not sure: the machine was busy; `paceline tune" in said
@@ -203,7 +203,7 @@ def test_auto_takes_the_last_answer_of_tune(
     assert main(["run", "-n", "auto", "--threads", "2", "script.py"]) == 0
     assert {each["OMP_NUM_THREADS"] for each in planned[-1].environments} == {"2"}
     assert main(["run", "-n", "auto", "script.py", "{7/ranks}"]) == 2
-    assert "can't be divided by 3 ranks" in capsys.readouterr().err
+    assert "can't be divided by 3 ranks" in capfd.readouterr().err
     assert main(["run", "-n", "auto", "--nnodes", "2", "--rdzv", "a:1", "script.py"]) == 2
-    assert "-n auto is for a launch on one host only." in capsys.readouterr().err
+    assert "-n auto is for a launch on one host only." in capfd.readouterr().err
     assert len(planned) == 2

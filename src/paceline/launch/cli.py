@@ -19,6 +19,7 @@ from paceline.launch import tuned
 from paceline.launch.elastic import Elastic, run_elastic
 from paceline.launch.guardian import run_guarded
 from paceline.launch.job_secret import with_secret
+from paceline.launch.output import say
 from paceline.launch.placement import threads_per_rank
 from paceline.launch.plan import Options, make_plan
 from paceline.launch.process import interpreter, open_missing_streams
@@ -220,11 +221,10 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     open_missing_streams()
     check_command(command, is_module=parsed.is_module)
     if parsed.nprocs is None and (given := _nprocs_behind(command)):
-        print(
+        say(
             f"paceline: `{given}` stands after {command[0]}, so it is an argument of the script, and there "
             f"is one rank per core. Options of `paceline run` come before it: "
-            f"`paceline run {given} {command[0]}`",
-            file=sys.stderr,
+            f"`paceline run {given} {command[0]}`"
         )
     if (parsed.nnodes, parsed.rdzv, parsed.node_rank) != (None, None, None):
         _run_on_hosts(parsed, command)
@@ -293,10 +293,7 @@ def _use_answer(parsed: argparse.Namespace, command: Sequence[str]) -> Sequence[
     with_others = (others + (" ".join(answer.arguments) or "none")) if others else ""
     gain = f", {answer.gain:.2f}x of one rank" if answer.gain is not None and answer.layout.ranks > 1 else ""
     doubt = f"; not sure: {answer.reservation}; `{again}` measures again" if answer.reservation else ""
-    print(
-        f"paceline: -n auto: {answer.layout}{gain}, by `paceline tune` of {answer.date}{with_others}{doubt}",
-        file=sys.stderr,
-    )
+    say(f"paceline: -n auto: {answer.layout}{gain}, by `paceline tune` of {answer.date}{with_others}{doubt}")
     return filled
 
 

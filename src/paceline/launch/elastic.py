@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -27,6 +27,7 @@ from paceline.env import split_address
 from paceline.errors import ConfigError
 from paceline.launch import report
 from paceline.launch.dashboard_process import DashboardProcess, check_dashboard
+from paceline.launch.output import say
 from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.process import (
     adopt_orphans,
@@ -172,9 +173,9 @@ def _watch_of(elastic: Elastic, command: Sequence[str], inherited: Mapping[str, 
     folder = Path({**inherited, **variables}[FOLDER_VARIABLE])
     name = next((word for word in command if word != "-m"), "")
     recording = JobRecording(
-        folder, is_own=is_own, output=None, name=name, nprocs=elastic.nprocs, launcher=os.getpid(), say=_say
+        folder, is_own=is_own, output=None, name=name, nprocs=elastic.nprocs, launcher=os.getpid(), say=say
     )
-    page = None if dashboard is None else DashboardProcess(folder, *dashboard, _say)
+    page = None if dashboard is None else DashboardProcess(folder, *dashboard, say)
     return _Watch(recording, page, trace, variables)
 
 
@@ -203,7 +204,7 @@ class _RendezvousPoint:
             self._say_at_s += _SAY_EVERY_S
             rdzv, nnodes = self._elastic.rdzv, self._elastic.nnodes
             alone = "; only processes of this machine reach it" * means_this_host(rdzv.rpartition(":")[0])
-            _say(
+            say(
                 f"paceline: {self._waited()} at --rdzv {rdzv} for the other hosts of --nnodes {nnodes}{alone}"
             )
 
@@ -214,7 +215,7 @@ class _RendezvousPoint:
         if self._is_over or status == 0 or not has_given_up:
             return
         nnodes, rdzv = self._elastic.nnodes, self._elastic.rdzv
-        _say(
+        say(
             f"paceline: {self._waited()} for the other hosts, and started no rank.\n"
             "  likely   another host was not started, has another --nnodes, or cannot reach this address\n"
             f"  hint     --nnodes {nnodes} and --rdzv {rdzv} on each host; --rdzv-timeout-s waits longer"
@@ -224,19 +225,14 @@ class _RendezvousPoint:
         return f"host {socket.gethostname()} has waited {time.monotonic() - self._began_s:.0f} s"
 
 
-def _say(line: str) -> None:
-    with suppress(OSError, ValueError):  # nobody reads it, or the disk is full: no reason to end the job
-        print(line, file=sys.stderr, flush=True)
-
-
 def _pass_on(agent: int, signum: int) -> None:
     """Give the ranks of an agent a signal that schedulers send as a warning; no process ends by it."""
     ranks = children(agent)
     deaf = pass_on(ranks, signum)
     if not ranks:
-        _say(f"paceline: {signal.Signals(signum).name} came while no rank runs, and reaches none")
+        say(f"paceline: {signal.Signals(signum).name} came while no rank runs, and reaches none")
     elif deaf:
-        _say(report.not_passed_on(signum, f"pid {', '.join(map(str, deaf))}"))
+        say(report.not_passed_on(signum, f"pid {', '.join(map(str, deaf))}"))
 
 
 def _run_watched(
@@ -278,14 +274,14 @@ def _run_watched(
     if watch.dashboard is not None:
         watch.dashboard.end(status)
     if found < 0:
-        _say(
+        say(
             f"paceline: torch's agent on host {socket.gethostname()} was ended by "
             f"{signal.Signals(-found).name}, and its ranks are ended with it"
         )
         kill_descendants()
     watch.recording.end(status)
     if watch.trace is not None:
-        watch.trace.end(_say)
+        watch.trace.end(say)
     return status
 
 

@@ -20,7 +20,7 @@ from contextlib import suppress
 from types import FrameType
 
 from paceline.launch.memory_file import read_memory_file
-from paceline.launch.output import Screen
+from paceline.launch.output import Screen, say
 from paceline.launch.plan import Plan
 from paceline.launch.process import (
     adopt_orphans,
@@ -86,7 +86,7 @@ class _Guardian:
                 self._on_signal(signum)
         unkillable = kill_descendants()  # none is there, unless the supervisor was killed
         if unkillable:
-            _say(f"paceline: could not end {', '.join(map(describe, unkillable))}")
+            say(f"paceline: could not end {', '.join(map(describe, unkillable))}")
         return self._exit_status()
 
     def _on_signal(self, signum: int) -> None:
@@ -102,16 +102,14 @@ class _Guardian:
         # Schedulers send SIGTERM again at the end of the time that they leave a job to save its work.
         elif signum != signal.SIGTERM and time.monotonic() - self._first_stop_at > _SECOND_SIGNAL_AFTER_S:
             kill_descendants()
-            _say(f"paceline: second {signal.Signals(signum).name}: every rank was killed")
+            say(f"paceline: second {signal.Signals(signum).name}: every rank was killed")
             self._status = 128 + signum
 
     def _exit_status(self) -> int:
         assert self._status is not None
         if self._status >= 0:
             return self._status
-        _say(
-            f"paceline: the supervisor was killed by {signal.Signals(-self._status).name}; so was every rank"
-        )
+        say(f"paceline: the supervisor was killed by {signal.Signals(-self._status).name}; so was every rank")
         return 128 - self._status
 
 
@@ -185,8 +183,3 @@ def _suspend() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
     for pid in ours:
         send(pid, signal.SIGCONT)
-
-
-def _say(text: str) -> None:
-    with suppress(OSError):
-        os.write(2, text.encode(errors="replace") + b"\n")

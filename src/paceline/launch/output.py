@@ -1,8 +1,8 @@
 """Output of several ranks on one terminal or file: whole lines, each with its rank, and one progress bar.
 
-Its one idea: a line of one rank never cuts a line of another in two. Rank 0 on a terminal is the exception
-that makes progress bars work: its bytes pass as they are, and lines of other ranks are put above what it has
-written of its current line.
+A line of one rank never cuts a line of another in two. Rank 0 on a terminal is the exception that makes
+progress bars work: its bytes pass as they are, and lines of other ranks are put above what it has written of
+its current line. The launcher never waits for the reader of its output while the job runs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import os
 import re
 import select
 import time
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
+_READ_WITHIN_S = 1.0
 _LONGEST_LINE = 1 << 20
 _LONGEST_TRACEBACK = 1000  # lines; a RecursionError folds its own
 _LONGEST_REDRAWN = 1 << 14
@@ -80,9 +83,24 @@ def _last_drawn(line: bytes) -> bytes:
     return drawn[-1] + end if drawn else end
 
 
+def say(text: str) -> None:
+    """Write to standard error, unless the disk is full or no process reads it: no job waits for that."""
+    with suppress(OSError):
+        if _is_writable(2, _READ_WITHIN_S):
+            os.write(2, text.encode(errors="replace") + b"\n")
+
+
 class Screen:
+    """The launcher's standard output and error, written by nobody else while the job runs.
+
+    What a reader does not take yet is kept, and written by `write_kept`.
+    """
+
     def __init__(self, stdout_fd: int = 1, stderr_fd: int = 2) -> None:
         self._fds = {1: stdout_fd, 2: stderr_fd}
+        self._kept: dict[int, deque[bytes]] = {1: deque(), 2: deque()}
+        if _is_same_file(stdout_fd, stderr_fd):
+            self._kept[2] = self._kept[1]
         self._is_terminal = {stream: _is_terminal(fd) for stream, fd in self._fds.items()}
         self._has_colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self._drawn = b""  # rank 0's unfinished last line, or the rows that it redraws together
@@ -129,27 +147,61 @@ class Screen:
             self._drawn = b""
         self._write(2, text.encode(errors="replace") + b"\n")
 
+    def blocked(self) -> dict[int, int]:
+        """The streams that wait for their reader, and their descriptors."""
+        return {stream: self._fds[stream] for stream, kept in self._kept.items() if kept}
+
+    def write_kept(self) -> None:
+        """Write what was kept, as far as the readers take it."""
+        for stream in (1, 2):
+            self._write_kept(stream)
+
     def _write(self, stream: int, data: bytes) -> None:
-        fd = self._fds[stream]
-        view = memoryview(data)
-        while view:
+        self._kept[stream].append(data)
+        self._write_kept(stream)
+
+    def _write_kept(self, stream: int) -> None:
+        kept, fd = self._kept[stream], self._fds[stream]
+        while kept:
             try:
-                view = view[os.write(fd, view) :]
-            except BlockingIOError:  # noqa: PERF203  # somebody made the shared pipe non-blocking
-                writable = select.poll()
-                writable.register(fd, select.POLLOUT)
-                writable.poll()
-            except OSError as error:  # go on reading the ranks, so that none blocks
-                if error.errno == errno.EPIPE or self._is_terminal[stream]:
-                    self.has_lost_reader = self.has_lost_reader or stream == 1
-                elif stream not in self._failed:
-                    self._failed.add(stream)
-                    if stream == 1:
-                        self.say(
-                            f"paceline: standard output cannot be written: {os.strerror(error.errno or 0)}. "
-                            "The job goes on; what the ranks print is lost as long as this lasts"
-                        )
+                if not _is_writable(fd):
+                    return
+                # So much fits into a pipe that is writable.
+                num_written = os.write(fd, memoryview(kept[0])[: select.PIPE_BUF])
+            except BlockingIOError:  # another process made the shared pipe non-blocking
                 return
+            except OSError as error:  # go on reading the ranks, so that none blocks
+                kept.clear()
+                self._report(stream, error)
+                return
+            kept[0] = kept[0][num_written:]
+            if not kept[0]:
+                kept.popleft()
+
+    def _report(self, stream: int, error: OSError) -> None:
+        if error.errno == errno.EPIPE or self._is_terminal[stream]:
+            self.has_lost_reader = self.has_lost_reader or stream == 1
+        elif stream not in self._failed:
+            self._failed.add(stream)
+            if stream == 1:
+                self.say(
+                    f"paceline: standard output cannot be written: {os.strerror(error.errno or 0)}. "
+                    "The job goes on; what the ranks print is lost as long as this lasts"
+                )
+
+
+def _is_writable(fd: int, within_s: float = 0.0) -> bool:
+    """Whether a write can tell something: that it is done, or why not."""
+    writable = select.poll()
+    writable.register(fd, select.POLLOUT)
+    return bool(writable.poll(1000 * within_s))
+
+
+def _is_same_file(first: int, second: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(first), os.fstat(second))
+    except OSError:
+        return False
 
 
 def _is_terminal(fd: int) -> bool:

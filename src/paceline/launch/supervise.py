@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import signal
 import subprocess
@@ -39,6 +40,7 @@ from paceline.launch.process import (
 from paceline.launch.trace_file import JobRecording
 from paceline.launch.wiring import Channel, RankLog, Wiring, connect, copy_window_size
 
+_STOPS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 _KILLED_WITHIN_S = 30.0
 _SHOWN_STACKS = 4  # one would often do, and those of 128 ranks would bury the report
 
@@ -74,7 +76,9 @@ class Supervisor:
         self._stop: _Stop | None = None
         self._started_at = time.monotonic()
         self._wakeup = -1
+        self._blocked: dict[int, int] = {}  # streams whose reader takes nothing now, with their descriptors
         self._last_ranks = LastRanks(plan.options.exit_timeout_s)
+        self._is_asked_to_stop = False  # by a signal
         self._is_given_up = False  # a rank did not even end by SIGKILL
         self._recording = JobRecording(
             plan.recording,
@@ -105,6 +109,7 @@ class Supervisor:
         while self._running() and not self._is_given_up:
             for key, _ in self._selector.select(self._seconds_to_sleep()):
                 key.data()
+            self._mind_readers()
             self._take_due_step()
             if self._stop is None:
                 self._show_survived_tracebacks()
@@ -151,9 +156,7 @@ class Supervisor:
             wiring.close_rank_ends()
         self._ranks.append(_Rank(rank, process, wiring, started_at))
         for channel in wiring.channels:
-            self._selector.register(
-                channel.fd, selectors.EVENT_READ, lambda channel=channel: self._read(channel)
-            )
+            self._listen_to(channel)
 
     def _open_log(self, rank: int) -> RankLog | None:
         if self._plan.options.log_dir is None:
@@ -179,7 +182,7 @@ class Supervisor:
                 send(self._ranks[0].process.pid, signal.SIGWINCH)
             elif signum in (signal.SIGUSR1, signal.SIGUSR2):
                 self._pass_on(signum)
-            elif signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            elif signum in _STOPS:
                 self._on_request_to_stop(signum)
 
     def _pass_on(self, signum: int) -> None:
@@ -194,6 +197,7 @@ class Supervisor:
             # As from a service manager that sends it to all processes of a job: we get it twice, and a rank
             # that saves its work must not be interrupted once more.
             return
+        self._is_asked_to_stop = True
         name, options = signal.Signals(signum).name, self._plan.options
         text = f"paceline: {name}: stopping {self._plan.nprocs} ranks"
         if signum == signal.SIGTERM:
@@ -252,6 +256,28 @@ class Supervisor:
         if not self._plan.error_fds:
             return ""
         return read_memory_file(self._plan.error_fds[rank]).decode(errors="replace")
+
+    def _mind_readers(self) -> None:
+        """Read what ranks write to a stream only while it is read itself: else they wait for the reader."""
+        blocked = self._screen.blocked()
+        if blocked == self._blocked:
+            return
+        for stream, fd in self._blocked.items():
+            if stream not in blocked:
+                self._selector.unregister(fd)
+        for stream, fd in blocked.items():
+            if stream not in self._blocked:
+                self._selector.register(fd, selectors.EVENT_WRITE, self._screen.write_kept)
+        for channel in self._channels():
+            was_blocked, is_blocked = channel.stream in self._blocked, channel.stream in blocked
+            if channel.is_open and is_blocked and not was_blocked:
+                self._selector.unregister(channel.fd)
+            elif channel.is_open and was_blocked and not is_blocked:
+                self._listen_to(channel)
+        self._blocked = blocked
+
+    def _listen_to(self, channel: Channel) -> None:
+        self._selector.register(channel.fd, selectors.EVENT_READ, lambda: self._read(channel))
 
     def _read(self, channel: Channel) -> None:
         if not channel.read() and not channel.is_open:
@@ -385,7 +411,27 @@ class Supervisor:
             raw = [r.rank for r in self._ranks if any(channel.is_raw for channel in r.wiring.channels)]
             held = [rank.rank for rank in self._ranks if rank.is_traceback_held]
             self._screen.say(report.render(ends, raw=raw, held=held, log_dir=self._plan.options.log_dir))
+        self._wait_for_readers()
         return exit_status
+
+    def _wait_for_readers(self) -> None:
+        """Wait until all output is read, as any program does; but after a signal to stop not for long."""
+        waits = select.poll()
+        waits.register(self._wakeup, select.POLLIN)
+        is_stopped = self._is_asked_to_stop
+        ends_at = time.monotonic() + self._plan.options.grace_s
+        while blocked := self._screen.blocked():
+            for fd in blocked.values():
+                waits.register(fd, select.POLLOUT)
+            left_s = ends_at - time.monotonic() if is_stopped else None
+            if left_s is not None and left_s <= 0:
+                return
+            ready = dict(waits.poll(None if left_s is None else 1000 * left_s))
+            if self._wakeup in ready and not _STOPS.isdisjoint(os.read(self._wakeup, 512)):
+                is_stopped, ends_at = True, 0.0
+            self._screen.write_kept()
+            for fd in blocked.values():
+                waits.unregister(fd)
 
     def _exit_status(self, ends: Sequence[report.RankEnd]) -> tuple[int, bool]:
         if self._stop is None:

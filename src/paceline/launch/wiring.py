@@ -72,7 +72,7 @@ class Channel:
         self.tail = b""  # of error output only
         self.traceback_at: float | None = None  # when the last traceback in it began
         self._screen = screen
-        self._stream = stream
+        self.stream = stream
         self._prefix = prefix
         self._log = log
         self._mark = b"[rank%d]: " % rank
@@ -107,7 +107,7 @@ class Channel:
 
     def show_held(self) -> None:
         if self._prefix is not None:
-            self._screen.write_lines(self._stream, self._prefix, self._tracebacks.flush())
+            self._screen.write_lines(self.stream, self._prefix, self._tracebacks.flush())
 
     def take_held(self) -> bool:
         if self._tracebacks.held_since is None:
@@ -136,14 +136,14 @@ class Channel:
             if b"Traceback (most recent call last)" in data:
                 self.traceback_at = time.monotonic()
         if self._prefix is None:
-            self._screen.write_raw(self._stream, data)
+            self._screen.write_raw(self.stream, data)
         else:
             self._show_lines([line.removeprefix(self._mark) for line in self._lines.feed(data)])
 
     def _show_lines(self, lines: list[bytes]) -> None:
         assert self._prefix is not None
         shown = self._tracebacks.feed(lines) if self.is_error_output else lines
-        self._screen.write_lines(self._stream, self._prefix, shown)
+        self._screen.write_lines(self.stream, self._prefix, shown)
 
 
 @dataclass
