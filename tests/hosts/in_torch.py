@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.torch import DistributedDataParallel, init_process_group
+from paceline.torch import DistributedDataParallel, LocalSGD, init_process_group
 
 
 def join(by_framework: bool) -> int:
@@ -22,18 +22,26 @@ def join(by_framework: bool) -> int:
 
 
 def backward_of(path: str, width: int = 64) -> Callable[[], None]:
-    """One backward of a model with width * (width + 1) parameters over this path; "torch": of torch's DDP."""
+    """One backward of a model with width * (width + 1) parameters over this path; "torch": of torch's DDP.
+
+    "local_sgd": one step of each host by itself, of which each fourth ends with a sync.
+    """
     model: nn.Module
     if path == "torch":
         model = nn.parallel.DistributedDataParallel(nn.Linear(width, width))
+    elif path == "local_sgd":
+        model = DistributedDataParallel(nn.Linear(width, width), local_sgd=LocalSGD(4), timeout_s=60)
     else:
         model = ours = DistributedDataParallel(nn.Linear(width, width), reduce_through=path, timeout_s=60)
         assert ours.gradient_path == ("hosts" if path == "auto" else "group")
     x = torch.ones(4, width)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def backward() -> None:
-        model.zero_grad()
+        optimizer.zero_grad()
         model(x).square().mean().backward()
+        if path == "local_sgd":
+            optimizer.step()
 
     return backward
 

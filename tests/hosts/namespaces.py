@@ -144,6 +144,10 @@ class Hosts:
         """Switch a host's interface off: it has no way to the others any more, and its own kernel says so."""
         _run("ip", "-n", self._names[host], "link", "set", "eth0", "down")
 
+    def remove_address(self, host: int) -> None:
+        """Take the address from a host's interface, as a lease that ends does; the interface stays up."""
+        _run("ip", "-n", self._names[host], "addr", "del", f"{self.address(host)}/24", "dev", "eth0")
+
     def cut_one_way(self, source: int, destination: int) -> None:
         """From now on packets of one host to another vanish, and those in the other direction arrive."""
         _run("ip", "-n", self._names[source], "route", "add", "blackhole", f"{self.address(destination)}/32")

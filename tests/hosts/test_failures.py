@@ -192,11 +192,26 @@ def test_an_interface_that_is_switched_off(hosts: Hosts, host: int, path: str) -
         assert_of_the_link(error, 1 - its_host)
 
 
+@pytest.mark.parametrize("host", [0, 1])
+@pytest.mark.parametrize("path", ["auto", "group"])
+def test_an_interface_that_loses_its_address(hosts: Hosts, host: int, path: str) -> None:
+    ranks = start(hosts, "cut", path)
+    at = time.monotonic()
+    hosts.remove_address(host)
+    for rank, its_host in zip(ranks, TWO_AND_TWO):
+        when, error = noticed(rank)
+        assert when - at < AT_ONCE_S, error
+        if its_host == 0 == host:  # the ranks of rank 0's host use that address, too, and see it first
+            assert "on host node0 cannot reach each other over the network any more" in error, error
+        else:
+            assert_of_the_link(error, 1 - its_host)
+
+
 ONE_WAY = pytest.mark.parametrize("source", [0, 1])
 
 
 @ONE_WAY
-@pytest.mark.parametrize("path", ["auto", "group"])
+@pytest.mark.parametrize("path", ["auto", "group", "local_sgd"])
 @pytest.mark.parametrize("layout", [TWO_AND_TWO, ONE_AND_THREE])
 def test_a_link_that_is_cut_in_one_direction(hosts: Hosts, source: int, path: str, layout: Layout) -> None:
     """The end that hears nothing gives up, and the other end learns it as soon."""

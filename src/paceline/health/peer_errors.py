@@ -233,6 +233,15 @@ class Loss:
         between = f"between {members[by].host} and {lost[0].host}"
         if self.how == How.SILENT.value:
             seen = said or f"no sign of life of that host for {silence_s:g} s"
+            if by in self.ranks:
+                return PeerLostError(
+                    f"{who} cannot reach each other over the network any more.",
+                    where=where,
+                    seen=f"{pids}: {seen}{saw}",
+                    likely=f"the address of {lost[0].host} that these ranks use was removed",
+                    hint=f"look at the addresses of {lost[0].host}; the processes there may be well",
+                    **fields,
+                )
             return PeerLostError(
                 f"{who} cannot be reached any more.",
                 where=where,
