@@ -21,6 +21,7 @@ TOKEN_VARIABLE = "PACELINE_DASHBOARD_TOKEN"
 """A token of the user's, for programs that ask again and again; without it, each job has another one."""
 _SHORTEST_TOKEN = 16
 _ENDS_WITHIN_S = 3.0
+_MOST_WAITING = 4096  # connections; one more would try again after a second
 
 
 def check_dashboard(port: str, inherited: Mapping[str, str]) -> tuple[int, str]:
@@ -48,7 +49,7 @@ class DashboardProcess:
 
     def begin(self) -> None:
         try:
-            with socket.create_server(("127.0.0.1", self._port)) as listener:
+            with socket.create_server(("127.0.0.1", self._port), backlog=_MOST_WAITING) as listener:
                 self._process = subprocess.Popen(
                     python_command("from paceline.monitor.dashboard import serve; serve()"),
                     stdin=subprocess.PIPE,

@@ -30,7 +30,7 @@ from paceline.monitor.watch import JobWatch, as_plain, plain
 
 _PAGE = Path(__file__).with_name("dashboard.html")
 _EVERY_S = 1.0
-_MOST_CONNECTIONS = 32
+_MOST_CONNECTIONS = 32  # of those that have shown the token, and of others
 _SLOWEST_S = 10.0  # for a browser to take anything, and for who has shown no token to be here at all
 _OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
@@ -118,25 +118,16 @@ class Dashboard(ThreadingHTTPServer):
         self.socket = listener
         self.feed, self.token = feed, token
         self._admission = threading.Lock()
-        # Connections that have shown no token, since when; oldest first.
+        # Connections that have shown no token, and those that have, since when; oldest first.
         self._unknown_peers: dict[Any, float] = {}
-        self._known: set[Any] = set()
+        self._known: dict[Any, float] = {}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """The last client is served: of those without a token, the oldest is dropped."""
+        """The newest connection is served: where there are too many, the oldest of its kind goes."""
         with self._admission:
-            if len(self._unknown_peers) + len(self._known) >= _MOST_CONNECTIONS and self._unknown_peers:
-                self._drop(next(iter(self._unknown_peers)))
-            has_room = len(self._unknown_peers) + len(self._known) < _MOST_CONNECTIONS
-            if has_room:
-                self._unknown_peers[request] = time.monotonic()
-        if has_room:
-            super().process_request(request, client_address)
-            return
-        with contextlib.suppress(OSError):
-            request.settimeout(0.1)
-            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
-        self.shutdown_request(request)
+            self._make_room(self._unknown_peers)
+            self._unknown_peers[request] = time.monotonic()
+        super().process_request(request, client_address)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
         try:
@@ -144,24 +135,32 @@ class Dashboard(ThreadingHTTPServer):
         finally:
             with self._admission:
                 self._unknown_peers.pop(request, None)
-                self._known.discard(request)
+                self._known.pop(request, None)
 
     def service_actions(self) -> None:
         """Several times in a second: an unknown client's time is over, however many bytes it has sent."""
         with self._admission:
             for request, since_s in list(self._unknown_peers.items()):
                 if time.monotonic() - since_s > _SLOWEST_S:
-                    self._drop(request)
-
-    def _drop(self, request: Any) -> None:
-        del self._unknown_peers[request]
-        with contextlib.suppress(OSError):
-            request.shutdown(socket.SHUT_RDWR)
+                    self._drop(self._unknown_peers, request)
 
     def trust(self, request: Any) -> None:
+        """A connection has shown the token."""
         with self._admission:
             if self._unknown_peers.pop(request, None) is not None:
-                self._known.add(request)
+                self._make_room(self._known)
+                self._known[request] = time.monotonic()
+
+    def _make_room(self, connections: dict[Any, float]) -> None:
+        if len(connections) >= _MOST_CONNECTIONS:
+            self._drop(connections, next(iter(connections)))
+
+    @staticmethod
+    def _drop(connections: dict[Any, float], request: Any) -> None:
+        """End a connection, which its thread finds closed."""
+        del connections[request]
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None: ...
 
