@@ -5,6 +5,7 @@ The launchers themselves: tests/launch and tests/hosts.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from paceline.errors import ConfigError, RendezvousError
 from paceline.launch.ports import free_ports
 from paceline.torch import DistributedDataParallel, init_process_group
-from tests.harness import ranks
+from tests.harness import ranks, seccomp
 from tests.multiprocess.rank_signals import tell, until_told
 
 ENVIRONMENTS = {
@@ -84,6 +85,18 @@ def test_another_job_at_the_address_is_named(rank):
             init_process_group("gloo", rank=0, world_size=2, address=address, timeout=20)
     assert f"pid {os.getpid()}" in caught.value.seen
     assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(not seccomp.is_supported(), reason="numbers of system calls unknown")
+@ranks(1, group=None)
+def test_a_store_that_cannot_start_its_thread_blames_no_other_job(rank):
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    seccomp.refuse("clone3", errno.EAGAIN)
+    with pytest.raises(RendezvousError, match=r"Rank 0 of 2 .* could not open torch's store") as caught:
+        init_process_group("gloo", rank=0, world_size=2, address=address, timeout=20)
+    assert "Resource temporarily unavailable" in caught.value.seen
+    assert "as many processes and threads as it may" in caught.value.likely
+    assert "`ulimit -u`" in caught.value.hint
 
 
 @pytest.mark.parametrize("has_secret", [False, True], ids=["without a secret", "with secrets"])

@@ -7,6 +7,7 @@ wait for in silence is reported at once.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import weakref
@@ -22,6 +23,7 @@ from paceline.arguments import Arguments
 from paceline.env import RankEnvironment, read_rank_environment, split_address
 from paceline.errors import RendezvousError
 from paceline.launch.ports import who_listens
+from paceline.rendezvous.limits import START_OF_THREAD, explain
 from paceline.rendezvous.membership import Membership
 from paceline.rendezvous.start import Start, prepare
 from paceline.torch.communicator.store_exchange import FrameworkKeyStore
@@ -135,15 +137,21 @@ def _open_store(start: Start, timeout_s: float, *, serves: bool) -> TCPStore:
             multi_tenant=True,
         )
     except RuntimeError as error:
-        holder = who_listens(start.port) if serves else None
+        seen = str(error).splitlines()[0]
+        likely, hint = "rank 0 has ended meanwhile", "look at rank 0's output"
+        if os.strerror(errno.EAGAIN) in seen:  # the store listens by then: it is the holder of the port
+            likely, hint = explain(errno.EAGAIN, START_OF_THREAD)
+        elif serves:
+            holder = who_listens(start.port)
+            seen = f"the port is held by {holder}" if holder else seen
+            likely = "another job meets at the same address"
+            hint = "give each job a MASTER_PORT of its own; `paceline run` finds a free one"
         raise RendezvousError(
             f"{start.who} could not {'open' if serves else 'reach'} torch's store.",
             where=f"MASTER_ADDR {start.way.name}, MASTER_PORT {start.port}; {start.way.describe()}",
-            seen=f"the port is held by {holder}" if holder else str(error).splitlines()[0],
-            likely="another job meets at the same address" if serves else "rank 0 has ended meanwhile",
-            hint="give each job a MASTER_PORT of its own; `paceline run` finds a free one"
-            if serves
-            else "look at rank 0's output",
+            seen=seen,
+            likely=likely,
+            hint=hint,
         ) from error
 
 
