@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -360,6 +361,17 @@ def test_a_rank_that_hangs_after_all_others_is_named_and_stopped(launcher: Launc
     assert done.returncode == 124
     assert "rank 1 of 3 did not end after all others, and used no processor for 1 s" in done.stderr
     assert "where rank 1 is:" in done.stderr and "in hang_here" in done.stderr
+
+
+def test_a_rank_that_is_stopped_after_all_others_is_said_to_be(launcher: Launcher) -> None:
+    script = """
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    """
+    done = launcher.run("-n", "3", "--exit-timeout-s", "1", "script.py", script=script)
+    assert done.returncode == 124
+    assert "rank 1 of 3 did not end after all others" in done.stderr
+    assert re.search(r"rank 1 \(pid \d+\) is stopped: a signal or a debugger", done.stderr)
 
 
 def test_a_rank_that_works_after_all_others_may_take_as_long_as_it_likes(launcher: Launcher) -> None:

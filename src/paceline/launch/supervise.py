@@ -385,6 +385,10 @@ class Supervisor:
             text = stacks.ask_if_ready(rank.process.pid, timeout_s=1.0)
             if text is not None:
                 self._screen.say(f"paceline: where rank {rank.rank} is:\n{text.rstrip()}")
+            elif stacks.process_state(rank.process.pid) in stacks.STOPPED:
+                self._screen.say(
+                    f"paceline: rank {rank.rank} (pid {rank.process.pid}) is stopped: a signal or a debugger"
+                )
 
     # The end
 
