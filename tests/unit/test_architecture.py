@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,16 +103,24 @@ def layer_of(module: str) -> tuple[int, str]:
     return row, entry
 
 
-def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+@functools.cache
+def imports_of(path: Path) -> list[tuple[int, str]]:
     """Line and full module name of each import, at whatever depth it stands."""
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    found = []
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
             module = ".".join(filter(None, [base if node.level else "", node.module]))
-            yield from ((node.lineno, whole_name(module, alias.name)) for alias in node.names)
+            found += [(node.lineno, whole_name(module, alias.name)) for alias in node.names]
+    return found
 
 
 def whole_name(module: str, name: str) -> str:
@@ -226,7 +235,7 @@ def test_every_public_name_has_a_docstring():
     exported = {name for path in python_files() if path.name == "__init__.py" for name in exports_of(path)}
     wrong = []
     for path in python_files():
-        tree = ast.parse(path.read_text(), str(path))
+        tree = parsed(path)
         if not ast.get_docstring(tree):
             wrong.append(spell(path, 1, "the module has none"))
         for node in public_definitions(tree):
@@ -246,7 +255,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def exports_of(path: Path) -> list[str]:
-    for node in ast.parse(path.read_text(), str(path)).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
     return []

@@ -55,17 +55,13 @@ def place(plan: Plan, index: int) -> range:
     return range(plan.offsets[index], plan.offsets[index] + plan.parameters[index].nbytes)
 
 
-@given(plans())
-def test_parameters_lie_apart_aligned_and_inside(planned: tuple[Plan, int]) -> None:
-    plan, _ = planned
+def parameters_lie_apart_aligned_and_inside(plan: Plan, cap: int) -> None:
     places = sorted((place(plan, i) for i in range(len(plan.parameters))), key=lambda p: (p.start, p.stop))
     assert all(p.start % ALIGNMENT_BYTES == 0 and p.stop <= plan.buffer_bytes for p in places)
     assert all(a.stop <= b.start for a, b in pairwise(places))
 
 
-@given(plans())
-def test_buckets_and_sections_tile_the_buffer(planned: tuple[Plan, int]) -> None:
-    plan, _ = planned
+def buckets_and_sections_tile_the_buffer(plan: Plan, cap: int) -> None:
     for ranges in (plan.buckets, plan.sections):
         ordered = sorted(ranges, key=lambda part: (part.begin_byte, part.end_byte))
         edges = [0, *(part.end_byte for part in ordered)]
@@ -73,9 +69,7 @@ def test_buckets_and_sections_tile_the_buffer(planned: tuple[Plan, int]) -> None
         assert edges[-1] == plan.buffer_bytes
 
 
-@given(plans())
-def test_a_bucket_lists_exactly_the_parameters_in_it(planned: tuple[Plan, int]) -> None:
-    plan, _ = planned
+def a_bucket_lists_exactly_the_parameters_in_it(plan: Plan, cap: int) -> None:
     for bucket in plan.buckets:
         section = plan.sections[bucket.section]
         overlapping = {
@@ -91,17 +85,13 @@ def test_a_bucket_lists_exactly_the_parameters_in_it(planned: tuple[Plan, int]) 
         assert kinds == {(section.dtype, section.device)}
 
 
-@given(plans())
-def test_a_bucket_exceeds_its_cap_only_by_alignment_or_by_one_block(planned: tuple[Plan, int]) -> None:
-    plan, cap = planned
+def a_bucket_exceeds_its_cap_only_by_alignment_or_by_one_block(plan: Plan, cap: int) -> None:
     for bucket in plan.buckets:
         segment_bytes = SEGMENT_ELEMENTS * plan.sections[bucket.section].itemsize
         assert bucket.nbytes < cap + ALIGNMENT_BYTES or bucket.nbytes <= segment_bytes
 
 
-@given(plans())
-def test_parameters_are_split_only_between_blocks_and_only_when_too_large(planned: tuple[Plan, int]) -> None:
-    plan, cap = planned
+def parameters_are_split_only_between_blocks_and_only_when_too_large(plan: Plan, cap: int) -> None:
     for bucket in plan.buckets:
         for index in bucket.parameters:
             inside = bucket.end_byte - plan.offsets[index]
@@ -114,11 +104,22 @@ def first_of_section(plan: Plan, section: int) -> object:
     return min((b for b in plan.buckets if b.section == section), key=lambda bucket: bucket.begin_byte)
 
 
-@given(plans())
-def test_buckets_are_listed_as_they_become_complete(planned: tuple[Plan, int]) -> None:
-    plan, _ = planned
+def buckets_are_listed_as_they_become_complete(plan: Plan, cap: int) -> None:
     last = [max(plan.order.index(i) for i in bucket.parameters) for bucket in plan.buckets]
     assert last == sorted(last)
+
+
+@given(plans())
+def test_any_parameters_are_planned(planned: tuple[Plan, int]) -> None:
+    for check in (
+        parameters_lie_apart_aligned_and_inside,
+        buckets_and_sections_tile_the_buffer,
+        a_bucket_lists_exactly_the_parameters_in_it,
+        a_bucket_exceeds_its_cap_only_by_alignment_or_by_one_block,
+        parameters_are_split_only_between_blocks_and_only_when_too_large,
+        buckets_are_listed_as_they_become_complete,
+    ):
+        check(*planned)
 
 
 def test_default_order_is_reverse_registration() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,14 +30,21 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+@functools.cache
 def exports_of(path: Path) -> list[str] | None:
     """Its `__all__`; None: it has none."""
-    for node in ast.parse(path.read_text(), str(path)).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
     return None
 
 
+@functools.cache
 def public_modules() -> list[str]:
     """As the reference lists them."""
     modules = re.findall(r"^\| `([\w.]+)` \|", (REFERENCE / "index.md").read_text(), re.MULTILINE)
@@ -47,7 +55,7 @@ def public_modules() -> list[str]:
 def names_in(path: Path) -> set[str]:
     """What a module defines or imports, and what it imports at first use."""
     names = set()
-    for node in ast.parse(path.read_text(), str(path)).body:
+    for node in parsed(path).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -85,8 +93,7 @@ def test_each_folder_that_is_not_public_says_so():
     silent = [
         module_of(path)
         for path in (SOURCE / "paceline").rglob("__init__.py")
-        if ("Not public." in (ast.get_docstring(ast.parse(path.read_text())) or ""))
-        == (module_of(path) in public_modules())
+        if ("Not public." in (ast.get_docstring(parsed(path)) or "")) == (module_of(path) in public_modules())
     ]
     assert not silent
 
@@ -125,7 +132,7 @@ def test_errors_and_hints_name_what_is_public():
     """Modules that a message names; docstrings, and programs for other processes, are not for users."""
     wrong = []
     for path in sorted((SOURCE / "paceline").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.keyword) and node.arg in ("hint", "likely", "seen", "expected"):
                 for each in re.findall(r"\b(paceline(?:\.(?!pth\b)\w+)+)", ast.unparse(node.value)):
                     wrong += [] if is_public(each) else [f"{path}:{node.value.lineno}: {each}"]
