@@ -25,9 +25,9 @@ class TensorDescription:
     """A parameter or a buffer as all ranks must have it.
 
     Attributes:
-    device: A kind ("cpu", "cuda"), not a number: ranks may use different GPUs.
-    strides: In elements; empty where the usual row-major ones.
-    requires_grad: None for a buffer.
+        device: A kind ("cpu", "cuda"), not a number: ranks may use different GPUs.
+        strides: In elements; empty where the usual row-major ones.
+        requires_grad: None for a buffer.
     """
 
     name: str

@@ -57,20 +57,20 @@ class Reduction(Generic[Tensor]):
     """The memory of the gradients and what averages it; made anew whenever the plan changes.
 
     Attributes:
-    plan: The plan of the gradient buffer.
-    places: Each parameter's place in the gradient buffer, by index.
-    reducer: Averages the places over the ranks.
-    most_pointer_bytes: The largest gradient that the reducer copies to its place, and the mean back,
-        itself. Others the framework copies, with all its threads.
-    sections: Memory of the gradient buffer that another plan of the same parameters may use again.
-    waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
-        gradients are copied one by one.
-    order: In which backward passes of all models make their calls over an engine that pairs the calls of
-        different ranks by it; None: they are not paired so.
-    owned: Who gets which part of each mean; empty: all ranks get all.
-    adopt_errors: Called at the end of each backward where gradients are encoded, with the parameters that
-        no rank used: what encoding took from the others is added to the next gradients. With None the
-        backward was not good on all ranks, and nothing of it comes back. None: nothing is encoded.
+        plan: The plan of the gradient buffer.
+        places: Each parameter's place in the gradient buffer, by index.
+        reducer: Averages the places over the ranks.
+        most_pointer_bytes: The largest gradient that the reducer copies to its place, and the mean back,
+            itself. Others the framework copies, with all its threads.
+        sections: Memory of the gradient buffer that another plan of the same parameters may use again.
+        waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
+            gradients are copied one by one.
+        order: In which backward passes of all models make their calls over an engine that pairs the calls of
+            different ranks by it; None: they are not paired so.
+        owned: Who gets which part of each mean; empty: all ranks get all.
+        adopt_errors: Called at the end of each backward where gradients are encoded, with the parameters that
+            no rank used: what encoding took from the others is added to the next gradients. With None the
+            backward was not good on all ranks, and nothing of it comes back. None: nothing is encoded.
     """
 
     plan: Plan

@@ -42,11 +42,11 @@ class FrameworkOps(ABC, Generic[Tensor]):
     """Operations on tensors of one framework.
 
     Attributes:
-    names: What its users call things.
-    tensor: The class of its tensors.
-    stand_in: The class of what stands in the place of a gradient of which each rank has a part.
-    refuses_writes: Whether buffers that the user's program sets to other values on some ranks are an
-        error, and not a warning.
+        names: What its users call things.
+        tensor: The class of its tensors.
+        stand_in: The class of what stands in the place of a gradient of which each rank has a part.
+        refuses_writes: Whether buffers that the user's program sets to other values on some ranks are an
+            error, and not a warning.
     """
 
     names: ClassVar[Names]

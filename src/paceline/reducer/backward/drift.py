@@ -34,10 +34,10 @@ class Note(NamedTuple):
     """What one rank reports.
 
     Attributes:
-    writes: To its parameters, since its previous backward; of large numbers only the last bits.
-    sample: A hash of some bytes of its parameters; 0: they can't be read.
-    dropped: Batches that it took without running forward.
-    accumulated: Whether it ran a backward of its own, in no_sync(), since its previous backward.
+        writes: To its parameters, since its previous backward; of large numbers only the last bits.
+        sample: A hash of some bytes of its parameters; 0: they can't be read.
+        dropped: Batches that it took without running forward.
+        accumulated: Whether it ran a backward of its own, in no_sync(), since its previous backward.
     """
 
     writes: int = 0
