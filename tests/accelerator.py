@@ -37,7 +37,7 @@ if IS_THERE and not IS_CUDA:
     ) -> Any:
         return device.group(engine, store, place, len(world_ranks), timeout)
 
-    local_group._backend = _backend
+    local_group._make_backend = _backend
 
 
 def module() -> Any:

@@ -16,7 +16,7 @@ from tests.multiprocess.rank_signals import tell, until_told
 
 def gather(reports: HostReports, payload: bytes, rank: int, world_size: int) -> list[bytes]:
     gathering, rows = reports.begin(payload)
-    waits = ProcessGroupWaits(rank, world_size, engine="memory", timeout_s=60.0, warn_after_s=60.0)
+    waits = ProcessGroupWaits(rank, world_size, words="memory", timeout_s=60.0, warn_after_s=60.0)
     waits.poll(gathering.is_completed, STATUS)
     gathering.wait()
     return rows()

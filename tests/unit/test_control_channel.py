@@ -240,7 +240,7 @@ def waits_of(channel):
     return ProcessGroupWaits(
         1,
         4,
-        engine="a group",
+        words="a group",
         timeout_s=60.0,
         warn_after_s=60.0,
         peer_monitor=PeerMonitor(ChannelSource(channel)),

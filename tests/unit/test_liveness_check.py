@@ -271,7 +271,7 @@ def waits_of(channel):
     return ProcessGroupWaits(
         1,
         count,
-        engine="a group",
+        words="a group",
         timeout_s=0.2,
         warn_after_s=60,
         peer_monitor=PeerMonitor(ChannelSource(channel)),

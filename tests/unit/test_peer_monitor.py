@@ -55,7 +55,7 @@ def waits_of(core: Core, timeout_s: float = 0.05) -> ProcessGroupWaits:
     return ProcessGroupWaits(
         0,
         3,
-        engine="a group",
+        words="a group",
         timeout_s=timeout_s,
         warn_after_s=60.0,
         peer_monitor=PeerMonitor(MemorySource(core)),

@@ -64,14 +64,14 @@ class StoreChecks:
     """
 
     def __init__(
-        self, key_store: KeyStore | None, rank: int, world_size: int, holder: int | None, engine: str
+        self, key_store: KeyStore | None, rank: int, world_size: int, holder: int | None, words: str
     ) -> None:
         self.key_store = key_store
         self.rank = rank
         self.world_size = world_size
         self.holder = holder
         self.prefix = f"paceline/check/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._engine = engine
+        self._words = words
         self._calls = 0
         self._failures = 0  # what was written for one must not count for the next
         if key_store is not None:
@@ -92,7 +92,7 @@ class StoreChecks:
 
     def complete(self, start: Callable[[], Work], call: str, timeout_s: float, deadline: float) -> None:
         """Start a call over the group and wait for its end. Collective; blocks until `deadline` at most."""
-        where = f"{call} over {self._engine}"
+        where = f"{call} over {self._words}"
         with self.begin() as check:
             try:
                 work = start()

@@ -41,12 +41,12 @@ def store_checks_of(
     *,
     scope: str,
     holder: int | None,
-    engine: str,
+    words: str,
 ) -> StoreChecks:
     """One checks for each process group, so that all ranks count its calls alike."""
     if group not in _store_checks:
         signed = None if store is None else SignedKeyStore(store, Signatures(find_secret().key, scope))
-        _store_checks[group] = StoreChecks(signed, rank, world_size, holder, engine)
+        _store_checks[group] = StoreChecks(signed, rank, world_size, holder, words)
     return _store_checks[group]
 
 

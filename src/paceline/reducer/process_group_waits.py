@@ -38,21 +38,21 @@ Rows = Callable[[], np.ndarray[Any, Any]]
 
 
 class ProcessGroupWaits:
-    """One rank's waits for the engine that averages its buckets."""
+    """One rank's waits for the process group that averages its buckets."""
 
     def __init__(
         self,
         rank: int,
         world_size: int,
         *,
-        engine: str,
+        words: str,
         timeout_s: float,
         warn_after_s: float,
         plan: Plan | None = None,
         peer_monitor: PeerMonitor | None = None,
     ) -> None:
         self._who = f"rank {rank} of {world_size}"
-        self._engine = engine
+        self._words = words
         self._timeout_s = timeout_s
         self._warn_after_s = warn_after_s
         self._plan = plan
@@ -123,7 +123,7 @@ class ProcessGroupWaits:
                 return late
             if self.peer_monitor is not None and (lost := self.peer_monitor.lost()) is not None:
                 return self._named(lost, what)
-            kind, likely = DeadlineError, "a rank is later than the engine's own time-out"
+            kind, likely = DeadlineError, "a rank is later than the process group's own time-out"
         elif _SIGN_OF_A_SHARED_GPU in text:
             likely = "two ranks of a host use one GPU, which NCCL refuses"
             hint = (
@@ -182,7 +182,7 @@ class ProcessGroupWaits:
             names = shorten([self._plan.parameters[index].name for index in part.parameters])
             dtype = self._plan.sections[part.section].dtype
             what = f"bucket {what} ({part.nbytes / 2**20:.1f} MiB, {dtype}: {names})"
-        return f"{what}, over {self._engine}"
+        return f"{what}, over {self._words}"
 
 
 def _comes_late(is_completed: Callable[[], bool]) -> bool:

@@ -61,8 +61,8 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
         self.backend: str = dist.get_backend(group)
         on_host = self.backend == "GLOO"
         fixed = f", which gives up after {GLOO_LIMIT_S:g} s, whatever timeout_s" if on_host else ""
-        engine, patience = f"Paddle's {self.backend} group{fixed}", (timeout_s, warn_after_s)
-        self._begin_with(group, group.rank, group.nranks, engine, *patience, on_host=on_host)
+        words, patience = f"Paddle's {self.backend} group{fixed}", (timeout_s, warn_after_s)
+        self._begin_with(group, group.rank, group.nranks, words, *patience, on_host=on_host)
         if on_host and self.world_size > 1:
             self._thread = _thread_of(group)
 
@@ -71,14 +71,14 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
         group: Any,
         rank: int,
         world_size: int,
-        engine: str,
+        words: str,
         timeout_s: float,
         warn_after_s: float,
         *,
         on_host: bool,
     ) -> None:
         waits = ProcessGroupWaits(
-            rank, world_size, engine=engine, timeout_s=timeout_s, warn_after_s=warn_after_s
+            rank, world_size, words=words, timeout_s=timeout_s, warn_after_s=warn_after_s
         )
         super().__init__(group, rank, world_size, waits)
         self.on_host = on_host
@@ -143,7 +143,7 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
         return PaddleHook(hook, gradient_buffer, parameters, self, process_group)
 
     def begin_gather(self, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
-        words = np.zeros(-(-array.nbytes // 4), np.int32)  # not every engine moves bytes
+        words = np.zeros(-(-array.nbytes // 4), np.int32)  # not every backend moves bytes
         words.view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
         own = self._to_wire(paddle.to_tensor(words))
         out = internals.empty_on(own.place, [self.world_size * len(words)], own.dtype)
@@ -186,9 +186,9 @@ class MemoryCalls(GroupCalls):
     """The calls of the ranks of one host, in the memory that they share: done when they return."""
 
     def __init__(self, core: _core.HostGroup) -> None:
-        self.backend, engine = "shared memory", "the memory that the ranks share"
+        self.backend, words = "shared memory", "the memory that the ranks share"
         patience = core.timeout_s, core.warn_after_s
-        self._begin_with(None, core.rank, core.world_size, engine, *patience, on_host=True)
+        self._begin_with(None, core.rank, core.world_size, words, *patience, on_host=True)
         self._core = core
 
     def all_reduce(self, tensor: paddle.Tensor) -> Work:

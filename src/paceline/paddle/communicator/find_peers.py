@@ -50,7 +50,7 @@ class PaddlePeers(ProcessGroupPeers[paddle.Tensor]):
             _FrameworkKeyStore(group.id),
             scope=f"group {group.id}",
             holder=group.ranks.index(_HOLDER) if _HOLDER in group.ranks else None,
-            engine=f"Paddle's {calls.backend} group",
+            words=f"Paddle's {calls.backend} group",
         )
         exchange = ProcessGroupExchange(calls.rank, calls.world_size, calls.begin_gather, checks)
         super().__init__(calls, exchange, f"{owner} over paddle.distributed", timeout_s, warn_after_s)

@@ -53,15 +53,15 @@ class GroupCalls(ProcessGroupCalls[torch.Tensor]):
         waits = ProcessGroupWaits(
             ranks.rank,
             ranks.world_size,
-            engine=words or f"torch's {dist.get_backend(group)} process group",
+            words=words or f"torch's {dist.get_backend(group)} process group",
             timeout_s=ranks.timeout_s,
             warn_after_s=ranks.warn_after_s,
             peer_monitor=peer_monitor,
         )
         super().__init__(group, ranks.rank, ranks.world_size, waits)
         self.serves_cpu = "cpu" in {device.type for device in group._device_types}
-        engines = {backend_of(group, torch.device(each.type)) for each in group._device_types}
-        self._wakes = "gloo" in engines and engines <= {"gloo", "nccl"}  # none of NCCL's is waited for so
+        backends = {backend_of(group, torch.device(each.type)) for each in group._device_types}
+        self._wakes = "gloo" in backends and backends <= {"gloo", "nccl"}  # none of NCCL's is waited for so
 
     def is_nccl(self, device: torch.device) -> bool:
         """Whether NCCL makes the calls for tensors of this device: one after the other, on one stream."""
@@ -195,7 +195,7 @@ def exchange_over(
     waits = ProcessGroupWaits(
         group.rank(),
         group.size(),
-        engine=f"torch's {dist.get_backend(group)} process group",
+        words=f"torch's {dist.get_backend(group)} process group",
         timeout_s=math.inf if timeout_s is None else timeout_s,
         warn_after_s=math.inf,
         peer_monitor=peer_monitor,

@@ -123,7 +123,7 @@ def exchange_over(process_group: dist.ProcessGroup | None = None) -> ProcessGrou
         None if store is None else FrameworkKeyStore(store),
         scope=str(group.group_name),
         holder=ranks.index(_HOLDER) if _HOLDER in ranks and is_default_store_served_by_rank() else None,
-        engine=f"torch's {dist.get_backend(group)} process group",
+        words=f"torch's {dist.get_backend(group)} process group",
     )
     begin_gather = functools.partial(gather_over, group, transport_device(group))
     return ProcessGroupExchange(rank, world_size, begin_gather, checks)

@@ -33,7 +33,7 @@ from paceline.torch.communicator.calls import GroupCalls, abort_on_devices, back
 from paceline.torch.communicator.find_peers import ProcessGroupPeers
 from paceline.torch.communicator.store_exchange import store_of
 
-ENGINES = ("nccl", "gloo")
+BACKENDS = ("nccl", "gloo")
 """Backends that a host's group can have: that of the process group of all ranks for their device."""
 
 _ENGINE_LATER_S = 10.0
@@ -45,7 +45,7 @@ _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, LocalGroup]] = w
 @dataclass(frozen=True)
 class LocalGroup:
     process_group: dist.ProcessGroup
-    engine: str
+    backend: str
     place: int
     size: int
     words: str
@@ -55,7 +55,7 @@ class LocalGroup:
         for device in self.process_group._device_types:
             backend = self.process_group._get_backend(device)
             end = getattr(backend, "shutdown", None) or getattr(backend, "_shutdown", None)
-            if self.engine == "nccl" and end is not None:
+            if self.backend == "nccl" and end is not None:
                 # It waits for the device.
                 thread = threading.Thread(target=_try, args=(end,), name="paceline-leave", daemon=True)
                 thread.start()
@@ -90,12 +90,13 @@ def check_devices(
             where = ", ".join(each["devices"])
             expected = "all parameters of a rank on one device"
             raise _refusal(owner, expected=expected, seen=f"rank {rank} has some on {where}")
-        ((kind, engine),) = each["kinds"]
-        if [kind, engine] != reported[0]["kinds"][0] or engine not in ENGINES:
+        ((kind, backend),) = each["kinds"]
+        if [kind, backend] != reported[0]["kinds"][0] or backend not in BACKENDS:
             raise _refusal(
                 owner,
                 expected="one kind of device, for which the process group has a backend of NCCL or Gloo",
-                seen=f"rank {rank} has parameters on {kind}, and for it {engine or 'a backend unknown here'}",
+                seen=f"rank {rank} has parameters on {kind}, and for it "
+                f"{backend or 'a backend unknown here'}",
             )
 
 
@@ -126,7 +127,7 @@ def local_group_of(
 
 def _make(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torch.device) -> LocalGroup:
     host, place = place_of(hosts, peers.rank)
-    ranks, engine = hosts[host], backend_of(peers.process_group, device)
+    ranks, backend = hosts[host], backend_of(peers.process_group, device)
     # Keys that no other group of these ranks, and no earlier life of theirs, has used in the user's store.
     nonces = peers.exchange.all_gather(secrets.token_hex(8).encode(), peers.timeout_s)
     keys = f"paceline/within/{nonces[0].decode()}/{host}"
@@ -139,27 +140,27 @@ def _make(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torc
         own = PrefixStore(keys, store)
         group = dist.ProcessGroup(own, place, len(ranks))
         world = dist.get_process_group_ranks(peers.process_group)
-        backend = _backend(engine, own, keys, place, [world[rank] for rank in ranks], timeout)
+        made = _make_backend(backend, own, keys, place, [world[rank] for rank in ranks], timeout)
         kinds = dist.ProcessGroup.BackendType
-        kind_of_backend = kinds.NCCL if engine == "nccl" else kinds.GLOO
+        kind_of_backend = kinds.NCCL if backend == "nccl" else kinds.GLOO
         group._set_default_backend(kind_of_backend)
-        backend._set_sequence_number_for_group()
-        group._register_backend(torch.device(device.type), kind_of_backend, backend)
+        made._set_sequence_number_for_group()
+        group._register_backend(torch.device(device.type), kind_of_backend, made)
     except RuntimeError as error:
         raise RendezvousError(
             f"Rank {peers.rank} of {peers.world_size} could not connect to the other ranks of its host.",
             seen=f"{format_ranks(ranks)}\n{str(error).splitlines()[0]}",
             hint='reduce_through="group" averages over the process group alone',
         ) from error
-    words = f"torch's {engine} process group of the ranks of host {host} ({format_ranks(ranks)})"
-    return LocalGroup(group, engine, place, len(ranks), words)
+    words = f"torch's {backend} process group of the ranks of host {host} ({format_ranks(ranks)})"
+    return LocalGroup(group, backend, place, len(ranks), words)
 
 
-def _backend(
-    engine: str, store: PrefixStore, name: str, place: int, world_ranks: list[int], timeout: timedelta
+def _make_backend(
+    backend: str, store: PrefixStore, name: str, place: int, world_ranks: list[int], timeout: timedelta
 ) -> Any:
     """Collective."""
-    if engine == "gloo":
+    if backend == "gloo":
         return dist.ProcessGroupGloo(store, place, len(world_ranks), timeout=timeout)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -190,7 +191,7 @@ class LocalCalls:
         self._calls = GroupCalls(group.process_group, peers, peer_monitor, group.words).but(plan=plan)
         self._last_calls = self._calls.but(timeout_s=patience_with_its_host_s(peers.timeout_s))
         self._group = group.process_group
-        self._is_gloo = group.engine == "gloo"
+        self._is_gloo = group.backend == "gloo"
         self._device = device
         self.is_on_streams = self._calls.runs_on_streams(device)
         self.waits = self._calls.waits
