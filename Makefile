@@ -123,7 +123,7 @@ docs: $(VENV)/.core $(VENV)/.paddle $(VENV)/.docs ## Build the documentation int
 wheels: $(VENV)/.tools $(VENV)/.release ## Make and check all files of a release in dist/; PYTHONS='python3.11 python3.12'
 	@scripts/wheels $(BIN) $(PYTHONS)
 
-release: wheels ## The same, and install them by name into empty environments, with torch, the demo and ten tests
+release: wheels ## The same, and install them by name into empty environments, with torch, the demo and some tests
 	@scripts/check-release $(PYTHONS)
 
 bench: $(VENV)/.core ## Measure all_reduce and a training step beside Gloo, Open MPI and torch's DDP; python -m benchmarks --help
