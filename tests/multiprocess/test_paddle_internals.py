@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import importlib.metadata
 import json
 import os
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +132,27 @@ def test_updates_of_an_optimizer_are_noted(rank: int, uses_multi_tensor: bool) -
         optimizer.step()
         assert noted and len(noted) % steps == 0
         assert not np.array_equal(layer.weight.numpy(), before)
+
+
+@ranks(1, group=None)
+def test_a_look_at_a_node_does_not_keep_the_graph(rank: int) -> None:
+    class Hook:
+        def __call__(self, gradient: paddle.Tensor) -> None: ...
+
+    def graph_with(hook: Hook) -> None:
+        x = paddle.ones([2])
+        x.stop_gradient = False
+        y = x * 2
+        y.register_hook(hook)
+        nodes = [internals.grad_node(y), internals.grad_node(y), internals.grad_node(y.sum())]
+        assert nodes[0] is nodes[1] and nodes[2].next_functions[0] is nodes[0]
+
+    hook = Hook()
+    graph_with(hook)
+    alive = weakref.ref(hook)
+    del hook
+    gc.collect()
+    assert alive() is None
 
 
 @ranks(1, group=None)

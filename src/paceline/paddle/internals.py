@@ -6,6 +6,7 @@ it stands on. Nothing else in `paceline.paddle` touches a name of Paddle's that 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -259,6 +260,27 @@ def has_memory(tensor: Tensor) -> bool:
     False for a buffer that was only declared, as a recurrent layer declares its `_dropout_state` for a GPU.
     """
     return 0 in tensor.shape or bool(tensor._is_initialized())
+
+
+def grad_node(tensor: Tensor) -> Any:
+    """The node of autograd's graph that made a tensor; None: there is none.
+
+    As `grad_fn`, which in Paddle 3.3 takes a reference at each look that nothing gives back: the graph, and
+    all that hooks hold, would live as long as the process.
+    """
+    node = tensor.grad_fn
+    if node is not None and _grad_fn_leaks():
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(node))
+    return node
+
+
+@functools.cache
+def _grad_fn_leaks() -> bool:
+    with paddle.enable_grad():
+        leaf = empty([1])
+        leaf.stop_gradient = False
+        node, other = (leaf * 2).grad_fn, object()
+    return sys.getrefcount(node) > sys.getrefcount(other)
 
 
 def is_sparse(gradient: Tensor) -> bool:

@@ -52,7 +52,7 @@ class PaddleOps(FrameworkOps[paddle.Tensor]):
         return bool(tensor.place.is_cpu_place() and tensor.is_contiguous())
 
     def has_values(self, tensor: paddle.Tensor) -> bool:
-        return bool(tensor.is_dense() and tensor._is_initialized())
+        return bool(tensor.is_dense() and internals.has_memory(tensor))
 
     def random_state(self) -> object:
         states = [paddle.base.core.default_cpu_generator().get_state(), *paddle.get_rng_state()]

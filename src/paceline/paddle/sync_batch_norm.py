@@ -207,7 +207,7 @@ def _first_sum(
     if not has_gradients or not needed:
         return sums, whole_count, None
     samples = f"input of shape {x.shape}" if count else ""
-    weight = ExchangeWeight("SyncBatchNorm", forwards.weights, x.grad_fn)
+    weight = ExchangeWeight("SyncBatchNorm", forwards.weights, internals.grad_node(x))
     return sums, whole_count, _Exchange(communicator, timeout_s, weight, int(without), samples)
 
 

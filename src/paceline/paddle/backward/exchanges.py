@@ -55,7 +55,7 @@ def find_exchanges(roots: Sequence[paddle.Tensor]) -> list[str]:
     if not names and all(tensor.place.is_cpu_place() for tensor in roots):
         return []
     found: dict[str, None] = {}
-    for node in nodes_from((tensor.grad_fn for tensor in roots), address_of):
+    for node in nodes_from(map(internals.grad_node, roots), address_of):
         name = node.name()  # a node tells no more
         if name in names:
             found[names[name]] = None

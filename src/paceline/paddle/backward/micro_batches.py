@@ -37,7 +37,7 @@ class PaddleWeights(MicroBatchWeights):
         return graphs.calls.depth > 0
 
     def reaches(self, node: object) -> bool:
-        leaves = [parameter.grad_fn for parameter in self._parameters]
+        leaves = [internals.grad_node(parameter) for parameter in self._parameters]
         own = {address_of(leaf) for leaf in leaves if leaf is not None}
         return any(address_of(each) in own for each in nodes_from([node], address_of))
 
@@ -49,7 +49,7 @@ class PaddleWeights(MicroBatchWeights):
             if tensor.is_leaf:
                 has_leaf = True
             else:  # the address of a node that is gone may be that of another one now
-                self._graph_of[address_of(tensor.grad_fn)] = graph
+                self._graph_of[address_of(internals.grad_node(tensor))] = graph
         return not has_leaf and not graphs.may_hide_tensors(output)
 
     def through_gradient(self, graph: Graph, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
@@ -65,7 +65,7 @@ class PaddleWeights(MicroBatchWeights):
         return marked
 
     def _find_forwards(self, left: Iterable[Graph]) -> set[Graph] | None:
-        roots = [tensor.grad_fn for tensor in graphs.calls.roots]
+        roots = [internals.grad_node(tensor) for tensor in graphs.calls.roots]
         there = {self._graph_of.get(address_of(node)) for node in nodes_from(roots, address_of)}
         return {graph for graph in left if graph in there}
 
