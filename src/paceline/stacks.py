@@ -82,7 +82,11 @@ def ask_if_ready(pid: int, timeout_s: float = 5.0) -> str | None:
 
 def _find_answers(folder: Path) -> Path | None:
     for fd in (folder / "fd").iterdir():
-        if os.readlink(fd).startswith(f"/memfd:{_FILE_NAME} "):
+        try:
+            is_found = os.readlink(fd).startswith(f"/memfd:{_FILE_NAME} ")
+        except FileNotFoundError:  # the process has just closed it
+            continue
+        if is_found:
             return fd if _catches_signal(folder) else None
     return None
 

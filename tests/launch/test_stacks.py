@@ -28,6 +28,23 @@ stuck_here()
 """
 
 
+BUSY_WITH_FILES = """
+import threading
+from paceline import stacks
+below = [open("/dev/null") for _ in range(20)]
+stacks.answer_requests()
+for file in below:
+    file.close()
+def open_and_close():
+    while True:
+        for file in [open("/dev/null") for _ in range(20)]:
+            file.close()
+threading.Thread(target=open_and_close, daemon=True).start()
+print("ready", flush=True)
+threading.Event().wait()
+"""
+
+
 @pytest.fixture
 def stuck(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
     """A process that hangs in a lock, and has said whether it can be asked."""
@@ -44,6 +61,16 @@ def test_a_stuck_process_answers_as_often_as_asked(stuck: subprocess.Popen[str])
         pass  # it has said that it is ready, but is still on its way there
     assert stacks.ask(stuck.pid, timeout_s=60).count("in stuck_here") == 1
     assert stuck.poll() is None
+
+
+def test_a_process_that_opens_and_closes_files_answers() -> None:
+    command = [sys.executable, "-c", BUSY_WITH_FILES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        answers = [stacks.ask_if_ready(process.pid, timeout_s=60) for _ in range(20)]
+        process.kill()
+    assert None not in answers
 
 
 @pytest.mark.parametrize("stuck", [["own"]], indirect=True)
