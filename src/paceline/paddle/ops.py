@@ -55,9 +55,7 @@ class PaddleOps(FrameworkOps[paddle.Tensor]):
         return bool(tensor.is_dense() and internals.has_memory(tensor))
 
     def random_state(self) -> object:
-        states = [paddle.base.core.default_cpu_generator().get_state(), *paddle.get_rng_state()]
-        # An address is of the copy that was made to be shown.
-        return [[word for word in str(each).split() if not word.startswith("0x")] for each in states]
+        return internals.generator_states("cpu"), internals.generator_states(None)
 
     def extent(self, tensor: paddle.Tensor) -> int:
         return nbytes(tensor)
