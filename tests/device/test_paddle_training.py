@@ -221,9 +221,6 @@ def test_a_backward_that_raises_is_reported_to_all(rank: int) -> None:
         if number in (1, 2):
             with pytest.raises(OSError if fails else SkippedPassError):
                 squares(wrapped(share(batch(), rank))).backward()
-            if fails:
-                with pytest.raises(SkippedPassError, match="rank 1 of 2 ended in an exception"):
-                    wrapped(share(batch(), rank))
             continue
         squares(wrapped(share(batch(), rank))).backward()
     backward_alone(alone, batch())

@@ -10,6 +10,7 @@ anything else is a finding: a silent difference, a rank that raised or went on a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -89,6 +90,7 @@ def judge(
         _norms(whole)
         or _bits(whole, same_parameters and not is_uneven(whole))  # else a step's other parts may differ
         or _alone(whole)
+        or _out_of_step(whole)
         or (None if expected is None else _means(whole, expected, tolerance))
     )
     if verdict is not None:
@@ -102,7 +104,7 @@ def judge(
 
 
 def raised_everywhere(records: Sequence[Record | Lost]) -> dict[str, bool]:
-    """Labels of the ops at which every rank caught an error of the library's, if they all caught the same.
+    """Labels of the ops at which some rank caught an error of the library's, if every rank caught one there.
 
     The reference raises there, too. Empty also where the ranks raised at different ops: what follows cannot
     be compared with a reference.
@@ -111,10 +113,12 @@ def raised_everywhere(records: Sequence[Record | Lost]) -> dict[str, bool]:
         By label, whether backward had run layers again by then, which may have changed their buffers.
     """
     caught = [
-        {event.at: event.recomputed for event in record.events if event.kind == "error" and not event.by_user}
-        for record in _whole(records)
+        {event.at: event for event in record.events if event.kind == "error"} for record in _whole(records)
     ]
-    return caught[0] if caught and all(each.keys() == caught[0].keys() for each in caught) else {}
+    ours = {at for each in caught for at, event in each.items() if not event.by_user}
+    if not all(ours <= each.keys() for each in caught):
+        return {}
+    return {at: any(each[at].recomputed for each in caught) for at in sorted(ours)}
 
 
 def agreed(first: list[Record], *others: Sequence[Record]) -> list[Record]:
@@ -272,6 +276,21 @@ def _alone(records: Sequence[Record]) -> Verdict | None:
         return None
     first = next(errors[0] for errors in theirs if errors)
     return Verdict("a rank raised alone", first.at, _endings(records))
+
+
+def _out_of_step(records: Sequence[Record]) -> Verdict | None:
+    """Where an exception of the program's ends the backward of some ranks, each rank raises once for it."""
+    is_in_step = False
+    for errors in itertools.zip_longest(*(record.errors() for record in records)):
+        here = [error for error in errors if error is not None]
+        if len(here) < len(errors) or any(error.at != here[0].at for error in here):
+            if is_in_step and not any(error.by_user for error in here):
+                return Verdict(
+                    "ranks out of step after an exception in backward", here[0].at, _endings(records)
+                )
+            return None
+        is_in_step = is_in_step or len({error.by_user for error in here}) > 1
+    return None
 
 
 def _means(records: Sequence[Record], expected: Sequence[Record], tolerance: float) -> Verdict | None:

@@ -136,7 +136,7 @@ def test_a_backward_of_several_models_that_raised(rank: int, path: str, broken: 
 
 
 @kept_ranks(2, group="gloo")
-def test_a_backward_that_one_rank_broke_off_is_reported_where_its_model_goes_on(rank: int) -> None:
+def test_a_backward_that_one_rank_broke_off_is_given_up_before_that_of_another_model(rank: int) -> None:
     models, wrapped = pair("group")
     joint(wrapped, rank).backward()
     mend = break_at(models[0], 2) if rank == 0 else lambda: None
@@ -148,9 +148,6 @@ def test_a_backward_that_one_rank_broke_off_is_reported_where_its_model_goes_on(
         each.zero_grad()
     wrapped[1](inputs(rank)).sum().backward()
     check_mean(models[1:], lambda alone, of: alone[0](inputs(of).double()).sum())
-    if rank == 0:
-        with pytest.raises(SkippedPassError, match="rank 0 of 2 ended in an exception"):
-            wrapped[0](inputs(rank))
     for each in models:
         each.zero_grad()
     joint(wrapped, rank).backward()

@@ -79,9 +79,6 @@ def test_a_backward_that_raises_is_reported_to_all_and_the_next_is_good(group: o
             caught = OSError if fails else SkippedPassError
             with pytest.raises(caught):
                 wrapped(paddle.ones([1, 4])).sum().backward()
-            if fails:
-                with pytest.raises(SkippedPassError, match="rank 1 of 2 ended in an exception"):
-                    wrapped(paddle.ones([1, 4]))
             wrapped.clear_gradients()
             continue
         wrapped(paddle.ones([1, 4])).sum().backward()

@@ -25,7 +25,7 @@ from paceline.errors import (
     format_ranks,
 )
 from paceline.reducer.backward_reports import differ_in_frozen_only, is_all_unused_frozen
-from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome, Reducer
+from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome
 
 _SHOWN_NAMES = 6
 _SHOWN_GROUPS = 8
@@ -105,18 +105,6 @@ class Judge:
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(f"{error}\n  (reported once)", RuntimeWarning, stacklevel=3)
-
-
-def give_up_interrupted(
-    reducer: Reducer, allow_unused: bool, allow_globally_unused: bool
-) -> Exception | None:
-    """End a backward that an exception broke off, so that all ranks learn of it and can go on. Collective.
-
-    Returns:
-        What to raise, on this rank as on the others; None: an exception has told each of them already.
-    """
-    statuses = reducer.finish(BackwardStatus(interrupted=True), allow_unused, allow_globally_unused).statuses
-    return None if all(status.interrupted for status in statuses) else skipped_error(statuses)
 
 
 def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) -> UnusedParameterError:
@@ -342,7 +330,8 @@ def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassErro
         where="this backward; its gradients are not to be used, on any rank",
         seen=f"{format_ranks(ranks)} began another forward or backward after that",
         likely="an error raised inside backward (out of memory, a failing hook) that the script caught",
-        hint="look at the output there for the exception; after one, make every rank repeat the step",
+        hint="look at the output there for the exception; catch this error where that one is caught, and "
+        "all ranks go on with the same step",
         ranks=tuple(ranks),
     )
 

@@ -23,7 +23,7 @@ class Caller(Protocol):
     def is_interrupted(self) -> bool: ...
 
     def give_up_for_others(self) -> None:
-        """End the interrupted backward, and report it when this model goes on. Collective."""
+        """End the interrupted backward. Collective."""
         ...
 
 

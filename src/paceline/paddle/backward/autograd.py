@@ -130,6 +130,7 @@ class PaddleAutograd:
             state = self._state
             if not calls.depth:
                 return self.weights.through_gradient(graph, gradient) if self.weights.is_used else None
+            state.give_up_before(graph)
             if state.is_other(graph):
                 state.follow(graph)
                 if not state.is_syncing:  # a backward ends by itself

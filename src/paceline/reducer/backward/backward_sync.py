@@ -42,14 +42,13 @@ from paceline.reducer.backward_errors import (
     Judge,
     StaticGraph,
     exit_warning,
-    give_up_interrupted,
     shorten,
     uneven_error,
 )
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.owners import agreed_owners, globally_unused, needs_memory, owners, several_models
-from paceline.reducer.protocol import BackwardResult, Outcome, Reducer
+from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.trace.recording import recording
 from paceline.trace.records import Event
@@ -95,7 +94,7 @@ class BackwardSync(Generic[AnyAutograd]):
             raise needs_memory(communicator.path)
         tensors = front_end.tensors
         self.state = state
-        self.state.arm = self._arm
+        self.state.arm, self.state.give_up = self._arm, self._give_up_interrupted
         lifetime.before_leaving(self._take_leave)
         self.gradients, self.sparse = front_end.gradients, front_end.sparse
         self._has_sparse = len(self.sparse) > 0
@@ -137,7 +136,6 @@ class BackwardSync(Generic[AnyAutograd]):
         self._set_config(config)
         self._shared: set[int] = set()
         self._is_complete = False
-        self._unreported: Exception | None = None
         self._is_lost = False  # a backward raised what ends the group, on every rank
         self._conclusion: Conclusion | None = None
         self._armed = 0  # backward passes that were armed, and ones that were given up
@@ -269,7 +267,7 @@ class BackwardSync(Generic[AnyAutograd]):
         owned_parts = [each for each in known if each is not None]
         if len(owned_parts) < len(known):
             return
-        self._report_interrupted()
+        self._give_up_last()
         communicator = self.communicator
         owned = agreed_owners(owned_parts, communicator.rank, self.world_size, communicator.all_gather)
         self._is_obstructed = bool(self._shared)
@@ -307,8 +305,8 @@ class BackwardSync(Generic[AnyAutograd]):
 
         Raises:
             ForkedError: This process is a forked child of the one that wrapped the model.
-            SkippedPassError: The last backward ended in an exception, on this rank.
             ConfigError: The last backward has been left open.
+            CollectiveError: The last backward ended in an exception here, and a rank was lost since.
         """
         state, autograd = self.state, self.autograd
         state.check_process()
@@ -317,7 +315,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self.refresh_sharing()
         has_weights = self.micro_batches.is_used
         if (state.phase is not IDLE or has_weights) and not in_backward:
-            self._report_interrupted()
+            self._give_up_last()
             if has_weights:
                 if self.micro_batches.awaits_end:  # of a backward in no_sync()
                     autograd.await_drop(lambda: not self.micro_batches.awaits_end)
@@ -391,10 +389,10 @@ class BackwardSync(Generic[AnyAutograd]):
         """The first gradient of a backward has come."""
         state = self.state
         try:
-            self.autograd.prepare()
             state.check_process()
             if state.phase is INTERRUPTED:
                 self._give_up_interrupted()
+            self.autograd.prepare()
             if (order := self.planning.reduction.order) is not None:
                 order.begin(self)
             if self.micro_batches.is_used:
@@ -493,7 +491,7 @@ class BackwardSync(Generic[AnyAutograd]):
         Until all ranks have ended this backward they may still reduce what this one has handed over of it.
         """
         self._is_complete = False
-        self.state.phase = INTERRUPTED  # whatever begins next reports it to the other ranks
+        self.state.phase = INTERRUPTED  # whatever begins next gives it up, and the other ranks raise
         if (note := recording.note) is not None:
             note(_BACKWARD_ENDED, self._backward_id, 1)
         self.gradients.interrupt()
@@ -746,7 +744,7 @@ class BackwardSync(Generic[AnyAutograd]):
             if index in state.staged:
                 state.staged.remove(index)
 
-    def _report_interrupted(self) -> None:
+    def _give_up_last(self) -> None:
         if self.state.phase is OPEN:
             raise ConfigError(
                 "The last backward has not been finalized: its gradients are not averaged yet.",
@@ -764,7 +762,7 @@ class BackwardSync(Generic[AnyAutograd]):
         state = self.state
         if state.phase in (RUNNING, ENDING) and not self.autograd.is_in_backward():
             self._await_drop()
-        return state.phase is INTERRUPTED and self._unreported is None
+        return state.phase is INTERRUPTED
 
     def _await_drop(self) -> None:
         self.autograd.await_drop(lambda: self.state.phase < RUNNING)
@@ -781,27 +779,19 @@ class BackwardSync(Generic[AnyAutograd]):
             self.gradients.settle()
 
     def give_up_for_others(self) -> None:
-        """End the backward that an exception broke off: other models are to make their calls after its own.
+        """Give the interrupted backward up: other models are to make their calls after its own.
 
-        What it comes to is raised when this model goes on, as where the models need not wait for each other.
+        An error of it is this model's: where it ends the group, the next backward raises.
         """
-        try:
-            self._unreported = self._end_interrupted()
-        except Exception as error:  # this model's; what of it concerns the others they meet themselves
-            self._unreported = error
-        if self._unreported is not None:
-            self.state.phase = INTERRUPTED
+        with contextlib.suppress(PacelineError):
+            self._give_up_interrupted()
 
     def _give_up_interrupted(self) -> None:
-        error, self._unreported = self._unreported, None
-        if error is None:
-            error = self._end_interrupted()
-        else:
-            self.state.phase = IDLE
-        if error is not None:
-            raise error
+        """End a backward that an exception broke off here: the other ranks raise. Collective.
 
-    def _end_interrupted(self) -> Exception | None:
+        This rank raises only if that fails: its script has seen the exception. So every rank has raised once,
+        in this backward, and all go on with the same step.
+        """
         self._armed += 1  # what is dropped from now on belongs to no backward
         self.gradients.settle()
         if (order := self.planning.reduction.order) is not None:
@@ -811,10 +801,14 @@ class BackwardSync(Generic[AnyAutograd]):
         self.statistics.result = self.statistics.earlier_norm = None
         self._fresh.forget()
         self.buffers.give_up_backward()
-        reducer = self.reducer
+        reducer, config = self.reducer, self._config
         before = reducer.last
         try:
-            return give_up_interrupted(reducer, self._config.allow_unused, self._config.allow_globally_unused)
+            status = BackwardStatus(interrupted=True)
+            reducer.finish(status, config.allow_unused, config.allow_globally_unused)
+        except PacelineError as error:
+            self.autograd.note_error(error)
+            raise
         finally:
             is_lost = isinstance(sys.exc_info()[1], PacelineError)
             if is_lost or reducer.last not in (None, before):  # else the ranks do not know yet
@@ -831,7 +825,7 @@ class BackwardSync(Generic[AnyAutograd]):
         The rank gets the means as its gradients as well, for those who step along.
         """
         self.state.check_process()
-        self._report_interrupted()
+        self._give_up_last()
         self.gradients.restore({})  # those of the last such backward
         self.micro_batches.forget_given()
         self.buffers.sync_without_forward()

@@ -31,7 +31,7 @@ class Phase(IntEnum):
     IDLE = _core.BACKWARD_PHASES["idle"]
     """No gradient has come since the last backward."""
     INTERRUPTED = _core.BACKWARD_PHASES["interrupted"]
-    """An exception has ended the backward, of which the other ranks do not know yet."""
+    """An exception has ended the backward here, of which the other ranks do not know yet."""
     RUNNING = _core.BACKWARD_PHASES["running"]
     """Autograd runs the backward, and hooks hand gradients over."""
     OPEN = _core.BACKWARD_PHASES["open"]
@@ -66,6 +66,7 @@ class BackwardState:
         accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised backward.
         rank_weight: The weight of this rank in the backward under way, or the last one.
         arm: Begins a backward; hooks call it at the first gradient.
+        give_up: Ends the backward that an exception broke off; see `give_up_before`.
         graphs: The graphs of forwards whose backward is still to come.
         status: What the end of the backward reports to all ranks: the forwards since the last one, and what
             is wrong. A hook that raised instead would leave the others waiting.
@@ -78,6 +79,7 @@ class BackwardState:
         "accumulated",
         "arm",
         "ends_by_hand",
+        "give_up",
         "graphs",
         "handed",
         "is_due",
@@ -111,6 +113,7 @@ class BackwardState:
         self.refusal: ConfigError | None = None
         self.pid = os.getpid()
         self.arm: Callable[[], None]
+        self.give_up: Callable[[], None]
         self.graphs: Graphs
 
     def expect(self, is_syncing: bool, *, is_forced: bool = False) -> None:
@@ -143,6 +146,15 @@ class BackwardState:
         """The last forward, which was counted, can have no backward."""
         self.is_forward_counted = False
         self.status.forwards -= 1
+
+    def give_up_before(self, graph: Graph) -> None:
+        """Give up an interrupted backward before one that is averaged, which has come to this graph.
+
+        Before anything is noted of the one that has come, which this would forget.
+        """
+        is_averaged = self.is_syncing if self.is_forced else graph.is_averaged and not self.is_local
+        if self.phase is INTERRUPTED and is_averaged:
+            self.give_up()
 
     def is_other(self, graph: Graph) -> bool:
         """Whether `is_syncing` is wrong for the backward that has come to this graph."""

@@ -23,7 +23,7 @@ from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.drift import sampled, sampler
 from paceline.reducer.backward.front_end import FrontEnd
 from paceline.reducer.backward.log import LocalBackward
-from paceline.reducer.backward.state import RUNNING, BackwardState, EndOfBackward, Graph
+from paceline.reducer.backward.state import INTERRUPTED, RUNNING, BackwardState, EndOfBackward, Graph
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.communicator import Communicator
 from paceline.sharding.scattered_gradients import refuse_sparse
@@ -206,6 +206,8 @@ class TorchAutograd:
     @untraced
     def _on_output_gradient(self, graph: Graph, gradient: torch.Tensor | None) -> torch.Tensor | None:
         state = self._state
+        if state.phase is INTERRUPTED and running_call() is not RunningCall.GRAD:
+            state.give_up_before(graph)
         if state.is_other(graph) and running_call() is not RunningCall.GRAD:
             state.follow(graph)
             if not state.is_syncing:  # a backward ends by itself
