@@ -4,7 +4,8 @@
 
 The handler comes at a chosen line of Paceline that this rank executes within `backward()` or within
 `optimizer.step()`, so a trial is the same in every run. Right is one of two things: every rank raises, at
-once; or all ranks have made the same steps. Where the rank has missed a step, that is the first. Some scripts
+once; or all ranks have made the same steps. Where the rank has missed a step, that is the first; but where it
+had not ended its backward, the others raise in theirs, once, and all go on with the next step. Some scripts
 catch the exception around `backward()` alone, and step. If the other ranks have made that step, this rank
 must have the same means, and no rank may raise, unless this one was in a call of all ranks and has given up.
 """
@@ -24,7 +25,7 @@ from typing import Any
 import numpy as np
 
 import paceline
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, SkippedPassError
 from tests.differential.driver import Check, main, plainly
 from tests.differential.programs import Program
 from tests.harness import run_ranks
@@ -239,7 +240,7 @@ def run(group: Any, program: Program, moments: list[float] | None = None) -> lis
 
 
 def _trial(subject: Any, program: Program, rank: int, line: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"error": "", "hit": "", "steps": 0, "lines": 0, "raised_in": -1}
+    result: dict[str, Any] = {"error": "", "hit": "", "steps": 0, "lines": 0, "raised_in": -1, "given_up": []}
     for number in range(ITERATIONS):
 
         def within(what: str, call: Callable[[], object], number: int = number) -> None:
@@ -266,6 +267,8 @@ def _trial(subject: Any, program: Program, rank: int, line: int) -> dict[str, An
             result["steps"] += 1
         except TimeUp:
             pass
+        except SkippedPassError:
+            result["given_up"].append(number)
         except PacelineError as error:
             result["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             result["raised_in"] = number
@@ -296,6 +299,11 @@ def judge(results: list[list[dict[str, Any]]], program: Program) -> list[str]:
         elif not any(errors) and len({each["digest"] for each in trial}) > 1:
             steps = [each["steps"] for each in trial]
             found.append(f"trial {number}, at {hit}: replicas differ, and no rank was told; steps {steps}")
+        told = [each["given_up"] for each in trial]
+        if any(told) and told != [[], *[[program["at"]]] * (len(trial) - 1)]:
+            found.append(
+                f"trial {number}, at {hit}: backward passes that ranks were told to have skipped: {told}"
+            )
         gave_up = all(error.startswith("PeerLostError") for error in errors)  # within a call of all ranks
         had_means = max(each["steps"] for each in trial[1:]) > program["at"]
         if program["catches"] and any(errors) and had_means and not gave_up:

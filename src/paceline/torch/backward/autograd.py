@@ -128,7 +128,10 @@ class TorchAutograd:
             registered[index] = self._shared_gradients.hook(index, registered[index])
         if late is not None and self._tensors.trigger is not None:
             registered[self._tensors.trigger] = late.with_trigger(registered[self._tensors.trigger])
-        self._last_hooks = LastHooks(trainable, registered)
+        self._last_hooks = LastHooks(
+            trainable, registered
+        )  # before it registers any, which may be interrupted
+        self._last_hooks.register()
         self._not_last = self._last_hooks.not_last
         own = self._gradients.in_own_memory()
         self._state.handed.watch(list(trainable), "grad", "_version", uses_of_storages(), own)
@@ -300,6 +303,7 @@ class TorchAutograd:
     def learn(self) -> None:
         if self._late is not None and self._late.learn():
             self.install()
+            self._late.end_learning()  # or, where this was interrupted, it comes once more
 
     def forget(self) -> None:
         if self._late is not None:

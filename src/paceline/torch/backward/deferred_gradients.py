@@ -85,8 +85,11 @@ class DeferredGradients:
         self._came.clear()
 
     def learn(self) -> bool:
-        """Returns whether it was the first that showed something, so hooks change."""
-        if not self.is_learning or self._learned is None:
+        """Returns whether a backward has shown something, so that hooks change; until `end_learning`."""
+        if self._learned is None:
             return False
         self._expected, self.is_learning = self._learned, False
         return True
+
+    def end_learning(self) -> None:
+        self._learned = None

@@ -11,13 +11,15 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from paceline import _core
 
 
 class LastHooks:
-    """One hook of each parameter.
+    """One hook of each parameter, from `register` to `remove`.
+
+    Hooks are found by what they are, and not by handles: a signal handler that raises in `register` leaves
+    none that `remove` does not know of.
 
     Attributes:
         not_last: Which of them others have come after, by index. No method, because each step asks twice.
@@ -27,15 +29,18 @@ class LastHooks:
         self, parameters: Sequence[torch.Tensor], hooks: Sequence[Callable[[torch.Tensor], None]]
     ) -> None:
         self._parameters, self._hooks = list(parameters), list(hooks)
-        self._handles = [self._register(index) for index in range(len(self._hooks))]
         self._tensors = [parameter._cdata for parameter in self._parameters]
         order = _core.HookOrder(self._parameters, self._hooks, "_post_accumulate_grad_hooks")
         self.not_last: Callable[[], list[int]] = order.not_last
 
+    def register(self) -> None:
+        for index in range(len(self._hooks)):
+            self._register(index)
+
     def put_last(self, indices: Sequence[int]) -> None:
         for index in indices:
-            self._handles[index].remove()
-            self._handles[index] = self._register(index)
+            self._remove(index)
+            self._register(index)
 
     def find_swapped(self) -> list[int]:
         """Which parameters are other tensors now, behind the same object: their hooks have not been called.
@@ -55,16 +60,18 @@ class LastHooks:
         return found
 
     def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        for index in range(len(self._hooks)):
+            self._remove(index)
 
-    def _register(self, index: int) -> RemovableHandle:
+    def _remove(self, index: int) -> None:
+        registered, ours = self._parameters[index]._post_accumulate_grad_hooks or {}, self._hooks[index]
+        for key in [key for key, hook in registered.items() if hook is ours]:
+            del registered[key]
+
+    def _register(self, index: int) -> None:
         parameter = self._parameters[index]
         with taking_hooks(parameter):
-            handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._hooks[index]
-            )
-        return handle
+            parameter.register_post_accumulate_grad_hook(self._hooks[index])  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager
