@@ -22,7 +22,7 @@ namespace {
 constexpr uint32_t kNothing = 0;
 
 /// 32 bits: 1, accumulated, 8 of dropped, 10 of writes, 12 of the sample. See
-/// paceline/reducer/backward/iteration_notes.py for what they mean.
+/// paceline/reducer/backward/drift.py for what they mean.
 uint32_t pack_note(int64_t writes, uint64_t sample, int64_t dropped,
                    bool accumulated) {
   const auto most = static_cast<uint32_t>(std::min<int64_t>(dropped, 0xff));
@@ -36,12 +36,14 @@ uint32_t pack_note(int64_t writes, uint64_t sample, int64_t dropped,
 class Look {
  public:
   Look(nb::list counted, const std::string& version, nb::list sampled,
-       std::vector<size_t> begins, std::vector<size_t> sizes)
+       std::vector<size_t> begins, std::vector<size_t> sizes, size_t turns)
       : counted_(std::move(counted)),
         version_(version.c_str()),
         sampled_(std::move(sampled)),
         begins_(std::move(begins)),
-        sizes_(std::move(sizes)) {
+        sizes_(std::move(sizes)),
+        turns_(turns) {
+    if (turns_ == 0) misuse("turns must be at least 1");
     if (sampled_.size() != begins_.size() || sampled_.size() != sizes_.size())
       misuse("sampled, begins and sizes must have one entry per piece");
     for (const nb::handle tensor : sampled_)
@@ -58,9 +60,9 @@ class Look {
     return sum;
   }
 
-  uint64_t sample() const {
+  uint64_t sample(uint64_t turn) const {
     uint64_t hash = 0;
-    for (size_t i = 0; i < sizes_.size(); ++i) {
+    for (size_t i = turn % turns_; i < sizes_.size(); i += turns_) {
       dlpack::Tensor tensor;
       if (borrow_(nb::handle(sampled_[i]).ptr(), &tensor) != 0) {
         PyErr_Clear();
@@ -88,6 +90,7 @@ class Look {
   nb::list sampled_;
   std::vector<size_t> begins_;
   std::vector<size_t> sizes_;
+  size_t turns_;
   dlpack::Borrow borrow_ = nullptr;
 };
 
@@ -99,11 +102,13 @@ class IterationNotes {
       : count_writes_(std::move(count_writes)),
         take_sample_(std::move(take_sample)) {}
   /// `version` is an attribute that each write to a tensor counts up. `begins`
-  /// and `sizes` say, in bytes, what of each of `sampled` is looked at.
+  /// and `sizes` say, in bytes, what of each of `sampled` is looked at. Each
+  /// backward looks at some of them: all have had their turn after `turns`.
   IterationNotes(nb::list counted, const std::string& version, nb::list sampled,
-                 std::vector<size_t> begins, std::vector<size_t> sizes)
+                 std::vector<size_t> begins, std::vector<size_t> sizes,
+                 size_t turns)
       : look_(std::in_place, std::move(counted), version, std::move(sampled),
-              std::move(begins), std::move(sizes)) {}
+              std::move(begins), std::move(sizes), turns) {}
 
   uint32_t take(int64_t forwards, bool accumulated) {
     if (!has_begun_ || !is_valid()) return kNothing;
@@ -116,9 +121,10 @@ class IterationNotes {
                      accumulated);
   }
 
-  void begin(int64_t forwards) {
+  void begin(int64_t forwards, uint64_t backward) {
     if (!is_valid()) return;
     batches = 0;
+    turn_ = backward;
     if (counts_writes()) {
       writes_before_ = count();
     } else {
@@ -160,8 +166,8 @@ class IterationNotes {
                              : nb::cast<int64_t>(count_writes_());
   }
   uint64_t sample() {
-    return look_.has_value() ? look_->sample()
-                             : nb::cast<uint64_t>(take_sample_());
+    return look_.has_value() ? look_->sample(turn_)
+                             : nb::cast<uint64_t>(take_sample_(turn_));
   }
 
   std::optional<Look> look_;
@@ -169,6 +175,7 @@ class IterationNotes {
   nb::object take_sample_;
   bool has_begun_ = false;
   int64_t writes_before_ = 0;
+  uint64_t turn_ = 0;
   uint64_t sample_before_ = 0;
   int64_t forwards_before_ = 0;
 };
@@ -188,8 +195,9 @@ void bind_iteration_notes(nb::module_& m) {
       .def(nb::init<nb::object, nb::object>(), "count_writes"_a.none(),
            "take_sample"_a)
       .def(nb::init<nb::list, const std::string&, nb::list, std::vector<size_t>,
-                    std::vector<size_t>>(),
-           "counted"_a, "version"_a, "sampled"_a, "begins"_a, "sizes"_a)
+                    std::vector<size_t>, size_t>(),
+           "counted"_a, "version"_a, "sampled"_a, "begins"_a, "sizes"_a,
+           "turns"_a)
       .def_rw("batches", &IterationNotes::batches,
               "Taken from iterate() since the backward before.")
       .def_prop_ro("writes", &IterationNotes::writes,
@@ -197,9 +205,9 @@ void bind_iteration_notes(nb::module_& m) {
       .def("take", &IterationNotes::take, "forwards"_a, "accumulated"_a,
            "The note of the backward that ends now; 0 unless begin() was "
            "called.")
-      .def("begin", &IterationNotes::begin, "forwards"_a,
-           "A good backward of all ranks has ended: what comes now can be "
-           "compared.");
+      .def("begin", &IterationNotes::begin, "forwards"_a, "backward"_a,
+           "A good backward of all ranks has ended, of this number on every "
+           "rank: what comes now can be compared.");
 }
 
 }  // namespace paceline

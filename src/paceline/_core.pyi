@@ -440,16 +440,22 @@ def pack_note(writes: int, sample: int, dropped: int, accumulated: bool) -> int:
 
 class IterationNotes:
     @overload
-    def __init__(self, count_writes: Callable[[], int] | None, take_sample: Callable[[], int]) -> None: ...
+    def __init__(self, count_writes: Callable[[], int] | None, take_sample: Callable[[int], int]) -> None: ...
     @overload
     def __init__(
-        self, counted: list[Any], version: str, sampled: list[Any], begins: list[int], sizes: list[int]
+        self,
+        counted: list[Any],
+        version: str,
+        sampled: list[Any],
+        begins: list[int],
+        sizes: list[int],
+        turns: int,
     ) -> None: ...
     batches: int
     @property
     def writes(self) -> int: ...
     def take(self, forwards: int, accumulated: bool) -> int: ...
-    def begin(self, forwards: int) -> None: ...
+    def begin(self, forwards: int, backward: int) -> None: ...
 
 class BackwardRecords:
     samples: int

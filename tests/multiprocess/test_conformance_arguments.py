@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import warnings
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from paceline.errors import GraphChangedError, ReplicasDifferError
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.conformance_numpy import batch
 from tests.multiprocess.test_conformance import adapter, both, on_two_ranks
 
@@ -126,3 +127,27 @@ def test_the_next_check_names_rank_and_parameter(group: Any, framework: str, dri
             backward()
         assert caught.value.ranks == (ODD,)
         assert next(iter(caught.value.differing)) == first
+
+
+@both
+@pytest.mark.parametrize("layer", [1, 6, 11, 12])
+@kept_ranks(2, framework="framework")
+def test_a_parameter_that_one_rank_alone_writes_is_found_when_it_has_its_turn(
+    group: Any, framework: str, layer: int
+) -> None:
+    do, x = adapter(framework), batch(2, seed=group.rank)
+    model = do.layers(16, 4)  # of whose parameters a backward looks at four
+    wrapped = do.wrap(model, group)
+    for number in range(8):
+        do.clear(wrapped)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            do.backward(do.loss(wrapped, x))
+        do.step(model)
+        if any(f"'{layer}.weight'" in str(each.message) for each in caught):
+            break
+        if number == 2 and group.rank == 1:
+            do.nudge(model[layer].weight)
+    else:
+        raise AssertionError("not found")
+    assert 3 <= number <= 6

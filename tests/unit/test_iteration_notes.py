@@ -19,6 +19,7 @@ from paceline.reducer.backward.drift import (
     describe_writes,
     dropped_warning,
     places_to_sample,
+    turns_of,
 )
 from paceline.reducer.replica_check import Entry
 
@@ -39,31 +40,36 @@ def test_large_numbers_keep_their_last_bits() -> None:
 
 def test_notes_are_of_what_was_done_since_the_backward_before() -> None:
     writes = [5]
-    notes = _core.IterationNotes(lambda: writes[0], lambda: 7)
+    notes = _core.IterationNotes(lambda: writes[0], lambda _: 7)
     assert notes.take(forwards=1, accumulated=False) == NOTHING  # the first backward has no other before it
-    notes.begin(forwards=1)
+    notes.begin(forwards=1, backward=1)
     writes[0] += 2
     notes.batches = 3
     assert Note.unpack(notes.take(forwards=2, accumulated=True)) == Note(2, 7, 2, True)
     assert notes.take(forwards=2, accumulated=False) == NOTHING  # a void backward was before it
-    notes.begin(forwards=2)
+    notes.begin(forwards=2, backward=2)
     assert Note.unpack(notes.take(forwards=9, accumulated=False)) == Note(0, 7)
 
 
 def test_without_a_count_the_sample_tells_whether_there_was_a_write() -> None:
     values = np.zeros(3)
-    notes = _core.IterationNotes(None, lambda: _core.sample_all([values.ctypes.data], [values.nbytes]))
+    notes = _core.IterationNotes(None, lambda _: _core.sample_all([values.ctypes.data], [values.nbytes]))
     for written in (0, 1, 0):
-        notes.begin(0)
+        notes.begin(0, 0)
         values += written
         note = Note.unpack(notes.take(0, accumulated=False))
         assert note is not None and note.writes == written
 
 
 @given(st.lists(st.integers(0, 10_000)))
-def test_samples_are_few_and_within(sizes: list[int]) -> None:
+def test_samples_are_within_few_at_a_time_and_of_each_parameter(sizes: list[int]) -> None:
     places = places_to_sample(sizes)
-    assert len(places) == min(4, sum(size > 0 for size in sizes))
+    turns = turns_of(places)
+    taken = [places[turn::turns] for turn in range(turns)]
+    assert all(len(each) <= 4 for each in taken) and turns <= len(sizes) // 4 + 1
+    assert sorted(index for each in taken for index, *_ in each) == [
+        i for i, size in enumerate(sizes) if size
+    ]
     for index, begin, size in places:
         assert 0 < size <= 128 and begin >= 0 and begin + size <= sizes[index]
 

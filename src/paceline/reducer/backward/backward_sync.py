@@ -634,7 +634,7 @@ class BackwardSync(Generic[AnyAutograd]):
                         self._same_inputs = None
             conclusion.stage = Conclusion.REST
         if len(self.active) == self.world_size:
-            self.notes.begin(self._begun_forwards)
+            self.notes.begin(self._begun_forwards, self.drift.backwards)
         state.status.static_graph = False  # all ranks have promised it
         self.autograd.learn()
 

@@ -1,7 +1,7 @@
 """Whether the replicas are still the same: compared now and then, and where the ranks' notes differ.
 
 A note is a few bits that travel with a status that is exchanged anyway: how often this rank's parameters were
-written to since the backward before (an optimizer's step writes), a hash of a few of their bytes, and how
+written to since the backward before (an optimizer's step writes), a hash of a few bytes of some, and how
 many batches it took from iterate() without a forward. Each may differ for a good reason, so none is an error
 by itself: the first two are reasons to compare the replicas there and then, the third one to say so.
 
@@ -35,7 +35,7 @@ class Note(NamedTuple):
 
     Attributes:
         writes: To its parameters, since its previous backward; of large numbers only the last bits.
-        sample: A hash of some bytes of its parameters; 0: they can't be read.
+        sample: A hash of some bytes of the parameters whose turn it is; 0: they can't be read.
         dropped: Batches that it took without running forward.
         accumulated: Whether it ran a backward of its own, in no_sync(), since its previous backward.
     """
@@ -67,23 +67,27 @@ def sampled(ops: FrameworkOps[Any], parameters: Sequence[Any]) -> list[tuple[Any
     return [(parameters[index], begin, size) for index, begin, size in places_to_sample(sizes)]
 
 
-def sampler(ops: FrameworkOps[Any], places: Sequence[tuple[Any, int, int]]) -> Callable[[], int]:
-    lengths = [size for *_, size in places]
+def sampler(ops: FrameworkOps[Any], places: Sequence[tuple[Any, int, int]]) -> Callable[[int], int]:
+    turns = turns_of(places)
 
-    def take() -> int:
-        if not all(ops.is_readable(each) and nbytes(each) >= begin + size for each, begin, size in places):
+    def take(turn: int) -> int:
+        chosen = places[turn % turns :: turns]
+        if not all(ops.is_readable(each) and nbytes(each) >= begin + size for each, begin, size in chosen):
             return 0
-        return _core.sample_all([each.data_ptr() + begin for each, begin, _ in places], lengths)
+        pointers = [each.data_ptr() + begin for each, begin, _ in chosen]
+        return _core.sample_all(pointers, [size for *_, size in chosen])
 
     return take
 
 
+def turns_of(places: Sequence[object]) -> int:
+    """After how many backward passes each place has had its turn."""
+    return max(1, -(-len(places) // _SAMPLED_TENSORS))
+
+
 def places_to_sample(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
-    filled = [index for index, size in enumerate(sizes) if size]
-    count = min(_SAMPLED_TENSORS, len(filled))
-    chosen = [filled[place * (len(filled) - 1) // max(1, count - 1)] for place in range(count)]
     places = []
-    for index in chosen:
+    for index in (index for index, size in enumerate(sizes) if size):
         begin = max(0, sizes[index] - _SAMPLED_BYTES) // 2 // 64 * 64  # in the middle
         places.append((index, begin, min(_SAMPLED_BYTES, sizes[index] - begin)))
     return places

@@ -20,7 +20,7 @@ from torch.autograd import Variable, profiler
 from paceline import _core
 from paceline.errors import PacelineError
 from paceline.reducer.backward.backward_sync import BackwardSync
-from paceline.reducer.backward.drift import sampled, sampler
+from paceline.reducer.backward.drift import sampled, sampler, turns_of
 from paceline.reducer.backward.front_end import FrontEnd
 from paceline.reducer.backward.log import LocalBackward
 from paceline.reducer.backward.state import INTERRUPTED, RUNNING, BackwardState, EndOfBackward, Graph
@@ -356,7 +356,7 @@ def _make_notes(parameters: Sequence[torch.Tensor]) -> _core.IterationNotes:
     places = sampled(OPS, parameters)
     if HAS_EXCHANGE_API:
         looked_at, begins, lengths = (list(each) for each in zip(*places)) if places else ([], [], [])
-        return _core.IterationNotes(counted, "_version", looked_at, begins, lengths)
+        return _core.IterationNotes(counted, "_version", looked_at, begins, lengths, turns_of(places))
     return _core.IterationNotes(lambda: sum(each._version for each in counted), sampler(OPS, places))
 
 
