@@ -5,7 +5,8 @@
 The handler comes at a chosen line of Paceline that this rank executes within `backward()` or within
 `optimizer.step()`, so a trial is the same in every run. Right is one of two things: every rank raises, at
 once; or all ranks have made the same steps. Where the rank has missed a step, that is the first; but where it
-had not ended its backward, the others raise in theirs, once, and all go on with the next step. Some scripts
+was in the middle of its backward, the others raise in theirs, once, and all go on with the next step. Before
+the first gradient the exception cannot be told from a forward without a backward, and all raise. Some scripts
 catch the exception around `backward()` alone, and step. If the other ranks have made that step, this rank
 must have the same means, and no rank may raise, unless this one was in a call of all ranks and has given up.
 """
@@ -267,9 +268,11 @@ def _trial(subject: Any, program: Program, rank: int, line: int) -> dict[str, An
             result["steps"] += 1
         except TimeUp:
             pass
-        except SkippedPassError:
-            result["given_up"].append(number)
         except PacelineError as error:
+            # A rank that has caught the exception steps with what it has: nothing to go on with.
+            if rank and not program["catches"] and isinstance(error, SkippedPassError):
+                result["given_up"].append(number)
+                continue
             result["error"] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
             result["raised_in"] = number
             break
@@ -299,8 +302,8 @@ def judge(results: list[list[dict[str, Any]]], program: Program) -> list[str]:
         elif not any(errors) and len({each["digest"] for each in trial}) > 1:
             steps = [each["steps"] for each in trial]
             found.append(f"trial {number}, at {hit}: replicas differ, and no rank was told; steps {steps}")
-        told = [each["given_up"] for each in trial]
-        if any(told) and told != [[], *[[program["at"]]] * (len(trial) - 1)]:
+        told = [each["given_up"] for each in trial[1:]]
+        if any(told) and any(each != [program["at"]] for each in told):
             found.append(
                 f"trial {number}, at {hit}: backward passes that ranks were told to have skipped: {told}"
             )
