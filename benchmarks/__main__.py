@@ -11,6 +11,7 @@ from pathlib import Path
 
 from benchmarks import (
     all_reduce,
+    checkpoint,
     data,
     hook,
     killed,
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "trace": trace.BENCHMARK,
     "data": data.BENCHMARK,
     "start": start.BENCHMARK,
+    "checkpoint": checkpoint.BENCHMARK,
 }
 _EPILOG = """\
 The cases take turns, round after round, so that other load on the machine slows all of them alike.

@@ -1,0 +1,71 @@
+"""A training run whose state is saved: how long a step is held up, beside one copy of the state."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+import paceline
+from benchmarks.workers.torch_models import form_group, wrap
+
+_LAYER = 1_000_000
+
+
+class SavedRun:
+    """A rank that trains with Adam, and saves.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        form_group("gloo", rank, world_size)
+        self._folder = tempfile.TemporaryDirectory()
+
+    def prepare(self, layers: int) -> int:
+        """Train a step of a model with so many layers of 1,000,000 parameters, save it, and make a copy.
+
+        Returns:
+            The bytes of the state, on rank 0.
+        """
+        ddp: Any = wrap("paceline", nn.ParameterList([torch.randn(_LAYER) for _ in range(layers)]))
+        optimizer = torch.optim.Adam(ddp.parameters(), fused=True)
+        for parameter in ddp.parameters():
+            parameter.grad = torch.randn(_LAYER)
+        optimizer.step()
+        ddp.register_state("optimizer", optimizer)
+        self._checkpointer = paceline.Checkpointer(self._folder.name, ddp, keep=1)
+        self._checkpointer.step()
+        self._checkpointer.save()
+        self._tensors = list(_tensors_in(ddp.training_state()))
+        self._copies = [tensor.clone() for tensor in self._tensors]
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
+
+    def time_both(self) -> dict[str, float]:
+        """Seconds of a copy of the state to memory that is there, and of a step that saves."""
+        self._checkpointer.save()  # waits for what is being written; there is nothing new to save
+        began = time.perf_counter()
+        for tensor, copy in zip(self._tensors, self._copies, strict=True):
+            copy.copy_(tensor)
+        copied = time.perf_counter()
+        self._checkpointer.step()
+        self._checkpointer.save()
+        return {"copy_s": copied - began, "held_up_s": time.perf_counter() - copied}
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value.detach()
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
