@@ -19,6 +19,7 @@ SEEDS ?= 0:
 FRAMEWORK ?= torch
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
 FAULTS ?= 1000
+COUNT ?= 100
 SEED ?= 0
 TORCHS ?= 0
 
@@ -34,7 +35,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
 CPP_FILES = $(shell find cpp tests/cpp tests/device -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test test-long test-device gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels release aarch64 aarch64-python numa clean help
+.PHONY: demo demo-paddle test test-long test-device gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels release aarch64 aarch64-python numa preempt clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py --output build/demo.png $(ARGS)
@@ -77,6 +78,11 @@ fuzz: $(VENV)/.core $(VENV)/.paddle ## Compare generated programs with reference
 
 chaos: $(VENV)/.core $(VENV)/.paddle ## Make random faults in training jobs; FAULTS=1000, SEED=0, TORCHS=60 gives some to torch's DDP too
 	@$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) --torchs $(TORCHS) $(ARGS)
+
+preempt: $(VENV)/.core $(VENV)/.paddle ## Stop and resume training jobs at random moments; COUNT=100, SEED=0
+	@for how in 'torch paceline' 'torch torchrun' 'paddle paceline'; do \
+	  folder="$$(mktemp -d)"; $(BIN)/python -m tests.multiprocess.preempted "$$folder" $(COUNT) $(SEED) $$how; rm -r "$$folder"; \
+	done
 
 # Four at a time: a test waits for most of its time, and its hosts do not see those of another test.
 test-hosts: $(VENV)/.core $(VENV)/.paddle ## Run the tests of several hosts (network namespaces; needs root); minutes

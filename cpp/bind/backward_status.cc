@@ -34,6 +34,7 @@ std::string describe(const BackwardStatus& status) {
   flag("graph_changed", status.graph_changed);
   flag("static_graph", status.static_graph);
   flag("wrote_buffers", status.wrote_buffers);
+  flag("stops", status.stops);
   flag("finished", status.finished);
   flag("interrupted", status.interrupted);
   return text + ")";
@@ -58,7 +59,7 @@ void bind_backward_status(nb::module_& m) {
           [](BackwardStatus* self, uint32_t forwards, uint32_t reached,
              Index refused, Index twice, Index frozen, uint32_t inputs,
              bool graph_changed, bool static_graph, bool wrote_buffers,
-             bool finished, bool interrupted) {
+             bool stops, bool finished, bool interrupted) {
             new (self) BackwardStatus(forwards);
             self->reached = reached;
             self->refused = refused;
@@ -68,6 +69,7 @@ void bind_backward_status(nb::module_& m) {
             self->graph_changed = graph_changed;
             self->static_graph = static_graph;
             self->wrote_buffers = wrote_buffers;
+            self->stops = stops;
             self->finished = finished;
             self->interrupted = interrupted;
           },
@@ -75,7 +77,7 @@ void bind_backward_status(nb::module_& m) {
           "refused"_a = nb::none(), "twice"_a = nb::none(),
           "frozen"_a = nb::none(), "inputs"_a = 0, "graph_changed"_a = false,
           "static_graph"_a = false, "wrote_buffers"_a = false,
-          "finished"_a = false, "interrupted"_a = false)
+          "stops"_a = false, "finished"_a = false, "interrupted"_a = false)
       .def(nb::init_implicit<uint32_t>())
       .def_rw("forwards", &BackwardStatus::forwards)
       .def_rw("reached", &BackwardStatus::reached)
@@ -86,6 +88,7 @@ void bind_backward_status(nb::module_& m) {
       .def_rw("graph_changed", &BackwardStatus::graph_changed)
       .def_rw("static_graph", &BackwardStatus::static_graph)
       .def_rw("wrote_buffers", &BackwardStatus::wrote_buffers)
+      .def_rw("stops", &BackwardStatus::stops)
       .def_rw("finished", &BackwardStatus::finished)
       .def_rw("interrupted", &BackwardStatus::interrupted)
       .def_prop_ro("is_count", &BackwardStatus::is_count)

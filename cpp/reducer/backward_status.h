@@ -5,15 +5,16 @@
 // unpack() and difference() alone know how the word is made:
 //
 //   bit 63: buffers were written, with the kinds 0 to 2
-//   bits 60-62, kind     bits 0-59, from the highest to the lowest
-//   0  counts            digest of the inputs (20), forwards left (20),
+//   bit 62: this rank is asked to stop
+//   bits 59-61, kind     bits 0-58, from the highest to the lowest
+//   0  counts            digest of the inputs (19), forwards left (20),
 //                        forwards (20)
-//   1  frozen            digest of the idle parameters (20), the same
+//   1  frozen            digest of the idle parameters (19), the same
 //   2  static graph      the same as 0
 //   3  graph changed     0
 //   4  twice             index of the parameter
 //   6  refused           index of the parameter
-//   7  ended             2^60 - 2: finished; 2^60 - 1: interrupted
+//   7  ended             2^59 - 2: finished; 2^59 - 1: interrupted
 #pragma once
 
 #include <cstdint>
@@ -65,6 +66,8 @@ struct BackwardStatus {
   /// The user's program has written to buffers since they were synchronised.
   /// Ranks may differ in it.
   bool wrote_buffers = false;
+  /// A signal asks this rank to stop. Ranks may differ in it.
+  bool stops = false;
   /// There is no more data.
   bool finished = false;
   /// The backward has ended in an exception.
@@ -78,7 +81,7 @@ struct BackwardStatus {
   }
   /// Whether it tells counts of forwards and nothing else.
   constexpr bool is_plain() const {
-    return is_count() && !static_graph && !frozen && !wrote_buffers &&
+    return is_count() && !static_graph && !frozen && !wrote_buffers && !stops &&
            inputs == 0;
   }
 
@@ -92,14 +95,15 @@ struct BackwardStatus {
   /// Encodes the status as one word. If there are several things to tell, the
   /// word tells the one that matters most.
   constexpr uint64_t pack() const {
-    if (interrupted) return kInterrupted;
-    if (finished) return kFinished;
-    if (refused) return word(Kind::kRefused, *refused);
-    if (twice) return word(Kind::kTwice, *twice);
-    if (graph_changed) return word(Kind::kGraphChanged, 0);
+    const uint64_t flag = stops ? kStops : 0;
+    if (interrupted) return kInterrupted | flag;
+    if (finished) return kFinished | flag;
+    if (refused) return word(Kind::kRefused, *refused) | flag;
+    if (twice) return word(Kind::kTwice, *twice) | flag;
+    if (graph_changed) return word(Kind::kGraphChanged, 0) | flag;
     const uint64_t counts = low(forwards) |
                             low(forwards - reached) << kCountBits |
-                            (wrote_buffers ? kWroteBuffers : 0);
+                            (wrote_buffers ? kWroteBuffers : 0) | flag;
     if (frozen && !static_graph)
       return word(Kind::kFrozen, low(*frozen) << 2 * kCountBits) | counts;
     return word(static_graph ? Kind::kStaticGraph : Kind::kCounts,
@@ -110,6 +114,7 @@ struct BackwardStatus {
   static constexpr BackwardStatus unpack(uint64_t word) {
     const uint64_t value = word & kValue;
     BackwardStatus status;
+    status.stops = (word & kStops) != 0;
     switch (kind_of(word)) {
       case Kind::kFrozen:
         status.frozen = static_cast<uint32_t>(low(value >> 2 * kCountBits));
@@ -128,7 +133,7 @@ struct BackwardStatus {
         status.refused = static_cast<uint32_t>(value);
         return status;
       case Kind::kEnded:
-        (word == kInterrupted ? status.interrupted : status.finished) = true;
+        (value == kValue ? status.interrupted : status.finished) = true;
         return status;
       case Kind::kCounts:
         status.inputs = static_cast<uint32_t>(low(value >> 2 * kCountBits));
@@ -151,7 +156,7 @@ struct BackwardStatus {
   };
   static constexpr Difference difference(uint64_t one, uint64_t other) {
     const uint64_t differs =
-        (without_inputs(one) ^ without_inputs(other)) & ~kWroteBuffers;
+        (without_inputs(one) ^ without_inputs(other)) & ~kFlags;
     if (differs == 0) return kNone;
     const bool is_in_counts =
         differs >> 2 * kCountBits == 0 && kind_of(one) <= Kind::kStaticGraph;
@@ -171,20 +176,22 @@ struct BackwardStatus {
     kRefused = 6,
     kEnded = 7,
   };
-  static constexpr uint32_t kValueBits = 60;
+  static constexpr uint32_t kValueBits = 59;
   static constexpr uint64_t kValue = (uint64_t{1} << kValueBits) - 1;
   static constexpr uint64_t kWroteBuffers = uint64_t{1} << 63;
-  static constexpr uint32_t kCountBits = kValueBits / 3;
+  static constexpr uint64_t kStops = uint64_t{1} << 62;
+  static constexpr uint64_t kFlags = kWroteBuffers | kStops;
+  static constexpr uint32_t kCountBits = 20;
   static constexpr uint64_t low(uint64_t value) {
     return value & ((uint64_t{1} << kCountBits) - 1);
   }
   static constexpr Kind kind_of(uint64_t word) {
-    return static_cast<Kind>((word & ~kWroteBuffers) >> kValueBits);
+    return static_cast<Kind>((word & ~kFlags) >> kValueBits);
   }
   static constexpr uint64_t without_inputs(uint64_t word) {
     const Kind kind = kind_of(word);
     if (kind != Kind::kCounts && kind != Kind::kStaticGraph) return word;
-    return word & ~(low(~uint64_t{0}) << 2 * kCountBits);
+    return word & ~(kValue >> 2 * kCountBits << 2 * kCountBits);
   }
   static constexpr uint64_t word(Kind kind, uint64_t value) {
     return static_cast<uint64_t>(kind) << kValueBits | (value & kValue);

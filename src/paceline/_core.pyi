@@ -183,6 +183,7 @@ class BackwardStatus:
     graph_changed: bool
     static_graph: bool
     wrote_buffers: bool
+    stops: bool
     finished: bool
     interrupted: bool
     def __init__(
@@ -197,6 +198,7 @@ class BackwardStatus:
         graph_changed: bool = False,
         static_graph: bool = False,
         wrote_buffers: bool = False,
+        stops: bool = False,
         finished: bool = False,
         interrupted: bool = False,
     ) -> None: ...

@@ -9,11 +9,13 @@ import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.launch.conftest import WITHIN_S, Launcher, read_pids, seconds_until_gone
 
+ROOT = Path(__file__).resolve().parents[2]
 HANG = "time.sleep(1000)"
 # Ranks that hang get it twice: to end by themselves, and by SIGTERM, which takes a while on a busy machine.
 GRACE = ("--grace-s", "2")
@@ -284,6 +286,57 @@ def test_a_rank_that_saves_for_too_long_is_killed(launcher: Launcher) -> None:
     assert process.returncode == 128 + signal.SIGTERM and "saved" not in stdout
     assert "ranks 0-1 did not end within 0.3 s; sending SIGKILL" in stderr
     seconds_until_gone(pids)
+
+
+@pytest.mark.parametrize("from_scheduler", [True, False])
+def test_a_job_that_can_be_resumed_is_no_failure(launcher: Launcher, from_scheduler: bool) -> None:
+    """All ranks end with EX_TEMPFAIL, some of them later; without a signal to the launcher, too."""
+    script = f"""
+        def stop(*_):
+            if rank == 0:
+                time.sleep(0.5)
+            sys.exit(75)
+        signal.signal(signal.SIGTERM, stop)
+        print("pid", os.getpid())
+        {HANG}
+    """
+    process = launcher.start("-n", "2", "--grace-s", "0.1", "script.py", script=script)
+    pids = read_pids(process, 2)
+    for pid in [process.pid] if from_scheduler else sorted(pids):
+        os.kill(pid, signal.SIGTERM)
+    _, stderr = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 75, stderr
+    assert "the job was preempted: all 2 ranks ended with exit status 75" in stderr
+    assert "failed" not in stderr
+
+
+def test_of_a_rank_that_waits_for_its_checkpoint_no_stacks_are_shown(launcher: Launcher) -> None:
+    script = f"""
+        from pathlib import Path
+        import numpy as np
+        from paceline import stacks
+        from paceline.checkpoint.writer_process import WriterProcess
+        sys.path.append({str(ROOT)!r})
+        from tests.multiprocess.killed_checkpoints import CHECKPOINT_OPS, Array
+        if rank == 1:
+            sys.exit()
+        stacks.answer_requests()
+        writer = WriterProcess(CHECKPOINT_OPS, Path("checkpoints"), 1)
+        writer.begin({{"world_size": 1, "values": Array(np.zeros(3))}}, 1, ())
+        os.kill(int(Path(f"/proc/self/task/{{os.getpid()}}/children").read_text()), signal.SIGSTOP)
+        writer.close(1000.0)
+    """
+    ended = launcher.run("-n", "2", "--exit-timeout-s", "2", "script.py", script=script)
+    assert "rank 0 waits until a checkpoint is written" in ended.stderr, ended.stderr
+    assert "most recent call first" not in ended.stderr
+
+
+def test_a_job_in_which_one_rank_alone_can_be_resumed_has_failed(launcher: Launcher) -> None:
+    script = """
+        sys.exit(75 if rank else 3)
+    """
+    ended = launcher.run("-n", "2", "script.py", script=script)
+    assert ended.returncode in (3, 75) and "failed" in ended.stderr
 
 
 def test_sigterm_to_all_processes_of_a_launcher_reaches_a_rank_once(launcher: Launcher) -> None:

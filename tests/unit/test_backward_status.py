@@ -9,6 +9,7 @@ import pytest
 from paceline.reducer.protocol import BackwardStatus
 
 LARGEST = (1 << 20) - 1  # a number of forwards
+LARGEST_DIGEST = (1 << 19) - 1
 LARGEST_INDEX = (1 << 32) - 1
 TOLD: list[dict[str, Any]] = [
     {"forwards": 0},
@@ -20,11 +21,11 @@ TOLD: list[dict[str, Any]] = [
     {"forwards": 2, "static_graph": True},
     {"forwards": 2, "frozen": 0},
     {"forwards": 2, "reached": 1, "frozen": 7},
-    {"forwards": LARGEST, "frozen": LARGEST},
+    {"forwards": LARGEST, "frozen": LARGEST_DIGEST},
     {"forwards": 2, "wrote_buffers": True},
     {"forwards": 2, "reached": 1, "frozen": 7, "wrote_buffers": True},
     {"forwards": 2, "static_graph": True, "wrote_buffers": True},
-    {"forwards": 2, "reached": 1, "inputs": 0xFFFFF, "wrote_buffers": True},
+    {"forwards": 2, "reached": 1, "inputs": LARGEST_DIGEST, "wrote_buffers": True},
     {"forwards": 2, "static_graph": True, "inputs": 1},
     {"refused": 0},
     {"refused": LARGEST_INDEX},
@@ -34,6 +35,7 @@ TOLD: list[dict[str, Any]] = [
     {"finished": True},
     {"interrupted": True},
 ]
+TOLD += [{**told, "stops": True} for told in TOLD]
 
 
 @pytest.mark.parametrize("told", TOLD, ids=str)
@@ -86,10 +88,14 @@ def test_ranks_with_other_inputs_agree_as_those_with_the_same():
     assert not BackwardStatus(1, inputs=1).is_plain and BackwardStatus(1, inputs=1).is_count
 
 
+def without_stops(told: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in told.items() if name != "stops"}
+
+
 def test_ranks_agree_in_all_else_only_if_they_say_the_same():
     words = [BackwardStatus(**told).pack() for told in TOLD]
-    # Ranks may write differently, and have other inputs.
-    counts = ("forwards", "reached", "wrote_buffers", "inputs")
+    # Ranks may write differently, have other inputs, and be asked to stop at different times.
+    counts = ("forwards", "reached", "wrote_buffers", "inputs", "stops")
     for one, told in zip(words, TOLD, strict=True):
         for other, of_other in zip(words, TOLD, strict=True):
             if set(told) <= set(counts) and set(of_other) <= set(counts):
@@ -98,7 +104,7 @@ def test_ranks_agree_in_all_else_only_if_they_say_the_same():
                 continue
             if told.get("static_graph") and of_other.get("static_graph"):
                 continue
-            assert BackwardStatus.agree([one, other]) is (one == other)
+            assert BackwardStatus.agree([one, other]) is (without_stops(told) == without_stops(of_other))
     assert BackwardStatus.agree([])
 
 
@@ -112,6 +118,7 @@ def test_ranks_agree_in_all_else_only_if_they_say_the_same():
         ({"forwards": 1, "static_graph": True, "finished": True}, {"finished": True}),
         ({"refused": 1, "interrupted": True}, {"interrupted": True}),
         ({"forwards": 1, "frozen": 5, "inputs": 9}, {"forwards": 1, "frozen": 5}),
+        ({"forwards": 1, "refused": 1, "stops": True}, {"refused": 1, "stops": True}),
     ],
 )
 def test_of_several_things_the_worst_is_reported(said, told):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import secrets
+import signal
 import time
 import warnings
 import weakref
@@ -25,10 +27,13 @@ from paceline.arguments import Arguments
 from paceline.checkpoint.folder import Listing, list_checkpoints, name_of, why_damaged
 from paceline.checkpoint.writer_process import WriterProcess
 from paceline.errors import ConfigError
+from paceline.health.preemption import EXIT_STATUS, stop_signals
 from paceline.rendezvous.messages import read_of_ranks
 
+_log = logging.getLogger("paceline")
 _OWNER = "Checkpointer"
 _CLOSING_S = 600.0
+_MOMENT_S = 1.0
 
 
 class Checkpointer:
@@ -40,6 +45,9 @@ class Checkpointer:
     one waits for it. When the disk is full, or that process dies, rank 0 warns and training goes on. A
     checkpoint counts when its manifest is there, so one that is not written to the end never takes the place
     of an older one.
+
+    SIGTERM or SIGUSR1, to any rank, stops the job: the next step() of all ranks saves, waits until that is
+    written, and raises SystemExit(75). The program's own handlers of these signals are called as well.
 
     Collective: the constructor, resume(), step() and save(), on all ranks and in the same order.
 
@@ -100,8 +108,9 @@ class Checkpointer:
         self._writer = None
         if self._rank in self._writers:
             self._writer = WriterProcess(self._ops, self._folder, self._keep)
-            # A launcher ends what a rank leaves behind.
-            weakref.finalize(self, _finish, self._writer, os.getpid())
+        stop_signals.listen()
+        # A launcher ends what a rank leaves behind.
+        self._finish = weakref.finalize(self, _finish, self._writer, os.getpid())
         self._is_closed = self._has_warned = False
         self._has_others = any(self._gather({"found": bool(list_checkpoints(self._folder).whole)}, "found"))
 
@@ -157,11 +166,14 @@ class Checkpointer:
         If the checkpoint before is still being written, it moves to the next step at which it is not.
 
         Raises:
+            SystemExit: A signal has asked the job to stop, and this step is saved.
             ConfigError: Something that is registered can't be saved; or the folder has checkpoints, and
                 resume() was not called.
         """
         self._check_open()
         self._steps += 1
+        if self._ddp._is_stopping:
+            self._stop()
         if self._every_steps and self._steps % self._every_steps == 0:
             self._is_due = True
         if self._is_due or self._steps == self._look_at:
@@ -174,10 +186,9 @@ class Checkpointer:
             ConfigError: As of step().
         """
         self._check_open()
-        if self._writer is not None:
-            self._writer.wait(min(_CLOSING_S, self._peers.timeout_s / 2))
         self._is_due = True
-        self._meet()
+        while self._meet() and self._is_due:
+            self._wait()
 
     def close(self, timeout_s: float | timedelta = _CLOSING_S) -> None:
         """Wait until this rank has written what it has begun. Not collective; leaving the context calls it.
@@ -193,6 +204,7 @@ class Checkpointer:
             if not self._writer.close(limit_s):
                 self._warn(f"a checkpoint in {self._folder} was still being written after {limit_s:g} s")
             self._warn_of(self._writer.take_failures(), on_each=True)
+        self._finish()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -254,8 +266,17 @@ class Checkpointer:
 
     # --- what is due ---
 
-    def _meet(self) -> None:
-        """Look together at what is due, and save it if nothing is being written. Collective."""
+    def _wait(self) -> None:
+        """Wait for what is being written, not for so long that ranks which do not write wonder."""
+        if self._writer is not None:
+            self._writer.wait(_MOMENT_S)
+
+    def _meet(self) -> bool:
+        """Look together at what is due, and save it if nothing is being written. Collective.
+
+        Returns:
+            Whether something is being written now.
+        """
         if self._has_others:
             raise ConfigError(
                 f"{_OWNER}: the folder has checkpoints of another run.",
@@ -275,16 +296,40 @@ class Checkpointer:
         if self._every_s:
             self._is_due |= all_told[0]["wait"] == 0
             self._look_at = self._steps + max(1, all_told[0]["wait"])
-        if not self._is_due or any(each["busy"] for each in writing):
-            return
+        if any(each["busy"] for each in writing):
+            return True
+        if not self._is_due:
+            return False
         self._is_due = False
         if self._saved_at == self._steps == self._whole:
-            return
+            return False
         self._save()
         self._saved_at = self._steps
         if self._every_s:
             self._begun_at, self._begun_s = self._steps, time.monotonic()
             self._look_at = self._steps + all_told[0]["next"]
+        return True
+
+    def _stop(self) -> None:
+        """Save, wait until that is written, and end this process. Collective."""
+        self._is_due = True
+        while self._meet():
+            self._wait()
+        stop_signals.listen()  # until the process has ended: the launcher may pass the signal on only now
+        self.close()
+        if self._rank == 0:
+            received = stop_signals.received
+            by = signal.Signals(received).name if received else "another rank's signal"
+            _log.warning(
+                "paceline: stopped after step %d by %s; the newest checkpoint in %s is that of step %d. "
+                "Exit status %d: to be resumed",
+                self._steps,
+                by,
+                self._folder,
+                self._whole,
+                EXIT_STATUS,
+            )
+        raise SystemExit(EXIT_STATUS)
 
     def _save(self) -> None:
         if not self._ddp._registered and self._rank == 0 and not self._has_warned:
@@ -328,7 +373,9 @@ class Checkpointer:
         warnings.warn(f"{_OWNER}: {text}.", RuntimeWarning, stacklevel=5)
 
 
-def _finish(writer: WriterProcess, pid: int) -> None:
+def _finish(writer: WriterProcess | None, pid: int) -> None:
     """Wait for what is being written, when nothing uses the Checkpointer any more; not in a forked child."""
     if os.getpid() == pid:
-        writer.close(_CLOSING_S)
+        if writer is not None:
+            writer.close(_CLOSING_S)
+        stop_signals.leave()

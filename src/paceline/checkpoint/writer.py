@@ -11,7 +11,6 @@ import os
 import platform
 import select
 import shutil
-import signal
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -33,9 +32,6 @@ def main(module: str, memory: str, answers: str, folder: str) -> None:
         answers: The descriptor of the pipe that answers go to.
         folder: Where to write.
     """
-    # The signals that end a job come to this process, too: it ends when the training process has.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
     parent = os.getppid()
     ops: CheckpointOps = import_module(module).CHECKPOINT_OPS
     for job in _jobs(parent):

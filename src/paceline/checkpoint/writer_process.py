@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,9 @@ from typing import Any
 
 from paceline.checkpoint.checkpoint_ops import CheckpointOps
 from paceline.checkpoint.snapshot import SharedMemory, copy_state
+
+# Those that end a job come to the process that writes, too, which ends when the training process has.
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class WriterProcess:
@@ -110,6 +114,7 @@ class WriterProcess:
         environment |= {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         words = [type(self._ops).__module__, str(self.memory.fd), str(answers), str(self._folder)]
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # which the process inherits
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.checkpoint.writer", *words],
@@ -121,6 +126,7 @@ class WriterProcess:
                 start_new_session=True,  # a Ctrl-C comes to the training process alone
             )
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             os.close(answers)
         return self._process
 

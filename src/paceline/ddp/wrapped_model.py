@@ -19,6 +19,7 @@ from paceline.checkpoint.training_state import Training, check_registration, col
 from paceline.ddp.traced import recorded
 from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
+from paceline.health.preemption import stop_signals
 from paceline.reducer.agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.front_end import Tensors
@@ -71,6 +72,7 @@ class WrappedModel:
         _on_drop: Tells the backward passes that the wrapper is gone.
         _carried: What a copy that is not connected yet goes on with in local SGD; None: nothing.
         _registered: What register_state() was given, by name.
+        _on_preemption: What on_preemption() was given; None: nothing, or it was called.
     """
 
     _ops: ClassVar[FrameworkOps[Any]]
@@ -85,6 +87,7 @@ class WrappedModel:
     _earlier_steps = 0
     _carried: Mapping[str, Any] | None = None
     _registered: Mapping[str, Any] = MappingProxyType({})
+    _on_preemption: Callable[[], object] | None = None
     _syncs_backward = True
     _comm_hook: CommHook | None = None
     _on_drop: weakref.finalize[Any, Any] | None = None
@@ -571,6 +574,46 @@ class WrappedModel:
         before = restore(self._training(), state)
         self._earlier_steps = before - self.num_good_passes
         partial_steps.forget(self._tensors.all_parameters.values())
+
+    def on_preemption(self, callback: Callable[[], object]) -> None:
+        """Call this on every rank when SIGTERM or SIGUSR1 asks any rank to stop. Not collective, but on all.
+
+        The signal goes with the next synchronised backward to all ranks. `callback` is called once on each,
+        before its next forward: all have made the same steps then. It saves, and ends the process:
+        `sys.exit(75)` tells schedulers that the job can be resumed. A Checkpointer needs no callback. The
+        program's own handlers of these signals are called as well.
+
+        Args:
+            callback: Called without arguments. It may be collective.
+
+        Raises:
+            ConfigError: It can't be called.
+
+        Example:
+            >>> def save_and_exit():
+            ...     save("preempted.pt")
+            ...     sys.exit(75)
+            >>> ddp.on_preemption(save_and_exit)
+        """
+        if not callable(callback):
+            check, hint = Arguments(f"{type(self).__name__}.on_preemption"), "a function without arguments"
+            raise check.refuse("callback", callback, "something to call", hint, is_type=True)
+        if self._on_preemption is None:
+            stop_signals.listen()
+            weakref.finalize(self, stop_signals.leave)
+        self._on_preemption = callback
+
+    @property
+    def _is_stopping(self) -> bool:
+        """Whether all ranks know that a signal has asked one of them to stop."""
+        if self._backward_sync is None:  # the only rank
+            return stop_signals.received != 0
+        return self._backward_sync.is_stopping
+
+    def _call_if_preempted(self) -> None:
+        if self._is_stopping and (callback := self._on_preemption) is not None:
+            self._on_preemption = None
+            callback()
 
     def _training(self) -> Training:
         """What a training state is made of."""

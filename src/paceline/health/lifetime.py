@@ -18,6 +18,7 @@ from types import TracebackType
 
 from paceline import _core
 from paceline.errors import leave_out_inner_frames
+from paceline.health.preemption import EXIT_STATUS
 from paceline.rendezvous.deadline import Deadline
 
 _live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()
@@ -54,7 +55,7 @@ def announce_in(core: _core.HostGroup, error: BaseException) -> None:
 
 
 def _leaves_in_good_order(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
+    return isinstance(error, SystemExit) and error.code in (None, 0, EXIT_STATUS)
 
 
 def at_failure(report: Callable[[BaseException], object]) -> None:

@@ -44,7 +44,8 @@ examples:
 Every rank gets the variables of torchrun and of paddle.distributed.launch. When a rank fails the others are
 stopped, and the first failure is shown last. SIGTERM, SIGUSR1 and SIGUSR2 are passed on to the ranks. The
 exit status is that of the first rank to fail, 128 + signal if a signal killed it; 124 after --timeout-s or
---exit-timeout-s; 143 after SIGTERM; 130 after Ctrl-C (a second Ctrl-C kills at once).
+--exit-timeout-s; 75 if all ranks end with it, which says that the job can be resumed; else 143 after SIGTERM,
+and 130 after Ctrl-C (a second Ctrl-C kills at once).
 """
 
 

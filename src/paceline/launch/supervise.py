@@ -20,6 +20,7 @@ from typing import Any
 
 from paceline import stacks
 from paceline.errors import format_ranks
+from paceline.health.preemption import EXIT_STATUS as PREEMPTED
 from paceline.launch import report
 from paceline.launch.dashboard_process import DashboardProcess
 from paceline.launch.forked import StoppedError, fork_ranks
@@ -42,6 +43,7 @@ from paceline.launch.wiring import Channel, RankLog, Wiring, connect, copy_windo
 
 _STOPS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 _KILLED_WITHIN_S = 30.0
+_WRITING = "paceline/checkpoint/writer_process.py"  # in the stacks of a rank that waits for its writer
 _SHOWN_STACKS = 4  # one would often do, and those of 128 ranks would bury the report
 
 
@@ -237,7 +239,8 @@ class Supervisor:
                 channel.show_held()
         if end.is_failure and self._stop is None:
             # The others normally raise by themselves within milliseconds: give them the time to say so.
-            grace_s = self._plan.options.grace_s
+            options = self._plan.options
+            grace_s = options.preempt_s if status == PREEMPTED else options.grace_s
             self._stop = _Stop(None, (signal.SIGTERM, signal.SIGKILL), ended_at + grace_s, grace_s)
         running = self._running()
         if self._stop is None and running:
@@ -383,7 +386,9 @@ class Supervisor:
     def _show_stacks(self) -> None:
         for rank in self._running()[:_SHOWN_STACKS]:
             text = stacks.ask_if_ready(rank.process.pid, timeout_s=1.0)
-            if text is not None:
+            if text is not None and _WRITING in text:
+                self._screen.say(f"paceline: rank {rank.rank} waits until a checkpoint is written")
+            elif text is not None:
                 self._screen.say(f"paceline: where rank {rank.rank} is:\n{text.rstrip()}")
             elif stacks.process_state(rank.process.pid) in stacks.STOPPED:
                 self._screen.say(
@@ -415,6 +420,11 @@ class Supervisor:
             raw = [r.rank for r in self._ranks if any(channel.is_raw for channel in r.wiring.channels)]
             held = [rank.rank for rank in self._ranks if rank.is_traceback_held]
             self._screen.say(report.render(ends, raw=raw, held=held, log_dir=self._plan.options.log_dir))
+        elif exit_status == PREEMPTED:
+            self._screen.say(
+                f"paceline: the job was preempted: all {self._plan.nprocs} ranks ended with exit status "
+                f"{PREEMPTED}; the same command resumes it"
+            )
         self._wait_for_readers()
         return exit_status
 
@@ -440,6 +450,8 @@ class Supervisor:
     def _exit_status(self, ends: Sequence[report.RankEnd]) -> tuple[int, bool]:
         if self._stop is None:
             return 0, False
+        if len(ends) == self._plan.nprocs and all(end.status == PREEMPTED for end in ends):
+            return PREEMPTED, False
         if self._stop.exit_status is not None:
             return self._stop.exit_status, False
         first = report.first_failure(ends)

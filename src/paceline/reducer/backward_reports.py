@@ -17,7 +17,7 @@ from paceline.reducer.protocol import BackwardResult, BackwardStatus
 
 REPORT_BYTES = _core.BackwardReports.NBYTES
 """The size of one report, packed."""
-_DIGEST_BITS = 20  # as many as BackwardStatus has room for
+_DIGEST_BITS = 19  # as many as BackwardStatus has room for
 
 
 def pack_bits(indices: Sequence[int], count: int) -> bytes:

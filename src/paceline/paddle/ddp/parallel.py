@@ -283,6 +283,8 @@ class DataParallel(WrappedModel, PaddleNames):
         if not paddle.in_dynamic_mode():
             self._check_traceable()
             return self._run(inputs, kwargs)
+        if self._on_preemption is not None:
+            self._call_if_preempted()
         if recording.has_batches and paddle.is_grad_enabled() and not calls.depth:
             recording.note_batch(inputs, kwargs)
         if self._storage is not None:

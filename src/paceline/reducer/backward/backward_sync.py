@@ -18,6 +18,7 @@ from typing import Any, Generic, final
 
 from paceline.errors import CollectiveError, ConfigError, MismatchError, PacelineError, ReplicaError
 from paceline.health import lifetime
+from paceline.health.preemption import stop_signals
 from paceline.reducer.backward.conclusion import Conclusion
 from paceline.reducer.backward.drift import DriftWatch
 from paceline.reducer.backward.front_end import AnyAutograd, BackwardOptions, FrontEnd
@@ -81,6 +82,8 @@ class BackwardSync(Generic[AnyAutograd]):
             empty: those of all ranks.
         after_good: Called with the weight of this rank after each of those for which some rank had data.
         refuses_uneven: Whether a backward for which some ranks have no data raises, on all of them.
+        is_stopping: Whether a signal had asked some rank to stop when it came to the end of a backward; known
+            to all ranks after the same one.
     """
 
     def __init__(
@@ -123,7 +126,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self.good_backwards = 0
         self.among = self.member = ""
         self.after_good: Callable[[float], None] | None = None
-        self.refuses_uneven = False
+        self.refuses_uneven = self.is_stopping = False
         self.shares_parameters = False
         self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, communicator.all_gather)
         self._same_inputs = SameInputs(front_end.ops) if communicator.world_size > 1 else None
@@ -522,6 +525,8 @@ class BackwardSync(Generic[AnyAutograd]):
                     state.report_unweighed(len(self._tensors.all_names))
             if self.buffers.has_writes:
                 status.wrote_buffers = True
+            if stop_signals.received:
+                status.stops = True
             if self._same_inputs is not None:
                 status.inputs = self._same_inputs.report()
             reducer.set_note(self.notes.take(self._begun_forwards, bool(state.accumulated)), number)
@@ -569,6 +574,8 @@ class BackwardSync(Generic[AnyAutograd]):
                 self._log.note_nonfinite(number, result)
                 self._note_active(result)
                 self._judge.judge(result, state.refusal, self.micro_batches.unweighed)
+                if outcome & (_TOLD | _FINISHED) and any(each.stops for each in result.statuses):
+                    self.is_stopping = True
                 if outcome & _TOLD and any(each.wrote_buffers for each in result.statuses):
                     conclusion.stage = Conclusion.IN_WRITES
                     where = f"the end of backward {number - self._log.before_first}"

@@ -20,7 +20,7 @@ import numpy as np
 from paceline.reducer.framework_ops import FrameworkOps, nbytes, numel
 from paceline.reducer.protocol import BackwardStatus
 
-_DIGEST_BITS = 20  # as many as BackwardStatus has room for
+_DIGEST_BITS = 19  # as many as BackwardStatus has room for
 _BATCHES = 3
 _MOST_BACKWARDS = 12
 _DEPTH = 4  # of arguments within arguments

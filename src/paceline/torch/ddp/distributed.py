@@ -324,6 +324,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+        if self._on_preemption is not None:
+            self._call_if_preempted()
         if self._storage is not None:
             self._storage.check_in_place()
         if partial_steps.marks:

@@ -1,0 +1,21 @@
+"""Jobs that are asked to stop at random moments are resumed to the bits of an undisturbed one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import needs_paddle
+from tests.harness.command import run_module
+
+SIGNALS = 3
+
+
+@pytest.mark.parametrize(
+    "how", ["torch paceline", "torch torchrun", pytest.param("paddle paceline", marks=needs_paddle)]
+)
+def test_jobs_that_are_preempted_end_with_the_same_bits(tmp_path: Path, how: str) -> None:
+    arguments = (str(tmp_path), str(SIGNALS), "0", *how.split())
+    status, said = run_module("tests.multiprocess.preempted", *arguments, deadline_s=1200.0)
+    assert status == 0, said
