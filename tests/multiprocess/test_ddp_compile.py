@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.testing import assert_close
 
 from paceline.errors import ConfigError
@@ -110,3 +111,26 @@ def test_compiled_autograd_is_refused(rank: int, monkeypatch: pytest.MonkeyPatch
         loss.backward()
     assert all(p.grad is None for p in model.parameters())
     train(ddp, x)
+
+
+@ranks(2, group="gloo")
+def test_torch_finds_the_wrapper_whose_forward_runs(rank: int) -> None:
+    found: list[nn.Module | None] = []
+
+    class Looks(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found.append(TorchDDP._get_active_ddp_module())
+            return super().forward(x)
+
+    class Fails(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise ValueError("by its user")
+
+    x = torch.ones(2, 4)
+    ours, torchs = DistributedDataParallel(Looks(4, 2)), TorchDDP(Looks(4, 2))
+    for model in (ours, torchs, ours, torchs):  # torch's writes to the place where both are found
+        model(x).sum().backward()
+    assert found == [ours, torchs, ours, torchs]
+    with pytest.raises(ValueError, match="by its user"):
+        DistributedDataParallel(Fails(4, 2))(x)
+    assert TorchDDP._get_active_ddp_module() is None

@@ -19,6 +19,7 @@ from typing import Any, Generic, final
 from paceline.errors import CollectiveError, ConfigError, MismatchError, PacelineError, ReplicaError
 from paceline.health import lifetime
 from paceline.health.preemption import stop_signals
+from paceline.reducer.backward import conclusion as stages
 from paceline.reducer.backward.conclusion import Conclusion
 from paceline.reducer.backward.drift import DriftWatch
 from paceline.reducer.backward.front_end import AnyAutograd, BackwardOptions, FrontEnd
@@ -540,7 +541,7 @@ class BackwardSync(Generic[AnyAutograd]):
             is_lost = isinstance(error, CollectiveError)
             conclusion = self._conclusion
             if conclusion is not None or is_lost:
-                if conclusion is None or conclusion.stage <= Conclusion.CLOSE:
+                if conclusion is None or conclusion.stage <= stages.CLOSE:
                     self._adopt_errors(is_good=False)
                 # Of a rank that lost another one the activity stays: it is evidence for the others' errors.
                 self._close(number, is_published=not is_lost)
@@ -568,7 +569,7 @@ class BackwardSync(Generic[AnyAutograd]):
         state, planning, result, number = self.state, self.planning, conclusion.result, conclusion.number
         outcome = result.outcome
         self.statistics.result = result
-        if conclusion.stage == Conclusion.JUDGE:
+        if conclusion.stage == stages.JUDGE:
             self.active = self._all_ranks
             if outcome:
                 self._log.note_nonfinite(number, result)
@@ -577,69 +578,69 @@ class BackwardSync(Generic[AnyAutograd]):
                 if outcome & (_TOLD | _FINISHED) and any(each.stops for each in result.statuses):
                     self.is_stopping = True
                 if outcome & _TOLD and any(each.wrote_buffers for each in result.statuses):
-                    conclusion.stage = Conclusion.IN_WRITES
+                    conclusion.stage = stages.IN_WRITES
                     where = f"the end of backward {number - self._log.before_first}"
                     self.buffers.check_writes(self.active, where)
-            conclusion.stage = Conclusion.MEANS
-        if conclusion.stage == Conclusion.MEANS:
+            conclusion.stage = stages.MEANS
+        if conclusion.stage == stages.MEANS:
             conclusion.seen_order = None if planning.is_order_final else list(state.handed)
             if self.active:
                 self._write_back_means(result)
             if recording.keeps_all and (note := recording.note) is not None:
                 note(_WROTE_BACK, number, 0)
             if self.active and self._has_sparse:
-                conclusion.stage = Conclusion.IN_SPARSE
+                conclusion.stage = stages.IN_SPARSE
                 self.sparse.average(state.rank_weight, has_data=not state.status.finished)
                 self._judge.judge_nonfinite(self.sparse.nonfinite)
-            conclusion.stage = Conclusion.STEPS
-        if conclusion.stage == Conclusion.STEPS:
+            conclusion.stage = stages.STEPS
+        if conclusion.stage == stages.STEPS:
             if self.active:
-                conclusion.stage = Conclusion.IN_STEPS
+                conclusion.stage = stages.IN_STEPS
                 self.autograd.after_means()
-            conclusion.stage = Conclusion.CLOSE
-        if conclusion.stage == Conclusion.CLOSE:
+            conclusion.stage = stages.CLOSE
+        if conclusion.stage == stages.CLOSE:
             if self._fresh.is_used:
                 self._fresh.note()
-            conclusion.stage = Conclusion.IN_ADOPTION
+            conclusion.stage = stages.IN_ADOPTION
             self._adopt_errors(is_good=bool(self.active) and not outcome & _NOT_FINITE)
-            conclusion.stage = Conclusion.NEXT
-        if conclusion.stage == Conclusion.NEXT:
+            conclusion.stage = stages.NEXT
+        if conclusion.stage == stages.NEXT:
             self._close(number)
-            conclusion.stage = Conclusion.ORDER
-        if conclusion.stage == Conclusion.ORDER:
+            conclusion.stage = stages.ORDER
+        if conclusion.stage == stages.ORDER:
             if conclusion.seen_order is not None:
-                conclusion.stage = Conclusion.IN_ORDER
+                conclusion.stage = stages.IN_ORDER
                 planning.adopt_order(conclusion.seen_order)
-            conclusion.stage = Conclusion.BUFFERS
-        if conclusion.stage == Conclusion.BUFFERS:
+            conclusion.stage = stages.BUFFERS
+        if conclusion.stage == stages.BUFFERS:
             if self.active:
                 if self.buffers.hook is not None:
-                    conclusion.stage = Conclusion.IN_HOOK
+                    conclusion.stage = stages.IN_HOOK
                 elif self.buffers.is_needed:
-                    conclusion.stage = Conclusion.IN_BUFFERS
+                    conclusion.stage = stages.IN_BUFFERS
             self.buffers.end_backward(self.active)
             if recording.keeps_all and (note := recording.note) is not None:
                 note(_SYNCED_BUFFERS, number, 0)
-            conclusion.stage = Conclusion.GOOD
-        if conclusion.stage == Conclusion.GOOD:
+            conclusion.stage = stages.GOOD
+        if conclusion.stage == stages.GOOD:
             self.good_backwards = conclusion.good_backwards + bool(self.active)
             if self.after_good is not None and self.active:
-                conclusion.stage = Conclusion.IN_AFTER_GOOD
+                conclusion.stage = stages.IN_AFTER_GOOD
                 self.after_good(state.rank_weight)
-            conclusion.stage = Conclusion.NOTES
-        if conclusion.stage == Conclusion.NOTES:
+            conclusion.stage = stages.NOTES
+        if conclusion.stage == stages.NOTES:
             # Where a rank has no data there may be ranks that make no step until the others have finished.
             if len(self.active) == self.world_size:
                 drift, differ = self.drift, outcome & _NOTES_DIFFER
                 drift.backwards = conclusion.drift_backwards + 1
                 if differ or drift.is_due:
-                    conclusion.stage = Conclusion.IN_DRIFT
+                    conclusion.stage = stages.IN_DRIFT
                     drift.look(result.notes if differ else None)
                 if self._same_inputs is not None:
-                    conclusion.stage = Conclusion.IN_DRIFT
+                    conclusion.stage = stages.IN_DRIFT
                     if not self._same_inputs.end_backward(result.statuses if outcome & _TOLD else ()):
                         self._same_inputs = None
-            conclusion.stage = Conclusion.REST
+            conclusion.stage = stages.REST
         if len(self.active) == self.world_size:
             self.notes.begin(self._begun_forwards, self.drift.backwards)
         state.status.static_graph = False  # all ranks have promised it
@@ -652,23 +653,21 @@ class BackwardSync(Generic[AnyAutograd]):
         """
         tries = 0
         for _ in range(_MOST_INTERRUPTIONS):
-            if conclusion.stage in Conclusion.OF_ALL_RANKS:
-                if conclusion.stage in (Conclusion.IN_WRITES, Conclusion.IN_DRIFT) and isinstance(
-                    error, Warning
-                ):
+            if conclusion.stage in stages.OF_ALL_RANKS:
+                if conclusion.stage in (stages.IN_WRITES, stages.IN_DRIFT) and isinstance(error, Warning):
                     conclusion.stage += 1  # an error by the user's filter, and on all ranks
                 else:
                     self.give_up(error)
                     self._close(conclusion.number, is_published=False)
                     return
-            if conclusion.stage in Conclusion.MADE_ONCE:
+            if conclusion.stage in stages.MADE_ONCE:
                 conclusion.stage += 1
             before = conclusion.stage
             try:
                 self._conclude(conclusion)
                 return
             except PacelineError as found:
-                if conclusion.stage <= Conclusion.CLOSE:
+                if conclusion.stage <= stages.CLOSE:
                     self._adopt_errors(is_good=False)
                 self._close(conclusion.number, is_published=not isinstance(found, CollectiveError))
                 self._fail(found)
@@ -678,7 +677,7 @@ class BackwardSync(Generic[AnyAutograd]):
                 # parameters, at the next backward.
                 tries = tries + 1 if conclusion.stage == before else 0
                 if tries >= _MOST_TRIES:
-                    conclusion.stage, tries = Conclusion.AFTER.get(before, before), 0
+                    conclusion.stage, tries = stages.AFTER.get(before, before), 0
                 error = again
         self.give_up(error)
 

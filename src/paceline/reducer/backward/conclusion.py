@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from paceline.reducer.protocol import BackwardResult
+
+# The stages, in order. Numbers of the module, because to read them from a class costs each step more.
+(
+    JUDGE,
+    IN_WRITES,
+    MEANS,
+    IN_SPARSE,
+    STEPS,
+    IN_STEPS,
+    CLOSE,
+    IN_ADOPTION,
+    NEXT,
+    ORDER,
+    IN_ORDER,
+    BUFFERS,
+    IN_BUFFERS,
+    IN_HOOK,
+    GOOD,
+    IN_AFTER_GOOD,
+    NOTES,
+    IN_DRIFT,
+    REST,
+) = range(19)
+OF_ALL_RANKS = frozenset({IN_WRITES, IN_SPARSE, IN_ORDER, IN_BUFFERS, IN_AFTER_GOOD, IN_DRIFT})
+MADE_ONCE = frozenset({IN_STEPS, IN_HOOK, IN_ADOPTION})
+AFTER = {MEANS: STEPS, CLOSE: NEXT}
 
 
 class Conclusion:
@@ -15,31 +39,6 @@ class Conclusion:
         seen_order: In which order gradients came, where the plan is to follow it; None: it is not.
     """
 
-    (
-        JUDGE,
-        IN_WRITES,
-        MEANS,
-        IN_SPARSE,
-        STEPS,
-        IN_STEPS,
-        CLOSE,
-        IN_ADOPTION,
-        NEXT,
-        ORDER,
-        IN_ORDER,
-        BUFFERS,
-        IN_BUFFERS,
-        IN_HOOK,
-        GOOD,
-        IN_AFTER_GOOD,
-        NOTES,
-        IN_DRIFT,
-        REST,
-    ) = range(19)
-    OF_ALL_RANKS = frozenset({IN_WRITES, IN_SPARSE, IN_ORDER, IN_BUFFERS, IN_AFTER_GOOD, IN_DRIFT})
-    MADE_ONCE = frozenset({IN_STEPS, IN_HOOK, IN_ADOPTION})
-    AFTER: ClassVar = {MEANS: STEPS, CLOSE: NEXT}
-
     __slots__ = ("drift_backwards", "good_backwards", "number", "result", "seen_order", "stage")
 
     def __init__(
@@ -47,5 +46,5 @@ class Conclusion:
     ) -> None:
         self.number, self.good_backwards, self.drift_backwards = number, good_backwards, drift_backwards
         self.result = result
-        self.stage = self.JUDGE
+        self.stage = JUDGE
         self.seen_order: list[int] | None = None

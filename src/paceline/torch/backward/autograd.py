@@ -33,7 +33,10 @@ from paceline.torch.backward.direct_gradients import DirectGradients
 from paceline.torch.backward.gradient_hooks import SharedGradients
 from paceline.torch.backward.gradients import Gradients
 from paceline.torch.backward.graphs import (
-    RunningCall,
+    BACKWARD,
+    BACKWARD_OF_SOME,
+    GRAD,
+    UNKNOWN,
     has_no_backward,
     inputs_of_grad,
     running_call,
@@ -199,7 +202,7 @@ class TorchAutograd:
     def watch_local(self, output: object, backward: LocalBackward) -> None:
         @untraced
         def begin(_: object) -> None:
-            if running_call() is RunningCall.BACKWARD and (end := backward.begin()) is not None:
+            if running_call() is BACKWARD and (end := backward.begin()) is not None:
                 Variable._execution_engine.queue_callback(functools.partial(_call, end))
 
         for tensor in tensors_in(output):
@@ -209,9 +212,9 @@ class TorchAutograd:
     @untraced
     def _on_output_gradient(self, graph: Graph, gradient: torch.Tensor | None) -> torch.Tensor | None:
         state = self._state
-        if state.phase is INTERRUPTED and running_call() is not RunningCall.GRAD:
+        if state.phase is INTERRUPTED and running_call() is not GRAD:
             state.give_up_before(graph)
-        if state.is_other(graph) and running_call() is not RunningCall.GRAD:
+        if state.is_other(graph) and running_call() is not GRAD:
             state.follow(graph)
             if not state.is_syncing:  # a backward ends by itself
                 end = EndOfBackward(state.unfollow, state.unfollow)
@@ -219,20 +222,20 @@ class TorchAutograd:
         if not state.is_syncing:
             self._part_accumulated()
             return self._weights.watch_local(graph, gradient) if self._weights.is_used else None
-        call = RunningCall.BACKWARD if state.phase >= RUNNING else running_call()
-        if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):
+        call = BACKWARD if state.phase >= RUNNING else running_call()
+        if call in (BACKWARD, UNKNOWN):
             state.graphs.check_open()
             if self._weights.is_used:
                 self._weights.reach(graph)
-            if call is RunningCall.BACKWARD and state.phase < RUNNING:
+            if call is BACKWARD and state.phase < RUNNING:
                 state.arm()  # first: whatever raises from now on interrupts the backward
             state.graphs.begin(graph)
-        elif call is RunningCall.GRAD:
+        elif call is GRAD:
             if graph.is_averaged and any(self._tensors.is_trained_here(t) for t in inputs_of_grad()):
                 self._direct.note_call(has_backwards=self._has_backwards)
             if self._weights.is_used:
                 return self._weights.through_gradient(graph, gradient)
-        elif call is RunningCall.BACKWARD_OF_SOME:
+        elif call is BACKWARD_OF_SOME:
             self._met.append((self.backward(), weakref.ref(graph)))
             if self._weights.is_used:
                 self._weights.reach(graph)

@@ -74,6 +74,10 @@ class RunningCall(Enum):
     UNKNOWN = "?"
 
 
+BACKWARD, BACKWARD_OF_SOME, GRAD, UNKNOWN = RunningCall
+"""Names of the module: to read one from its class takes Python several times as long, in each backward."""
+
+
 def running_call() -> RunningCall:
     """The innermost call of autograd on this thread's stack; or the one that waits for this thread."""
     refuse_compiled_autograd()
@@ -81,7 +85,7 @@ def running_call() -> RunningCall:
     if found is not None:
         return _kind_of(found)
     waiting = {_kind_of(frame) for frame in _waiting_calls()}
-    return waiting.pop() if len(waiting) == 1 else RunningCall.UNKNOWN
+    return waiting.pop() if len(waiting) == 1 else UNKNOWN
 
 
 def roots_of_backward() -> list[Any]:
@@ -107,10 +111,10 @@ def _waiting_calls() -> list[FrameType]:
 
 def _kind_of(call: FrameType) -> RunningCall:
     if call.f_code is torch.autograd.grad.__code__:
-        return RunningCall.GRAD
+        return GRAD
     inputs = call.f_locals.get("inputs")  # torch 2.6 makes an empty tuple of None
     of_all = inputs is None or (isinstance(inputs, tuple) and not inputs)
-    return RunningCall.BACKWARD if of_all else RunningCall.BACKWARD_OF_SOME
+    return BACKWARD if of_all else BACKWARD_OF_SOME
 
 
 def inputs_of_grad() -> Sequence[object]:

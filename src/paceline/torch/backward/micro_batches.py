@@ -15,7 +15,8 @@ from paceline.reducer.backward.micro_batches import MicroBatchWeights
 from paceline.reducer.backward.state import RUNNING, BackwardState, Graph
 from paceline.torch.backward.exchanges import find_exchanges
 from paceline.torch.backward.graphs import (
-    RunningCall,
+    BACKWARD,
+    GRAD,
     may_hide_tensors,
     roots_of_backward,
     running_call,
@@ -43,16 +44,16 @@ class TorchWeights(MicroBatchWeights):
 
     def watch_local(self, graph: Graph, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Returns what replaces the gradient of this output of a forward in no_sync(); None: nothing does."""
-        call = RunningCall.BACKWARD if self.is_open else running_call()
-        if call is RunningCall.GRAD:
+        call = BACKWARD if self.is_open else running_call()
+        if call is GRAD:
             return self.through_gradient(graph, gradient)
         self.reach(graph)
-        if call is RunningCall.BACKWARD:
+        if call is BACKWARD:
             self.begin()
         return None
 
     def is_in_backward(self) -> bool:
-        return running_call() is not RunningCall.GRAD
+        return running_call() is not GRAD
 
     def reaches(self, node: object) -> bool:
         own = {id(parameter) for parameter in self._parameters}
@@ -117,7 +118,7 @@ class TorchWeights(MicroBatchWeights):
 
         None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
         """
-        if not (self.is_open or self._state.phase >= RUNNING) and running_call() is RunningCall.GRAD:
+        if not (self.is_open or self._state.phase >= RUNNING) and running_call() is GRAD:
             return None
         share = self._share_of_incoming()
         if share == 1.0 or gradient is None:

@@ -34,6 +34,7 @@ from paceline.torch.checkpoint import CHECKPOINT_OPS
 from paceline.torch.communicator.comm_hook import check_hook
 from paceline.torch.communicator.connect import connect
 from paceline.torch.communicator.find_peers import Peers, find_peers, known_exchange
+from paceline.torch.ddp.active_wrapper import active_wrapper
 from paceline.torch.ddp.logging_data import noting_errors
 from paceline.torch.ddp.pickling import refuse_backward
 from paceline.torch.ddp.torch_names import TorchNames, hide_torchs_own, moved
@@ -301,11 +302,12 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             raise
         # torch.compile cuts the graphs of what runs within into buckets. Not through torch's
         # _inside_ddp_forward(), which imports the compiler: seconds, in every program.
-        outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
+        active = active_wrapper()
+        outer, active.wrapper = active.wrapper, self
         try:
             output = self._run_ddp_forward(*inputs, **kwargs)
         finally:
-            TorchDDP._active_ddp_module = outer
+            active.wrapper = outer
             if self._backward_sync is not None:
                 self._backward_sync.buffers.end_forward()
         if is_training:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.torch.backward.graphs import RunningCall, running_call, tensors_in
+from paceline.torch.backward.graphs import GRAD, running_call, tensors_in
 from paceline.torch.model.parameters import ManagedTensors
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def refuse_backward(output: object) -> None:
 
 
 def _raise_not_connected(_: torch.Tensor) -> None:
-    if running_call() is RunningCall.GRAD:
+    if running_call() is GRAD:
         return
     raise ConfigError(
         "This wrapper is connected to no other rank.",
