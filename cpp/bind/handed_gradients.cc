@@ -155,7 +155,8 @@ std::vector<size_t> HandedGradients::shared_among(
 std::vector<size_t> HandedGradients::take_shared() {
   std::vector<size_t> shared;
   for (const Used& each : used_) {
-    if (each.use.storage == before_[each.parameter]) continue;
+    if (each.use.count <= 1 || each.use.storage == before_[each.parameter])
+      continue;
     const auto are_here = static_cast<size_t>(
         std::count_if(used_.begin(), used_.end(), [&](const Used& other) {
           return other.use.storage == each.use.storage;
