@@ -129,6 +129,15 @@ def of_local_sgd(names: Names, number: int) -> None:
         names["loss"] = lambda output: output.square().mean()
 
 
+def of_preemption(names: Names, number: int) -> None:
+    os.chdir(os.environ["TMPDIR"])  # of all ranks
+    ddp = names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
+    names |= {"paceline": paceline, "loss_of": nn.functional.cross_entropy}
+    names["optimizer"] = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    names["batches"] = types.SimpleNamespace(commit=lambda: None)
+    names["loader"] = DataLoader(classes(64), batch_size=16)
+
+
 def of_sharded_optimizer(names: Names, number: int) -> None:
     names |= {"torch": torch, "paceline": paceline, "rank": dist.get_rank(), "batch": torch.ones(2, 4)}
     names["path"] = Path(os.environ["TMPDIR"]) / "optimizer.pt"
@@ -162,6 +171,7 @@ OF_A_GROUP = (
     "live.md",
     "local_sgd.md",
     "one-model.md",
+    "preemption.md",
     "sharded-optimizer.md",
     "tracing.md",
 )
@@ -175,6 +185,7 @@ PREPARED: dict[str, Callable[[Names, int], None]] = {
     "live.md": of_live,
     "local_sgd.md": of_local_sgd,
     "one-model.md": of_one_model,
+    "preemption.md": of_preemption,
     "sharded-optimizer.md": of_sharded_optimizer,
     "tracing.md": of_tracing,
     "trainers.md": of_trainers,
