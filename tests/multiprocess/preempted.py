@@ -30,7 +30,8 @@ DEADLINE_S = 300.0
 
 
 def say(*words: object) -> None:
-    print(os.environ.get("RANK", "0"), *words, flush=True)
+    line = " ".join(map(str, (os.environ["RANK"], *words)))
+    os.write(1, f"{line}\n".encode())  # at once, which print() of an unbuffered stream does not
 
 
 def train(folder: Path, framework: str) -> None:
@@ -143,8 +144,10 @@ def check(made: Launch, launcher: str, resumes_at: int) -> int | None:
     if len(made.told("over")) == RANKS:
         return None
     if stopped:
-        (step, code), other = stopped[0], stopped[1]
-        assert other == [step, code] and code == str(PREEMPTED), "not stopped alike"
+        step, code = next(iter(stopped.values()))
+        assert stopped == {rank: [step, code] for rank in range(RANKS)} and code == str(PREEMPTED), (
+            "not stopped alike"
+        )
         assert launcher != "paceline" or made.status == PREEMPTED, "the launcher says something else"
         return int(step)
     is_early = made.sent_after is not None and len(told_before(made, "ready")) < RANKS
