@@ -40,8 +40,8 @@ def ranks(
             LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, PACELINE_JOB_ID); the first
             argument is the rank.
         framework: What the server that the ranks start from has imported, 'torch' or 'paddle', or the name
-            of the test's parameter that holds it; what follows a dot is for the test. Skipped where Paddle is
-            not installed.
+            of the test's parameter that holds it; what follows a dot is for the test, and kept ranks of
+            'paddle.distributed' stay in Paddle's group. Skipped where Paddle is not installed.
         dies: Ranks that must not return, and how they end: a signal, an exit status, or an exception type.
         deadline_s: After this many seconds the stacks of all ranks are shown and the test fails.
         kept: The processes are those of the test before in the same file, if it had `kept`, and they stay
@@ -69,8 +69,8 @@ def ranks(
             if group not in (None, "paceline") and importlib.util.find_spec("torch") is None:
                 pytest.skip("torch is not installed")
             count = kwargs[world_size] if isinstance(world_size, str) else world_size
-            imported = kwargs.get(framework, framework).partition(".")[0]
-            if imported == "paddle" and importlib.util.find_spec("paddle") is None:
+            imported = kwargs.get(framework, framework)
+            if imported.startswith("paddle") and importlib.util.find_spec("paddle") is None:
                 pytest.skip(NO_PADDLE)
             options = {
                 "group": group,

@@ -49,6 +49,7 @@ class Plan:
     folder: Path
     environ: dict[str, str]
     warning_filters: list[Any]
+    stays_joined: bool = False  # in the framework's process group, once a program has joined it
 
     def log(self, rank: int) -> Path:
         """What the rank printed, and its stacks when they were asked for."""
@@ -72,6 +73,7 @@ class Outcome:
 
 _after_test: list[Callable[[], object]] = []
 _is_used_up = False
+_stays_joined = False
 
 
 def after_test(undo: Callable[[], object]) -> None:
@@ -79,10 +81,13 @@ def after_test(undo: Callable[[], object]) -> None:
     _after_test.append(undo)
 
 
-def use_up() -> None:
-    """Have this process end with this program, because what the program did to it can't be undone."""
+def use_up(*, joined: bool = False) -> None:
+    """Have this process end with this program, because what the program did to it can't be undone.
+
+    With `joined`, what it did is to join the framework's process group: some ranks are kept in there.
+    """
     global _is_used_up
-    _is_used_up = True
+    _is_used_up |= not (joined and _stays_joined)
 
 
 def main(plan: Plan, rank: int, lifeline: Connection, plans: Connection | None = None) -> None:
@@ -91,6 +96,8 @@ def main(plan: Plan, rank: int, lifeline: Connection, plans: Connection | None =
     With `plans`, the rank is kept: it tells there that the program has ended, and gets the next plan, until
     the other end is closed.
     """
+    global _stays_joined
+    _stays_joined = plan.stays_joined
     die_with(lifeline.fileno())
     os.setsid()  # the parent finds what the rank started, and left, by its process group
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

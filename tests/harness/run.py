@@ -52,8 +52,9 @@ def run_ranks(
     `program` is a function of a module, or a test under `@ranks`. `warning_filters` are those of the ranks;
     None: the filters that this process has now. With `kept`, the processes are those of the latest such run
     of the same file of tests, and stay for the next one; what outlives them is found by `end_kept_ranks`.
-    The other arguments are those of `ranks`. What a rank returns is pickled; a rank that was to die returns
-    None.
+    Those of the framework "paddle.distributed" have processes of their own, which stay in Paddle's group: a
+    process joins it once. The other arguments are those of `ranks`. What a rank returns is pickled; a rank
+    that was to die returns None.
 
     Raises:
         RanksFailed: Some rank raised, died, left early or hung, a rank that was to die did not, or
@@ -86,14 +87,17 @@ def run_ranks(
 
 def _run_kept(described: tuple[Any, ...], framework: str, deadline_s: float) -> list[Any]:
     program, world_size = described[:2]
-    kept = _kept.get(framework)
+    stays_joined = framework == "paddle.distributed"
+    key = f"{framework} {world_size}" if stays_joined else framework.partition(".")[0]
+    kept = _kept.get(key)
     if kept is None or kept.module != program.__module__:
-        end_kept_ranks()
-        kept = _kept[framework] = _KeptRanks(framework, program.__module__)
+        if any(each.module != program.__module__ for each in _kept.values()):
+            end_kept_ranks()
+        kept = _kept[key] = _KeptRanks(key, program.__module__)
     folder = kept.next_folder()
     earlier = list(kept.programs)
     kept.programs.append(os.environ.get("PYTEST_CURRENT_TEST", program.__name__).split("::")[-1].split()[0])
-    with _plan(*described, folder) as plan:
+    with _plan(*described, folder, stays_joined) as plan:
         run = _Run(plan, framework, {}, deadline_s, kept.children[:world_size])
         try:
             run.start(are_kept=True)
@@ -140,6 +144,7 @@ def _plan(
     group: str | None,
     filters: list[Any],
     folder: Path,
+    stays_joined: bool = False,
 ) -> Iterator[Plan]:
     temporary = folder / "tmp"
     temporary.mkdir()
@@ -159,7 +164,8 @@ def _plan(
             "TMPDIR": str(temporary),
         }
         name = program.__name__
-        yield Plan(program.__module__, name, world_size, group, kwargs, job_id, folder, environ, filters)
+        described = (program.__module__, name, world_size, group, kwargs)
+        yield Plan(*described, job_id, folder, environ, filters, stays_joined)
 
 
 def inherited_variables() -> dict[str, str]:
@@ -224,7 +230,7 @@ class _Run:
 
     def start(self, *, are_kept: bool = False) -> None:
         """Start the ranks, or those that have not been kept from an earlier run."""
-        with server.starting_from(self.framework):
+        with server.starting_from(self.framework.partition(".")[0]):
             self.started_s = time.monotonic()  # importing it once, in the server, is nobody's delay
             for child in self.children:
                 child.begin(self.plan)
@@ -316,7 +322,7 @@ class _Run:
 class _KeptRanks:
     """Ranks that run programs of one file of tests, one after the other."""
 
-    framework: str
+    key: str
     module: str
     children: list[_Child] = field(default_factory=list)
     programs: list[str] = field(default_factory=list)
@@ -350,7 +356,7 @@ class _KeptRanks:
 
     def forget(self) -> None:
         """Have the next run start ranks anew; those that still run are killed."""
-        _kept.pop(self.framework, None)
+        _kept.pop(self.key, None)
         _kill(self.children)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -365,7 +371,7 @@ class _KeptRanks:
         return Failure(child.rank, *verdict, log="".join(logs))
 
 
-_kept: dict[str, _KeptRanks] = {}  # by framework
+_kept: dict[str, _KeptRanks] = {}  # by framework, and by their number where they stay joined
 
 
 def _kill(children: list[_Child]) -> None:

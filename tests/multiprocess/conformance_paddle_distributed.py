@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import paddle.distributed as dist
 from paddle import nn
 
 from paceline.paddle import DataParallel
@@ -13,9 +12,7 @@ from tests.multiprocess.paddle_models import join_paddle
 
 
 def join(rank: int, world_size: int) -> None:
-    """Join paddle.distributed, unless that has been done."""
-    if not dist.is_initialized():
-        join_paddle(rank)
+    join_paddle(rank)
 
 
 def wrap(model: nn.Layer, group: Any, **options: Any) -> DataParallel:

@@ -21,6 +21,8 @@ STORE_S = 20.0
 
 ranks = functools.partial(harness.ranks, framework="paddle")
 kept_ranks = functools.partial(harness.kept_ranks, framework="paddle")
+# Of programs that join Paddle's group, and leave no call of it without its peers.
+joined_ranks = functools.partial(harness.kept_ranks, framework="paddle.distributed", group=None)
 # In memory with gradients of their own and with views, and through a process group.
 paths = pytest.mark.parametrize(("path", "view"), [("memory", False), ("memory", True), ("group", False)])
 
@@ -136,15 +138,24 @@ def await_store(rank: int) -> None:
 
 
 def join_paddle(rank: int, backend: str = "gloo") -> None:
-    """Initialise paddle.distributed, with the variables that Paddle's launcher would set."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    os.environ |= {
-        "PADDLE_TRAINER_ID": str(rank),
-        "PADDLE_TRAINERS_NUM": os.environ["WORLD_SIZE"],
-        "PADDLE_CURRENT_ENDPOINT": f"{address}:{port + rank}",
-        "PADDLE_MASTER": f"{address}:{port}",
-        "PADDLE_DISTRI_BACKEND": backend,
-    }
-    await_store(rank)
-    use_up()  # a process joins paddle.distributed once
-    dist.init_parallel_env()
+    """Initialise paddle.distributed, with the variables that Paddle's launcher would set.
+
+    A kept rank that has joined it for an earlier test gets the variables that it had then.
+    """
+    if not _joined:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        os.environ |= {
+            "PADDLE_TRAINER_ID": str(rank),
+            "PADDLE_TRAINERS_NUM": os.environ["WORLD_SIZE"],
+            "PADDLE_CURRENT_ENDPOINT": f"{address}:{port + rank}",
+            "PADDLE_MASTER": f"{address}:{port}",
+            "PADDLE_DISTRI_BACKEND": backend,
+        }
+        await_store(rank)
+        use_up(joined=True)  # a process joins paddle.distributed once
+        dist.init_parallel_env()  # sets variables, too
+        _joined.update((name, value) for name, value in os.environ.items() if name.startswith("PADDLE_"))
+    os.environ |= _joined
+
+
+_joined: dict[str, str] = {}

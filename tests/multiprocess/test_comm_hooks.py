@@ -79,7 +79,7 @@ def gradients_of(ddp: Any, make: Make, rank: int) -> list[torch.Tensor]:
 
 # Torch's own DDP makes torch import its compiler, which a loaded machine does in a minute.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-@ranks(2, group="gloo", deadline_s=240)
+@kept_ranks(2, group="gloo", deadline_s=240)
 def test_torchs_hooks_give_what_they_give_in_torch(rank: int) -> None:
     for name, make in HOOKS.items():
         for view in (False, True):

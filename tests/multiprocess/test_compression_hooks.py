@@ -132,7 +132,7 @@ def gradients_of(ddp: Any, state: Any, hook: Any, rank: int) -> torch.Tensor:
 
 @needs_backend
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@ranks(2, group=None)
+@kept_ranks(2, group=None)
 def test_16_bits_are_torchs_hooks_to_a_rounding(rank: int) -> None:
     with torch_group(rank):
         for make, hook, theirs in (
@@ -202,7 +202,7 @@ def test_other_kinds_of_parameters_and_wrong_ones(rank: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
-@ranks(1, group="gloo", deadline_s=240)
+@kept_ranks(1, group="gloo", deadline_s=240)
 def test_torchs_own_wrapper_is_refused(rank: int) -> None:
     theirs = TorchDDP(nn.Linear(2, 2))
     theirs.register_comm_hook(Fp16Compression(), untyped)

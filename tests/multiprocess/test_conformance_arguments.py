@@ -11,7 +11,7 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from paceline.errors import GraphChangedError, ReplicasDifferError
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.conformance_numpy import batch
 from tests.multiprocess.test_conformance import adapter, both, on_two_ranks
 
@@ -101,7 +101,7 @@ def test_what_nobody_uses_is_not_sent(group: Any, framework: str, monkeypatch: p
 
 @both
 @pytest.mark.parametrize("drift", ["a skipped step", "another learning rate", "a write to a weight"])
-@ranks(3, framework="framework")
+@kept_ranks(3, framework="framework")
 def test_the_next_check_names_rank_and_parameter(group: Any, framework: str, drift: str) -> None:
     do, x = adapter(framework), batch(6, seed=group.rank)
     for every in (1, 2):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 from tests.several_hosts import be_on_host
 
 WAYS = {
@@ -136,7 +136,7 @@ def test_no_gradient_flows_on_from_a_mean(rank: int, way: str, size: int, num_ho
 
 
 @each_way
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_gradients_that_share_memory_get_their_own_means(
     rank: int, way: str, size: int, num_hosts: int
 ) -> None:
@@ -228,7 +228,7 @@ def backward_with_outsiders(rank: int, size: int, ddp: nn.Module, first: str) ->
 @pytest.mark.parametrize("size", [8, 200_000])
 @pytest.mark.parametrize("first", ["averaged", "local"])
 @pytest.mark.parametrize("num_hosts", [1, 2])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_memory_of_a_gradient_that_other_tensors_hold(
     rank: int, num_hosts: int, first: str, size: int
 ) -> None:
@@ -263,7 +263,7 @@ class Beside(nn.Module):
 
 @pytest.mark.parametrize("other", ["wrapper", "behind", "before"])
 @pytest.mark.parametrize("first", ["averaged", "local"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(
     rank: int, first: str, other: str
 ) -> None:
@@ -295,7 +295,7 @@ def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(
                 assert_close(parameter.grad, 2 * each)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_gradients_that_the_program_has_put_into_one_tensor_stay_there(rank: int) -> None:
     """Means are written where the user has gradients lie, and whoever holds that memory sees them."""
     size = 8

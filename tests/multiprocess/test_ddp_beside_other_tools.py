@@ -15,7 +15,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import share, train, two_layers
 
 PATHS = ["group", "memory"]
@@ -91,7 +91,7 @@ SCENARIOS: list[Callable[[nn.Module, torch.Tensor], None]] = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_gradients_are_those_of_the_whole_batch(rank: int, path: str) -> None:
     torch.manual_seed(3)
     model = Tied()
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_the_whole_batch(rank: int, path: str) -> None:
         del ddp
 
 
-@ranks(2, group="gloo", deadline_s=240)  # torch.optim makes torch import its compiler
+@kept_ranks(2, group="gloo", deadline_s=240)  # torch.optim makes torch import its compiler
 def test_averages_of_weights(rank: int) -> None:
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -134,7 +134,7 @@ def test_averages_of_weights(rank: int) -> None:
     assert_close(ours.module.module.state_dict(), expected.module.state_dict())
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_torch_func(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     x = torch.full((2, 4), 1.0 + rank)
@@ -151,7 +151,7 @@ def test_torch_func(rank: int) -> None:
     train(ddp, x)
 
 
-@ranks(2, group="gloo", deadline_s=240)
+@kept_ranks(2, group="gloo", deadline_s=240)
 def test_distributed_checkpoints(rank: int, tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict

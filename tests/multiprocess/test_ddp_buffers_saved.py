@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 PATHS = ["group", "memory"]
 POLICIES = ["broadcast", "average"]
@@ -46,7 +46,7 @@ def batch(rank: int, number: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_saved_buffer_that_changes_raises_autograds_own_error(rank: int, path: str, policy: str) -> None:
     alone, model = Scaled(), Scaled()
     ddp = DistributedDataParallel(model, reduce_through=path, buffers={"*": policy})
@@ -63,7 +63,7 @@ def test_a_saved_buffer_that_changes_raises_autograds_own_error(rank: int, path:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_saved_buffer_that_keeps_its_bits_can_be_used_again(rank: int, path: str, policy: str) -> None:
     """Among them NaNs, which no comparison calls equal, and a buffer that is not contiguous."""
     model, alone = Scaled().eval(), Scaled().eval()
@@ -81,7 +81,7 @@ def test_a_saved_buffer_that_keeps_its_bits_can_be_used_again(rank: int, path: s
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_running_statistics_let_a_graph_be_used_again(
     rank: int, path: str, norm: type[nn.Module], policy: str
 ) -> None:

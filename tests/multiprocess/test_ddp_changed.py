@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError, DeadlineError, UnusedParameterError
 from paceline.torch import DistributedDataParallel, SyncBatchNorm
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import Blocked, bits, share, two_layers
 
 PATHS = ["group", "memory"]
@@ -72,7 +72,7 @@ def test_a_gan_trains_as_in_one_process(rank: int, path: str, view: bool) -> Non
 
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo", deadline_s=240)
+@kept_ranks(WORLD, group="gloo", deadline_s=240)
 def test_layers_frozen_in_some_steps_train_as_with_torch(rank: int, path: str, find_unused: bool) -> None:
     """Also from the first backward on, after which the hooks are made anew."""
     x = numbers(2, 4, seed=rank)
@@ -309,7 +309,7 @@ def test_weights_and_accumulation_with_frozen_parameters(rank: int, path: str) -
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_a_model_that_one_rank_freezes_whole_is_an_error_at_the_deadline(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, timeout_s=3)
     store = torch.distributed.distributed_c10d._get_default_store()
@@ -385,7 +385,7 @@ def test_a_model_may_be_rebuilt_of_the_parameters_that_it_has(rank: int) -> None
     assert_close(net.counter.running_mean, torch.zeros(2))
 
 
-@ranks(WORLD, group="gloo", deadline_s=240)
+@kept_ranks(WORLD, group="gloo", deadline_s=240)
 def test_a_submodule_may_be_compiled_after_wrapping(rank: int) -> None:
     net = two_layers()
     ddp = DistributedDataParallel(net)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import two_layers
 
 
@@ -24,7 +24,7 @@ class Checkpointed(nn.Module):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_activation_checkpointing(rank: int, use_reentrant: bool) -> None:
     model = Checkpointed(use_reentrant)
     for view in (False, True):

@@ -17,7 +17,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError, ReplicaError
 from paceline.torch import DistributedDataParallel
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import train, two_layers
 
 
@@ -124,7 +124,7 @@ def test_copies_are_connected_when_they_are_trained(rank: int) -> None:
     train(ddp, x)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_half_private_names(rank: int) -> None:
     model = two_layers()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])

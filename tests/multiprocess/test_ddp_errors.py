@@ -8,13 +8,13 @@ from torch import nn
 
 from paceline.errors import ConfigError, ModelMismatchError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import train, two_layers
 
 PATHS = ["group", "memory"]
 
 
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_one_rank_alone_may_ask_for_errors(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers(), nonfinite="raise")
     train(ddp, torch.ones(1, 4))
@@ -22,7 +22,7 @@ def test_one_rank_alone_may_ask_for_errors(rank: int) -> None:
         ddp(torch.full((1, 4), float("nan"))).sum().backward()
 
 
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_models_whose_parameters_come_in_another_order_are_refused(rank: int) -> None:
     swapped = [nn.Linear(2, 2), nn.LayerNorm(2)]
     named = nn.ModuleDict({str(i): swapped[i] for i in ([0, 1] if rank else [1, 0])})
@@ -31,7 +31,7 @@ def test_models_whose_parameters_come_in_another_order_are_refused(rank: int) ->
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")  # torch 2.6 says so on a CPU
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_models_that_cannot_be_wrapped(rank: int) -> None:
     with pytest.raises(ConfigError, match="doesn't have any parameter"):
         DistributedDataParallel(two_layers().requires_grad_(False))
@@ -44,7 +44,7 @@ def test_models_that_cannot_be_wrapped(rank: int) -> None:
         DistributedDataParallel(distribute_module(nn.Linear(2, 2), mesh["tp"]), device_mesh=mesh["dp"])
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_model_converted_after_wrapping_is_noticed_at_the_gradient(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     ddp.double()

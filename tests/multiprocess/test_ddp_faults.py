@@ -23,7 +23,7 @@ from paceline.errors import (
     UnusedParameterError,
 )
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import Branches, two_layers
 
 PATHS = ["group", "memory"]
@@ -35,7 +35,7 @@ def forget_gradient(on_ranks: list[int], rank: int, parameter: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_an_unused_parameter_raises_on_all_ranks(rank: int, path: str) -> None:
     model = Branches()
     del model.never
@@ -52,7 +52,7 @@ def test_an_unused_parameter_raises_on_all_ranks(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_gradient_that_cannot_be_averaged_raises_on_all_ranks(rank: int, path: str) -> None:
     """On one rank, or on both: in that backward, with the parameter's name; and the next one is good."""
     x = torch.ones(1, 4)
@@ -82,7 +82,7 @@ def test_a_gradient_that_cannot_be_averaged_raises_on_all_ranks(rank: int, path:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_converted_model_is_noticed(rank: int, path: str) -> None:
     """Converting moves gradients out of the memory where they are averaged, and the next one is not new."""
     x = torch.ones(1, 4)
@@ -106,7 +106,7 @@ def test_a_converted_model_is_noticed(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_on_which_no_parameter_is_used_ends_its_backward_too(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Branches(), reduce_through=path)
     x = torch.ones(1, 3, requires_grad=True)
@@ -119,7 +119,7 @@ def test_a_rank_on_which_no_parameter_is_used_ends_its_backward_too(rank: int, p
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_unused_parameters_contribute_nothing_where_allowed(rank: int, path: str, view: bool) -> None:
     model = Branches()
     ddp = DistributedDataParallel(
@@ -140,7 +140,7 @@ def test_unused_parameters_contribute_nothing_where_allowed(rank: int, path: str
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_static_graph_may_leave_parameters_out(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Branches(), reduce_through=path, static_graph=True)
     ddp(torch.ones(1, 3), "left").sum().backward()
@@ -148,7 +148,7 @@ def test_a_static_graph_may_leave_parameters_out(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_static_graph_may_differ_between_ranks(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(Branches(), reduce_through=path, static_graph=True)
     for _ in range(3):
@@ -156,7 +156,7 @@ def test_a_static_graph_may_differ_between_ranks(rank: int, path: str) -> None:
         ddp.zero_grad(set_to_none=False)  # zeros stay, where this rank's graph has no gradient
 
 
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_static_graph_that_only_some_ranks_promise_is_refused(rank: int) -> None:
     static, unused = {"static_graph": True}, {"find_unused_parameters": True}
     for options, told in [
@@ -172,7 +172,7 @@ def test_a_static_graph_that_only_some_ranks_promise_is_refused(rank: int) -> No
     DistributedDataParallel(Branches(), **options)(torch.ones(1, 3), "left").sum().backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_ranks_that_delay_other_parameters_are_refused(rank: int) -> None:
     model = two_layers()
     named = dict(model.named_parameters())
@@ -190,7 +190,7 @@ def test_ranks_that_delay_other_parameters_are_refused(rank: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_static_graph_promised_later_by_one_rank_is_reported_in_that_backward(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     x = torch.full((1, 4), 1.0 + rank)
@@ -217,7 +217,7 @@ def test_a_static_graph_promised_later_by_one_rank_is_reported_in_that_backward(
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_skipped_backward_raises_in_the_backward_it_happens_in(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
     x = torch.ones(1, 4)
@@ -232,7 +232,7 @@ def test_a_skipped_backward_raises_in_the_backward_it_happens_in(rank: int, path
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_backward_that_raised_half_way_is_reported_to_all(rank: int, path: str) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model, reduce_through=path, bucket_cap_mb=0.0001)
@@ -259,7 +259,7 @@ def nan_on(rank: int, guilty: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_nan_is_reported_with_rank_and_parameters(rank: int, path: str) -> None:
     wrap = {
         policy: DistributedDataParallel(two_layers(), reduce_through=path, nonfinite=policy)
@@ -277,14 +277,14 @@ def test_a_nan_is_reported_with_rank_and_parameters(rank: int, path: str) -> Non
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_large_values_that_are_finite_are_no_alarm(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, nonfinite="raise")
     (ddp(torch.ones(1, 4)).sum() * 3e37).backward()  # the sum of all gradients overflows, no gradient does
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_sum_of_finite_gradients_that_overflows_is_reported(rank: int, path: str) -> None:
     model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
     ddp = DistributedDataParallel(model, reduce_through=path, nonfinite="raise")
@@ -302,7 +302,7 @@ def test_a_sum_of_finite_gradients_that_overflows_is_reported(rank: int, path: s
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_void_backward_says_that_gradients_are_of_no_use(rank: int, path: str) -> None:
     """Some are means already, where their bucket was complete in time."""
     ddp = DistributedDataParallel(Branches(), reduce_through=path, bucket_cap_mb=1e-6)
@@ -347,7 +347,7 @@ def test_a_rank_that_raises_is_quoted_by_the_others(rank: int) -> None:
         ddp(torch.ones(1, 4)).sum().backward()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_autograd_grad_is_no_backward(rank: int) -> None:
     """A gradient penalty calls autograd.grad() through the model before backward()."""
     ddp = DistributedDataParallel(two_layers())
@@ -358,7 +358,7 @@ def test_autograd_grad_is_no_backward(rank: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_loss_of_parameters_alone_may_stand_for_that_of_a_forward(rank: int, path: str) -> None:
     """As people write it for a batch that is of no use."""
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)
@@ -372,7 +372,7 @@ def test_a_loss_of_parameters_alone_may_stand_for_that_of_a_forward(rank: int, p
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_may_leave_the_output_of_a_forward_out_of_its_loss(rank: int, path: str) -> None:
     """A batch without a target, say: its forward is as good as any other."""
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import two_layers
 
 NAME = "require_manual_backward_finalization"
@@ -44,7 +44,7 @@ def by_hand(model: nn.Module, **arguments: object) -> DistributedDataParallel:
     return ddp
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 @paths
 @pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
 def test_gradients_are_means_once_they_are_finalized(rank, reduce_through, gradient_as_bucket_view):
@@ -66,7 +66,7 @@ def test_gradients_are_means_once_they_are_finalized(rank, reduce_through, gradi
     assert ddp.num_good_passes == 3
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_mode_may_change_between_backwards_and_is_kept_by_copies(rank):
     ddp = by_hand(two_layers())
     ddp(inputs(rank, 0)).sum().backward()
@@ -88,7 +88,7 @@ def test_the_mode_may_change_between_backwards_and_is_kept_by_copies(rank):
         assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_what_comes_out_of_turn_is_refused_and_training_goes_on(rank):
     ddp = DistributedDataParallel(two_layers())
     with pytest.raises(ConfigError, match="each backward finalizes itself"):
@@ -132,7 +132,7 @@ def refused(ddp: DistributedDataParallel) -> bool:
     return False
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_finalizing_raises_what_the_backward_would_have_raised(rank):
     ddp = by_hand(two_layers(), nonfinite="raise")
     (ddp(inputs(rank, 0)).sum() * (float("inf") if rank else 1.0)).backward()
@@ -145,7 +145,7 @@ def test_finalizing_raises_what_the_backward_would_have_raised(rank):
         assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 @pytest.mark.skipif(not hasattr(TorchDDP, NAME), reason="torch's DDP has this since 2.15")
 def test_steps_and_refusals_are_those_of_torchs_class(rank):
     ours, theirs = by_hand(two_layers()), TorchDDP(two_layers())

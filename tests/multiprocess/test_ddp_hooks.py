@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import two_layers
 
 PATHS = ["group", "memory"]
@@ -165,7 +165,7 @@ def kinds() -> Iterator[tuple[str, dict[str, Any], bool]]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rows", [2, 20])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_parameter_of_another_shape_is_refused_on_every_rank(rank: int, path: str, rows: int) -> None:
     """A mean of the old size would end within the gradient of a larger one, or beyond that of a smaller."""
     x = torch.tensor([0, 1])

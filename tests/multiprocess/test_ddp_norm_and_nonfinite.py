@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError, UnusedParameterError
 from paceline.torch import DistributedDataParallel
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import Branches, gradients, two_layers
 
 PATHS = ["group", "memory"]
@@ -113,7 +113,7 @@ def own_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo", deadline_s=240)  # the first optimizer of a process takes its time
+@kept_ranks(2, group="gloo", deadline_s=240)  # the first optimizer of a process takes its time
 def test_clipping_with_a_grad_scaler(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, nonfinite="ignore")
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)

@@ -9,7 +9,7 @@ from torch import nn
 
 from paceline.errors import ConfigError, ReplicasDifferError
 from paceline.torch import DistributedDataParallel
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 
 PATHS = ["memory", "group"]
 ODD = 2  # of 3 ranks
@@ -79,7 +79,7 @@ def test_buffers_are_compared_as_their_policy_says(rank: int) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_equal_replicas_pass_every_check(rank: int, path: str) -> None:
     """Layouts, dtypes, empty and shared parameters; ranks without data; weights; accumulation."""
     net = nn.Sequential(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), nn.Flatten())
@@ -107,7 +107,7 @@ def test_the_argument_makes_sense_and_is_the_same_on_all_ranks(rank: int) -> Non
         DistributedDataParallel(network(), check_replicas_every=rank)
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_alone_there_is_nothing_to_compare(rank: int) -> None:
     ddp = DistributedDataParallel(network(), check_replicas_every=1)
     ddp(torch.randn(5, 4)).sum().backward()

@@ -279,7 +279,7 @@ def test_early_termination_raises_everywhere(rank: int) -> None:
             step(ddp, x)
 
 
-@ranks(2, group=None)
+@kept_ranks(2, group=None)
 def test_a_group_of_ours_can_finish_but_not_join(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     with pytest.raises(ConfigError, match=r"ddp\.finish\(\)"):
@@ -293,7 +293,7 @@ def test_a_group_of_ours_can_finish_but_not_join(rank: int) -> None:
 
 @pytest.mark.parametrize("fault", ["forward too many", "backward skipped"])
 @pytest.mark.parametrize("first", [0, 1])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_out_of_step_in_join_is_named_whoever_gives_up_first(
     rank: int, fault: str, first: int
 ) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.ddp_models import bits, share, train, two_layers
 
 PATHS = ["group", "memory"]
@@ -80,7 +80,7 @@ def test_a_parameter_of_two_dimensions_without_elements(rank: int, path: str, vi
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(WORLD, group="gloo")
+@kept_ranks(WORLD, group="gloo")
 def test_buffers_that_are_conjugates_in_memory_of_another(rank: int, path: str) -> None:
     model = two_layers()
     value = torch.tensor([1 + 2j, 3 - 4j]) * (1 + rank)

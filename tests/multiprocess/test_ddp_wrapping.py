@@ -25,7 +25,7 @@ Pair = namedtuple("Pair", "value extra")
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_wrapping_gives_all_ranks_the_weights_of_rank_0(rank: int, path: str) -> None:
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Linear(2, 2).requires_grad_(False))
@@ -97,7 +97,7 @@ def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone(rank: int, path
 
 
 @pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_wrapper_may_be_gone_before_the_backward(rank: int, path: str) -> None:
     model = two_layers()
     x = torch.full((1, 4), 1.0 + rank)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel, ShardedOptimizer, SyncBatchNorm
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 from tests.several_hosts import be_on_host
 
 Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
@@ -506,7 +506,7 @@ def test_an_exchange_that_is_switched_on_later_in_a_block_that_is_recomputed(ran
 @pytest.mark.parametrize(
     ("backend", "refused"), [("eager", "in a function"), ("aot_eager", "in an operator")]
 )
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_exchanges_in_compiled_code_are_refused_and_others_are_not(
     rank: int, backend: str, refused: str
 ) -> None:

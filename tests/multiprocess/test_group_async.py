@@ -10,10 +10,10 @@ from numpy.testing import assert_array_equal
 
 import paceline
 from paceline.errors import DeadlineError, MismatchError
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_async_calls_run_in_call_order_among_synchronous_ones(group):
     for repeat in range(20):
         arrays = [np.full(1 + 40_000 * (i % 3), group.rank + i + repeat) for i in range(6)]
@@ -32,7 +32,7 @@ def test_async_calls_run_in_call_order_among_synchronous_ones(group):
         assert_array_equal(gathered[:, 0], [0, 1, 2])
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_arrays_of_dropped_calls_stay_alive(group):
     """Nobody but the call holds the array: its memory must not be used for another one meanwhile."""
     for repeat in range(10):
@@ -52,7 +52,7 @@ def test_arrays_of_dropped_calls_stay_alive(group):
             assert_array_equal(received, repeat)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_wait_with_a_timeout_gives_up_on_the_wait_alone(group):
     total = np.full(4, group.rank + 1)
     if group.rank == 0:
@@ -68,7 +68,7 @@ def test_wait_with_a_timeout_gives_up_on_the_wait_alone(group):
     assert_array_equal(total, 3)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_errors_belong_to_whoever_waits(group):
     works = [group.all_reduce(np.zeros(3 + i * group.rank), async_op=True) for i in range(3)]
     works[0].wait()
@@ -80,7 +80,7 @@ def test_errors_belong_to_whoever_waits(group):
     assert_array_equal(total, 2)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_calls_of_several_threads_take_turns(group):
     """Each thread reduces in a sub-group of its own; all of them share the process."""
     others = [group.subgroup([0, 1]) for _ in range(3)]

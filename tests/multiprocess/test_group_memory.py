@@ -12,10 +12,10 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from paceline.errors import ConfigError, RegionError
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_shapes_and_types(group):
     for shape, dtype in (
         ((), "float64"),
@@ -38,7 +38,7 @@ def test_shapes_and_types(group):
         group.allocate(3, object)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_freed_in_another_order_on_each_rank(group):
     shared, own = random.Random(1), random.Random(group.rank)
     held = []
@@ -65,7 +65,7 @@ def test_freed_in_another_order_on_each_rank(group):
         assert_array_equal(array, group.rank + value)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_view_keeps_the_memory(group):
     view = group.allocate(1000)[10:20]
     view[:] = group.rank + 1

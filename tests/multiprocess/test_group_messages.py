@@ -7,12 +7,12 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from paceline.errors import ConfigError, MismatchError
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 _RING_BYTES = 128 * 1024  # of the sender's outbox (cpp/core/control.h)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_sizes_around_the_ring(group):
     other = 1 - group.rank
     header = 16
@@ -27,7 +27,7 @@ def test_sizes_around_the_ring(group):
                 assert_array_equal(received, array)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_big_messages_in_all_directions_at_once(group):
     others = [rank for rank in range(3) if rank != group.rank]
     for repeat in range(3):
@@ -42,7 +42,7 @@ def test_big_messages_in_all_directions_at_once(group):
             assert_array_equal(received[other], np.full(300_000, 10 * repeat + other))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_messages_keep_their_order(group):
     if group.rank == 0:
         for i in range(500):
@@ -54,7 +54,7 @@ def test_messages_keep_their_order(group):
             assert_array_equal(array, np.full(i % 40, i))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_message_that_does_not_fit_is_dropped(group):
     """The receiver raises, saying what came; the sender and the messages behind it go on."""
     for nbytes in (100, 5 * _RING_BYTES):
@@ -77,7 +77,7 @@ def test_a_message_that_does_not_fit_is_dropped(group):
         group.barrier()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_messages_go_on_while_collectives_run(group):
     """A message that is under way crosses barriers and collectives, whichever side is waiting."""
     big = 4 * _RING_BYTES
@@ -96,7 +96,7 @@ def test_messages_go_on_while_collectives_run(group):
     group.barrier()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_arrays_of_unfinished_messages_stay_alive(group):
     """The Work is dropped at once; the message must neither change nor write into freed memory."""
     count = 4 * _RING_BYTES
@@ -115,7 +115,7 @@ def test_arrays_of_unfinished_messages_stay_alive(group):
         assert not np.any(churn)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_collective_of_another_thread_does_not_hold_up_a_message(group):
     """Rank 0 has an all_reduce under way that rank 1 will join only after its message was received."""
     total = np.full(10, group.rank + 1)
@@ -131,7 +131,7 @@ def test_a_collective_of_another_thread_does_not_hold_up_a_message(group):
     assert_array_equal(total, 3)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_arguments_are_checked(group):
     array = np.zeros(3)
     for call in (group.send, group.recv):

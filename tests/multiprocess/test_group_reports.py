@@ -17,7 +17,7 @@ from paceline.reducer import host_reports
 from paceline.reducer.host_reports import GroupReports, HostReports
 from paceline.torch import DistributedDataParallel
 from paceline.torch.communicator.find_peers import ProcessGroupPeers
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.ddp_models import Branches, share, train, two_layers
 
 WAYS = ("in memory", "over the group", "beside it")
@@ -58,7 +58,7 @@ def collectives_of(step: Any) -> list[str]:
     return sorted({event.name for event in profile.events() if event.name.startswith("gloo:")})
 
 
-@ranks("world_size", group="gloo")
+@kept_ranks("world_size", group="gloo")
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_ranks_of_one_host_make_no_collective_for_reports(rank: int, world_size: int) -> None:
     """A single rank has nobody to ask."""
@@ -68,7 +68,7 @@ def test_ranks_of_one_host_make_no_collective_for_reports(rank: int, world_size:
     assert collectives_of(lambda: train(ddp, torch.ones(4, 4))) == ["gloo:all_reduce"]
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 @every_way
 def test_gradients_are_the_mean_and_infinities_are_named(rank: int, way: str) -> None:
     report(way)
@@ -88,7 +88,7 @@ def test_gradients_are_the_mean_and_infinities_are_named(rank: int, way: str) ->
     assert set(ddp.nonfinite()) == {1}
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 @every_way
 def test_errors_name_ranks_and_parameters(rank: int, way: str) -> None:
     report(way)

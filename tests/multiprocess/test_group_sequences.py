@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.group_inputs import PIECE_BYTES, PLACEMENTS, SMALL_BYTES, Places
 
 _COUNTS = [
@@ -90,18 +90,18 @@ def run_sequence(group, seed, num_calls, counts=_COUNTS):
 
 
 @pytest.mark.parametrize(("world_size", "seed"), [(2, 1), (3, 2), (4, 3)])
-@ranks("world_size")
+@kept_ranks("world_size")
 def test_random_calls(group, world_size, seed):
     run_sequence(group, seed, 300)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_many_small_calls(group):
     """No payload hides the hand-over: small calls follow each other as fast as they can."""
     run_sequence(group, 4, 1500, counts=[1, 5, 300])
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_pieces_alternate_from_call_to_call(group):
     """Odd and even numbers of pieces leave the staging buffers at either parity for the next call."""
     for call in range(60):

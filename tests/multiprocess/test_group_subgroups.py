@@ -9,10 +9,10 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from paceline.errors import CollectiveError, DeadlineError
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 
-@ranks(4)
+@kept_ranks(4)
 def test_order_overlap_and_nesting(group):
     rank = group.rank
     evens, odds = group.subgroup([0, 2]), group.subgroup([3, 1])
@@ -37,7 +37,7 @@ def test_order_overlap_and_nesting(group):
         group.barrier()
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_a_closed_subgroup_does_not_concern_the_others(group):
     for repeat in range(5):
         inner = group.subgroup([0, 2])
@@ -52,7 +52,7 @@ def test_a_closed_subgroup_does_not_concern_the_others(group):
         assert_array_equal(total, 3)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_messages_of_a_group_and_its_subgroup_do_not_mix(group):
     inner = group.subgroup([1, 0])
     other = 1 - group.rank
@@ -70,7 +70,7 @@ def test_messages_of_a_group_and_its_subgroup_do_not_mix(group):
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
-@ranks(4)
+@kept_ranks(4)
 def test_who_does_not_come_to_a_subgroup_is_named_by_all(group, late):
     """Also by those who wait less long than the others."""
     group.barrier()

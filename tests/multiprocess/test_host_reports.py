@@ -10,7 +10,7 @@ from paceline.errors import CollectiveError, PeerLostError
 from paceline.health.peer_monitor import MemorySource, PeerMonitor
 from paceline.reducer.host_reports import HostReports
 from paceline.reducer.process_group_waits import STATUS, ProcessGroupWaits
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.rank_signals import tell, until_told
 
 
@@ -22,7 +22,7 @@ def gather(reports: HostReports, payload: bytes, rank: int, world_size: int) -> 
     return rows()
 
 
-@ranks("world_size")
+@kept_ranks("world_size")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_every_rank_gets_all_reports_by_rank(group, world_size: int) -> None:
     reports = HostReports(group._core)
@@ -31,14 +31,14 @@ def test_every_rank_gets_all_reports_by_rank(group, world_size: int) -> None:
         assert gather(reports, of_rank[group.rank], group.rank, world_size) == of_rank
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_reports_that_are_given_up_do_not_disturb_later_ones(group) -> None:
     reports = HostReports(group._core)
     reports.begin(b"given up")
     assert gather(reports, b"wanted %d" % group.rank, group.rank, 2) == [b"wanted 0", b"wanted 1"]
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_reports_of_other_lengths_raise(group) -> None:
     with pytest.raises(CollectiveError, match="bytes"):
         gather(HostReports(group._core), b"." * (1 + group.rank), group.rank, 2)

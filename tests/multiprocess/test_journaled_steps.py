@@ -14,7 +14,7 @@ from torch import nn, optim
 from paceline.errors import ConfigError, ModelMismatchError, PeerLostError
 from paceline.sharding import journal_layout
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
-from tests.harness import ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.test_sharded_optimizer import ELEMENTWISE, same_bits
 from tests.several_hosts import be_on_host
 
@@ -47,7 +47,7 @@ def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
         assert all(same_bits(one["state"][index][key], value) for key, value in state.items())
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_bits_and_state_are_those_of_the_whole_optimizer(group: Any) -> None:
     journal_layout.BLOCK_BYTES = 1024
     for optimizer_class, options in ELEMENTWISE:
@@ -86,7 +86,7 @@ class Choosy(optim.AdamW):
 
 
 @pytest.mark.parametrize("journal", [True, False])
-@ranks(2)
+@kept_ranks(2)
 def test_a_group_that_is_refused_leaves_nothing_behind(group: Any, journal: bool) -> None:
     """Refused for what it is, for where its parameters are, on all ranks, or on one; trained as before."""
     journal_layout.BLOCK_BYTES = 1024
@@ -139,7 +139,7 @@ class Counting(optim.SGD):
         super().step()
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_what_it_cannot_be_kept_for_is_refused_on_every_rank(group: Any) -> None:
     def refused(words: str, held: Any, optimizer_class: Any = optim.AdamW, **options: Any) -> None:
         held = list(held)
@@ -159,7 +159,7 @@ def test_what_it_cannot_be_kept_for_is_refused_on_every_rank(group: Any) -> None
     refused("share_parameters=True", [*list(wrapped.parameters())[:2], *list(others.parameters())[2:]])
 
 
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_several_hosts_are_refused(rank: int) -> None:
     be_on_host(rank // 2)
     shared = parameters_of()
@@ -170,7 +170,7 @@ def test_several_hosts_are_refused(rank: int) -> None:
         optimizer.step()
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_survivors_make_the_rest_with_todays_hyperparameters(group: Any) -> None:
     journal_layout.BLOCK_BYTES = 1024
     shared, alone = parameters_of(), parameters_of()

@@ -346,7 +346,7 @@ def test_a_sync_more_on_one_rank_is_reported_to_all(rank):
         ddp.sync_parameters()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_ranks_that_meet_at_different_places_are_reported(rank):
     """Host 1 has left out a step; each of its syncs from here on would be an earlier one of host 0."""
     place(rank, 2)
@@ -366,7 +366,7 @@ def test_ranks_that_meet_at_different_places_are_reported(rank):
     assert_same_everywhere(ddp)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_an_error_that_one_host_has_caught_disturbs_no_finish(rank):
     place(rank, 2)
     options = LocalSGD(4, outer_lr=1, outer_momentum=0)
@@ -475,7 +475,7 @@ def test_weights_of_micro_batches_at_the_end_of_the_warm_up(rank):
     "warmup_steps, counts, num_hosts",
     [(3, (2, 7), 1), (3, (2, 7), 2), (3, (3, 7), 2), (3, (2, 2), 2), (0, (0, 5), 1), (0, (0, 5), 2)],
 )
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_uneven_data_at_the_end_of_the_warm_up(rank, warmup_steps, counts, num_hosts):
     place(rank, num_hosts)
     options = LocalSGD(2, outer_lr=1, outer_momentum=0, warmup_steps=warmup_steps)
@@ -494,7 +494,7 @@ def loaded_anew(ddp: DistributedDataParallel) -> DistributedDataParallel:
 
 
 @pytest.mark.parametrize("go_on", [loaded_anew, copy.deepcopy])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_the_end_of_an_epoch_is_no_step_of_the_warm_up(rank, go_on):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), timeout_s=20, local_sgd=LocalSGD(1, warmup_steps=4))
@@ -537,7 +537,7 @@ COPIES = {
         ("ranks", 1, 0, "pickle"),
     ],
 )
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_a_copy_goes_on_as_the_wrapper_would_have_done(rank, between, num_hosts, warmup_steps, how):
     """Copied in the middle of a round, before a sync that is due, and behind one."""
     place(rank, num_hosts)
@@ -606,7 +606,7 @@ def test_a_copy_has_the_state_before_it_is_connected_and_takes_another(rank):
 
 
 @pytest.mark.parametrize("what", ["syncs", "members", "some"])
-@ranks(4, group="gloo")
+@kept_ranks(4, group="gloo")
 def test_copies_that_do_not_belong_together_are_refused_on_all_ranks(rank, what):
     place(rank, 2)
     ddp = DistributedDataParallel(network(), timeout_s=60, local_sgd=LocalSGD(2))
@@ -641,7 +641,7 @@ def test_each_host_may_load_its_own_state_after_uneven_data(rank):
     assert_same_everywhere(again)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_states_of_different_steps_are_refused_in_the_warm_up(rank):
     ddp = DistributedDataParallel(network(), timeout_s=10, local_sgd=LocalSGD(2, warmup_steps=2))
     state = {"steps": 4 * rank, "since_sync": 0, "parameters": {}, "momentum": {}}
@@ -822,7 +822,7 @@ def test_what_does_not_go_with_it_is_refused(rank):
 
 
 @pytest.mark.parametrize("every", [1, 4])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_bytes_between_hosts_are_those_of_one_step_in_every(rank, every):
     place(rank, 2)
     sent: list[int] = []

@@ -314,7 +314,7 @@ def test_moved_parameters_are_noticed(group):
     assert caught.value.parameter == "2.weight" and "2.bias" in str(caught.value)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_parameters_of_all_kinds(group):
     class Model(nn.Module):
         def __init__(self):
@@ -602,7 +602,7 @@ def test_same_training_as_torchs_own(rank):
     torch.testing.assert_close(values(ours), values(theirs))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_mixed_precision_and_compiled_models(group):
     from torch.nn.parallel.distributed import _MixedPrecision
 

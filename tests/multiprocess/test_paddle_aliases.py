@@ -18,7 +18,7 @@ import pytest
 from paddle import nn
 
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import CLEARS, assert_same_on_all_ranks, join_paddle, ranks
+from tests.multiprocess.paddle_models import CLEARS, assert_same_on_all_ranks, join_paddle, joined_ranks
 
 SIZE = 4
 STEPS = 4
@@ -189,7 +189,7 @@ def backward_behind(late: int, group: Any, wrapped: nn.Layer, x: paddle.Tensor, 
     loss_of(output, group.rank).backward()
 
 
-@ranks(2, deadline_s=180)
+@joined_ranks(2, group="paceline", deadline_s=180)
 def test_random_graphs_equal_one_process_in_float64(group: Any) -> None:
     """In all modes, of which the references are the same."""
     join_paddle(group.rank)
@@ -257,7 +257,7 @@ class Outsiders(nn.Layer):
 
 
 @pytest.mark.parametrize("who", ["input", "view", "hook"])
-@ranks(2)
+@joined_ranks(2, group="paceline")
 def test_memory_of_a_gradient_that_other_tensors_hold(group: Any, who: str) -> None:
     """No mean is written to it, and what is written to it does not change a mean."""
     join_paddle(group.rank)
@@ -285,7 +285,7 @@ class Beside(nn.Layer):
 
 
 @pytest.mark.parametrize("other", ["wrapper", "behind", "before"])
-@ranks(2)
+@joined_ranks(2, group="paceline")
 def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(group: Any, other: str) -> None:
     """A model that is wrapped a second time; or another one that has the parameter, in the same backward."""
     join_paddle(group.rank)
@@ -307,7 +307,7 @@ def test_memory_of_a_gradient_of_two_wrapped_models_that_other_tensors_hold(grou
             model.check_memory(x, group.rank, f"{mode}, step {step}")
 
 
-@ranks(2)
+@joined_ranks(2, group="paceline")
 def test_gradients_that_the_program_has_laid_somewhere_stay_there(group: Any) -> None:
     """Means are written where the user has gradients lie, and whoever holds that memory sees them."""
     join_paddle(group.rank)

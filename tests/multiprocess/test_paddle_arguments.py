@@ -17,8 +17,8 @@ from tests.multiprocess.paddle_models import (
     Branches,
     batch,
     join_paddle,
+    joined_ranks,
     kept_ranks,
-    ranks,
     share,
     squares,
     two_layers,
@@ -112,7 +112,7 @@ def test_delayed_parameters_that_are_none(group: Any) -> None:
         DataParallel(model, device_mesh=dist.ProcessMesh([0, 1], dim_names=["dp"]))
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_the_ranks_of_a_mesh(rank: int) -> None:
     join_paddle(rank)
     model = nn.Linear(4, 1)

@@ -22,12 +22,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from paddle import nn
 
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import (
-    batch,
-    join_paddle,
-    ranks,
-    two_layers,
-)
+from tests.multiprocess.paddle_models import batch, join_paddle, joined_ranks, ranks, two_layers
 from tests.multiprocess.paddle_programs import PROGRAMS, Program, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +51,7 @@ def trains_as_paddles(program: Program, rank: int) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_it_trains_as_paddles_class_does(rank: int, name: str) -> None:
     join_paddle(rank)
     trains_as_paddles(PROGRAMS[name], rank)
@@ -100,7 +95,7 @@ class TwoWays(nn.Layer):
 
 
 @pytest.mark.parametrize("path", ["memory", "group"])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_local_and_averaged_backwards_add_up_to_the_same(rank: int, path: str) -> None:
     """Several backwards averaged one by one are, in sum, what is accumulated and averaged once."""
     join_paddle(rank)

@@ -14,7 +14,15 @@ from paddle import nn
 import paceline.paddle
 from paceline.errors import ModelMismatchError
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import batch, join_paddle, kept_ranks, ranks, share, squares, two_layers
+from tests.multiprocess.paddle_models import (
+    batch,
+    join_paddle,
+    joined_ranks,
+    kept_ranks,
+    share,
+    squares,
+    two_layers,
+)
 
 COO = functools.partial(paddle.sparse.sparse_coo_tensor, [[0, 1], [1, 0]], shape=[2, 2])
 CSR = functools.partial(paddle.sparse.sparse_csr_tensor, [0, 1, 2], [1, 0], shape=[2, 2])
@@ -36,7 +44,7 @@ class Recurrent(nn.Layer):
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.SimpleRNN])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_recurrent_layers_train_as_under_paddles_class(rank: int, kind: type[nn.Layer]) -> None:
     join_paddle(rank)
     theirs, x = Recurrent(kind), share(batch(20), rank)
@@ -90,7 +98,7 @@ def test_a_buffer_with_no_sync_is_each_ranks_own(group: Any) -> None:
 
 @pytest.mark.parametrize("path", ["memory", "group"])
 @pytest.mark.parametrize("make", [COO, CSR])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_a_sparse_buffer_is_each_ranks_own(rank: int, make: Any, path: str) -> None:
     join_paddle(rank)
     model = two_layers()

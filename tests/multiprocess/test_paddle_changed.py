@@ -19,9 +19,9 @@ from tests.multiprocess.paddle_models import (
     Words,
     batch,
     join_paddle,
+    joined_ranks,
     kept_ranks,
     paths,
-    ranks,
     share,
     squares,
     two_layers,
@@ -46,7 +46,7 @@ class Sum(nn.Layer):
 
 @paths
 @pytest.mark.parametrize("how", LATER)
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_a_value_of_another_kind_is_refused_on_every_rank(rank: int, path: str, view: bool, how: str) -> None:
     join_paddle(rank)
     for clear in CLEARS.values():
@@ -73,7 +73,7 @@ def test_a_value_of_another_kind_is_refused_on_every_rank(rank: int, path: str, 
 
 @paths
 @pytest.mark.parametrize("how", LATER)
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_an_unused_value_of_another_kind_is_refused_on_every_rank(
     rank: int, path: str, view: bool, how: str
 ) -> None:
@@ -126,7 +126,7 @@ UNFROZEN = {
 
 
 @paths
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_frozen_parameters_that_forward_changes_in_place(rank: int, path: str, view: bool) -> None:
     """Autograd takes them into its graph, as what an in-place operator made; nobody has unfrozen them."""
     join_paddle(rank)
@@ -206,7 +206,7 @@ def freeze_around_forwards(model: nn.Layer, layer: nn.Layer, x: paddle.Tensor) -
 
 @paths
 @pytest.mark.parametrize("find_unused", [False, True])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_layers_frozen_between_a_forward_and_a_backward(
     rank: int, path: str, view: bool, find_unused: bool
 ) -> None:
@@ -229,7 +229,7 @@ def test_layers_frozen_between_a_forward_and_a_backward(
 
 @paths
 @pytest.mark.parametrize("find_unused", [False, True])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_what_a_frozen_parameter_has_in_grad_stays_while_a_rank_has_no_data(
     rank: int, path: str, view: bool, find_unused: bool
 ) -> None:
@@ -263,7 +263,7 @@ class Gated(nn.Layer):
 
 
 @paths
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_what_is_left_of_parameters_frozen_after_their_forward_is_averaged(
     rank: int, path: str, view: bool
 ) -> None:
@@ -292,7 +292,7 @@ def test_what_is_left_of_parameters_frozen_after_their_forward_is_averaged(
 
 @pytest.mark.parametrize("is_alone", [False, True])
 @paths
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_what_is_left_of_a_parameter_that_one_rank_has_used_in_no_sync_counts_when_it_is_frozen(
     rank: int, path: str, view: bool, is_alone: bool
 ) -> None:

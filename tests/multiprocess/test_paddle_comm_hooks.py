@@ -35,6 +35,7 @@ from tests.multiprocess.paddle_models import (
     batch,
     gradients,
     join_paddle,
+    joined_ranks,
     keeps_empty_gradients,
     kept_ranks,
     ranks,
@@ -97,7 +98,7 @@ def numpy_group(rank: int) -> Iterator[Any]:
 
 @PATHS
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_a_hook_that_averages_gives_what_none_gives(rank: int, path: str, view: bool) -> None:
     join_paddle(rank)
     expected = two_layers()
@@ -117,7 +118,7 @@ def test_a_hook_that_averages_gives_what_none_gives(rank: int, path: str, view: 
         assert_allclose(wrapped.grad_norm(), norm, rtol=1e-5)
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_weights_unused_and_sparse_parameters_beside_a_hook(group: Any) -> None:
     model = nn.Linear(4, 1)
     weighed = DataParallel(model, group=group, weight=3 - 2 * group.rank)
@@ -252,7 +253,7 @@ def true_mean(step: int, weights: list[float]) -> np.ndarray:
 
 @PATHS
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [700.0, 0.5]])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_what_is_received_and_what_is_kept_add_up_to_the_true_means(
     rank: int, path: str, weights: list[float]
 ) -> None:
@@ -313,7 +314,7 @@ def test_other_kinds_of_parameters_and_wrong_states(group: Any) -> None:
 
 @PATHS
 @pytest.mark.parametrize("make, hook", KINDS)
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_a_backward_of_no_use_leaves_nothing_in_the_kept_error(
     rank: int, path: str, make: Any, hook: Any
 ) -> None:
@@ -344,7 +345,7 @@ def test_a_backward_of_no_use_leaves_nothing_in_the_kept_error(
 
 @PATHS
 @pytest.mark.parametrize("make, hook", KINDS)
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_the_kept_error_of_a_parameter_that_no_rank_uses_waits(
     rank: int, path: str, make: Any, hook: Any
 ) -> None:

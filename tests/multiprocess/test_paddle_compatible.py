@@ -22,6 +22,7 @@ from tests.multiprocess.paddle_models import (
     batch,
     gradients,
     join_paddle,
+    joined_ranks,
     kept_ranks,
     ranks,
     share,
@@ -34,7 +35,7 @@ from tests.multiprocess.paddle_models import (
 NOT_KEPT = {"group_indices"}
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_it_is_a_data_parallel_of_paddles(rank: int) -> None:
     join_paddle(rank)
     model = two_layers()
@@ -53,7 +54,7 @@ def test_it_is_a_data_parallel_of_paddles(rank: int) -> None:
     assert not wrapped.grad_need_sync
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_a_wrapper_is_not_copied_as_paddles_is_not_and_its_model_is(rank: int) -> None:
     join_paddle(rank)
     with pytest.raises(TypeError):
@@ -87,7 +88,7 @@ def test_nothing_of_paddles_class_runs_on_state_that_is_not_there(group: Any) ->
 
 
 @pytest.mark.parametrize("is_static", [False, True])
-@ranks(2)
+@kept_ranks(2)
 def test_a_wrapped_model_is_saved_for_inference(group: Any, is_static: bool, tmp_path: Path) -> None:
     """With the inputs described, or, of a model that is compiled, as its calls have shown them."""
     model, x = two_layers(), paddle.to_tensor(batch())

@@ -31,6 +31,7 @@ from tests.multiprocess.paddle_models import (
     Words,
     batch,
     join_paddle,
+    joined_ranks,
     kept_ranks,
     ranks,
     share,
@@ -262,7 +263,7 @@ def test_two_hosts_are_one_model(rank: int) -> None:
         DataParallel(two_layers(), reduce_through=("auto", "group")[rank])
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
     be_on_host(rank)
     join_paddle(rank)
@@ -290,7 +291,7 @@ def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
         assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
 
 
-@ranks(3, group=None)
+@joined_ranks(3)
 def test_a_group_of_some_ranks_is_between_hosts_too(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks have other numbers in paddle.distributed's default group."""
     be_on_host(rank)

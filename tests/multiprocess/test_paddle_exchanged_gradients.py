@@ -16,7 +16,7 @@ from paddle.distributed.fleet.utils import recompute
 
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel, ShardedOptimizer, SyncBatchNorm
-from tests.multiprocess.paddle_models import join_paddle, kept_ranks, ranks
+from tests.multiprocess.paddle_models import join_paddle, joined_ranks, kept_ranks
 from tests.several_hosts import be_on_host
 
 SIZES = {2: [1, 4], 3: [1, 4, 2]}
@@ -99,7 +99,7 @@ def test_a_norm_weighs_what_it_exchanges(group: Any, world_size: int) -> None:
 
 
 @pytest.mark.parametrize("form", ["as it is", "deterministic", "sharded", "sharded over the group"])
-@ranks(4, group=None)
+@joined_ranks(4)
 def test_a_norm_weighs_what_it_exchanges_between_hosts(rank: int, form: str) -> None:
     be_on_host(rank // 2)
     join_paddle(rank)
@@ -176,7 +176,7 @@ class Scaled(nn.Layer):
         return self.norm(x.astype("bfloat16") if self.dtype == "float32" else x).astype(self.dtype)
 
 
-@ranks(3)
+@kept_ranks(3)
 def test_a_norm_of_16_bits_weighs_what_it_exchanges(group: Any) -> None:
     """As exactly as the 8 bits of its values allow; without weights the norm is off by much more."""
     sizes, weights = [8, 24, 16], [2.5, 0.5, 7.0]
@@ -429,7 +429,7 @@ def test_exchanges_are_right_where_the_weights_of_a_micro_batch_are_equal(group:
 
 
 @pytest.mark.parametrize("needs", [[True, False], [False, True], [False, False]])
-@ranks(2)
+@kept_ranks(2)
 def test_inputs_that_need_a_gradient_on_some_ranks_only(group: Any, needs: list[bool]) -> None:
     def model() -> nn.Layer:
         paddle.set_default_dtype("float64")
@@ -445,7 +445,7 @@ def test_inputs_that_need_a_gradient_on_some_ranks_only(group: Any, needs: list[
     assert (own.grad is not None) == needs[rank]
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_rank_without_gradients_is_named_at_once(group: Any) -> None:
     paddle.set_default_dtype("float64")
     norm = SyncBatchNorm(3, process_group=group)

@@ -21,7 +21,7 @@ from tests.multiprocess.forward_orders import (
     run,
     run_alone,
 )
-from tests.multiprocess.paddle_models import join_paddle, ranks
+from tests.multiprocess.paddle_models import join_paddle, joined_ranks
 
 
 class Scale(nn.Layer):
@@ -39,7 +39,7 @@ class Scale(nn.Layer):
 
 
 @pytest.mark.parametrize("path", ["memory", "group"])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_a_backward_is_averaged_as_its_forward_asks(rank: int, path: str) -> None:
     join_paddle(rank)
     for order in ORDERS:
@@ -66,7 +66,7 @@ def run_one(model: DataParallel, order: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize("path", ["memory", "group"])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_ranks_may_make_episodes_of_different_lengths(rank: int, path: str) -> None:
     """And leave different outputs out of their loss."""
     join_paddle(rank)
@@ -78,7 +78,7 @@ def test_ranks_may_make_episodes_of_different_lengths(rank: int, path: str) -> N
 
 
 @pytest.mark.parametrize("path", ["memory", "group"])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_a_rank_that_skips_a_backward_is_reported_by_all(rank: int, path: str) -> None:
     join_paddle(rank)
     for orders in SKIPS:
@@ -93,7 +93,7 @@ def test_a_rank_that_skips_a_backward_is_reported_by_all(rank: int, path: str) -
         assert_allclose(model._layers.a.grad.numpy(), expected_of(["Ff", "Ff"]), rtol=1e-6)
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_a_rank_that_makes_a_backward_more_is_reported_by_all(rank: int) -> None:
     join_paddle(rank)
     model = DataParallel(Scale())
@@ -116,7 +116,7 @@ class Policy(nn.Layer):
 
 
 @pytest.mark.parametrize("way", ["all", "acts first"])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_episodes_of_a_policy(rank: int, way: str) -> None:
     """Whose forwards return distributions, and actions that have no backward."""
     join_paddle(rank)

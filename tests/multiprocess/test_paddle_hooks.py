@@ -15,9 +15,9 @@ from tests.multiprocess.paddle_models import (
     assert_same_on_all_ranks,
     drop_grad,
     join_paddle,
+    joined_ranks,
     kept_ranks,
     paths,
-    ranks,
     two_layers,
 )
 
@@ -50,7 +50,7 @@ def renew(parameter: paddle.Tensor) -> Callable[[], None]:
 
 @paths
 @pytest.mark.parametrize("hook", [halve, replace, renew])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_what_a_hook_registered_after_wrapping_leaves_is_averaged(
     rank: int, path: str, view: bool, hook: Hook
 ) -> None:

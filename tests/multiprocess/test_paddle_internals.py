@@ -29,10 +29,10 @@ from paceline.paddle import internals, versions
 from paceline.paddle.backward import graphs
 from paceline.paddle.ops import OPS
 from paceline.reducer.plan import ParameterSpec, plan_buckets
-from tests.multiprocess.paddle_models import drop_grad, keeps_empty_gradients, ranks
+from tests.multiprocess.paddle_models import drop_grad, keeps_empty_gradients, kept_ranks, ranks
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_a_hook_fires_once_after_accumulation(rank: int) -> None:
     layer, seen = nn.Linear(2, 2), []
     internals.on_gradient(layer.weight, lambda: seen.append(internals.gradient_of(layer.weight).sum().item()))
@@ -43,7 +43,7 @@ def test_a_hook_fires_once_after_accumulation(rank: int) -> None:
     assert len(seen) == 1
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_a_function_that_was_never_applied_is_in_no_graph(rank: int) -> None:
     class Doubled(paddle.autograd.PyLayer):
         @staticmethod
@@ -62,7 +62,7 @@ def test_a_function_that_was_never_applied_is_in_no_graph(rank: int) -> None:
     output.sum().backward()
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_a_gradient_is_the_memory_itself_and_moves_into_other_memory(rank: int) -> None:
     layer = nn.Linear(2, 2)
     assert internals.gradient_of(layer.weight) is None
@@ -81,7 +81,7 @@ def test_a_gradient_is_the_memory_itself_and_moves_into_other_memory(rank: int) 
 
 
 @keeps_empty_gradients
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_a_gradient_without_elements(rank: int) -> None:
     nothing = paddle.create_parameter([0, 2], "float32")
     internals.set_gradient(nothing, paddle.zeros([0, 2]))
@@ -89,7 +89,7 @@ def test_a_gradient_without_elements(rank: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "bfloat16", "float32", "int64", "float64", "complex128"])
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_bytes_are_seen_as_any_dtype(rank: int, dtype: str) -> None:
     wanted = paddle.ones([3]).cast(dtype)
     array = np.array(paddle.view(wanted, "uint8").numpy())
@@ -104,7 +104,7 @@ def test_bytes_are_seen_as_any_dtype(rank: int, dtype: str) -> None:
     assert_array_equal(found.cast("float32").numpy(), np.zeros(3))
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_places_are_compared(rank: int) -> None:
     one, other = paddle.ones([1]).place, paddle.ones([2]).place
     assert internals.same_place(one, other)
@@ -120,7 +120,7 @@ def test_paddle_reads_its_rank_anew(rank: int) -> None:
 
 
 @pytest.mark.parametrize("uses_multi_tensor", [False, True])
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_updates_of_an_optimizer_are_noted(rank: int, uses_multi_tensor: bool) -> None:
     layer = nn.Linear(2, 2)
     optimizer = paddle.optimizer.Adam(parameters=layer.parameters(), use_multi_tensor=uses_multi_tensor)
@@ -134,7 +134,7 @@ def test_updates_of_an_optimizer_are_noted(rank: int, uses_multi_tensor: bool) -
         assert not np.array_equal(layer.weight.numpy(), before)
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_a_look_at_a_node_does_not_keep_the_graph(rank: int) -> None:
     class Hook:
         def __call__(self, gradient: paddle.Tensor) -> None: ...
@@ -155,7 +155,7 @@ def test_a_look_at_a_node_does_not_keep_the_graph(rank: int) -> None:
     assert alive() is None
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_tensors_that_were_never_given_values(rank: int) -> None:
     recurrent = nn.GRU(2, 2)
     has_memory = {name: internals.has_memory(each) for name, each in recurrent.named_buffers()}
@@ -175,7 +175,7 @@ class Doubled(paddle.autograd.PyLayer):
         return dy, dy
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_two_parameters_may_have_one_gradient_until_one_is_set(rank: int) -> None:
     a, b = (paddle.create_parameter([2], "float32") for _ in range(2))
     Doubled.apply(a, b).sum().backward()
@@ -185,7 +185,7 @@ def test_two_parameters_may_have_one_gradient_until_one_is_set(rank: int) -> Non
     assert_array_equal(b.grad.numpy(), [7, 7])
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_hooks_of_others_are_noted_and_called_in_order(rank: int) -> None:
     a, noted, called = paddle.create_parameter([2], "float32"), [], []
     internals.watch_hooks_of_others(noted.append)
@@ -197,7 +197,7 @@ def test_hooks_of_others_are_noted_and_called_in_order(rank: int) -> None:
     assert called == ["ours", "theirs"]
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_what_is_assigned_to_a_cleared_gradient_counts_only_when_asked_to(rank: int) -> None:
     for counts in (True, False):
         a = paddle.create_parameter([2], "float32")
@@ -210,7 +210,7 @@ def test_what_is_assigned_to_a_cleared_gradient_counts_only_when_asked_to(rank: 
         assert_array_equal(a.grad.numpy(), [6, 6] if counts else [1, 1])
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_a_cleared_gradient_counts_again_when_asked_to(rank: int) -> None:
     layer = nn.Linear(2, 2)
     for counts in (True, False):
@@ -228,7 +228,7 @@ def test_a_cleared_gradient_counts_again_when_asked_to(rank: int) -> None:
             assert_array_equal(layer.weight.grad.numpy(), np.full((2, 2), 1.0))
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_sparse_rows_are_read_and_replaced(rank: int) -> None:
     table = nn.Embedding(6, 2, sparse=True)
     table(paddle.to_tensor([1, 3, 1])).sum().backward()
@@ -248,7 +248,7 @@ def test_sparse_rows_are_read_and_replaced(rank: int) -> None:
         assert_array_equal((before - weight.numpy()).round(4)[:, 0], [7, 0, 0, 0, 0, 7])
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_every_backward_goes_through_one_function_and_grad_does_not(rank: int) -> None:
     graphs.watch_backwards()
     layer, depths = nn.Linear(2, 2), []
@@ -265,7 +265,7 @@ def test_every_backward_goes_through_one_function_and_grad_does_not(rank: int) -
     assert graphs.calls.depth == 0
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_an_error_at_the_end_of_backward_reaches_the_user_as_it_is(rank: int) -> None:
     def fail() -> None:
         raise KeyError("as it is")
@@ -318,7 +318,7 @@ def test_private_names_are_touched_in_one_file() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_places_are_views_of_one_memory(rank: int) -> None:
     import ctypes
 
@@ -370,7 +370,7 @@ def test_the_installed_version_is_found() -> None:
     )
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_parameters_are_found_where_a_layer_keeps_them(rank: int) -> None:
     layer = nn.Linear(2, 2)
     slots, weight = internals.parameters_of(layer), layer.weight
@@ -381,7 +381,7 @@ def test_parameters_are_found_where_a_layer_keeps_them(rank: int) -> None:
     assert_array_equal(weight.grad.numpy(), np.ones((2, 2)))
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_a_converted_tensor_stays_the_same_object(rank: int) -> None:
     layer = nn.BatchNorm1D(2)
     mean = layer._mean
@@ -595,7 +595,7 @@ def test_what_an_untranslated_function_calls_runs_as_it_is(rank: int) -> None:
     assert seen == ["note", "note"]
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_how_many_tensors_lie_in_the_memory_of_a_gradient_is_known(rank: int) -> None:
     paddle.set_default_dtype("float64")
     uses = internals.uses_of_memory()
@@ -622,7 +622,7 @@ def test_how_many_tensors_lie_in_the_memory_of_a_gradient_is_known(rank: int) ->
     assert uses.of(paddle.zeros([0, 2])) is not None and uses.of(3) == (0, 0)
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_generators_go_on_from_states_that_are_plain_values(rank: int) -> None:
     paddle.seed(3)
     paddle.rand([5])

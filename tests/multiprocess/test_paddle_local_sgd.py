@@ -15,7 +15,7 @@ from paddle import nn
 
 from paceline.errors import ConfigError, NonFiniteGradientError
 from paceline.paddle import DataParallel, LocalSGD
-from tests.multiprocess.paddle_models import Words, join_paddle, kept_ranks, ranks, squares
+from tests.multiprocess.paddle_models import Words, join_paddle, joined_ranks, kept_ranks, ranks, squares
 from tests.several_hosts import be_on_host
 
 LR = 0.1
@@ -105,7 +105,7 @@ def test_ranks_of_one_host_meet(group):
     check_training(group.rank, "ranks")
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_hosts_meet(rank):
     be_on_host(rank)
     join_paddle(rank)

@@ -18,9 +18,9 @@ from tests.multiprocess.paddle_models import (
     batch,
     gradients,
     join_paddle,
+    joined_ranks,
     kept_ranks,
     paths,
-    ranks,
     share,
     squares,
     train,
@@ -86,7 +86,7 @@ def test_a_backward_that_raises_is_reported_to_all_and_the_next_is_good(group: o
 
 
 @pytest.mark.parametrize("view", VIEWS)
-@ranks(2)
+@kept_ranks(2)
 def test_gradients_that_do_not_lie_in_memory_as_their_parameter(group: object, view: bool) -> None:
     x, factors = batch(), paddle.arange(12, dtype="float32").reshape([4, 3])
 
@@ -202,7 +202,7 @@ def step_of(rank: int, wrap: object) -> list[np.ndarray]:
     return [*gradients(model), *(p.numpy() for p in model.parameters())]
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_gradients_equal_those_of_paddles_own(rank: int) -> None:
     join_paddle(rank)
     ours, theirs = step_of(rank, DataParallel), step_of(rank, paddle.DataParallel)
@@ -222,7 +222,7 @@ class Either(nn.Layer):
 
 
 @paths
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_a_mean_written_into_a_cleared_gradient_is_added_to(rank: int, path: str, view: bool) -> None:
     join_paddle(rank)
     one = paddle.ones([1, 1])
@@ -241,7 +241,7 @@ def test_a_mean_written_into_a_cleared_gradient_is_added_to(rank: int, path: str
 
 
 @paths
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_weights_that_begin_while_the_parameters_are_frozen(rank: int, path: str, view: bool) -> None:
     join_paddle(rank)
     model = nn.Sequential(nn.Linear(1, 1, bias_attr=False))

@@ -25,7 +25,16 @@ from paceline.errors import (
 )
 from paceline.paddle import DataParallel, LocalSGD, ShardedOptimizer
 from paceline.paddle import share as ours_share
-from tests.multiprocess.paddle_models import batch, join_paddle, kept_ranks, ranks, share, squares, two_layers
+from tests.multiprocess.paddle_models import (
+    batch,
+    join_paddle,
+    joined_ranks,
+    kept_ranks,
+    ranks,
+    share,
+    squares,
+    two_layers,
+)
 from tests.multiprocess.test_paddle_hosts import BLOCKS, place
 
 
@@ -92,7 +101,7 @@ def test_the_bits_are_those_of_replicas(group: Any) -> None:
     assert same(trained(group, "sharded", group.rank, gradient_as_bucket_view=True), expected)
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_over_a_group_of_paddles(rank: int) -> None:
     join_paddle(rank)
     expected = trained(None, "unshared", rank)

@@ -12,7 +12,7 @@ from paddle import nn
 
 from paceline.errors import ConfigError, ModelMismatchError
 from paceline.paddle import DataParallel, MixedPrecision
-from tests.multiprocess.paddle_models import join_paddle, kept_ranks, ranks
+from tests.multiprocess.paddle_models import join_paddle, joined_ranks, kept_ranks
 
 X = np.random.default_rng(3).standard_normal((2, 4))
 UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -43,7 +43,7 @@ class Scaled(nn.Layer):
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", ["memory", "group"])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_gradients_are_averaged_in_reduce_dtype(rank: int, path: str, view: bool) -> None:
     """Each rank's gradient is rounded to it, and the mean; .grad has the parameter's dtype."""
     join_paddle(rank)

@@ -8,7 +8,7 @@ from paddle import nn
 
 from paceline.errors import ReplicasDifferError
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import batch, join_paddle, kept_ranks, ranks, share, squares
+from tests.multiprocess.paddle_models import batch, join_paddle, joined_ranks, kept_ranks, share, squares
 
 ODD = 2  # of 3 ranks
 
@@ -24,7 +24,7 @@ def backward(wrapped: DataParallel, rank: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["memory", "group"])
-@ranks(3, group=None)
+@joined_ranks(3)
 def test_a_check_on_demand(rank: int, way: str) -> None:
     join_paddle(rank)
     wrapped = DataParallel(network(), reduce_through=way)

@@ -18,8 +18,8 @@ from tests.multiprocess.paddle_models import (
     batch,
     drop_grad,
     join_paddle,
+    joined_ranks,
     kept_ranks,
-    ranks,
     share,
     squares,
     two_layers,
@@ -149,7 +149,7 @@ def test_other_optimizers_get_whole_parameters_and_have_the_same_bits(group: Any
         assert {piece.rank for piece in ours._shards.pieces} == {0, 1, 2}
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_through_a_group_of_paddles(rank: int) -> None:
     join_paddle(rank)
     for optimizer_class, options in [*ELEMENTWISE[:1], *WHOLE[:1]]:

@@ -25,15 +25,7 @@ from paceline.errors import (
     UnusedParameterError,
 )
 from paceline.paddle import DataParallel, LocalSGD, ShardedOptimizer
-from tests.multiprocess.paddle_models import (
-    batch,
-    drop_grad,
-    kept_ranks,
-    ranks,
-    share,
-    squares,
-    two_layers,
-)
+from tests.multiprocess.paddle_models import batch, drop_grad, kept_ranks, ranks, share, squares, two_layers
 from tests.multiprocess.test_paddle_hosts import place
 from tests.multiprocess.test_paddle_sharded_optimizer import make_parameters, same_bits, train
 
@@ -238,7 +230,7 @@ def test_a_step_is_skipped_where_a_scaler_has_found_an_infinity(group: Any) -> N
         assert all(bool((parameter == expected).all()) for parameter in parameters)
 
 
-@ranks(1, group=None)
+@kept_ranks(1, group=None)
 def test_alone_it_is_the_optimizer(rank: int) -> None:
     expected, parameters = make_parameters(), make_parameters()
     with unique_name.guard():
@@ -278,7 +270,7 @@ def test_a_rank_that_dies_leaves_no_silent_half_of_a_step(group: Any, where: str
         optimizer.step()
 
 
-@ranks(2, group=None)
+@kept_ranks(2, group=None)
 def test_ranks_that_train_on_their_own_do_not_share_an_optimizer(rank: int) -> None:
     place(rank, (0, 1))
     wrapped = DataParallel(two_layers(), local_sgd=LocalSGD(every=4, warmup_steps=1))

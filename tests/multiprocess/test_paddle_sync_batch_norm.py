@@ -12,14 +12,7 @@ from paddle import nn
 
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel, SyncBatchNorm
-from tests.multiprocess.paddle_models import (
-    batch,
-    kept_ranks,
-    ranks,
-    share,
-    squares,
-    train,
-)
+from tests.multiprocess.paddle_models import batch, kept_ranks, ranks, share, squares, train
 
 
 def close(model: nn.Layer, alone: nn.Layer) -> None:
@@ -76,7 +69,7 @@ def test_sync_batch_norm_over_other_layouts(group: object) -> None:
         assert_allclose(synced(share(x, 0)).numpy(), plain(share(x, 0)).numpy(), rtol=1e-5, atol=1e-6)
 
 
-@ranks("world_size")
+@kept_ranks("world_size")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_gradient_of_a_gradient_goes_through_all_ranks(group: object, world_size: int) -> None:
     """A penalty of the inputs' gradients, which depend on all ranks' samples."""
@@ -120,7 +113,7 @@ def test_under_to_static(rank: int, is_wrapped: bool) -> None:
             assert_allclose(ours.grad.numpy(), expected.grad.numpy(), rtol=1e-4, atol=1e-5)
 
 
-@ranks(2, group=None)
+@kept_ranks(2, group=None)
 def test_a_static_graph_of_all_is_refused_in_training(rank: int) -> None:
     model = SyncBatchNorm.convert_sync_batchnorm(normalised())
     static = paddle.jit.to_static(model, full_graph=True)

@@ -17,9 +17,9 @@ from tests.multiprocess.paddle_models import (
     Words,
     assert_same_on_all_ranks,
     join_paddle,
+    joined_ranks,
     kept_ranks,
     paths,
-    ranks,
     squares,
     two_layers,
 )
@@ -80,7 +80,7 @@ def test_join_gives_the_mean_over_all_or_over_those_with_data(
     assert_array_equal(model[2].bias.grad.numpy(), [1, 1])
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_join_over_a_group_of_paddles(rank: int) -> None:
     join_paddle(rank)
     model = two_layers()
@@ -140,7 +140,7 @@ def test_an_exception_within_join_is_not_the_end_of_data(group: Any) -> None:
 
 
 @paths
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_uneven_data_leaves_gradients_as_it_found_them(rank: int, path: str, view: bool) -> None:
     """In the order of most loops: backward, step, clear. The first gradient of the next epoch is right."""
     join_paddle(rank)

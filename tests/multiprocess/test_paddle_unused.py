@@ -22,6 +22,7 @@ from tests.multiprocess.paddle_models import (
     batch,
     gradients,
     join_paddle,
+    joined_ranks,
     kept_ranks,
     ranks,
     share,
@@ -121,7 +122,7 @@ PATHS = pytest.mark.parametrize(
 
 
 @PATHS
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_parameters_that_no_rank_uses_train_as_with_paddles_own(rank: int, path: str, view: bool) -> None:
     """One warning names them, and their gradients stay away."""
     join_paddle(rank)
@@ -144,7 +145,7 @@ def test_parameters_that_no_rank_uses_train_as_with_paddles_own(rank: int, path:
 
 
 @PATHS
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_what_no_rank_uses_keeps_its_gradient_and_what_one_rank_uses_raises(
     rank: int, path: str, view: bool
 ) -> None:

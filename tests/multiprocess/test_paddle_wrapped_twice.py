@@ -11,10 +11,10 @@ from paddle.distributed import fleet
 
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import join_paddle, kept_ranks, ranks
+from tests.multiprocess.paddle_models import join_paddle, joined_ranks, kept_ranks
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_wrappers_of_paddle_around_ours_and_within(rank: int) -> None:
     join_paddle(rank)
     x = paddle.ones([1, 4])
@@ -31,7 +31,7 @@ def test_wrappers_of_paddle_around_ours_and_within(rank: int) -> None:
         DataParallel(nn.Sequential(paddle.DataParallel(nn.Linear(4, 2))))
 
 
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_what_has_wrapped_is_named(rank: int) -> None:
     join_paddle(rank)
     x = paddle.ones([1, 4])

@@ -16,7 +16,7 @@ from numpy.testing import assert_allclose
 from paddle import nn
 
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import batch, join_paddle, kept_ranks, ranks, share, squares
+from tests.multiprocess.paddle_models import batch, join_paddle, joined_ranks, kept_ranks, share, squares
 
 STEPS = 4
 
@@ -174,7 +174,7 @@ def test_estimates_of_a_spectral_norm_that_one_rank_alone_goes_on_with(group: An
 
 @pytest.mark.parametrize("path", ["memory", "group"])
 @pytest.mark.parametrize("end", ["finish", "join"])
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_the_model_that_ends_uneven_data_is_no_write(rank: int, end: str, path: str) -> None:
     """A copy may count as a write, and the evaluation writes other values on each rank."""
     join_paddle(rank)

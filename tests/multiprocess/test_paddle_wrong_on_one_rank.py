@@ -11,7 +11,7 @@ import paceline.paddle
 from paceline import Group
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import join_paddle, kept_ranks, ranks
+from tests.multiprocess.paddle_models import join_paddle, joined_ranks, kept_ranks
 
 
 @kept_ranks(2)
@@ -38,7 +38,7 @@ def test_arguments_over_a_group(group: Group) -> None:
 
 
 @pytest.mark.parametrize("wrong_on", [{0, 1}, {1}])
-@ranks(2)
+@kept_ranks(2)
 def test_paddle_that_copies_instead_of_making_views(group: Group, wrong_on: set[int]) -> None:
     if group.rank in wrong_on:
         paddle.set_flags({"FLAGS_use_stride_kernel": False})
@@ -55,7 +55,7 @@ def test_paddle_that_copies_instead_of_making_views(group: Group, wrong_on: set[
     paddle.__version__ < "3.2",
     reason="Paddle 3.1 makes a group on all ranks whenever a mesh is asked for its own",
 )
-@ranks(2, group=None)
+@joined_ranks(2)
 def test_a_mesh_is_known_to_those_that_refuse_something_else(rank: int) -> None:
     join_paddle(rank)
     mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])

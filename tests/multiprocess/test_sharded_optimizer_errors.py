@@ -26,7 +26,7 @@ from paceline.errors import (
 from paceline.sharding.step_exchange import MemoryTravel
 from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer
 from paceline.torch.ops import OPS
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.multiprocess.rank_signals import meet, tell, until_told
 from tests.multiprocess.test_local_sgd import network, place, rows
 from tests.multiprocess.test_sharded_optimizer import make_parameters, same_bits
@@ -45,7 +45,7 @@ def make(path: str = "memory", **options: Any) -> tuple[list[nn.Parameter], Shar
 
 
 @PATHS
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_different_steps_are_told_before_anything_is_written(rank: int, path: str) -> None:
     parameters, optimizer = make(path)
     before = [parameter.detach().clone() for parameter in parameters]
@@ -90,7 +90,7 @@ def test_different_steps_are_told_before_anything_is_written(rank: int, path: st
     assert all(parameter.eq(0.5).all() for parameter in parameters)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_parameter_that_is_resized_on_one_rank_is_reported_on_all(rank: int) -> None:
     parameters, optimizer = make()
     if rank == 1:
@@ -101,7 +101,7 @@ def test_a_parameter_that_is_resized_on_one_rank_is_reported_on_all(rank: int) -
 
 
 @PATHS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_different_arguments_are_told_when_the_optimizer_is_made(rank: int, path: str) -> None:
     with pytest.raises(ModelMismatchError, match="lr of group 0 differs"):
         make(path, lr=0.1 * (1 + rank))
@@ -121,7 +121,7 @@ def test_different_arguments_are_told_when_the_optimizer_is_made(rank: int, path
 
 
 @PATHS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_step_on_one_rank_only_names_the_other_at_the_deadline(rank: int, path: str) -> None:
     parameters, optimizer = make(path)
     optimizer.step()
@@ -191,7 +191,7 @@ class Failing(optim.SGD):
 
 @PATHS
 @pytest.mark.parametrize("is_shared", [False, True])
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_rank_that_raises_in_its_step_tells_the_others_at_once(
     rank: int, path: str, is_shared: bool
 ) -> None:
@@ -229,7 +229,7 @@ class Refusing(optim.SGD):
         super().step()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_fused_step_in_which_all_ranks_raise_counts_as_half_made(rank: int) -> None:
     """No version shows whether its kernel has written."""
     model = nn.Linear(30, 30)
@@ -244,7 +244,7 @@ def test_a_fused_step_in_which_all_ranks_raise_counts_as_half_made(rank: int) ->
         ddp(torch.ones(1, 30))
 
 
-@ranks(1, group="gloo")
+@kept_ranks(1, group="gloo")
 def test_a_step_that_is_refused_in_a_single_process(rank: int) -> None:
     model = nn.Linear(3, 3)
     optimizer = ShardedOptimizer(model.parameters(), Refusing, lr=0.1)
@@ -256,7 +256,7 @@ def test_a_step_that_is_refused_in_a_single_process(rank: int) -> None:
     optimizer.step()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_half_of_a_step_stays_so_until_parameters_are_loaded(rank: int) -> None:
     """The optimizer's state alone mends nothing: neither with this optimizer nor with another."""
     parameters, optimizer = make()
@@ -294,7 +294,7 @@ def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_first_step_with_a_journal_that_one_rank_refuses(rank: int) -> None:
     """The others hear why before they make the journal together, and the next step makes it."""
     model = nn.Linear(30, 30)
@@ -314,7 +314,7 @@ def test_a_first_step_with_a_journal_that_one_rank_refuses(rank: int) -> None:
     assert not same_bits(model.weight, before)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_parameters_of_a_step_that_was_given_up_say_what_to_do(rank: int) -> None:
     """Nobody writes after a rank has said that nothing was written: another optimizer does not, either."""
     ddp = DistributedDataParallel(nn.Linear(30, 30), share_parameters=True)
@@ -360,7 +360,7 @@ def test_a_rank_without_data_knows_of_a_step_that_another_completes(rank: int) -
     until_told("seen", [0, 2])
 
 
-@ranks(3, group="gloo")
+@kept_ranks(3, group="gloo")
 def test_a_rank_without_data_that_does_not_come_out_of_the_barrier(rank: int) -> None:
     """Another one has come out of it, and begun: the step is half made, and nobody returns in silence."""
     ddp, optimizer, batches = uneven(rank, journal=False)
@@ -408,7 +408,7 @@ class Coupled(optim.SGD):
         super().step()
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_arguments_that_are_refused(rank: int) -> None:
     parameter = nn.Parameter(torch.ones(300))
     for optimizer_class, options, said in (
@@ -445,7 +445,7 @@ def test_arguments_that_are_refused(rank: int) -> None:
         assert said in str(caught.value), (said, str(caught.value))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_random_numbers_stay_as_they_are(rank: int) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
@@ -453,7 +453,7 @@ def test_random_numbers_stay_as_they_are(rank: int) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_ranks_that_train_on_their_own_do_not_share_an_optimizer(rank: int) -> None:
     place(rank, 2)
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(every=4, warmup_steps=1))
@@ -478,7 +478,7 @@ def test_ranks_that_train_on_their_own_do_not_share_an_optimizer(rank: int) -> N
 
 
 @PATHS
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_an_optimizer_that_makes_no_step_is_refused_when_it_is_made(rank: int, path: str) -> None:
     """On every rank, with what it raises; the group can be used afterwards."""
     parameters = make_parameters()

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
 from paceline.torch.sharding import sharded_optimizer
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 from tests.multiprocess.test_sharded_optimizer import (
     ELEMENTWISE,
     in_two_groups,
@@ -144,7 +144,7 @@ def test_a_rank_whose_data_has_ended_makes_its_pieces(rank: int) -> None:
     assert_close(list(module.parameters()), list(copy.parameters()))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_all_ranks_know_the_same_pieces_with_other_numbers_of_threads(rank: int) -> None:
     torch.set_num_threads(1 + rank)
     expected, parameters = make_parameters(), make_parameters()

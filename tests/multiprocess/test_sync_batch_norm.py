@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 from paceline.errors import DeadlineError, MismatchError
 from paceline.torch import DistributedDataParallel, SyncBatchNorm
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 
 SIZES = [[3, 3], [5, 1], [6, 0]]
 
@@ -98,7 +98,7 @@ def test_sixteen_bits_and_a_single_value(rank: int) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
 @pytest.mark.parametrize("call", ["finish", "sync_buffers", "backward"])
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_rank_in_another_call_than_the_norm_raises_at_once(rank: int, backend: str, call: str) -> None:
     """So does the one in the norm; a deadline would blame one of them."""
     group = dist.new_group(backend=backend)

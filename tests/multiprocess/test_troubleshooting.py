@@ -24,7 +24,7 @@ import paceline
 from paceline import _core, errors
 from paceline.errors import PacelineError
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
-from tests.harness import ranks
+from tests.harness import kept_ranks, ranks
 from tests.launch.programs import train
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "troubleshooting.md"
@@ -179,7 +179,7 @@ def test_each_error_has_a_section_and_a_program() -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@ranks(2)
+@kept_ranks(2)
 def test_an_error_that_the_page_shows(group: Any, name: str) -> None:
     try:
         PROGRAMS[name](group)
@@ -216,7 +216,7 @@ def test_half_of_a_step(group: Any) -> None:
     check("TornStepError", str(caught.value))
 
 
-@ranks(2)
+@kept_ranks(2)
 def test_a_rank_that_is_late(group: Any, tmp_path: Path) -> None:
     told = tmp_path / "rank 0 has raised"
     if group.rank == 1:

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from paceline.errors import ConfigError
 from paceline.torch import DataParallel, DistributedDataParallel
-from tests.harness import ranks
+from tests.harness import kept_ranks
 
 
 class Both(nn.Module):
@@ -23,7 +23,7 @@ class Both(nn.Module):
         return self.second(self.first(x))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_torchs_wrapper_refuses_ours_when_it_is_made(rank: int) -> None:
     ddp = DistributedDataParallel(nn.Linear(2, 1))
     with pytest.raises(ConfigError, match="averaged twice") as caught:  # as accelerator.prepare(model) does
@@ -34,7 +34,7 @@ def test_torchs_wrapper_refuses_ours_when_it_is_made(rank: int) -> None:
     assert_close(ddp.module.bias.grad, torch.tensor([1.5]))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_torchs_wrapper_around_a_model_with_ours_in_it_is_refused_in_forward(rank: int) -> None:
     for used_before in (False, True):
         inner = DistributedDataParallel(nn.Linear(2, 2))
@@ -47,7 +47,7 @@ def test_torchs_wrapper_around_a_model_with_ours_in_it_is_refused_in_forward(ran
             outer(torch.ones(1, 2))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_torchs_replicate_is_a_wrapper_too(rank: int) -> None:
     from torch.distributed._composable import replicate
 
@@ -68,7 +68,7 @@ class Failing(nn.Module):
         raise LookupError
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_forward_of_replicate_that_has_raised_is_around_no_later_forward(rank: int) -> None:
     """torch goes on to name it as the wrapper whose forward runs."""
     from torch.distributed._composable import replicate
@@ -84,7 +84,7 @@ def test_a_forward_of_replicate_that_has_raised_is_around_no_later_forward(rank:
             replicate(Both(inner))(torch.ones(1, 2))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_ours_refuses_what_torch_has_wrapped(rank: int) -> None:
     with pytest.raises(ConfigError, match=r"wrapped already, by torch.*around the whole model"):
         DistributedDataParallel(TorchDDP(nn.Linear(2, 1)))
@@ -92,7 +92,7 @@ def test_ours_refuses_what_torch_has_wrapped(rank: int) -> None:
         DistributedDataParallel(Both(TorchDDP(nn.Linear(2, 2))))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_ours_around_ours_averages_once(rank: int) -> None:
     net = nn.Linear(2, 1)
     ddp = DistributedDataParallel(DistributedDataParallel(net))
@@ -102,14 +102,14 @@ def test_ours_around_ours_averages_once(rank: int) -> None:
         assert_close(net.bias.grad, torch.tensor([1.5]))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_data_parallel_does_not_copy_ours(rank: int) -> None:
     both = DataParallel(Both(DistributedDataParallel(nn.Linear(2, 2))), device_ids=["cpu", "cpu"])
     with pytest.raises(ConfigError, match="cannot replicate"):
         both(torch.ones(4, 2))
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_ours_may_be_around_data_parallel(rank: int) -> None:
     net = nn.Linear(2, 1)
     ddp = DistributedDataParallel(DataParallel(net, device_ids=["cpu", "cpu"]))

@@ -14,7 +14,7 @@ from paceline import Group
 from paceline.errors import CollectiveError, ConfigError, PacelineError, RendezvousError
 from paceline.reducer import agreement
 from paceline.torch import DistributedDataParallel
-from tests.harness import kept_ranks, ranks
+from tests.harness import kept_ranks
 
 LONG_S = 300.0  # longer than the harness waits
 
@@ -94,7 +94,7 @@ def test_arguments_that_are_wrong_on_all_ranks_are_told_to_each(rank: int) -> No
         DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=("big", "huge")[rank])
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_one_rank_alone_wraps(rank: int) -> None:
     dist.barrier()  # Gloo has formed a group on rank 0, which leaves at once, before it has on rank 1
     if rank == 1:
@@ -105,7 +105,7 @@ def test_one_rank_alone_wraps(rank: int) -> None:
         assert caught.value.likely and "output" in caught.value.hint
 
 
-@ranks(2, group="gloo")
+@kept_ranks(2, group="gloo")
 def test_a_hook_on_one_rank(rank: int) -> None:
     model = DistributedDataParallel(nn.Linear(2, 2), timeout_s=4.0)
     if rank == 1:
