@@ -89,8 +89,8 @@ class Checkpointer:
         self._ops, self._peers = training.ops, training.peers
         self._rank, self._world_size = training.peers.rank, training.peers.world_size
         with training.telling("make a Checkpointer"):
-            if training.obstacle is not None:
-                raise training.obstacle
+            if training.reason_against is not None:
+                raise training.reason_against
             self._folder = Path(folder).absolute()
             self._every_steps = (
                 None if every_steps is None else check.whole("every_steps", every_steps, least=1)

@@ -54,7 +54,7 @@ class Training:
         in_step: Names of the buffers that all ranks have alike.
         objects: What was registered, by name.
         good_backwards: How many there were, those before this process included.
-        obstacle: Why its state can't be saved or loaded; None: it can.
+        reason_against: Why its state can't be saved or loaded; None: it can.
         writing: Lets parameters be written to.
     """
 
@@ -68,7 +68,7 @@ class Training:
     in_step: Collection[str]
     objects: Mapping[str, Any]
     good_backwards: int
-    obstacle: ConfigError | None
+    reason_against: ConfigError | None
     writing: Callable[[], AbstractContextManager[None]]
 
     def call(self, method: str) -> str:
@@ -103,8 +103,8 @@ def collect(training: Training, to: Collection[int]) -> dict[str, Any]:
     """The state, on the ranks `to`; empty on others. Collective. Tensors are those that are trained."""
     ops, peers, rank = training.ops, training.peers, training.peers.rank
     with training.telling(_SAVING):
-        if training.obstacle is not None:
-            raise training.obstacle
+        if training.reason_against is not None:
+            raise training.reason_against
         held = training.module.state_dict()
         model = plain(held, ops, "the model")
         versions = plain(getattr(held, "_metadata", {}), ops, "the model's _metadata")
@@ -154,8 +154,8 @@ def restore(training: Training, state: Any) -> int:
     """
     ops, rank = training.ops, training.peers.rank
     with training.telling(_LOADING):
-        if training.obstacle is not None:
-            raise training.obstacle
+        if training.reason_against is not None:
+            raise training.reason_against
         _check(training, state)
         model = dict(state["model"])
         same_world = state["world_size"] == training.peers.world_size

@@ -629,11 +629,11 @@ class WrappedModel:
             in_step=() if backward_sync is None else backward_sync.buffers.in_step,
             objects=self._registered,
             good_backwards=self._earlier_steps + self.num_good_passes,
-            obstacle=self._obstacle_to_state(),
+            reason_against=self._reason_against_state(),
             writing=self.writing,
         )
 
-    def _obstacle_to_state(self) -> ConfigError | None:
+    def _reason_against_state(self) -> ConfigError | None:
         """Why there is no training state of this model; None: there is."""
         state = None if self._comm_hook is None else self._comm_hook.state
         if self._config.local_sgd is not None:

@@ -1,9 +1,9 @@
 """`paceline run --nnodes 2 --rdzv HOST:PORT`: the ranks of several hosts, started by torch's elastic agent.
 
-Its one idea: torch's agent on each host starts the ranks of that host, and the agents agree who they are; we
-tell each agent what it would have to guess (whether it is the one that all meet at, and at which address
-others reach it), and say what it waits for in silence: a rendezvous address that is not there yet, or other
-hosts. Two shells of one machine may be two hosts: the first launcher there serves.
+torch's agent on each host starts the ranks of that host, and the agents agree who they are. The launcher
+passes each agent what it would have to guess (whether it serves the others, and at which address others reach
+it), and reports what it waits for in silence: a rendezvous address that does not exist yet, or other hosts.
+Two shells of one machine may be two hosts: the first launcher there serves.
 """
 
 from __future__ import annotations
@@ -133,10 +133,12 @@ def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[s
             )
         arguments = agent_command(checked, way, port, serves=serves)
         threads = environment.get("OMP_NUM_THREADS") or str(checked.threads)
-        told = {**environment, "OMP_NUM_THREADS": threads}
+        variables = {**environment, "OMP_NUM_THREADS": threads}
         words = [*interpreter(), *arguments, *command]
         sys.stdout.flush()
-        sys.exit(_run_watched(words, told, _watch_of(checked, command, told), _RendezvousPoint(checked)))
+        sys.exit(
+            _run_watched(words, variables, _watch_of(checked, command, variables), _RendezvousPoint(checked))
+        )
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,7 @@ class _Watch:
         recording: What is recorded.
         dashboard: The page about it; None: there is none.
         trace: The timeline; None: nothing is written.
-        variables: What the ranks must be told.
+        variables: What the ranks get in their environment.
     """
 
     recording: JobRecording
@@ -238,7 +240,7 @@ def _pass_on(agent: int, signum: int) -> None:
 def _run_watched(
     words: Sequence[str], environment: Mapping[str, str], watch: _Watch, rendezvous: _RendezvousPoint
 ) -> int:
-    """Run the agent as a child, and tell what is seen of its ranks. Returns its exit status.
+    """Run the agent as a child, and report what is seen of its ranks. Returns its exit status.
 
     A Ctrl-C reaches the agent from the terminal; other signals are passed on. If this process is killed, the
     agent is asked to stop. If the agent is killed, its ranks become children of this process, which kills

@@ -73,7 +73,7 @@ def check_port_is_free(
         ) from None
     family, kind, protocol, _, where = infos[0]
     with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a job that just ended is no obstacle
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # although a job has just used it
         try:
             listener.bind(where)
             listener.listen()

@@ -180,7 +180,7 @@ def interface_for_gloo(way: Way) -> tuple[str, str]:
 
 
 def interface_problems(names: str) -> tuple[str, str]:
-    """What is wrong with the interfaces that Gloo is told: for this host, and for others that reach it.
+    """What is wrong with the interfaces that Gloo is to use: for this host, and for others that reach it.
 
     Example:
         interface_problems("lo") is ("", "GLOO_SOCKET_IFNAME=lo (127.0.0.1) is reached by no other host").

@@ -1,4 +1,4 @@
-"""The start of a job, before the framework forms a group: how a rank reaches rank 0, and what it tells.
+"""The start of a job, before the framework forms a group: how a rank reaches rank 0, and what it reports.
 
 What a framework would wait for in silence, or meet as an error without a name, is found here: on this rank,
 or once all have come (`membership`).
@@ -42,7 +42,7 @@ class Start:
         way: To that address.
         port: Where rank 0, or its launcher, listens there.
         deadline: When all have to have come.
-        arrival: What this rank tells the others.
+        arrival: What this rank reports to the others.
         secret: The job's; empty: it has none, or this rank could not read it.
     """
 
@@ -82,10 +82,10 @@ def prepare(
     over_gloo: bool,
     owner: str,
 ) -> Start:
-    """Find out whether this rank can meet the others, and tell Gloo where to listen."""
+    """Check whether this rank can reach the others, and set the address at which Gloo listens."""
     deadline = Deadline(timeout_s)
     way = find_way(place.master_addr, what)
-    # Kubeflow tells the pod of rank 0 that it is localhost, and the others its name.
+    # Kubeflow gives the pod of rank 0 the address localhost, and the others its name.
     is_right_here = is_in_pod(os.environ) and place.rank < (place.local_world_size or 1)
     # Torch's agents have met at a loopback address: each counts its own ranks, and all are on this host.
     is_one_host = means_this_host(way.name) and "TORCHELASTIC_RUN_ID" in os.environ and not is_right_here
@@ -105,7 +105,7 @@ def prepare(
     listens = ("", "")
     try:
         secret = find_secret()
-    except ConfigError as error:  # told to all, who would wait for this rank
+    except ConfigError as error:  # reported to all, who would wait for this rank
         problem = str(error)
     if over_gloo and (spans_hosts or (may_span_hosts(place) and not way.is_loopback)):
         _configure_gloo(way, owner)
@@ -118,7 +118,7 @@ def prepare(
         place.world_size,
         socket.gethostname(),
         os.getpid(),
-        # What the membership store is told crosses the network in the clear, and the id may be a secret.
+        # What is in the membership store crosses the network in the clear, and the id may be a secret.
         hashlib.sha256(place.job_id.encode()).hexdigest()[:8] if place.job_id else "",
         version("paceline"),
         framework,
@@ -153,7 +153,7 @@ def _configure_gloo(way: Way, owner: str) -> None:
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         warnings.warn(
-            f"{owner}: Gloo is told to listen at {interface}, because {reason}. "
+            f"{owner}: Gloo will listen at {interface}, because {reason}. "
             f"GLOO_SOCKET_IFNAME={interface}, or a line in /etc/hosts for this host, says so beforehand.",
             RuntimeWarning,
             stacklevel=4,

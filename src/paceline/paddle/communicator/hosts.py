@@ -33,7 +33,7 @@ from paceline.rendezvous.messages import read_object, read_of_ranks
 from paceline.rendezvous.shared_memory import HostMemory
 
 MOST_HOSTS = 16
-"""With more, threads and connections would be too many: some fourteen threads for each partner."""
+"""With more, threads and connections would be too many: some fourteen threads for each peer."""
 LANES = 2
 """Connections to a peer in each direction. Gloo asks the receiver before it sends a message, and the
 question waits behind what goes the same way: with one, a link of 100 Mbit/s idled a seventh of the time."""
@@ -99,9 +99,9 @@ def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | N
     global _next_id
     own = next(host for host, ranks in enumerate(hosts) if peers.rank in ranks)
     place, shards = hosts[own].index(peers.rank), num_shards(hosts)
-    partners = [ranks[place] for ranks in hosts] if place < shards else []
+    same_place = [ranks[place] for ranks in hosts] if place < shards else []
     # Of two peers, the one on the host with the lower number keeps the stores.
-    reserved = {rank: [_reserve_port() for _ in range(2 * LANES)] for rank in partners[own + 1 :]}
+    reserved = {rank: [_reserve_port() for _ in range(2 * LANES)] for rank in same_place[own + 1 :]}
     ports = {str(rank): [each.getsockname()[1] for each in row] for rank, row in reserved.items()}
     offers = _gather_offers(peers, _Offer(_next_id, addresses_for_others(), ports))
     first_id = max(offer.next_id for offer in offers)
@@ -110,25 +110,25 @@ def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | N
     outgoing: dict[int, list[Carry]] = {}
     incoming: dict[int, list[Carry]] = {}
     # All ranks come to their peers in one order, so that no two wait for each other.
-    for other, partner in enumerate(partners):
+    for other, peer in enumerate(same_place):
         if other == own:
             continue
         low, high = min(own, other), max(own, other)
         for index, (sender, receiver) in enumerate([(low, high), (high, low)] * LANES):
             number = (place * len(hosts) + sender) * len(hosts) + receiver
             number = first_id + number * LANES + index // 2
-            offer = offers[partners[low]]
-            store = offer.addresses, offer.ports[str(partners[high])][index]
-            held = reserved[partner][index] if own == low else None
-            carry = _RendezvousPoint(peers, control, partner, *store, held).connect(
+            offer = offers[same_place[low]]
+            store = offer.addresses, offer.ports[str(same_place[high])][index]
+            held = reserved[peer][index] if own == low else None
+            carry = _RendezvousPoint(peers, control, peer, *store, held).connect(
                 number, receives=own == receiver
             )
             (outgoing if own == sender else incoming).setdefault(other, []).append(carry)
-    sockets = sockets_to(peers.exchange, partners, before, peers.timeout_s)
-    if not partners:
+    sockets = sockets_to(peers.exchange, same_place, before, peers.timeout_s)
+    if not same_place:
         return None
-    names = [f"rank {rank} (host {host}, {_where(control, rank)})" for host, rank in enumerate(partners)]
-    _kept.append(Pipes(own, partners, names, outgoing, incoming, sockets, GLOO_LIMIT_S))
+    names = [f"rank {rank} (host {host}, {_where(control, rank)})" for host, rank in enumerate(same_place)]
+    _kept.append(Pipes(own, same_place, names, outgoing, incoming, sockets, GLOO_LIMIT_S))
     return _kept[-1]
 
 
@@ -149,7 +149,7 @@ def _gather_offers(peers: Ranks, own: _Offer) -> list[_Offer]:
 class _RendezvousPoint:
     peers: Ranks
     control: ControlChannel
-    partner: int
+    rank: int
     addresses: Sequence[str]
     port: int
     held: socket.socket | None
@@ -174,7 +174,7 @@ class _RendezvousPoint:
             peers, reason = self.peers, str(error).strip() or type(error).__name__
             raise RendezvousError(
                 f"Rank {peers.rank} of {peers.world_size} could not connect to its peer on another host.",
-                seen=f"rank {self.partner} ({_where(self.control, self.partner)})\n{reason.splitlines()[-1]}",
+                seen=f"rank {self.rank} ({_where(self.control, self.rank)})\n{reason.splitlines()[-1]}",
                 likely="a firewall between the hosts, or an interface that the other host cannot reach",
                 hint="GLOO_SOCKET_IFNAME names the interface to use, on each host; "
                 'reduce_through="group" averages over the process group alone',

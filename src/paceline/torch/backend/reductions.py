@@ -176,7 +176,7 @@ def reduce_scatter_single(
             "reduce_scatter: the input does not fit the output.",
             expected=f"{output.numel()} * {core.world_size} elements of {output.dtype}",
             got=f"{source.numel()} elements of {source.dtype}",
-            hint="the input holds one stretch per rank, each as large as the output",
+            hint="the input holds one piece per rank, each as large as the output",
         )
     reduction = Reduction.of(source, op)
     source, output = real_view(source), real_view(output)

@@ -91,11 +91,9 @@ def _connect_devices(
     ranks = memory.hosts[place_of(memory.hosts, peers.rank)[0]]
     of_host = PeerMonitor(ChannelSource(control), MemorySource(memory.host_group, ranks))
     group = local_group_of(peers, memory.hosts, device, of_host)
-    partners = join_peers(peers, memory.hosts, control)
+    hosts = join_peers(peers, memory.hosts, control)
     communicator = GroupCommunicator(peers.calls, OPS)
-    return DevicesCommunicator(
-        communicator, peers, partners, group, memory.host_group, of_host, between_hosts
-    )
+    return DevicesCommunicator(communicator, peers, hosts, group, memory.host_group, of_host, between_hosts)
 
 
 class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
@@ -111,17 +109,17 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
         self,
         communicator: GroupCommunicator[torch.Tensor],
         peers: ProcessGroupPeers,
-        partners: Hosts,
+        hosts: Hosts,
         group: LocalGroup,
         memory: _core.HostGroup,
         peer_monitor: PeerMonitor,
         between_hosts: BetweenHosts,
     ) -> None:
         super().__init__(communicator)
-        self._reducers = HostReducers(partners, between_hosts)
+        self._reducers = HostReducers(hosts, between_hosts)
         self.publish = peer_monitor.publish
         self._communicator, self._peers, self._between_hosts = communicator, peers, between_hosts
-        self._partners, self._group, self._of_host = partners, group, peer_monitor
+        self._hosts, self._group, self._of_host = hosts, group, peer_monitor
         self._memory = memory
         self._coded: tuple[CodedSums, Plan] | None = None  # those of the latest plan
 
@@ -148,7 +146,7 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
                 take_over(*self._coded, reducer.codes, plan, place, self._memory)
             self._coded = reducer.codes, plan
         memory = OPS.buffer_at(of_shards, (), reducer.buffer_pointer, reducer.memory)
-        who, num_shards = self._partners.who, len(plan.buckets)
+        who, num_shards = self._hosts.who, len(plan.buckets)
         shards = DeviceShards(
             reducer,
             num_shards,
@@ -165,7 +163,7 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
             calls,
             shards,
             [memory.bucket(number) for number in range(num_shards)],
-            len(self._partners.ranks),
+            len(self._hosts.ranks),
             DeviceCopies(device),
         )
         adopt = None if reducer.codes is None else functools.partial(shards.adopt_errors, plan, place)

@@ -98,7 +98,7 @@ def connect_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> G
         sockets_to(peers.exchange, [], connected_sockets(), peers.timeout_s)
         return None
     nonces, names = zip(*(each.split(" ", 1) for each in reported))
-    partners = [ranks[place] for ranks in hosts]
+    same_place = [ranks[place] for ranks in hosts]
     # Keys that no other model, and no earlier life of these ranks, has used in the user's store.
     keys = f"paceline/hosts/{nonces[0]}/{place}"
     before = connected_sockets()
@@ -108,11 +108,11 @@ def connect_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> G
             raise RuntimeError("the process group was made without a store")
         timeout = timedelta(seconds=peers.timeout_s)
         upwards, downwards = (
-            dist.ProcessGroupGloo(PrefixStore(f"{keys}/{way}", store), own, len(partners), timeout=timeout)
+            dist.ProcessGroupGloo(PrefixStore(f"{keys}/{way}", store), own, len(same_place), timeout=timeout)
             for way in ("upwards", "downwards")
         )
     except RuntimeError as error:
-        others = ", ".join(f"rank {partner} ({names[partner]})" for partner in partners if partner != rank)
+        others = ", ".join(f"rank {each} ({names[each]})" for each in same_place if each != rank)
         raise RendezvousError(
             f"Rank {rank} of {peers.world_size} could not connect to its peers on the other hosts.",
             seen=f"{others}\n{str(error).splitlines()[0]}",
@@ -120,8 +120,8 @@ def connect_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> G
             hint="GLOO_SOCKET_IFNAME names the interface to use, on each host; "
             'reduce_through="group" averages over the process group alone',
         ) from error
-    sockets = sockets_to(peers.exchange, partners, before, peers.timeout_s)
-    return GlooTransport(upwards, downwards, own, partners, names, sockets)
+    sockets = sockets_to(peers.exchange, same_place, before, peers.timeout_s)
+    return GlooTransport(upwards, downwards, own, same_place, names, sockets)
 
 
 class GlooTransport:
