@@ -104,7 +104,7 @@ types: $(VENV)/.core $(VENV)/.paddle $(VENV)/.checks ## Check types: mypy, stric
 	@$(BIN)/mypy
 
 sanitizers: $(VENV)/.tools ## Run the C++ tests under ASan with UBSan, and under TSan, and 100,000 schedules
-	@scripts/sanitizers $(BIN)
+	@scripts/sanitizers $(BIN) $(ARGS)
 
 aarch64: $(VENV)/.tools ## Run the C++ tests for 64-bit Arm under QEMU, where Debian's cross compiler and QEMU are
 	@scripts/aarch64 $(BIN)
