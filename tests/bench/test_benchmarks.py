@@ -137,7 +137,7 @@ def test_an_optimizers_steps_are_measured(tmp_path):
 def test_a_checkpoint_is_measured(tmp_path):
     content = measure(tmp_path, "checkpoint", "--parameters", "1", python=warm_python("torch"))
     assert content["bytes"] >= 12_000_000
-    assert len(content["held_up_s"][0]) == len(content["copy_s"][0]) == 2
+    assert len(content["held_up_s"][0]) == len(content["copy_s"][0]) == 1
 
 
 @needs_torch
