@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from paceline.data import DistributedBatchSampler, DistributedSampler
 from paceline.errors import ConfigError
+from paceline.reducer.sum_order import cut_tree
 
 lengths = st.integers(0, 5_000) | st.integers(0, 60)
 worlds = st.integers(1, 17)
@@ -162,3 +163,31 @@ def test_it_is_a_batched_distributed_sampler(length: int, world_size: int, batch
 def test_bad_sizes_are_refused(options: dict[str, object], what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         DistributedBatchSampler(range(9), num_replicas=2, rank=0, **options)
+
+
+@given(st.integers(1, 12), st.data(), st.integers(0, 300), st.integers(12, 40), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_virtual_ranks_have_the_same_batches_whatever_plays_them(
+    virtual: int, data: st.DataObject, length: int, size: int, drop_last: bool
+) -> None:
+    """Each of them gets what it would get as a rank of its own."""
+    options = {"shuffle": True, "global_batch_size": size, "drop_last": drop_last}
+    apart = batches(length, virtual, **options)
+    fitting = [count for count in range(1, virtual + 1) if cut_tree(virtual, count)]
+    world_size = data.draw(st.sampled_from(fitting))
+    played: list[list[list[int]]] = []
+    for drawn in batches(length, world_size, virtual_ranks=virtual, **options):
+        roles = len(drawn) // len(apart[0]) if apart[0] else 0
+        played += [drawn[role::roles] for role in range(roles)]
+    assert played == (apart if apart[0] else [])
+
+
+def test_virtual_ranks_need_a_global_batch_and_a_number_of_processes_that_fits() -> None:
+    with pytest.raises(ConfigError, match="1, 2, 3, 5"):
+        DistributedBatchSampler(range(9), num_replicas=4, rank=0, global_batch_size=8, virtual_ranks=5)
+    with pytest.raises(ConfigError, match="virtual"):
+        DistributedBatchSampler(range(9), batch_size=2, num_replicas=2, rank=0, virtual_ranks=4)
+    with pytest.raises(ConfigError, match="pad"):
+        DistributedBatchSampler(
+            range(9), num_replicas=2, rank=0, virtual_ranks=4, global_batch_size=8, pad=False
+        )

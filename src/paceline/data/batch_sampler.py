@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sized
 
 from paceline.arguments import Arguments
-from paceline.data.deal import BatchDeal, Deal, Ending, Share
+from paceline.data.deal import BatchDeal, Deal, Ending, InTurnDeal, Share
 from paceline.data.epoch_sampler import EpochSampler
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
 from paceline.data.rank import find_rank
@@ -13,6 +13,7 @@ from paceline.data.sampler import choose_ending
 from paceline.data.sampler_arguments import length_of, seed_of
 from paceline.data.sampler_state import identify
 from paceline.errors import ConfigError
+from paceline.reducer.virtual_ranks import played_by
 
 
 class DistributedBatchSampler(EpochSampler[list[int]]):
@@ -37,6 +38,9 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         global_batch_size: Samples of one step on all ranks together, whatever their number: training goes
             through the same batches on 2 ranks as on 8, up to the last step. Where the ranks do not divide
             it, some get one sample less: weight their gradients by the number of samples.
+        virtual_ranks: Yield in each step one batch for each virtual rank that this process plays, in their
+            order, for `ddp.steps()` of a model that is wrapped with as many. With `global_batch_size`, which
+            is then dealt to them; the last step is padded or dropped. `commit()` counts steps.
         reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
         dataset_id: Name by which a saved state knows the data; None: its fingerprint or its type.
 
@@ -47,7 +51,8 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         With two ranks, 7 samples in order and batch_size=2, rank 0 iterates over [0, 2], [4, 6] and
         rank 1 over [1, 3], [5, 0]; with pad=False over [1, 3], [5]. With 5 samples and
         global_batch_size=4 they iterate over [0, 2], [4, 1] and [1, 3], [0, 2]: steps of samples 0, 1, 2, 3
-        and 4, 0, 1, 2, as one rank would make.
+        and 4, 0, 1, 2, as one rank would make. With virtual_ranks=4 instead, rank 0 iterates over [0], [1],
+        [4], [0] and rank 1 over [2], [3], [1], [2].
     """
 
     def __init__(
@@ -62,11 +67,18 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         seed: int = 0,
         pad: bool = True,
         global_batch_size: int | None = None,
+        virtual_ranks: int | None = None,
         reshuffle: bool = True,
         dataset_id: str | None = None,
     ) -> None:
         num_replicas, rank = find_rank(self.name, num_replicas, rank)
-        self.global_batch_size = choose_global_batch(self.name, batch_size, global_batch_size, num_replicas)
+        self.virtual_ranks = virtual_ranks
+        self._dealt_to, self._played = num_replicas, range(rank, rank + 1)
+        if virtual_ranks is not None:
+            _check_virtual(self.name, batch_size, pad)
+            self._played = played_by(self.name, virtual_ranks, rank, num_replicas)
+            self._dealt_to = virtual_ranks
+        self.global_batch_size = choose_global_batch(self.name, batch_size, global_batch_size, self._dealt_to)
         self.batch_size = batch_size
         self._ending = choose_ending(self.name, drop_last, pad, is_global=batch_size is None)
         self.dataset = dataset
@@ -99,33 +111,43 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
             7 samples, two ranks: 4 on each, because one is repeated; with pad=False 4 and 3; with
             global_batch_size=6 two steps of 3 on each.
         """
-        return self._samples_of(self.rank)
+        return sum(map(self._samples_of, self._played))
 
     @property
     def total_size(self) -> int:
         """`num_samples` of all ranks together."""
-        return sum(map(self._samples_of, range(self.num_replicas)))
+        return sum(map(self._samples_of, range(self._dealt_to)))
 
     def _samples_of(self, rank: int) -> int:
         whole, rest = divmod(self._length, self.global_batch_size)
         if self._ending is Ending.FILL:
             whole, rest = whole + (rest > 0), 0
         ending = Ending.UNEVEN if self._ending is Ending.UNEVEN else Ending.PAD
-        plain, last = (Share(0, 0, self.num_replicas, rank, each) for each in (Ending.UNEVEN, ending))
+        plain, last = (Share(0, 0, self._dealt_to, rank, each) for each in (Ending.UNEVEN, ending))
         return whole * plain.part_of(self.global_batch_size) + last.part_of(rest)
 
     def commit(self, count: int = 1) -> None:
-        """Say that an optimizer step has used `count` more of this rank's batches. See DistributedSampler."""
-        super().commit(count)
+        """Say that an optimizer step has used `count` more of this rank's batches; with `virtual_ranks`, of
+        its steps. See DistributedSampler.
+        """
+        super().commit(count * len(self._played))
 
     def _deal(self, start: int) -> Deal[list[int]]:
-        share = Share(self._length, start, self.num_replicas, self.rank, self._ending)
-        return BatchDeal(share, self.global_batch_size)
+        shares = (Share(self._length, start, self._dealt_to, rank, self._ending) for rank in self._played)
+        return InTurnDeal([BatchDeal(share, self.global_batch_size) for share in shares])
 
     def _order(self, epoch: int) -> Order:
         if not self.shuffle:
             return InOrder(self._length)
         return Shuffled(self._length, derive_key(self.seed, epoch))
+
+
+def _check_virtual(name: str, batch_size: object, pad: object) -> None:
+    check, hint = Arguments(name), "global_batch_size=64 is the same step on any number of processes"
+    check.require(batch_size is None, "batch_size", batch_size, "None with virtual_ranks", hint)
+    hint = "leave pad out, or pass drop_last=True"
+    expected = "True with virtual_ranks: each of them has a batch in each step"
+    check.require(pad is not False, "pad", pad, expected, hint)
 
 
 def choose_global_batch(

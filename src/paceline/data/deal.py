@@ -6,7 +6,7 @@ rest can be dealt to another number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, TypeVar
@@ -146,3 +146,23 @@ class BatchDeal:
                 yield indices.reshape(batches, count).tolist()
         if self._last:
             yield [share.take(order, share.start + self._whole * self._global_batch, self._last).tolist()]
+
+
+class InTurnDeal:
+    """The batches of several ranks that one process plays: in each step one of each, in their order.
+
+    Example:
+        Eight places, four ranks, global_batch=4: who plays ranks 2 and 3 gets [2], [3], [6], [7].
+    """
+
+    def __init__(self, deals: Sequence[BatchDeal]) -> None:
+        self._deals = deals
+        self.size = sum(deal.size for deal in deals)
+        self.end = deals[0].end
+
+    def reached(self, items: int) -> int:
+        return self._deals[0].reached(items // len(self._deals))
+
+    def blocks(self, order: Order) -> Iterator[list[list[int]]]:
+        for blocks in zip(*(deal.blocks(order) for deal in self._deals)):
+            yield [batch for step in zip(*blocks) for batch in step]
