@@ -78,10 +78,12 @@ void bind_host_sums(nb::module_& m) {
                    })
       .def(
           "begin_backward",
-          [](PyHostSums& s, double weight) {
-            s.work(0, [&](HostSums& sums) { sums.begin_backward(weight); });
+          [](PyHostSums& s, double weight, bool is_in_gradients) {
+            s.work(0, [&](HostSums& sums) {
+              sums.begin_backward(weight, is_in_gradients);
+            });
           },
-          "weight"_a)
+          "weight"_a, "is_in_gradients"_a = false)
       .def(
           "post",
           [](PyHostSums& s, size_t bucket) {

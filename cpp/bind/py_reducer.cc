@@ -41,8 +41,10 @@ void bind_reducer(nb::module_& m) {
                    [](PyReducer& r) { return r.reducer().num_chunks(); })
       .def(
           "set_weight",
-          [](PyReducer& r, double weight) { r.reducer().set_weight(weight); },
-          "weight"_a)
+          [](PyReducer& r, double weight, bool is_in_gradients) {
+            r.reducer().set_weight(weight, is_in_gradients);
+          },
+          "weight"_a, "is_in_gradients"_a = false)
       .def(
           "set_note",
           [](PyReducer& r, uint32_t note, int64_t recorded_backward) {

@@ -137,15 +137,15 @@ bool is_supported(DType dtype, ReduceOp op) {
 
 void reduce(DType dtype, ReduceOp op, const void* const* inputs, int num_inputs,
             void* const* outputs, int num_outputs, size_t count,
-            const double* weights, ReduceStats* stats) {
+            const double* weights, ReduceStats* stats, double total_weight) {
   assert(is_supported(dtype, op));
   assert(num_inputs >= 1 && num_inputs <= kMaxRanks);
   if (stats != nullptr) *stats = ReduceStats{};
   if (op != ReduceOp::kMean) weights = nullptr;
   const DefaultFloats default_floats;
-  reduce_with_default_floats(
-      dtype, op,
-      {inputs, num_inputs, outputs, num_outputs, count, weights, 0, stats});
+  reduce_with_default_floats(dtype, op,
+                             {inputs, num_inputs, outputs, num_outputs, count,
+                              weights, total_weight, stats});
 }
 
 void scale(DType dtype, void* array, size_t count, double factor) {

@@ -62,10 +62,11 @@ bool is_supported(DType dtype, ReduceOp op);
 /// the result to each of `num_outputs` arrays. An output may be one of the
 /// inputs (in place); partial overlap is not allowed. `weights`: one per input,
 /// or null for all 1; only with kMean. `stats`: may be null; filled for
-/// floating types, and set rather than added to.
+/// floating types, and set rather than added to. `total_weight`: what a mean is
+/// divided by; 0: the sum of the weights.
 void reduce(DType dtype, ReduceOp op, const void* const* inputs, int num_inputs,
             void* const* outputs, int num_outputs, size_t count,
-            const double* weights, ReduceStats* stats);
+            const double* weights, ReduceStats* stats, double total_weight = 0);
 
 /// Multiplies `count` elements of a floating type by `factor`, in place, in the
 /// type in which reduce() computes: 16-bit floats are rounded once. A factor of

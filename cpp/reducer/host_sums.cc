@@ -100,11 +100,12 @@ void* HostSums::at(int rank, size_t index, size_t first) const {
   return buffer_of(rank) + bucket.begin + first * dtype_bytes(bucket.dtype);
 }
 
-void HostSums::begin_backward(double weight) {
+void HostSums::begin_backward(double weight, bool is_in_gradients) {
   check_usable();
   if (in_backward_) misuse("a backward was begun twice");
   ++backward_;
   in_backward_ = true;
+  are_weights_in_gradients_ = is_in_gradients;
   // Published by post().
   progress(session_.rank()).weight[backward_ & 1] = weight;
 }
@@ -162,6 +163,13 @@ std::vector<double> HostSums::weights(Neighbours ranks) const {
   return found;
 }
 
+const double* HostSums::factors(const std::vector<double>& weights) const {
+  const bool all_one =
+      are_weights_in_gradients_ ||
+      std::ranges::all_of(weights, [](double w) { return w == 1; });
+  return all_one ? nullptr : weights.data();
+}
+
 double HostSums::total_weight(Neighbours ranks) const {
   check_ranks(ranks);
   const std::vector<double> each = weights(ranks);
@@ -173,13 +181,11 @@ void HostSums::sum(size_t index, size_t first, size_t count, Neighbours ranks,
   check_part(index, first, count);
   check_ranks(ranks);
   const std::vector<double> each = weights(ranks);
-  const bool all_one =
-      std::ranges::all_of(each, [](double w) { return w == 1; });
   const void* copies[kMaxRanks];
   for (int r = ranks.begin; r < ranks.end; ++r)
     copies[r - ranks.begin] = at(r, index, first);
   sum_weighted(buckets_[index].dtype, copies, ranks.end - ranks.begin, out,
-               count, all_one ? nullptr : each.data(), stats);
+               count, factors(each), stats);
 }
 
 void HostSums::find_nonfinite(size_t index, size_t first, size_t count,
@@ -240,15 +246,13 @@ HostSums::Averaged HostSums::average(size_t index, size_t first, size_t count,
   if (weights.size() != values.size())
     misuse(std::to_string(weights.size()) + " weights");
   const DType dtype = buckets_[index].dtype;
-  const bool all_one =
-      std::ranges::all_of(weights, [](double w) { return w == 1; });
   void* copies[kMaxRanks];
   for (int r = 0; r < session_.world(); ++r) copies[r] = at(r, index, first);
   ReduceStats seen;
-  const size_t done = weighted_mean(
-      dtype, values.data(), static_cast<int>(values.size()), copies,
-      session_.world(), count, all_one ? nullptr : weights.data(), total_weight,
-      stops_at_nonfinite, &seen);
+  const size_t done =
+      weighted_mean(dtype, values.data(), static_cast<int>(values.size()),
+                    copies, session_.world(), count, factors(weights),
+                    total_weight, stops_at_nonfinite, &seen);
   // Where it has stopped, what it has seen last is not written.
   return {.count = done, .is_finite = !seen.has_nonfinite || done < count};
 }

@@ -85,7 +85,8 @@ class HostSums {
   const SummedBucket& bucket(size_t index) const;
 
   /// Begins this rank's next backward, in which its gradients have this weight.
-  void begin_backward(double weight);
+  /// `is_in_gradients`: as in Reducer::set_weight().
+  void begin_backward(double weight, bool is_in_gradients = false);
   void post(size_t bucket);
   /// Whether all ranks of the host have posted it in this backward.
   bool is_complete(size_t bucket) const;
@@ -187,6 +188,8 @@ class HostSums {
   template <class Ready, class IsLate>
   void wait_until(double timeout_s, Ready ready, IsLate is_late);
   std::vector<double> weights(Neighbours ranks) const;
+  /// What arrays of these weights are to be multiplied by; null: by nothing.
+  const double* factors(const std::vector<double>& weights) const;
 
   std::byte* buffer_of(int rank) const {
     return session_.slab(rank) + buffer_at_;
@@ -223,6 +226,7 @@ class HostSums {
   /// Under way, or finished last.
   uint64_t backward_ = 0;
   bool in_backward_ = false;
+  bool are_weights_in_gradients_ = false;
   int64_t waited_ns_ = 0;
   bool is_buffer_kept_ = false;
   bool closed_ = false;

@@ -257,12 +257,14 @@ void Reducer::copy_back() {
 
 void Reducer::read_weights() {
   weights_known_ = true;
-  weights_all_one_ = true;
+  multiplies_by_weights_ = false;
   for (int r = 0; r < session_.world(); ++r) {
     weights_[static_cast<size_t>(r)] = header(r, backward_).weight;
-    weights_all_one_ =
-        weights_all_one_ && weights_[static_cast<size_t>(r)] == 1.0;
+    multiplies_by_weights_ =
+        multiplies_by_weights_ || weights_[static_cast<size_t>(r)] != 1.0;
   }
+  multiplies_by_weights_ = multiplies_by_weights_ && !are_weights_in_gradients_;
+  total_weight_ = sum_of_weights(weights_.data(), session_.world());
 }
 
 void Reducer::reduce_chunk(const Chunk& chunk) {
@@ -292,7 +294,8 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
     ReduceStats seen;
     paceline::reduce(segment.dtype, ReduceOp::kMean, arrays, world, outputs,
                      num_outputs, segment.count,
-                     weights_all_one_ ? nullptr : weights_.data(), &seen);
+                     multiplies_by_weights_ ? weights_.data() : nullptr, &seen,
+                     total_weight_);
     const bool has_culprit =
         (seen.nonfinite_ranks[0] | seen.nonfinite_ranks[1]) != 0;
     const bool has_overflowed =

@@ -163,7 +163,12 @@ class Reducer final : OpenBackward {
 
   std::byte* gradient_buffer() const { return buffer_of(session_.rank()); }
   /// Sets the weight of this rank in the mean of the next backward.
-  void set_weight(double weight) { weight_ = weight; }
+  /// `is_in_gradients`: its gradients are sums that bear it already, so that it
+  /// counts in the divisor alone; the same on all ranks.
+  void set_weight(double weight, bool is_in_gradients = false) {
+    weight_ = weight;
+    are_weights_in_gradients_ = is_in_gradients;
+  }
   /// What this rank tells the others of itself with the end of this backward;
   /// 0: nothing, which agrees with everything. `recorded_backward`: the
   /// backward's number in a recording, which is told when this rank has all its
@@ -449,6 +454,7 @@ class Reducer final : OpenBackward {
   bool has_no_means_ = false;
   bool in_backward_ = false;
   double weight_ = 1;
+  bool are_weights_in_gradients_ = false;
   uint32_t note_ = 0;
   int64_t recorded_backward_ = -1;
   std::vector<Parameter> parameters_;
@@ -456,8 +462,9 @@ class Reducer final : OpenBackward {
   std::vector<uint64_t> reduced_in_backward_;
   std::vector<size_t> overlapping_;
   bool weights_known_ = false;
-  bool weights_all_one_ = true;
+  bool multiplies_by_weights_ = false;
   std::vector<double> weights_;
+  double total_weight_ = 0;
   size_t first_open_bucket_ = 0;
   /// Backward passes that ended without reduction; the same on all ranks.
   uint64_t restarts_ = 0;

@@ -73,6 +73,12 @@ def of_checkpoints(names: Names, number: int) -> None:
     dist.barrier()  # until rank 0 has saved
 
 
+def of_same_result(names: Names, number: int) -> None:
+    names |= {"Model": lambda: nn.Linear(4, 3), "dataset": classes(64), "DataLoader": DataLoader}
+    names |= {"torch": torch, "loss_of": nn.functional.cross_entropy}
+    os.chdir(os.environ["TMPDIR"])  # of all ranks
+
+
 def of_concepts(names: Names, number: int) -> None:
     names["DistributedDataParallel"] = paceline.torch.DistributedDataParallel
     names["model"] = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -186,6 +192,7 @@ PREPARED: dict[str, Callable[[Names, int], None]] = {
     "local_sgd.md": of_local_sgd,
     "one-model.md": of_one_model,
     "preemption.md": of_preemption,
+    "same-result.md": of_same_result,
     "sharded-optimizer.md": of_sharded_optimizer,
     "tracing.md": of_tracing,
     "trainers.md": of_trainers,

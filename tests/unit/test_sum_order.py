@@ -17,7 +17,8 @@ Tree = tuple[object, object] | int
 def tree_of(items: list[Tree]) -> Tree:
     """Level by level: neighbours first, an odd one carried up."""
     while len(items) > 1:
-        items = [tuple(items[at : at + 2]) if at + 1 < len(items) else items[at] for at in range(0, len(items), 2)]
+        pairs: list[Tree] = [tuple(items[at : at + 2]) for at in range(0, len(items) - 1, 2)]
+        items = pairs + items[len(items) // 2 * 2 :]
     return items[0]
 
 
@@ -76,6 +77,6 @@ def test_a_power_of_two_can_be_cut_into_any_number_of_parts() -> None:
 
 
 def test_what_a_process_plays() -> None:
-    assert [played_by("x", 8, rank, 3) for rank in range(3)] == [range(0, 2), range(2, 4), range(4, 8)]
+    assert [played_by("x", 8, rank, 3) for rank in range(3)] == [range(2), range(2, 4), range(4, 8)]
     with pytest.raises(ConfigError, match=r"8 virtual ranks can't be played by 9"):
         played_by("x", 8, 0, 9)

@@ -38,6 +38,10 @@ class CheckpointOps(ABC):
         """Let the same generators go on from these states."""
 
     @abstractmethod
+    def seed(self, number: int) -> None:
+        """Let all its generators begin anew, with a number below 2**63."""
+
+    @abstractmethod
     def strides(self, tensor: Any) -> list[int] | None:
         """How a copy of a tensor lies in memory; None: one element after the other."""
 

@@ -5,6 +5,7 @@ As bytes by name. Python's and numpy's are JSON, which keeps each number exactly
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,6 +35,15 @@ def set_random_states(ops: CheckpointOps, states: Mapping[str, bytes], parameter
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(_with_arrays(json.loads(states[_NUMPY])))
     ops.set_random_states(states, parameters)
+
+
+def seed_generators(ops: CheckpointOps, *parts: object) -> None:
+    """Let all generators of this process begin anew, with what these parts say."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    number = int.from_bytes(digest, "little") >> 1
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+    ops.seed(number)
 
 
 def pack(states: Mapping[str, bytes]) -> bytes:

@@ -8,6 +8,7 @@ A dict of plain values:
     own         by rank: what each rank has values of its own of, such as buffers that are "local"
     objects     the state of each registered object, by its name
     random      by rank: the states of its generators, as bytes
+    virtual_ranks, seed    of `ddp.steps()`, from which random numbers are derived; None: they are not
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ class Training:
         good_backwards: How many there were, those before this process included.
         reason_against: Why its state can't be saved or loaded; None: it can.
         writing: Lets parameters be written to.
+        virtual_ranks: How many the run has; None: none, so that each rank has random numbers of its own.
+        seed: From which the random numbers of virtual ranks are derived; None: not known yet.
     """
 
     owner: str
@@ -70,6 +73,8 @@ class Training:
     good_backwards: int
     reason_against: ConfigError | None
     writing: Callable[[], AbstractContextManager[None]]
+    virtual_ranks: int | None = None
+    seed: int | None = None
 
     def call(self, method: str) -> str:
         """A method of the wrapper, for errors."""
@@ -143,6 +148,8 @@ def collect(training: Training, to: Collection[int]) -> dict[str, Any]:
             }
             for of_rank in read_of_ranks(messages, random_states.unpack)
         ],
+        "virtual_ranks": training.virtual_ranks,
+        "seed": training.seed,
     }
 
 
@@ -171,14 +178,14 @@ def restore(training: Training, state: Any) -> int:
             _load(training, "the model", training.module, whole)
         for name, item in training.objects.items():
             _load(training, f"'{name}'", item, state["objects"][name])
-        if same_world:
+        if same_world and not training.virtual_ranks:
             states = {
                 name: ops.ops.as_array(value).astype(np.uint8).tobytes()
                 for name, value in state["random"][rank].items()
             }
             random_states.set_random_states(ops, states, training.parameters.values())
     training.agree(_LOADING)
-    if not same_world and rank == 0:
+    if not same_world and not training.virtual_ranks and rank == 0:
         _warn_of_other_world(training, state)
     return int(state["good_backwards"])
 
@@ -288,6 +295,14 @@ def _check(training: Training, state: Any) -> None:
             expected=f"format {FORMAT}, of {training.ops.framework}",
             got=f"format {state['format']}, of {state['framework']}",
             hint="the framework, and the version of Paceline, that have saved it",
+        )
+    saved_with, has = state.get("virtual_ranks"), training.virtual_ranks
+    if None not in (saved_with, has) and saved_with != has:
+        raise ConfigError(
+            f"{call}: the state was saved with another number of virtual ranks.",
+            expected=f"virtual_ranks={saved_with}, on any number of processes",
+            got=f"virtual_ranks={has}",
+            hint="pass what the run began with",
         )
     lacking = [name for name in objects if name not in state["objects"]]
     unknown = [name for name in state["objects"] if name not in objects]

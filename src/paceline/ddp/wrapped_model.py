@@ -17,6 +17,7 @@ from paceline.arguments import Arguments
 from paceline.checkpoint.checkpoint_ops import CheckpointOps
 from paceline.checkpoint.training_state import Training, check_registration, collect, restore
 from paceline.ddp.traced import recorded
+from paceline.ddp.virtual_steps import Step, VirtualRanks, check_model, checked_steps, note_idle_cores
 from paceline.ddp.wrapper_arguments import WrapperOptions
 from paceline.errors import ConfigError
 from paceline.health.preemption import stop_signals
@@ -44,6 +45,7 @@ from paceline.reducer.local_sgd.outer_sync import (
 from paceline.reducer.local_sgd.outer_tensors import OuterTensors
 from paceline.reducer.local_sgd.replica_groups import join_replica_group
 from paceline.reducer.plan import BucketLayout, bucket_layout
+from paceline.reducer.virtual_ranks import played_by
 from paceline.sharding.moving import move, move_out, refuse_strange
 from paceline.sharding.partial_steps import partial_steps
 from paceline.sharding.shared_parameters import SharedStorage, written
@@ -73,6 +75,8 @@ class WrappedModel:
         _carried: What a copy that is not connected yet goes on with in local SGD; None: nothing.
         _registered: What register_state() was given, by name.
         _on_preemption: What on_preemption() was given; None: nothing, or it was called.
+        _virtual: The virtual ranks of its steps; None: there are none.
+        _seed: Of the random numbers of its steps; None: there was no step yet, and no state loaded.
     """
 
     _ops: ClassVar[FrameworkOps[Any]]
@@ -91,6 +95,8 @@ class WrappedModel:
     _syncs_backward = True
     _comm_hook: CommHook | None = None
     _on_drop: weakref.finalize[Any, Any] | None = None
+    _virtual: VirtualRanks | None = None
+    _seed: int | None = None
 
     if TYPE_CHECKING:
 
@@ -152,6 +158,8 @@ class WrappedModel:
             options["local SGD begins with"] = "those of a copy" if of_copy else "new parameters"
         if peers.world_size > 1:
             check_agreement(ModelDescription(parameters, buffers, options), peers.exchange, peers.timeout_s)
+        if self._config.virtual_ranks is not None:
+            check_model(type(self).__name__, self.module, self._tensors, self._ops)
 
     def _begin_sync(self, *, is_first: bool = True) -> Any:
         """Begin to keep the model in step with the other ranks'. Collective."""
@@ -178,12 +186,41 @@ class WrappedModel:
                 allows_writing=True,
             )
         backward_sync = self._sync_over(communicator)
+        if config.virtual_ranks is not None:
+            self._virtual = self._play(config.virtual_ranks, backward_sync, peers)
         backward_sync.shares_parameters = self._storage is not None
         partial_steps.call_guard(self._guard_model)
         # The hooks are the parameters', which may live on and be wrapped again.
         self._on_drop = weakref.finalize(self, backward_sync.graphs.drop_wrapper)
         self._on_drop.atexit = False
         return backward_sync
+
+    def _play(self, count: int, backward_sync: BackwardSync[Any], peers: Any) -> VirtualRanks:
+        backward_sync.averages_sums = True
+        find = weakref.ref(self)  # the wrapper's own end takes the hooks away
+
+        def step() -> int:
+            wrapped = find()
+            return 0 if wrapped is None else wrapped._earlier_steps + wrapped.num_good_passes
+
+        def no_sync() -> contextlib.AbstractContextManager[None]:
+            wrapped = find()
+            return contextlib.nullcontext() if wrapped is None else wrapped.no_sync()
+
+        return VirtualRanks(
+            owner=type(self).__name__,
+            count=count,
+            played=played_by(type(self).__name__, count, peers.rank, peers.world_size),
+            allows_unused=self._config.allow_unused,
+            buffers=self._config.virtual_buffers,
+            ops=self._ops,
+            checkpoint_ops=self._checkpoint_ops,
+            tensors=self._tensors,
+            peers=peers,
+            backward_sync=backward_sync,
+            local=no_sync,
+            step=step,
+        )
 
     def _begin_again(self) -> Any:
         """Other backward passes in place of those that there are; no value is broadcast. Collective."""
@@ -211,6 +248,7 @@ class WrappedModel:
             self._refuse_with_local_sgd("a communication hook averages gradients over all ranks")
             refuse_other_bits(type(self).__name__, self._config.deterministic, A_HOOK)
             self._refuse_scattering("a communication hook gives every rank whole gradients")
+            self._refuse_with_virtual_ranks("a communication hook adds in an order of its own")
         if known is not None and peers.world_size > 1:
             agree_on_hook(chosen, *known)
         self._sync_to_weigh().use_hook(chosen, process_group)
@@ -317,6 +355,7 @@ class WrappedModel:
             >>> model.finish(optimizer.step)
         """
         _check_after_backward(f"{type(self).__name__}.finish", after_pass)
+        self._refuse_with_virtual_ranks("finish() goes on with some ranks only")
         if self._backward_sync is None:
             return
         if self._outer_sync is None:
@@ -370,6 +409,57 @@ class WrappedModel:
                 self._backward_sync.notes.batches += 1
             yield batch
         self.finish(after_pass)
+
+    def steps(self, batches: Iterable[_Batch], *, seed: int = 0, threads: int = 1) -> Iterator[Step[_Batch]]:
+        """Make optimizer steps with `virtual_ranks`: bit for bit the same on any number of processes.
+
+        Each step is iterated over, too, for the micro-batches of the virtual ranks that this process plays,
+        each with a backward. When that loop ends, `.grad` is the mean over all virtual ranks. A micro-batch
+        begins without gradients, with the buffers of the last step, and with random numbers of torch (or
+        Paddle), numpy and Python that are derived from the seed, the step and the virtual rank; the batch is
+        drawn with others. Collective: all ranks make the same number of steps.
+
+        Args:
+            batches: A loader of micro-batches: as many per step, in order, as virtual ranks are played here.
+                That is what a `paceline.data.DistributedBatchSampler` with `virtual_ranks` has.
+            seed: The seed of all random numbers. The number of the step counts on over several calls.
+            threads: Threads of the framework's kernels within the loop, the same for any number of processes.
+
+        Raises:
+            ConfigError: The model was wrapped without `virtual_ranks`; a loop was left, or a loader ended,
+                within a step; a micro-batch had no backward; the loader has other virtual ranks.
+            SkippedPassError: Another rank has not come to the end of its step.
+
+        Example:
+            >>> for step in ddp.steps(loader):
+            ...     for inputs, targets in step:
+            ...         loss_of(ddp(inputs), targets).backward()
+            ...     optimizer.step()
+            ...     optimizer.zero_grad()
+        """
+        owner = type(self).__name__
+        seed, threads = checked_steps(owner, seed, threads)
+        if self._config.virtual_ranks is None:
+            raise ConfigError(
+                f"{owner}.steps: the model was wrapped without virtual_ranks.",
+                hint=f"{owner}(model, virtual_ranks=8), for 1 to 8 processes",
+            )
+        peers = self._ranks()
+        virtual = self._virtual
+        assert virtual is not None
+        if self._seed not in (None, seed):
+            raise ConfigError(
+                f"{owner}.steps: the run began with another seed.",
+                expected=f"seed={self._seed}, as in its first steps",
+                got=f"seed={seed}",
+                hint="the same seed for all steps of a run; a new wrapper begins a new run",
+            )
+        virtual.backward_sync.settle_last()  # else ranks wait for each other in different calls
+        virtual.check_loader(batches, seed, threads)
+        if peers.rank == 0 and self._seed is None:
+            note_idle_cores(owner, threads, peers.world_size)
+        self._seed = seed
+        return virtual.steps(batches, seed, threads)
 
     def grad_norm(self) -> float:
         """The 2-norm of the last backward's mean gradient, over all parameters; the same on every rank.
@@ -573,6 +663,8 @@ class WrappedModel:
         """
         before = restore(self._training(), state)
         self._earlier_steps = before - self.num_good_passes
+        if self._config.virtual_ranks is not None:
+            self._seed = state.get("seed")
         partial_steps.forget(self._tensors.all_parameters.values())
 
     def on_preemption(self, callback: Callable[[], object]) -> None:
@@ -631,6 +723,8 @@ class WrappedModel:
             good_backwards=self._earlier_steps + self.num_good_passes,
             reason_against=self._reason_against_state(),
             writing=self.writing,
+            virtual_ranks=self._config.virtual_ranks,
+            seed=self._seed,
         )
 
     def _reason_against_state(self) -> ConfigError | None:
@@ -665,6 +759,7 @@ class WrappedModel:
                 "ends, where step() makes the optimizer's step as in the loop",
             )
         self._refuse_scattering(f"in {where} a rank without data needs the gradients of another")
+        self._refuse_with_virtual_ranks(f"{where} goes on with some ranks only")
         names = "divide_by_initial_world_size", "enable", "throw_on_early_termination"
         divide, is_on, throws = map(Arguments("join").flag, names, flags)
         return divide, is_on, throws
@@ -683,6 +778,15 @@ class WrappedModel:
                 f"{type(self).__name__}: {what}, but with local_sgd most steps are a host's own.",
                 hint="leave it out, or local_sgd",
                 argument="local_sgd",
+            )
+
+    def _refuse_with_virtual_ranks(self, what: str) -> None:
+        """Refuse what depends on the number of processes."""
+        if self._config.virtual_ranks is not None:
+            raise ConfigError(
+                f"{type(self).__name__}: {what}, but with virtual_ranks all are in each step.",
+                hint="leave it out, or virtual_ranks",
+                argument="virtual_ranks",
             )
 
     def _refuse_scattering(self, why: str) -> None:

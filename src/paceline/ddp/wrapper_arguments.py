@@ -50,10 +50,27 @@ SHARED_NAMES = (
     "skip_all_reduce_unused_params",
     "static_graph",
     "timeout_s",
+    "virtual_ranks",
     "warn_after_s",
     "weight",
 )
 """Arguments of both wrappers that mean the same."""
+
+
+_WITH_VIRTUAL_RANKS: Mapping[str, tuple[Any, ...]] = {
+    "broadcast_buffers": (True, None),
+    "compress_between_hosts": (None,),
+    "delay_all_reduce_named_params": (None,),
+    "forward_sync_buffers": (None,),
+    "local_sgd": (None,),
+    "mixed_precision": (None,),
+    "reduce": ("mean",),
+    "reduce_through": ("memory", "auto"),
+    "share_parameters": (False,),
+    "skip_all_reduce_unused_params": (False,),
+    "static_graph": (False,),
+}
+"""What these arguments may be beside virtual_ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +104,8 @@ class WrapperOptions:
         scatters: Each mean gradient comes to the ranks that own it, and to no others.
         share_parameters: The ranks of each host have one copy of the parameters.
         precision: The dtypes of parameters in forward, of averaged gradients, of buffers.
+        virtual_ranks: Over how many micro-batches each step averages; None: over the ranks.
+        virtual_buffers: What was asked for as `buffers` beside virtual_ranks, where that is "broadcast" only.
     """
 
     bucket_cap_bytes: int
@@ -113,6 +132,8 @@ class WrapperOptions:
     scatters: bool
     share_parameters: bool
     precision: Precision[Any]
+    virtual_ranks: int | None
+    virtual_buffers: Mapping[str, str]
 
     def agreed_options(self) -> dict[str, str]:
         """Those that must be the same on all ranks, or their collectives would not match."""
@@ -135,6 +156,8 @@ class WrapperOptions:
             "deterministic": str(self.deterministic),
             "local_sgd": str(self.local_sgd),
             "reduce": "scatter" if self.scatters else "mean",
+            "virtual_ranks": str(self.virtual_ranks),
+            "virtual_buffers": str(dict(self.virtual_buffers)),
         }
 
 
@@ -243,7 +266,14 @@ class WrapperArguments:
             expected = "None with share_parameters=True: at a sync each rank writes to its own parameters"
             check.require(given.local_sgd is None, "local_sgd", given.local_sgd, expected, hint)
         in_other_dtype = precision.reduce_dtype is not None
+        virtual_ranks = self.virtual_ranks(given.virtual_ranks, arguments)
+        buffers = self.buffers(given.buffers)
+        deterministic = given.deterministic
+        if virtual_ranks is not None:
+            deterministic = "world" if deterministic is None else deterministic
         return {
+            "virtual_ranks": virtual_ranks,
+            "virtual_buffers": {} if virtual_ranks is None else buffers,
             "bucket_cap_bytes": cap_bytes,
             "first_bucket_bytes": min(cap_bytes, first_bytes),
             "bucket_caps_bytes": caps_bytes,
@@ -254,7 +284,7 @@ class WrapperArguments:
             "init_sync_buffers": broadcasts if init_sync_buffers is None else init_sync_buffers,
             "broadcast_buffers": broadcasts and forward_sync_buffers is not False,
             "syncs_forward": bool(forward_sync_buffers),
-            "buffers": self.buffers(given.buffers),
+            "buffers": buffers if virtual_ranks is None else dict.fromkeys(buffers, "broadcast"),
             "gradients_in_buffer": check.flag("gradient_as_bucket_view", given.gradient_as_bucket_view),
             "skip_unused": skip_unused,
             "allow_unused": find_unused_parameters or static_graph,
@@ -269,13 +299,31 @@ class WrapperArguments:
                 given.compress_between_hosts, given.reduce_through, skip_unused=skip_unused
             ),
             "deterministic": self.deterministic(
-                given.deterministic,
+                deterministic,
                 given.reduce_through,
                 given.compress_between_hosts,
                 skip_unused=skip_unused,
             ),
             "local_sgd": self.local_sgd(given.local_sgd, given.deterministic),
         }
+
+    def virtual_ranks(self, value: int | None, arguments: Mapping[str, Any]) -> int | None:
+        """virtual_ranks, refused beside what would make the result depend on the number of processes."""
+        name = "virtual_ranks"
+        if value is None:
+            return None
+        value = self.check.whole(name, value, least=1, hint=f"{name}=8, for 1 to 8 processes")
+        for other, usual in _WITH_VIRTUAL_RANKS.items():
+            got = arguments.get(other)
+            self.check.require(
+                got in usual, other, got, f"{usual[-1]!r} with {name}", "leave it out, or virtual_ranks"
+            )
+        local = [pattern for pattern, policy in (arguments["buffers"] or {}).items() if policy == "local"]
+        expected = (
+            f'"average" or "broadcast" with {name}: a process that plays several has no buffers for each'
+        )
+        self.check.require(not local, "buffers", arguments["buffers"], expected, "leave local buffers out")
+        return value
 
     def scatters(self, value: str, arguments: Mapping[str, Any], *, in_other_dtype: bool) -> bool:
         """reduce: whether each mean comes to the rank that owns it, and to no other."""

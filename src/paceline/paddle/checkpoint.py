@@ -39,6 +39,9 @@ class PaddleCheckpointOps(CheckpointOps):
             if name in states:
                 internals.set_generator_states(device, json.loads(states[name]))
 
+    def seed(self, number: int) -> None:
+        paddle.seed(number)
+
     def strides(self, tensor: paddle.Tensor) -> list[int] | None:
         return None
 

@@ -56,6 +56,18 @@ def untranslated(function: _Function) -> _Function:
 _set_frame_callback = core.set_eval_frame
 
 
+def use_threads(number: int) -> int:
+    """Run kernels of the CPU on so many threads. Returns how many there were."""
+    core.set_num_threads(number)  # of its matrix products
+    try:
+        openmp = ctypes.CDLL("libiomp5.so")  # the one that came with Paddle
+    except OSError:
+        return int(paddle.get_flags("FLAGS_paddle_num_threads")["FLAGS_paddle_num_threads"])
+    before = int(openmp.omp_get_max_threads())
+    openmp.omp_set_num_threads(number)
+    return before
+
+
 class _NeverApplied(paddle.autograd.PyLayer): ...
 
 

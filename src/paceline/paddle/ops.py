@@ -154,6 +154,37 @@ class PaddleOps(FrameworkOps[paddle.Tensor]):
             for tensor in tensors:
                 tensor.scale_(factor)
 
+    def add(self, tensors: Sequence[paddle.Tensor], others: Sequence[paddle.Tensor] | float) -> None:
+        with paddle.no_grad():
+            if isinstance(others, float):
+                others = [paddle.full_like(tensor, others) for tensor in tensors]
+            for tensor, other in zip(tensors, others):
+                tensor.add_(other)
+
+    def divide(self, tensor: paddle.Tensor, divisor: int) -> None:
+        with paddle.no_grad():
+            tensor.divide_(paddle.full_like(tensor, divisor))
+
+    def sums_of(self, tensors: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
+        sums, taken = [], set()
+        with paddle.no_grad():
+            for tensor in tensors:
+                plain, pointer = tensor.detach(), tensor.data_ptr()
+                if plain.is_floating_point() and plain.element_size() < 4:
+                    plain = plain.astype("float32")
+                elif pointer in taken:
+                    plain = plain.clone()
+                taken.add(pointer)
+                sums.append(plain)
+        return sums
+
+    def copied(self, tensor: paddle.Tensor) -> paddle.Tensor:
+        with paddle.no_grad():
+            return tensor.detach().clone()
+
+    def use_threads(self, number: int) -> int:
+        return internals.use_threads(number)
+
     def squared_norm(self, tensor: paddle.Tensor) -> float:
         return float(tensor.astype("float64").square().sum())
 

@@ -410,6 +410,11 @@ class BufferSync:
         if self.writes is not None:
             self.writes.end_backward()
 
+    def note_own_writes(self) -> None:
+        """What was just written to buffers is no write of the program's."""
+        if self.writes is not None:
+            self.writes.end_backward()
+
     def end_backward(self, active: Sequence[int]) -> None:
         self._is_forward_synced = False
         if self._is_in_training is not None:

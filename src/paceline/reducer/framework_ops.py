@@ -174,6 +174,29 @@ class FrameworkOps(ABC, Generic[Tensor]):
         """Multiply these tensors, in place; without autograd."""
 
     @abstractmethod
+    def add(self, tensors: Sequence[Tensor], others: Sequence[Tensor] | float) -> None:
+        """Add to each of these tensors, in place; without autograd."""
+
+    @abstractmethod
+    def divide(self, tensor: Tensor, divisor: int) -> None:
+        """Divide all elements, in place; without autograd."""
+
+    @abstractmethod
+    def sums_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Tensors of these values to add others to: of float32 or wider, each in memory of its own.
+
+        Those are used themselves that are so. Without autograd.
+        """
+
+    @abstractmethod
+    def copied(self, tensor: Tensor) -> Tensor:
+        """A copy, without autograd."""
+
+    @abstractmethod
+    def use_threads(self, number: int) -> int:
+        """Run kernels on so many threads. Returns how many there were."""
+
+    @abstractmethod
     def squared_norm(self, tensor: Tensor) -> float: ...
 
     @abstractmethod

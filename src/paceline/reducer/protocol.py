@@ -73,8 +73,13 @@ class Reducer(Protocol):
         """What the last `finish` returned, for a caller that an exception has kept from it; None: nothing."""
         ...
 
-    def set_weight(self, weight: float) -> None:
-        """Weigh this rank's gradients in the next backward's mean, sum(w_r * g_r) / sum(w_r)."""
+    def set_weight(self, weight: float, is_in_gradients: bool = False) -> None:
+        """Weigh this rank's gradients in the next backward's mean, sum(w_r * g_r) / sum(w_r).
+
+        Args:
+            weight: w_r.
+            is_in_gradients: What is handed over is w_r * g_r, on all ranks. Not over a process group.
+        """
         ...
 
     def set_note(self, note: int, recorded_backward: int = -1) -> None:

@@ -48,7 +48,8 @@ class ReportingReducer(ABC):
         self.marks = self._make_marks(pointers)
         # Several threads of the framework may make gradients of one backward.
         self._lock = threading.Lock()
-        self._weight, self._note, self._recorded_backward = 1.0, 0, -1
+        self._weight, self._is_weight_in_gradients = 1.0, False
+        self._note, self._recorded_backward = 0, -1
         self._counting_unused: set[int] = set()
         self.last: BackwardResult | None = None
         self._first_bucket_ns = 0
@@ -63,8 +64,8 @@ class ReportingReducer(ABC):
     def times(self) -> BackwardTimes:
         return self._reports.times
 
-    def set_weight(self, weight: float) -> None:
-        self._weight = weight
+    def set_weight(self, weight: float, is_in_gradients: bool = False) -> None:
+        self._weight, self._is_weight_in_gradients = weight, is_in_gradients
 
     def set_note(self, note: int, recorded_backward: int = -1) -> None:
         self._note, self._recorded_backward = note, recorded_backward

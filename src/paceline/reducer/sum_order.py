@@ -24,7 +24,7 @@ def join_in_order(items: Sequence[_Item], join: Callable[[_Item, _Item], _Item])
 
 
 def cut_tree(leaves: int, parts: int) -> list[range] | None:
-    """Cut the tree over `leaves` items into `parts` whole subtrees, over which it is the tree of `parts` items.
+    """Cut the tree over `leaves` items into whole subtrees, over which it is the tree over `parts` items.
 
     So the sums of the parts, added in order, have the bits of the sum of all. There is one such cut at most
     in this order. None: there is none.

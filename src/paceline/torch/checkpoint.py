@@ -45,6 +45,9 @@ class TorchCheckpointOps(CheckpointOps):
             if name in states:
                 getattr(torch, device.type).set_rng_state(_as_tensor(states[name]), device)
 
+    def seed(self, number: int) -> None:
+        torch.manual_seed(number)
+
     def strides(self, tensor: torch.Tensor) -> list[int] | None:
         return None if tensor.is_contiguous() or not OPS.is_dense(tensor) else list(tensor.stride())
 

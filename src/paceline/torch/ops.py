@@ -185,6 +185,36 @@ class TorchOps(FrameworkOps[torch.Tensor]):
     def scale(self, tensors: Sequence[torch.Tensor], factor: float) -> None:
         torch._foreach_mul_(list(tensors), factor)
 
+    @torch.no_grad()
+    def add(self, tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor] | float) -> None:
+        if tensors:
+            torch._foreach_add_(list(tensors), others if isinstance(others, float) else list(others))
+
+    @torch.no_grad()
+    def divide(self, tensor: torch.Tensor, divisor: int) -> None:
+        tensor /= divisor
+
+    def sums_of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        sums, taken = [], set()
+        for tensor in tensors:
+            plain, pointer = tensor.detach(), tensor.data_ptr()
+            if plain.is_floating_point() and plain.itemsize < 4:
+                plain = plain.float()
+            elif pointer in taken or not pointer:  # behind an addition, say; 0: torch's zero tensors
+                plain = plain.clone() if pointer else torch.zeros_like(plain)
+            taken.add(pointer)
+            sums.append(plain)
+        return sums
+
+    def copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().clone()
+
+    def use_threads(self, number: int) -> int:
+        before = torch.get_num_threads()
+        if number != before:
+            torch.set_num_threads(number)
+        return before
+
     def squared_norm(self, tensor: torch.Tensor) -> float:
         return float(tensor.double().square().sum())
 

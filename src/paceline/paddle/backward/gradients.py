@@ -379,9 +379,12 @@ class Gradients:
             else place.cast(self._dtypes[index])
         )
 
-    def keep(self) -> dict[int, Any]:
+    def put(self, index: int, gradient: paddle.Tensor) -> None:
+        internals.set_gradient(self._parameters[index], gradient)
+
+    def keep(self) -> dict[int, tuple[Any, bool]]:
         in_buffer: dict[int, paddle.Tensor] = self._in_buffer()
-        kept: dict[int, Any] = {}
+        kept: dict[int, tuple[Any, bool]] = {}
         for index, parameter in enumerate(self._parameters):
             gradient = OPS.gradient(parameter)
             if isinstance(gradient, ScatteredGradient):
@@ -394,7 +397,7 @@ class Gradients:
             kept[index] = (internals.gradient_of(parameter), False)
         return kept
 
-    def restore(self, kept: dict[int, Any]) -> None:
+    def restore(self, kept: dict[int, tuple[Any, bool]]) -> None:
         for index, parameter in enumerate(self._parameters):
             internals.drop_stand_in(parameter)
             if index not in kept:

@@ -143,6 +143,9 @@ class DataParallel(WrappedModel, PaddleNames):
             its `ShardedOptimizer` needs, and less memory is written. Reading .grad raises then; clip by
             `model.clip_grad_norm_()`. All that is trained must be in a ShardedOptimizer when the first
             forward begins. On the CPU, with all ranks on one host.
+        virtual_ranks: Average each step over so many micro-batches, which up to as many processes make: the
+            same training, bit for bit, on any number of them. See steps(), with which it is trained then. It
+            implies deterministic="world". None: over the ranks.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -200,6 +203,7 @@ class DataParallel(WrappedModel, PaddleNames):
         local_sgd: LocalSGD | None = None,
         share_parameters: bool = False,
         reduce: str = "mean",
+        virtual_ranks: int | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "layers")}
         peers: Peers | None = None
@@ -221,7 +225,8 @@ class DataParallel(WrappedModel, PaddleNames):
             self._tensors.check_trainable()
             self._config.check_devices(self._tensors.place)
             # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
-            if peers is None and (nonfinite == "raise" or weight is not None or local_sgd is not None):
+            asked = weight, local_sgd, virtual_ranks
+            if peers is None and (nonfinite == "raise" or any(each is not None for each in asked)):
                 peers = LonePeers()
             if peers is not None:
                 check_views("DataParallel")

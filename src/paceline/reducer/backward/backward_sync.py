@@ -13,8 +13,8 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NoReturn, final
 
 from paceline.errors import CollectiveError, ConfigError, MismatchError, PacelineError, ReplicaError
 from paceline.health import lifetime
@@ -85,6 +85,7 @@ class BackwardSync(Generic[AnyAutograd]):
         refuses_uneven: Whether a backward for which some ranks have no data raises, on all of them.
         is_stopping: Whether a signal had asked some rank to stop when it came to the end of a backward; known
             to all ranks after the same one.
+        averages_sums: Whether only `average_sums` averages, and no backward of autograd's.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self.good_backwards = 0
         self.among = self.member = ""
         self.after_good: Callable[[float], None] | None = None
-        self.refuses_uneven = self.is_stopping = False
+        self.refuses_uneven = self.is_stopping = self.averages_sums = False
         self.shares_parameters = False
         self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, communicator.all_gather)
         self._same_inputs = SameInputs(front_end.ops) if communicator.world_size > 1 else None
@@ -393,6 +394,8 @@ class BackwardSync(Generic[AnyAutograd]):
         """The first gradient of a backward has come."""
         state = self.state
         try:
+            if self.averages_sums:
+                raise _outside_steps(self.who)
             state.check_process()
             if state.phase is INTERRUPTED:
                 self._give_up_interrupted()
@@ -823,6 +826,63 @@ class BackwardSync(Generic[AnyAutograd]):
                 self.state.begin_next()
                 self.micro_batches.end()
 
+    # --- steps of virtual ranks: sums that were made beside autograd ---
+
+    def settle_last(self) -> None:
+        """Before a step: if an exception has ended the last one on this rank, the others raise. Collective."""
+        self.state.check_process()
+        self._give_up_last()
+
+    def take_local(self) -> tuple[bool, float]:
+        """Forget the backward passes in no_sync() since the last one that was averaged.
+
+        Returns:
+            Whether there was one, and its weight.
+        """
+        has_any = bool(self.state.accumulated)
+        self.state.accumulated.clear()
+        return has_any, self.micro_batches.take()
+
+    def average_sums(self, sums: Mapping[int, Any], weight: float) -> None:
+        """Average as a backward does, and end as one. Collective.
+
+        Args:
+            sums: What each parameter has of sum(w * g) on this rank, by index; None: zeros.
+            weight: sum(w).
+        """
+        state = self.state
+        self.autograd.prepare()
+        state.rank_weight = weight
+        self.reducer.set_weight(weight, is_in_gradients=True)
+        state.expect(True, is_forced=True)
+        state.phase = RUNNING
+        self._armed += 1
+        try:
+            for index, total in sums.items():
+                if total is None:
+                    self.gradients.clear(index)
+                    self.reducer.mark_ready(index, 0)
+                else:
+                    self.gradients.put(index, total)
+                    self.gradients.hand_over_rest(index)
+        except BaseException:
+            self._interrupt()
+            raise
+        self._end_now()
+
+    def break_off(self) -> None:
+        """An exception, or a `break`, has ended a step: what it left is no gradient to step with."""
+        if self.state.phase is IDLE:
+            self.take_local()
+            self.gradients.restore({})
+            self._interrupt()
+
+    def fail_step(self, error: PacelineError) -> NoReturn:
+        """Raise, when the other ranks know that this one does not end the step. Collective."""
+        self.break_off()
+        self._give_up_last()
+        raise error
+
     # --- a backward without data ---
 
     def shadow(self, *, weight: float) -> bool:
@@ -842,3 +902,12 @@ class BackwardSync(Generic[AnyAutograd]):
         finally:  # what it raises may be caught, and training go on
             self._weigh(1.0)
         return bool(self.active)
+
+
+def _outside_steps(who: str) -> ConfigError:
+    return ConfigError(
+        "A backward outside of the micro-batches of a step can't be averaged over virtual ranks.",
+        where=who,
+        seen="virtual_ranks",
+        hint="for step in ddp.steps(loader): for batch in step: loss(ddp(batch)).backward()",
+    )

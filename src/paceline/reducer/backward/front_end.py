@@ -116,11 +116,15 @@ class Gradients(Protocol):
         """
         ...
 
-    def keep(self) -> dict[int, Any]:
-        """All gradients, by parameter, where no backward changes them."""
+    def put(self, index: int, gradient: Any) -> None:
+        """Let a tensor of the parameter's form be its gradient."""
         ...
 
-    def restore(self, kept: dict[int, Any]) -> None: ...
+    def keep(self) -> dict[int, tuple[Any, bool]]:
+        """All gradients, where no backward changes them, and whether they were in the gradient buffer."""
+        ...
+
+    def restore(self, kept: dict[int, tuple[Any, bool]]) -> None: ...
 
     def leave_buffer(self, indices: Collection[int] | None = None) -> None:
         """Give these gradients (None: all) memory of their own, with the values that they have.

@@ -329,6 +329,13 @@ class MicroBatchWeights(ABC):
             return
         self.unweighed.exchanges.append((self._count, self._weight))
 
+    def take(self) -> float:
+        """The weight of the micro-batches in no_sync(), which are taken out; 1: they have none."""
+        weight, unweighed = self._total if self._count else 1.0, self.unweighed
+        self.end()
+        self.unweighed = unweighed
+        return weight
+
     def end(self) -> None:
         """A synchronised backward is over, or given up."""
         self._close_backward()

@@ -191,7 +191,7 @@ class HierarchicalReducer(ReportingReducer):
             self._is_begun = True
             self._found.clear()
             self._not_finite.clear()
-            self._core.begin_backward(self._weight)
+            self._core.begin_backward(self._weight, self._is_weight_in_gradients)
         for number in self.marks.take_complete():
             self._note_complete_bucket(number)
             # Whoever sends the report of a rank without a shard finds it once the last one is complete.

@@ -241,7 +241,10 @@ class Gradients:
         except (NotImplementedError, RuntimeError, TypeError):
             self._parameters[index].grad = place.to(gradient.dtype, copy=True)
 
-    def keep(self) -> dict[int, Any]:
+    def put(self, index: int, gradient: torch.Tensor) -> None:
+        self._parameters[index].grad = gradient
+
+    def keep(self) -> dict[int, tuple[Any, bool]]:
         in_buffer, kept = set(self._in_buffer()), {}
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
@@ -250,7 +253,7 @@ class Gradients:
                 kept[index] = (gradient.clone() if is_in_buffer else gradient, is_in_buffer)
         return kept
 
-    def restore(self, kept: dict[int, Any]) -> None:
+    def restore(self, kept: dict[int, tuple[Any, bool]]) -> None:
         for index, parameter in enumerate(self._parameters):
             gradient, is_in_buffer = kept.get(index, (None, False))
             if is_in_buffer:  # in the place of the plan that is in use now

@@ -141,6 +141,9 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             its `ShardedOptimizer` needs, and less memory is written. .grad is then a stand-in, and raises
             when it is read; clip by `ddp.clip_grad_norm_()`. All that is trained must be in a
             ShardedOptimizer when the first forward begins. On the CPU, with all ranks on one host.
+        virtual_ranks: Average each step over so many micro-batches, which up to as many processes make: the
+            same training, bit for bit, on any number of them. See steps(), with which it is trained then. It
+            implies deterministic="world". None: over the ranks.
         later: Arguments of a newer torch, which must have torch's default values.
 
     Raises:
@@ -201,6 +204,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         compress_between_hosts: str | None = None,
         deterministic: str | None = None,
         local_sgd: LocalSGD | None = None,
+        virtual_ranks: int | None = None,
         **later: Any,
     ) -> None:
         arguments = dict(locals())
@@ -238,7 +242,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
         config = self._config
         needs_none = config.nonfinite != "raise" and config.weight is None and config.local_sgd is None
-        is_alone = peers.world_size == 1 and needs_none
+        is_alone = peers.world_size == 1 and needs_none and config.virtual_ranks is None
         self._check_model(peers)
         self._backward_sync = None if is_alone else self._begin_sync(is_first=is_first)
         recording.begin_if_batches_count(peers.rank, peers.world_size)

@@ -37,6 +37,7 @@ _CONNECTIONS = (
     "_error_note",
     "_storage",
     "_registered",
+    "_virtual",
     "device_mesh",
 )
 

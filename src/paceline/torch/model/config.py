@@ -53,6 +53,7 @@ _OURS = (
     "reduce_through",
     "share_parameters",
     "timeout_s",
+    "virtual_ranks",
     "warn_after_s",
     "weight",
 )

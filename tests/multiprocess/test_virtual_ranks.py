@@ -1,0 +1,202 @@
+"""The same training, bit for bit, on any number of processes, stopped and resumed on any number."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.collectives.group import Group
+from paceline.errors import ConfigError, SkippedPassError
+from tests.harness import kept_ranks, needs_paddle, ranks, run_ranks
+from tests.several_hosts import be_on_host
+
+STEPS = 12
+frameworks = pytest.mark.parametrize("framework", ["torch", pytest.param("paddle", marks=needs_paddle)])
+
+
+def program(framework: str) -> Any:
+    return importlib.import_module(f"tests.multiprocess.virtual_{framework}")
+
+
+def train(group: Group, framework: str, kind: str) -> str:
+    return program(framework).Run(kind, group.rank, group.world_size, group).train(STEPS)
+
+
+@frameworks
+@pytest.mark.parametrize("kind", ["cnn", "averaged", "gpt", "views"])
+def test_any_number_of_processes_ends_with_the_bits_of_one_that_does_it_by_hand(
+    framework: str, kind: str
+) -> None:
+    found = {}
+    for world_size in (1, 2, 3, 4):
+        found[world_size] = run_ranks(
+            train, world_size, {"framework": framework, "kind": kind}, framework=framework
+        )
+    (by_hand,) = run_ranks(do_by_hand, 1, {"framework": framework, "kind": kind}, framework=framework)
+    assert found == {world_size: [by_hand] * world_size for world_size in found}
+
+
+def train_over_hosts(rank: int, framework: str, hosts: tuple[int, ...]) -> str:
+    be_on_host(hosts[rank])
+    run = program(framework).Run("averaged", rank, len(hosts), None)
+    assert run.ddp.gradient_path == "hosts" and run.ddp.bits == "world"
+    digest: str = run.train(STEPS)
+    return digest
+
+
+@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2), (0, 1, 0)])
+def test_so_do_several_hosts(hosts: tuple[int, ...]) -> None:
+    found = run_ranks(train_over_hosts, len(hosts), {"framework": "torch", "hosts": hosts}, group="gloo")
+    (by_hand,) = run_ranks(do_by_hand, 1, {"framework": "torch", "kind": "averaged"})
+    assert found == [by_hand] * len(hosts)
+
+
+def do_by_hand(_: Group, framework: str, kind: str) -> str:
+    digest: str = program(framework).by_hand(kind, STEPS)
+    return digest
+
+
+def train_a_part(group: Group, framework: str, kind: str, begin: int, end: int, folder: Path) -> str:
+    do = program(framework)
+    run = do.Run(kind, group.rank, group.world_size, group)
+    if begin:
+        run.ddp.load_training_state(do.load(folder / f"{begin}"))
+    digest: str = run.train(end - begin)
+    if state := run.ddp.training_state():
+        do.save(state, folder / f"{end}")
+    return digest
+
+
+@frameworks
+def test_it_is_stopped_and_resumed_on_other_numbers_of_processes(framework: str, tmp_path: Path) -> None:
+    stops = [(2, 0, 4), (1, 4, 5), (3, 5, 9), (2, 9, STEPS)]  # within an epoch, and between two
+    for world_size, begin, end in stops:
+        digests = run_ranks(
+            train_a_part,
+            world_size,
+            {"framework": framework, "kind": "averaged", "begin": begin, "end": end, "folder": tmp_path},
+            framework=framework,
+        )
+    undisturbed = run_ranks(train, 4, {"framework": framework, "kind": "averaged"}, framework=framework)
+    assert set(digests) == set(undisturbed)
+
+
+def weighted(group: Group, weights: list[float]) -> list[float]:
+    """Gradients of a sum, of which micro-batch v is v, with weights."""
+    import torch
+
+    from paceline.torch import DistributedDataParallel
+
+    model = torch.nn.Linear(1, 1)
+    ddp = DistributedDataParallel(
+        model, process_group=group, virtual_ranks=len(weights), find_unused_parameters=True
+    )
+    own = ddp._virtual.played
+    for step in ddp.steps([torch.full((1, 1), 0.1 + rank) for rank in own]):
+        for batch, rank in zip(step, own):
+            with ddp.weight(weights[rank]):
+                (ddp(batch).sum() if rank % 3 else ddp.module.bias.sum() * 2.5).backward()
+    return [float(parameter.grad) for parameter in model.parameters()]
+
+
+def test_weights_and_parameters_that_some_micro_batches_do_not_use() -> None:
+    weights = [3.0, 1.25, 0.0, 7.1, 2.0, 5.0]
+    found = [run_ranks(weighted, world_size, {"weights": weights}) for world_size in (1, 2, 3, 4)]
+    assert len({tuple(each) for run in found for each in run}) == 1
+    weight, bias = found[0][0]
+    total = sum(weights)
+    assert weight == pytest.approx(sum(w * (0.1 + v) for v, w in enumerate(weights) if v % 3) / total)
+    assert bias == pytest.approx(sum(w * (1.0 if v % 3 else 2.5) for v, w in enumerate(weights)) / total)
+
+
+def check_alike(group: Group, digest: str) -> None:
+    rows = group.all_gather(np.frombuffer(digest.encode(), np.uint8))
+    assert (rows == rows[0]).all()
+
+
+@ranks(2)
+def test_a_loop_that_is_left_within_a_step_raises_on_every_rank(group: Group) -> None:
+    run = program("torch").Run("cnn", group.rank, 2, group)
+    before = run.digest()
+    if group.rank == 0:
+        with pytest.raises(ConfigError, match="left before its last micro-batch"):
+            for step in run.ddp.steps(run.loader, seed=3):
+                for batch in step:
+                    run.loss_of(run.ddp, batch).backward()
+                    break
+                assert all(parameter.grad is None for parameter in run.ddp.parameters())
+    else:
+        with pytest.raises(SkippedPassError):
+            run.train(1)
+    assert run.digest() == before
+    check_alike(group, run.train(2))
+
+
+@ranks(2)
+def test_an_exception_within_a_step_is_known_to_all_when_its_rank_goes_on(group: Group) -> None:
+    run = program("torch").Run("gpt", group.rank, 2, group)
+    if group.rank == 0:
+        with pytest.raises(ZeroDivisionError):
+            for step in run.ddp.steps(run.loader, seed=3):
+                for _ in step:
+                    1 / 0  # noqa: B018
+    else:
+        with pytest.raises(SkippedPassError):
+            run.train(1)
+    check_alike(group, run.train(2))
+
+
+@kept_ranks(2)
+def test_wrong_steps_raise(group: Group) -> None:
+    run = program("torch").Run("cnn", group.rank, 2, group)
+    with pytest.raises(ConfigError, match="no backward"):
+        for step in run.ddp.steps(run.loader):
+            for batch in step:
+                run.ddp(batch)
+    with pytest.raises(ConfigError, match="no whole number of steps"):
+        run.ddp.steps([1, 2, 3])
+    with pytest.raises(ConfigError, match=r"ended within a step, after 3 of 4"):
+        for step in run.ddp.steps(iter([next(iter(run.loader))] * 3)):
+            for batch in step:
+                run.loss_of(run.ddp, batch).backward()
+    with pytest.raises(ConfigError, match="another seed"):
+        run.ddp.steps(run.loader, seed=1)
+    with pytest.raises(ConfigError, match="outside of the micro-batches"):
+        run.loss_of(run.ddp, next(iter(run.loader))).backward()
+    run.sampler.virtual_ranks = 4
+    with pytest.raises(ConfigError, match="other virtual ranks"):
+        run.ddp.steps(run.loader)
+    with pytest.raises(ConfigError, match="finish"):
+        run.ddp.finish()
+
+
+@kept_ranks(2)
+def test_what_depends_on_the_number_of_processes_is_refused(group: Group) -> None:
+    from torch import nn
+
+    from paceline.torch import DistributedDataParallel, SyncBatchNorm
+
+    def wrap(model: nn.Module, **options: Any) -> None:
+        DistributedDataParallel(model, process_group=group, virtual_ranks=8, **options)
+
+    with pytest.raises(ConfigError, match="SyncBatchNorm"):
+        wrap(nn.Sequential(nn.Linear(2, 2), SyncBatchNorm(2)))
+    with pytest.raises(ConfigError, match="16-bit"):
+        wrap(nn.Linear(2, 2).bfloat16())
+    with pytest.raises(ConfigError, match="sparse"):
+        wrap(nn.Embedding(4, 2, sparse=True))
+    for name, value in (
+        ("reduce_through", "group"),
+        ("static_graph", True),
+        ("compress_between_hosts", "int8"),
+        ("buffers", {"*": "local"}),
+        ("broadcast_buffers", False),
+    ):
+        with pytest.raises(ConfigError, match=name):
+            wrap(nn.Linear(2, 2), **{name: value})
+    with pytest.raises(ConfigError, match=r"1 virtual ranks can't be played by 2"):
+        DistributedDataParallel(nn.Linear(2, 2), process_group=group, virtual_ranks=1)
