@@ -829,7 +829,7 @@ class BackwardSync(Generic[AnyAutograd]):
     # --- steps of virtual ranks: sums that were made beside autograd ---
 
     def settle_last(self) -> None:
-        """Before a step: if an exception has ended the last one on this rank, the others raise. Collective."""
+        """Before a step: if an exception has ended the last one here, the other ranks raise. Collective."""
         self.state.check_process()
         self._give_up_last()
 
