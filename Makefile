@@ -35,7 +35,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
 CPP_FILES = $(shell find cpp tests/cpp tests/device -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test test-long test-device gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels release aarch64 aarch64-python numa preempt clean help
+.PHONY: demo demo-paddle test same-bits test-long test-device gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels release aarch64 aarch64-python numa preempt clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py --output build/demo.png $(ARGS)
@@ -75,6 +75,9 @@ pairs: $(VENV)/.core ## Run every pair of a fault on one rank and a point of ano
 
 fuzz: $(VENV)/.core $(VENV)/.paddle ## Compare generated programs with references; MINUTES=30, SEEDS=1000:2000, FRAMEWORK=torch, WHAT=kept_errors
 	@$(BIN)/python -m tests.differential$(WHAT:%=.%) --framework $(FRAMEWORK) --seeds $(SEEDS) --minutes $(MINUTES) $(ARGS)
+
+same-bits: $(VENV)/.core $(VENV)/.paddle ## Train on several numbers of processes and hosts, and compare hashes; ARGS='--steps 300'
+	@$(BIN)/python -m tests.same_bits $(ARGS)
 
 chaos: $(VENV)/.core $(VENV)/.paddle ## Make random faults in training jobs; FAULTS=1000, SEED=0, TORCHS=60 gives some to torch's DDP too
 	@$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) --torchs $(TORCHS) $(ARGS)

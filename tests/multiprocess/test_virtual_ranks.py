@@ -55,8 +55,8 @@ def test_so_do_several_hosts(hosts: tuple[int, ...]) -> None:
     assert found == [by_hand] * len(hosts)
 
 
-def do_by_hand(_: Group, framework: str, kind: str) -> str:
-    digest: str = program(framework).by_hand(kind, STEPS)
+def do_by_hand(_: Group, framework: str, kind: str, steps: int = STEPS) -> str:
+    digest: str = program(framework).by_hand(kind, steps)
     return digest
 
 
