@@ -46,7 +46,9 @@ class TorchCheckpointOps(CheckpointOps):
                 getattr(torch, device.type).set_rng_state(_as_tensor(states[name]), device)
 
     def seed(self, number: int) -> None:
-        torch.manual_seed(number)
+        torch.default_generator.manual_seed(number)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.manual_seed_all(number)  # else it would note the whole stack, a millisecond, for later
 
     def strides(self, tensor: torch.Tensor) -> list[int] | None:
         return None if tensor.is_contiguous() or not OPS.is_dense(tensor) else list(tensor.stride())
