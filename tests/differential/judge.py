@@ -283,7 +283,8 @@ def _out_of_step(records: Sequence[Record]) -> Verdict | None:
     is_in_step = False
     for errors in itertools.zip_longest(*(record.errors() for record in records)):
         here = [error for error in errors if error is not None]
-        if len(here) < len(errors) or any(error.at != here[0].at for error in here):
+        kinds = {(error.at, error.error) for error in here if not error.by_user}
+        if len(here) < len(errors) or any(error.at != here[0].at for error in here) or len(kinds) > 1:
             if is_in_step and not any(error.by_user for error in here):
                 return Verdict(
                     "ranks out of step after an exception in backward", here[0].at, _endings(records)
