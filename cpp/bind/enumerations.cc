@@ -52,7 +52,7 @@ void bind_enumerations(nb::module_& m) {
   outcomes["overflowed"] = kBackwardOverflow;
   outcomes["notes_differ"] = kBackwardNotesDiffer;
   outcomes["globally_unused"] = kBackwardGloballyUnused;
-  outcomes["told"] = kBackwardTold;
+  outcomes["reported"] = kBackwardReported;
   m.attr("OUTCOMES") = outcomes;
   nb::dict phases;
   phases["idle"] = static_cast<int>(BackwardPhase::kIdle);

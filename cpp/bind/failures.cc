@@ -49,7 +49,7 @@ nb::list ranks_in(const std::array<uint64_t, 2>& set) {
 }
 
 const char* state_of(const RankLine& line) {
-  // Acquire: as has_died(); partners: Keeper::hold() and let_go().
+  // Acquire: as has_died(); pairs with LivenessThread::hold() and let_go().
   const uint32_t life = line.life.load(std::memory_order_acquire);
   if (has_died(line)) return "dead";
   return life == kLifeNotYet ? "missing" : life == kLifeLeft ? "left" : "alive";
@@ -65,13 +65,14 @@ nb::list describe_ranks(const HostGroup& group) {
   nb::list ranks;
   for (int r = 0; r < group.world(); ++r) {
     const RankLine& line = group.session.line(r);
-    // Acquire: the record of that number is whole; partner: Calls::begin().
+    // Acquire: the record of that number is whole; pairs with Calls::begin().
     const uint64_t number = line.call_number.load(std::memory_order_acquire);
     nb::dict facts;
     facts["rank"] = r;
     facts["pid"] = line.pid.load(std::memory_order_relaxed);
     facts["state"] = state_of(line);
-    // Acquire; partners: the stores of the crash handler and Keeper::look_at().
+    // Acquire; pairs with the stores of the crash handler and
+    // LivenessThread::look_at().
     const uint32_t crash = line.crash.load(std::memory_order_acquire);
     facts["crash_signal"] = (crash & kCrashIsFatal) != 0 ? crash & 0xff : 0;
     facts["call"] = describe_call(line.call[number & 1]);

@@ -19,19 +19,19 @@ void bind_faults(nb::module_& m) {
   });
   m.def(
       "arm_fault",
-      [](int point, int action, uint32_t nth, int partner, int partner_point) {
+      [](int point, int action, uint32_t nth, int peer, int peer_point) {
         arm_fault(static_cast<Point>(point), static_cast<FaultAction>(action),
-                  nth, {partner, static_cast<Point>(partner_point)});
+                  nth, {peer, static_cast<Point>(peer_point)});
       },
-      "point"_a, "action"_a, "nth"_a, "partner"_a = -1, "partner_point"_a = 0,
+      "point"_a, "action"_a, "nth"_a, "peer"_a = -1, "peer_point"_a = 0,
       "At this thread's nth passage of the point does one of FAULT_ACTIONS; "
-      "but not before the rank `partner` has passed its point once more.");
+      "but not before the rank `peer` has passed its point once more.");
   m.def(
       "count_passages",
-      [](Pointer board, int world, int rank) {
-        count_passages(reinterpret_cast<Atomic<uint32_t>*>(board), world, rank);
+      [](Pointer table, int world, int rank) {
+        count_passages(reinterpret_cast<Atomic<uint32_t>*>(table), world, rank);
       },
-      "board"_a, "world"_a, "rank"_a,
+      "table"_a, "world"_a, "rank"_a,
       "Counts this process's passages of each point in memory that the ranks "
       "share: world times len(fault_points()) words of 4 bytes, zeroed.");
   m.def("disarm_fault", &disarm_fault);

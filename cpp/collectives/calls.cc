@@ -18,8 +18,8 @@ void Calls::begin(CallKind kind, size_t count, DType dtype, ReduceOp op,
            .weight = weight};
   call_timeout_ns_ = session_.timeout_ns(timeout_s);
   own_.call[call_.number & 1] = call_;
-  // Release: publishes the record; partner: describe_ranks(), of whoever tells
-  // an error.
+  // Release: publishes the record; pairs with describe_ranks(), of whoever
+  // tells an error.
   own_.call_number.store(call_.number, std::memory_order_release);
 }
 
@@ -66,7 +66,7 @@ Places Calls::meet(uint64_t place) {
     gate.fingerprint.store(0, std::memory_order_relaxed);
     gate.place.store(0, std::memory_order_relaxed);
     gate.arrived.store(0, std::memory_order_relaxed);
-    // seq_cst: a release for the resets and everybody's data (partner: the
+    // seq_cst: a release for the resets and everybody's data (pairs with the
     // acquire of `phase` in meet(), below), and ordered before the look at the
     // sleepers.
     gate.phase.store(phase + 1, std::memory_order_seq_cst);
@@ -77,8 +77,8 @@ Places Calls::meet(uint64_t place) {
   // must not look as if it had arrived.
   own_.arrivals.store(phase + 1, std::memory_order_relaxed);
   fault_point(Point::kAfterArrive);
-  // Acquire in ready(): everybody's data; partner: the store of `phase` by the
-  // last to arrive.
+  // Acquire in ready(): everybody's data; pairs with the store of `phase` by
+  // the last to arrive.
   session_.wait_until(
       wait_place(WaitKind::kCall, phase), gate.phase, gate.sleepers,
       call_timeout_ns_,

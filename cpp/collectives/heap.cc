@@ -75,13 +75,13 @@ void Heap::decide(size_t length) {
                                                  std::memory_order_relaxed);
       mapping_.allocations()[entry].owners.store(mapping_.header().world,
                                                  std::memory_order_relaxed);
-      // Release, though what reads it is ordered by last_allocation; partner:
+      // Release, though what reads it is ordered by last_allocation; pairs with
       // allocate().
       mapping_.allocations()[entry].bytes.store(length,
                                                 std::memory_order_release);
     }
   }
-  // Release: publishes the entry; partner: allocate(). (The barrier after it
+  // Release: publishes the entry; pairs with allocate(). (The barrier after it
   // would do, too.)
   mapping_.header().last_allocation.store(entry, std::memory_order_release);
 }
@@ -95,7 +95,7 @@ size_t Heap::allocate(size_t bytes, double timeout_s) {
   calls_.meet();
   if (calls_.rank() == 0) decide(length);
   calls_.meet();
-  // Acquire; partner: decide().
+  // Acquire; pairs with decide().
   const uint32_t entry =
       mapping_.header().last_allocation.load(std::memory_order_acquire);
   if (entry == kNoMemoryLeft) {
@@ -174,13 +174,13 @@ void Heap::free(size_t offset, bool others_still_read) {
     mapping_.region().release(mapping_.layout().slab_at(calls_.rank()) + offset,
                               array.bytes.load(std::memory_order_relaxed));
   }
-  // acq_rel: the last rank to come here tells rank 0 for all of them; partners:
-  // each other.
+  // acq_rel: the last rank to come here tells rank 0 for all of them; pairs
+  // with each other.
   if (array.owners.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   uint32_t first =
       mapping_.header().freed_allocations.load(std::memory_order_relaxed);
-  // Release: the array and all that was done with it; partner: the exchange in
-  // reclaim().
+  // Release: the array and all that was done with it; pairs with the exchange
+  // in reclaim().
   do {
     array.next.store(first, std::memory_order_relaxed);
   } while (!mapping_.header().freed_allocations.compare_exchange_weak(

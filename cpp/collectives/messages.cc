@@ -75,7 +75,7 @@ int Messages::wait_for_source(uint64_t tag, double timeout_s) {
   session_.check_usable();
   RankLine& own = session_.mapping().own_line();
   const auto has_left = [&](int r) {
-    // Acquire: its last message is seen; partner: Keeper::let_go().
+    // Acquire: its last message is seen; pairs with LivenessThread::let_go().
     return session_.line(r).life.load(std::memory_order_acquire) == kLifeLeft;
   };
   int source = -1;

@@ -26,7 +26,7 @@ class Turn {
   /// Returns whether this thread has the turn now. Not for one that has it.
   bool try_take() {
     Thread nobody = kNobody;
-    // acquire: sees what the last holder did; partner: give_back(). seq_cst:
+    // acquire: sees what the last holder did; pairs with give_back(). seq_cst:
     // orders it after try_take_for()'s announcement.
     return holder_.compare_exchange_strong(nobody, this_thread(),
                                            std::memory_order_seq_cst,

@@ -3,7 +3,7 @@
 //
 // Values are walked in blocks of kCodeBlock: prepared in a local buffer, then
 // stored as codes. No standard library, for the reason given in
-// kernels/reduce_stretches.h.
+// kernels/reduce_blocks.h.
 #pragma once
 
 #include "compression/code_table.h"

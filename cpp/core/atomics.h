@@ -3,8 +3,8 @@
 //
 // Words that processes share are Atomic, which is std::atomic with
 // address-free, lock-free operations. No fences are used: ThreadSanitizer does
-// not model them, and each hand-over below has a release and an acquire
-// partner.
+// not model them, and each hand-over below has a release and an acquire that
+// pairs with it.
 //
 // With PACELINE_SCHEDULER, Atomic is a wrapper that lets a test decide which
 // rank goes on at each operation; see tests/cpp/schedules.

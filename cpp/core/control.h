@@ -158,15 +158,15 @@ inline constexpr uint32_t kLifeNotYet = 0;
 inline constexpr uint32_t kLifeLeft = 0x3fffffff;  // no thread id is as large
 
 /// Who tells the others that a rank has died.
-enum class Witness : uint32_t {
+enum class LivenessCheck : uint32_t {
   kKernel = 0,    ///< marks `life`
   kFileLock = 1,  ///< the region's lock with the rank's number is free then
-  kNobody = 2,    ///< neither works here: it is late, and no more
+  kNone = 2,      ///< neither works here: it is late, and no more
 };
 
 /// RankLine::crash: the number of a signal, whose handler is running; a count
-/// of such signals; a beat, which the rank's keeper changes while it runs; and
-/// a bit that is set once the process is sure to die.
+/// of such signals; a beat, which the rank's liveness thread changes while it
+/// runs; and a bit that is set once the process is sure to die.
 inline constexpr uint32_t kCrashSignal = 0x000000ff;
 inline constexpr uint32_t kCrashCount = 0x000fff00;
 inline constexpr uint32_t kCrashBeat = 0x7ff00000;
@@ -176,8 +176,8 @@ inline constexpr uint32_t kCrashIsFatal = 0x80000000;
 /// Marks the crash as over, if it is still this one.
 inline void end_crash(Atomic<uint32_t>& crash, uint32_t word) {
   uint32_t seen = crash.load(std::memory_order_relaxed);
-  // Release: what the handler did before is done; partner: the acquire of
-  // Keeper::look_at() on other ranks.
+  // Release: what the handler did before is done; pairs with the acquire of
+  // LivenessThread::look_at() on other ranks.
   while ((seen & ~kCrashBeat) == (word & ~kCrashBeat) &&
          !crash.compare_exchange_weak(seen, 0, std::memory_order_release)) {
   }
@@ -191,10 +191,10 @@ struct alignas(kLinePairBytes) RankLine {
   // which may have been taken away by then where memory had run out.
   robust_list_head robust_head;
   void* robust_next;
-  /// Futex word: the keeper thread's id, marked by the kernel when it dies.
+  /// Futex word: the liveness thread's id, marked by the kernel when it dies.
   Atomic<uint32_t> life;
   /// Set before `life`.
-  Atomic<Witness> witness;
+  Atomic<LivenessCheck> check;
   /// 0, or the crash for which a handler is running.
   Atomic<uint32_t> crash;
   Atomic<uint32_t> pid;
@@ -224,7 +224,7 @@ struct alignas(kLinePairBytes) RankLine {
   /// Since when, by now_ns().
   Atomic<int64_t> waits_since_ns;
   /// When this rank last looked whether its wait was over, by now_ns().
-  /// Release: publishes the words above; partner: Session::is_crossed().
+  /// Release: publishes the words above; pairs with Session::is_crossed().
   Atomic<int64_t> looked_ns;
   /// Whether nothing but the end of that wait lets this rank come to another
   /// call: no other thread of it makes calls, nor is the wait within another.

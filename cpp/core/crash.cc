@@ -56,7 +56,7 @@ class PlacesLock {
       }
     }
   }
-  // Release: the places are whole again; partner: the acquire above.
+  // Release: the places are whole again; pairs with the acquire above.
   ~PlacesLock() { word_.store(0, std::memory_order_release); }
 
  private:
@@ -141,7 +141,7 @@ bool survives(const struct sigaction& handler, int signal, siginfo_t* info,
   const uint32_t word =
       static_cast<uint32_t>(signal) | (number << 8 & kCrashCount);
   for_own_groups([&](const CrashWatch::Group& group) {
-    // Release; partner: the acquire of Keeper::look_at().
+    // Release; pairs with the acquire of LivenessThread::look_at().
     group.line->crash.store(word, std::memory_order_release);
   });
   // The signal stays blocked: a handler that restores the default and raises
@@ -158,7 +158,7 @@ bool survives(const struct sigaction& handler, int signal, siginfo_t* info,
 void end_own_groups(int signal) {
   for_own_groups([&](const CrashWatch::Group& group) {
     // Release: what this rank had written is seen by who takes it for dead;
-    // partner: has_died().
+    // pairs with has_died().
     group.line->crash.store(static_cast<uint32_t>(signal) | kCrashIsFatal,
                             std::memory_order_release);
     abort_group(*group.header, Reason::kDied, group.rank, group.rank);
@@ -272,7 +272,7 @@ void put_away(int signal) {
 void abort_group(Header& header, Reason reason, int by, int culprit) {
   uint32_t none = 0;
   // Release: publishes the message, the late ranks and the waiting time of rank
-  // `by`; partner: Session::fail_from_abort().
+  // `by`; pairs with Session::fail_from_abort().
   header.abort.compare_exchange_strong(none, pack_abort(reason, by, culprit),
                                        std::memory_order_acq_rel);
   futex_wake(header.abort, kWakeAll);

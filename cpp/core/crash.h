@@ -12,9 +12,9 @@
 // Java or Julia runtime) is asked first, because for some of them the signal is
 // no crash at all but a page to be mapped. If it returns and has not restored
 // the default, the process lives on. If it ends the process in a way that does
-// not come back to us, the keeper of this rank no longer runs, while a dump is
-// written: the other ranks find RankLine::crash unchanged for kSilenceNs and
-// take it for a death.
+// not come back to us, the liveness thread of this rank no longer runs, while a
+// dump is written: the other ranks find RankLine::crash unchanged for
+// kSilenceNs and take it for a death.
 //
 // Whoever takes our place later and restores or calls us (faulthandler) is fine
 // as well; the next group to be joined goes on top of it. A signal that is
@@ -30,8 +30,9 @@
 
 namespace paceline {
 
-/// How long the keeper of a rank may say nothing while a handler of somebody
-/// else has its crash, before the other ranks take the process for dead.
+/// How long the liveness thread of a rank may say nothing while a handler of
+/// somebody else has its crash, before the other ranks take the process for
+/// dead.
 inline constexpr int64_t kSilenceNs = 5'000'000'000;
 
 /// Ends the group unless it is over already: the first reason stays. Wakes

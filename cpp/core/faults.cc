@@ -20,13 +20,13 @@ struct Armed {
   Point point = Point::kNumPoints;
   FaultAction action = FaultAction::kKill;
   uint32_t passages_left = 0;
-  FaultPartner partner;
-  uint32_t partner_passages = 0;  ///< of the partner, when the fault was armed
+  FaultPeer peer;
+  uint32_t peer_passages = 0;  ///< of the peer, when the fault was armed
 };
 thread_local Armed armed;
 
 constexpr auto kPoints = static_cast<size_t>(Point::kNumPoints);
-struct Board {
+struct PassageTable {
   Atomic<uint32_t>* words = nullptr;
   int world = 0;
   int rank = 0;
@@ -45,24 +45,24 @@ struct Board {
     return sum;
   }
 };
-Board board;
+PassageTable table;
 
 /// Nobody else has passed a point for so long: the others wait for this rank,
-/// and the partner will not come by before this rank goes on.
+/// and the peer will not come by before this rank goes on.
 constexpr int64_t kStandstillNs = 30'000'000;
 
-void wait_for_partner() {
-  if (armed.partner.rank < 0 || board.words == nullptr) return;
+void wait_for_peer() {
+  if (armed.peer.rank < 0 || table.words == nullptr) return;
   const Atomic<uint32_t>& passages =
-      board.passages(armed.partner.rank, armed.partner.point);
-  uint64_t seen = board.passages_of_others();
+      table.passages(armed.peer.rank, armed.peer.point);
+  uint64_t seen = table.passages_of_others();
   int64_t since_ns = now_ns();
-  // Acquire: what the other rank did before it passed; partner:
+  // Acquire: what the other rank did before it passed; pairs with
   // strike_if_armed().
-  while (passages.load(std::memory_order_acquire) == armed.partner_passages) {
+  while (passages.load(std::memory_order_acquire) == armed.peer_passages) {
     const timespec nap{0, 100'000};
     nanosleep(&nap, nullptr);
-    const uint64_t now_seen = board.passages_of_others();
+    const uint64_t now_seen = table.passages_of_others();
     if (now_seen != seen) since_ns = now_ns();
     if (now_ns() - since_ns > kStandstillNs) return;
     seen = now_seen;
@@ -84,33 +84,32 @@ const char* point_name(Point point) {
   return kNames[static_cast<uint32_t>(point)];
 }
 
-void arm_fault(Point point, FaultAction action, uint32_t nth,
-               FaultPartner partner) {
-  armed = {point, action, nth, partner};
-  if (partner.rank >= 0 && board.words != nullptr) {
-    // Acquire; partner: strike_if_armed().
-    armed.partner_passages = board.passages(partner.rank, partner.point)
-                                 .load(std::memory_order_acquire);
+void arm_fault(Point point, FaultAction action, uint32_t nth, FaultPeer peer) {
+  armed = {point, action, nth, peer};
+  if (peer.rank >= 0 && table.words != nullptr) {
+    // Acquire; pairs with strike_if_armed().
+    armed.peer_passages =
+        table.passages(peer.rank, peer.point).load(std::memory_order_acquire);
   }
   any_fault_armed.store(true, std::memory_order_relaxed);
 }
 
 void count_passages(Atomic<uint32_t>* words, int world, int rank) {
-  board = {words, world, rank};
+  table = {words, world, rank};
   any_fault_armed.store(true, std::memory_order_relaxed);
 }
 
 void disarm_fault() { armed = {}; }
 
 void strike_if_armed(Point point) {
-  // acq_rel: who waits for this passage sees what came before it; partners: the
-  // acquires in wait_for_partner() and arm_fault().
-  if (board.words != nullptr)
-    board.passages(board.rank, point).fetch_add(1, std::memory_order_acq_rel);
+  // acq_rel: who waits for this passage sees what came before it; pairs with
+  // the acquires in wait_for_peer() and arm_fault().
+  if (table.words != nullptr)
+    table.passages(table.rank, point).fetch_add(1, std::memory_order_acq_rel);
   if (armed.point != point || armed.passages_left == 0 ||
       --armed.passages_left > 0)
     return;
-  wait_for_partner();
+  wait_for_peer();
   switch (armed.action) {
     case FaultAction::kKill:
       kill(getpid(), SIGKILL);

@@ -69,7 +69,7 @@ const char* point_name(Point point);
 
 /// Another rank that a fault waits for: it strikes only when `rank` has passed
 /// `point` once more since the fault was armed.
-struct FaultPartner {
+struct FaultPeer {
   int rank = -1;  ///< -1: waits for nobody
   Point point = Point::kNumPoints;
 };
@@ -77,13 +77,13 @@ struct FaultPartner {
 /// Arms this thread (a rank is a thread in the C++ tests): at the `nth` (from
 /// 1) passage of `point`, do it.
 void arm_fault(Point point, FaultAction action, uint32_t nth,
-               FaultPartner partner = {});
+               FaultPeer peer = {});
 void disarm_fault();
 
 /// Lets the ranks see which points each of them has passed, which faults with a
-/// partner need. `board` is zeroed memory that they share: `world` times
+/// peer need. `table` is zeroed memory that they share: `world` times
 /// kNumPoints words. This process counts its passages as `rank`; null: no more.
-void count_passages(Atomic<uint32_t>* board, int world, int rank);
+void count_passages(Atomic<uint32_t>* table, int world, int rank);
 
 extern Atomic<bool> any_fault_armed;
 void strike_if_armed(Point point);

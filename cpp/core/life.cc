@@ -70,11 +70,11 @@ bool try_robust_list() {
   bool is_taken = false;
   start_thread([&] {
     is_taken = hold_robustly(trial.head, trial.node, trial.word);
-    // Release; partner: the load below. (The join would do, too.)
+    // Release; pairs with the load below. (The join would do, too.)
     trial.word.store(held_by_this_thread(), std::memory_order_release);
   }).join();
   // The kernel marks the word before it tells of the thread's end.
-  // Acquire; partners: the store above, and the kernel's mark.
+  // Acquire; pairs with the store above, and the kernel's mark.
   return is_taken &&
          (trial.word.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
 }
@@ -103,12 +103,12 @@ bool has_died(const RankLine& line) {
          (line.crash.load(std::memory_order_acquire) & kCrashIsFatal) != 0;
 }
 
-Keeper::Keeper(Header& header, std::span<RankLine> ranks, int rank,
-               const Region* region)
+LivenessThread::LivenessThread(Header& header, std::span<RankLine> ranks,
+                               int rank, const Region* region)
     : header_(header), ranks_(ranks), rank_(rank), region_(region) {
   has_robust_list();  // tried out here, and not while others wait
   thread_ = start_thread([this] { run(); });
-  // Acquire: what the thread has done to hold the word; partner: run().
+  // Acquire: what the thread has done to hold the word; pairs with run().
   while (state_.load(std::memory_order_acquire) == kStarting) {
     const FutexWait wait[] = {{&state_, kStarting}};
     futex_wait_any(wait, now_ns() + kRecheckNs);
@@ -116,56 +116,56 @@ Keeper::Keeper(Header& header, std::span<RankLine> ranks, int rank,
   crash_watch_.emplace(header, ranks[static_cast<size_t>(rank)], rank);
 }
 
-Keeper::~Keeper() {
+LivenessThread::~LivenessThread() {
   if (!thread_.joinable()) return;
   crash_watch_.reset();
-  // Release; partners: run() and watch().
+  // Release; pairs with run() and watch().
   state_.store(kLeave, std::memory_order_release);
   futex_wake(state_, kWakeAll);
   thread_.join();
 }
 
-void Keeper::abandon() {
+void LivenessThread::abandon() {
   if (thread_.joinable()) thread_.detach();
 }
 
-void Keeper::die() {
+void LivenessThread::die() {
   crash_watch_.reset();
-  // Release; partners: run() and watch().
+  // Release; pairs with run() and watch().
   state_.store(kDie, std::memory_order_release);
   futex_wake(state_, kWakeAll);
   thread_.join();
 }
 
-void Keeper::run() {
+void LivenessThread::run() {
   block_all_signals();
   hold();
-  // Release: the word is held; partner: the constructor.
+  // Release: the word is held; pairs with the constructor.
   state_.store(kHolding, std::memory_order_release);
   futex_wake(state_, kWakeAll);
   watch();
-  // Acquire; partners: the destructor and die().
+  // Acquire; pairs with the destructor and die().
   if (state_.load(std::memory_order_acquire) == kLeave) let_go();
   lock_.reset();  // as the kernel does where the process ends
 }
 
-void Keeper::hold() {
+void LivenessThread::hold() {
   RankLine& line = ranks_[static_cast<size_t>(rank_)];
-  Witness witness = Witness::kNobody;
+  LivenessCheck check = LivenessCheck::kNone;
   if (has_robust_list() &&
       hold_robustly(line.robust_head, line.robust_next, line.life)) {
-    witness = Witness::kKernel;
+    check = LivenessCheck::kKernel;
   } else if (region_ != nullptr) {
     lock_ = RegionLock::take(*region_, rank_);
-    if (lock_ != nullptr) witness = Witness::kFileLock;
+    if (lock_ != nullptr) check = LivenessCheck::kFileLock;
   }
-  line.witness.store(witness, std::memory_order_relaxed);
-  // Release: publishes the witness, too; partners: watch(), look_at() and
+  line.check.store(check, std::memory_order_relaxed);
+  // Release: publishes the check, too; pairs with watch(), look_at() and
   // has_died().
   line.life.store(held_by_this_thread(), std::memory_order_release);
 }
 
-void Keeper::let_go() {
+void LivenessThread::let_go() {
   RankLine& line = ranks_[static_cast<size_t>(rank_)];
   // First: who is killed from here on has left. The kernel marks no word that
   // does not hold the id of its thread, although the word is still on the list.
@@ -180,9 +180,9 @@ void Keeper::let_go() {
 
 // Sleeps on the life words of all others and on state_; the array holds 127 + 1
 // words, the kernel's limit.
-void Keeper::watch() {
+void LivenessThread::watch() {
   std::array<FutexWait, kMaxFutexWaits> waits;
-  // Acquire; partners: the destructor and die().
+  // Acquire; pairs with the destructor and die().
   while (state_.load(std::memory_order_acquire) == kHolding) {
     size_t count = 0;
     waits[count++] = {&state_, kHolding};
@@ -192,46 +192,47 @@ void Keeper::watch() {
       if (static_cast<int>(peer) == rank_) continue;
       look_at(peer);
       const RankLine& line = ranks_[peer];
-      // Acquire: the witness is there; partner: hold().
+      // Acquire: the check is there; pairs with hold().
       const uint32_t life = line.life.load(std::memory_order_acquire);
       if (has_died(line)) {
         abort_group(header_, Reason::kDied, rank_, static_cast<int>(peer));
       } else if (life != kLifeLeft) {
         waits[count++] = {&line.life, life};
       }
-      if (line.witness.load(std::memory_order_relaxed) == Witness::kFileLock)
+      if (line.check.load(std::memory_order_relaxed) ==
+          LivenessCheck::kFileLock)
         recheck_ns = kLockRecheckNs;
     }
     futex_wait_any({waits.data(), count}, now_ns() + recheck_ns);
   }
 }
 
-void Keeper::look_at(size_t peer) {
+void LivenessThread::look_at(size_t peer) {
   RankLine& line = ranks_[peer];
-  // Acquire: the witness is there; partner: hold().
+  // Acquire: the check is there; pairs with hold().
   uint32_t life = line.life.load(std::memory_order_acquire);
   if (life == kLifeNotYet || life == kLifeLeft || has_died(line)) return;
-  if (line.witness.load(std::memory_order_relaxed) == Witness::kFileLock &&
+  if (line.check.load(std::memory_order_relaxed) == LivenessCheck::kFileLock &&
       region_ != nullptr &&
       !RegionLock::is_held(*region_, static_cast<int>(peer))) {
     // Fails where the rank has left meanwhile: it says so before it unlocks.
-    // acq_rel, for the kernel that would do it; partner: has_died().
+    // acq_rel, for the kernel that would do it; pairs with has_died().
     line.life.compare_exchange_strong(life, life | FUTEX_OWNER_DIED,
                                       std::memory_order_acq_rel);
   }
-  // Acquire; partners: the crash handler's stores and end_crash().
+  // Acquire; pairs with the crash handler's stores and end_crash().
   uint32_t crash = line.crash.load(std::memory_order_acquire);
   const int64_t now = now_ns();
   if (crash != crashes_[peer].word) crashes_[peer] = {crash, now};
   if (crash != 0 && now - crashes_[peer].since_ns >= kSilenceNs) {
-    // Fails where the handler has just returned, or the keeper is alive.
-    // acq_rel, for the handler that would do it; partner: has_died().
+    // Fails where the handler has just returned, or the liveness thread is
+    // alive. acq_rel, for the handler that would do it; pairs with has_died().
     line.crash.compare_exchange_strong(crash, crash | kCrashIsFatal,
                                        std::memory_order_acq_rel);
   }
 }
 
-void Keeper::beat() {
+void LivenessThread::beat() {
   // After that the handler must have jumped out of the crash.
   constexpr int64_t kLongestNs = 60'000'000'000;
   Atomic<uint32_t>& word = ranks_[static_cast<size_t>(rank_)].crash;

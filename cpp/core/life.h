@@ -1,12 +1,13 @@
 // Who is alive: a thread per rank that the kernel speaks for when it dies.
 //
-// The keeper holds this rank's life word the way a thread holds a robust mutex.
-// When its process dies, however, the kernel marks the word and wakes a
-// sleeper, before it tears the address space down: 0.1 to 0.2 ms, whatever the
-// size of the process (pidfd and sockets need hundreds at 4 GiB). The keepers
-// of the other ranks sleep on all life words, and turn a death into the group's
-// abort word. Where the kernel does not do this (some sandboxes and emulators)
-// the keepers ask every half second whether a file lock is still held.
+// The liveness thread holds this rank's life word the way a thread holds a
+// robust mutex. When its process dies, however, the kernel marks the word and
+// wakes a sleeper, before it tears the address space down: 0.1 to 0.2 ms,
+// whatever the size of the process (pidfd and sockets need hundreds at 4 GiB).
+// The liveness threads of the other ranks sleep on all life words, and turn a
+// death into the group's abort word. Where the kernel does not do this (some
+// sandboxes and emulators) the liveness threads ask every half second whether a
+// file lock is still held.
 #pragma once
 
 #include <array>
@@ -21,17 +22,17 @@
 
 namespace paceline {
 
-class Keeper {
+class LivenessThread {
  public:
   /// Starts the thread; returns once this rank's life word is held. `region`
   /// must outlive it; without one there are no file locks.
-  Keeper(Header& header, std::span<RankLine> ranks, int rank,
-         const Region* region = nullptr);
+  LivenessThread(Header& header, std::span<RankLine> ranks, int rank,
+                 const Region* region = nullptr);
   /// Leaves in good order: the life word says so, and who waits for this rank
   /// is woken.
-  ~Keeper();
-  Keeper(const Keeper&) = delete;
-  Keeper& operator=(const Keeper&) = delete;
+  ~LivenessThread();
+  LivenessThread(const LivenessThread&) = delete;
+  LivenessThread& operator=(const LivenessThread&) = delete;
 
   /// For a forked child, which has no such thread: forgets it.
   void abandon();

@@ -55,13 +55,13 @@ class Recorder {
 
   /// Null: nothing is recorded. One load, of a word that hardly ever changes.
   static Recorder* current() {
-    // Acquire: the recorder is made; partner: use().
+    // Acquire: the recorder is made; pairs with use().
     return current_.load(std::memory_order_acquire);
   }
   /// Records from now on with this one, which is never deleted: a thread may be
   /// in the middle of a record. Null: no more.
   static void use(Recorder* recorder) {
-    // Release; partner: current().
+    // Release; pairs with current().
     current_.store(recorder, std::memory_order_release);
   }
 
@@ -76,7 +76,7 @@ class Recorder {
     record.thread = this_thread();
     record.first = first;
     record.second = second;
-    // Release: the record is whole; partner: the reader's look at the file.
+    // Release: the record is whole; pairs with the reader's look at the file.
     record.sequence.store(static_cast<uint32_t>(index + 1),
                           std::memory_order_release);
     // What comes next lies where nothing was written for the length of the

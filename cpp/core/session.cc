@@ -51,18 +51,19 @@ void Session::take_place() {
   static_assert(sizeof(affinity) == sizeof(own.affinity));
   if (sched_getaffinity(0, sizeof(affinity), &affinity) == 0) {
     memcpy(own.affinity, &affinity, sizeof(affinity));
-    // Release: publishes the affinity; partner: decide_spinning().
+    // Release: publishes the affinity; pairs with decide_spinning().
     own.affinity_known.store(1, std::memory_order_release);
   }
-  keeper_ = std::make_unique<Keeper>(mapping_.header(), mapping_.lines(),
-                                     rank(), &mapping_.region());
+  liveness_ = std::make_unique<LivenessThread>(
+      mapping_.header(), mapping_.lines(), rank(), &mapping_.region());
   mapping_.header().attached.fetch_add(1, std::memory_order_seq_cst);
   futex_wake(mapping_.header().attached, kWakeAll);
 }
 
 void Session::join() {
   Atomic<uint32_t> no_sleepers{0};  // whoever attaches always wakes
-  // Acquire in ready(): what each rank wrote of itself; partner: take_place().
+  // Acquire in ready(): what each rank wrote of itself; pairs with
+  // take_place().
   wait_until(
       wait_place(WaitKind::kForming, 0), mapping_.header().attached,
       no_sleepers, timeout_ns(-1),
@@ -70,7 +71,7 @@ void Session::join() {
         return mapping_.header().attached.load(std::memory_order_acquire) ==
                mapping_.header().world;
       },
-      [&](int r) {  // partner: Keeper::hold()
+      [&](int r) {  // pairs with LivenessThread::hold()
         return line(r).life.load(std::memory_order_acquire) == kLifeNotYet;
       });
   decide_spinning();
@@ -83,7 +84,7 @@ void Session::decide_spinning() {
   CPU_ZERO(&all);
   for (const RankLine& each : mapping_.lines()) {
     cpu_set_t one;
-    // Acquire; partner: take_place().
+    // Acquire; pairs with take_place().
     if (each.affinity_known.load(std::memory_order_acquire) == 0) continue;
     memcpy(&one, each.affinity, sizeof(one));
     CPU_OR(&all, &all, &one);
@@ -103,24 +104,24 @@ void Session::decide_spinning() {
 
 Session::~Session() {
   close();
-  // A child forked from the group's process has a keeper object, but not its
-  // thread.
-  if (keeper_ != nullptr) keeper_->abandon();
+  // A child forked from the group's process has a liveness thread object, but
+  // not its thread.
+  if (liveness_ != nullptr) liveness_->abandon();
 }
 
 void Session::close() {
-  if (keeper_ == nullptr || closed_.exchange(true)) return;
+  if (liveness_ == nullptr || closed_.exchange(true)) return;
   if (is_forked()) return;
-  // Acquire; partner: abort_group().
+  // Acquire; pairs with abort_group().
   if (mapping_.header().abort.load(std::memory_order_acquire) == 0)
     transfers_.advance_all();
-  keeper_.reset();
+  liveness_.reset();
 }
 
 void Session::abort(const char* message) {
   if (closed_ || is_forked()) return;
   // The first reason stays, and whoever reads it must not see it change.
-  // Acquire; partner: abort_group().
+  // Acquire; pairs with abort_group().
   if (mapping_.header().abort.load(std::memory_order_acquire) != 0) return;
   RankLine& own = mapping_.own_line();
   snprintf(own.message, sizeof(own.message), "%s", message);
@@ -136,14 +137,14 @@ void Session::set_activity(const char* text, uint32_t forwards) {
 void Session::check_usable() const {
   if (is_forked()) throw Failure{.reason = Reason::kForked};
   if (closed_) throw Failure{.reason = Reason::kClosed};
-  // Acquire; partner: abort_group().
+  // Acquire; pairs with abort_group().
   if (mapping_.header().abort.load(std::memory_order_acquire) != 0)
     fail_from_abort(0);
 }
 
 void Session::fail_from_abort(double waited_s) const {
   // Acquire: the message, the late ranks and the waiting time of who noticed;
-  // partner: abort_group().
+  // pairs with abort_group().
   const uint32_t word = mapping_.header().abort.load(std::memory_order_acquire);
   const auto by = static_cast<int>(word >> 8 & 0xff);
   Failure failure{.reason = static_cast<Reason>(word >> 16),
@@ -234,7 +235,7 @@ bool Session::is_crossed(uint64_t place, int64_t start_ns,
   for (int r = 0; r < world() && !is_found; ++r) {
     if (!has_rank(so_far.late, r)) continue;
     const RankLine& theirs = line(r);
-    // Acquire, both; partner: the releases in wait_until().
+    // Acquire, both; pairs with the releases in wait_until().
     const int64_t looked_ns = theirs.looked_ns.load(std::memory_order_acquire);
     const uint64_t at = theirs.waits_at.load(std::memory_order_acquire);
     const int64_t since_ns =

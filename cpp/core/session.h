@@ -98,7 +98,7 @@ class Session {
   void check_usable() const;
   /// Whether a rank has ended the group: died, given up, raised.
   bool is_over() const {
-    // Acquire; partner: abort_group().
+    // Acquire; pairs with abort_group().
     return mapping_.header().abort.load(std::memory_order_acquire) != 0;
   }
   /// Takes a range of this rank's slab out of the memory that others see. Only
@@ -107,7 +107,7 @@ class Session {
     mapping_.region().keep_to_itself(mapping_.layout().slab_at(rank()) + offset,
                                      bytes);
   }
-  void die_for_test() { keeper_->die(); }
+  void die_for_test() { liveness_->die(); }
   /// This thread makes a call that may wait.
   void note_caller() {
     const uint64_t self = static_cast<uint64_t>(pthread_self());
@@ -160,7 +160,7 @@ class Session {
   const uint32_t fork_generation_;
   const Mapping mapping_;
   Transfers transfers_;
-  std::unique_ptr<Keeper> keeper_;
+  std::unique_ptr<LivenessThread> liveness_;
   int64_t spin_ns_ = 0;
   int yields_ = 0;
   bool has_core_per_rank_ = false;
@@ -202,7 +202,7 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
   RankLine& own = mapping_.own_line();
   Hooks* const hooks = current_hooks;
   if (hooks != nullptr) hooks->before_block();
-  // seq_cst: orders this announcement before the look at `word`; partner: the
+  // seq_cst: orders this announcement before the look at `word`; pairs with the
   // change of the word before the look at `sleepers` of whoever wakes.
   struct Announced {
     Atomic<uint32_t>& count;
@@ -235,7 +235,7 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
 
     Failure so_far{.reason = Reason::kDeadline};
     so_far.waited_s = static_cast<double>(now_ns() - start_ns) * 1e-9;
-    // Acquire: what was complete before the end is seen; partner:
+    // Acquire: what was complete before the end is seen; pairs with
     // abort_group().
     if (header.abort.load(std::memory_order_acquire) != 0) {
       if (ready()) return;  // what was complete before the end counts
@@ -245,7 +245,7 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
       if (r == rank() || !is_late(r)) continue;
       so_far.late[r / 64] |= uint64_t{1} << (r % 64);
       if (so_far.culprit < 0) so_far.culprit = r;
-      // Acquire: its last message is seen; partner: Keeper::let_go().
+      // Acquire: its last message is seen; pairs with LivenessThread::let_go().
       if (line(r).life.load(std::memory_order_acquire) == kLifeLeft) {
         transfers_.advance_all();  // its last message may have come meanwhile
         if (ready()) return;
@@ -261,7 +261,7 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
     own.waits_alone.store(is_alone ? 1 : 0, std::memory_order_relaxed);
     own.waits_for[0].store(so_far.late[0], std::memory_order_relaxed);
     own.waits_for[1].store(so_far.late[1], std::memory_order_relaxed);
-    // Release, here and below; partner: is_crossed().
+    // Release, here and below; pairs with is_crossed().
     own.waits_at.store(place, std::memory_order_release);
     const int64_t now = now_ns();
     own.looked_ns.store(now, std::memory_order_release);

@@ -25,7 +25,7 @@ class SignalSafeList {
     // published.
     Entry* entry = first_.load(std::memory_order_acquire);
     for (; entry != nullptr; entry = entry->next) {
-      // Acquire in the exchange: who had it before is done; partner: the
+      // Acquire in the exchange: who had it before is done; pairs with the
       // release of kFree in take_out().
       uint32_t state = kFree;
       if (entry->state.compare_exchange_strong(state, kChanging,
@@ -35,14 +35,14 @@ class SignalSafeList {
     if (entry == nullptr) {
       entry = new Entry;  // never deleted: a handler may be looking at it
       entry->next = first_.load(std::memory_order_relaxed);
-      // Release: publishes the entry; partners: the loads of first_ in put()
+      // Release: publishes the entry; pairs with the loads of first_ in put()
       // and visit().
       while (!first_.compare_exchange_weak(entry->next, entry,
                                            std::memory_order_release)) {
       }
     }
     entry->value = value;
-    // Release: publishes the value; partner: the load in visit().
+    // Release: publishes the value; pairs with the load in visit().
     entry->state.store(kThere, std::memory_order_release);
     return entry;
   }
@@ -52,7 +52,7 @@ class SignalSafeList {
     // or this thread sees the walker.
     entry->state.store(kChanging, std::memory_order_seq_cst);
     while (walkers_.load(std::memory_order_seq_cst) != 0) sched_yield();
-    // Release: nobody looks at the value any more; partner: the exchange in
+    // Release: nobody looks at the value any more; pairs with the exchange in
     // put().
     entry->state.store(kFree, std::memory_order_release);
   }
@@ -61,7 +61,7 @@ class SignalSafeList {
   template <class Visit>
   void visit(Visit visit) {
     walkers_.fetch_add(1, std::memory_order_seq_cst);
-    // Acquire; partner: the release in put().
+    // Acquire; pairs with the release in put().
     for (Entry* entry = first_.load(std::memory_order_acquire);
          entry != nullptr; entry = entry->next) {
       if (entry->state.load(std::memory_order_seq_cst) == kThere)

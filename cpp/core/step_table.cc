@@ -13,7 +13,7 @@ StepTable::StepTable(void* at, int world, int rank)
       rank_(rank) {}
 
 uint64_t StepTable::step() const {
-  // Acquire; partner: decide().
+  // Acquire; pairs with decide().
   return head_->decision.load(std::memory_order_acquire) >> 1;
 }
 
@@ -22,10 +22,10 @@ bool StepTable::decide(bool wants) {
       line(rank_).done.load(std::memory_order_relaxed) + uint64_t{1};
   own_step_ = next;
   if (wants) fault_point(Point::kStepMet);
-  // Acquire; partner: the exchange below, of another rank.
+  // Acquire; pairs with the exchange below, of another rank.
   uint64_t seen = head_->decision.load(std::memory_order_acquire);
   while (seen < next << 1) {
-    // acq_rel; partner: the other ranks' loads here.
+    // acq_rel; pairs with the other ranks' loads here.
     if (head_->decision.compare_exchange_weak(seen, next << 1 | uint64_t{wants},
                                               std::memory_order_acq_rel)) {
       seen = next << 1 | uint64_t{wants};
@@ -39,23 +39,23 @@ bool StepTable::decide(bool wants) {
 
 void StepTable::finish(int of) {
   fault_point(Point::kStepWritten);
-  // Release: the part is written; partner: is_finished().
+  // Release: the part is written; pairs with is_finished().
   line(of).done.store(own_step(), std::memory_order_release);
   fault_point(Point::kStepDone);
 }
 
 bool StepTable::is_finished(int of) const {
-  // Acquire; partner: finish().
+  // Acquire; pairs with finish().
   return line(of).done.load(std::memory_order_acquire) >= own_step();
 }
 
 bool StepTable::is_whole() const {
-  // Acquire; partner: decide().
+  // Acquire; pairs with decide().
   const uint64_t decision = head_->decision.load(std::memory_order_acquire);
   if ((decision & 1) == 0) return true;  // the last step was not made at all
   const uint64_t step = decision >> 1;
   for (int r = 0; r < world_; ++r) {
-    // Acquire: the part is written; partner: finish().
+    // Acquire: the part is written; pairs with finish().
     if (line(r).done.load(std::memory_order_acquire) < step) return false;
   }
   return true;
@@ -65,7 +65,7 @@ void StepTable::open_block(int of, uint32_t block,
                            const std::vector<Copy>& copies) {
   for (const Copy& copy : copies) memcpy(copy.to, copy.from, copy.bytes);
   fault_point(Point::kBlockCopied);
-  // Release: the copies are made; partner: progress().
+  // Release: the copies are made; pairs with progress().
   line(of).progress.store(own_step() << 32 | uint64_t{block} << 1 | 1,
                           std::memory_order_release);
   fault_point(Point::kBlockOpened);
@@ -73,14 +73,14 @@ void StepTable::open_block(int of, uint32_t block,
 
 void StepTable::close_block(int of, uint32_t block) {
   fault_point(Point::kBlockWritten);
-  // Release: the block is written; partner: progress().
+  // Release: the block is written; pairs with progress().
   line(of).progress.store(own_step() << 32 | (uint64_t{block} + 1) << 1,
                           std::memory_order_release);
   fault_point(Point::kBlockClosed);
 }
 
 StepTable::Progress StepTable::progress(int of) const {
-  // Acquire; partners: open_block() and close_block().
+  // Acquire; pairs with open_block() and close_block().
   const uint64_t word = line(of).progress.load(std::memory_order_acquire);
   if (word >> 32 != (own_step() & 0xffffffff)) return {0, false};
   const auto low = static_cast<uint32_t>(word);
@@ -88,12 +88,12 @@ StepTable::Progress StepTable::progress(int of) const {
 }
 
 void StepTable::give_up() {
-  // Release: this rank writes no more; partner: has_given_up().
+  // Release: this rank writes no more; pairs with has_given_up().
   line(rank_).gave_up.store(own_step(), std::memory_order_release);
 }
 
 bool StepTable::has_given_up(int of) const {
-  // Acquire; partner: give_up().
+  // Acquire; pairs with give_up().
   return line(of).gave_up.load(std::memory_order_acquire) == own_step();
 }
 
@@ -101,13 +101,13 @@ int StepTable::claim(int of, std::optional<int> instead_of) {
   const uint64_t step = own_step();
   const uint64_t own = step << 16 | static_cast<uint64_t>(rank_ + 1);
   Atomic<uint64_t>& word = line(of).claim;
-  // Acquire; partner: the exchange below, of another rank.
+  // Acquire; pairs with the exchange below, of another rank.
   uint64_t seen = word.load(std::memory_order_acquire);
   // A claim of an earlier step is none.
   while (seen >> 16 != step ||
          (instead_of &&
           seen == (step << 16 | static_cast<uint64_t>(*instead_of + 1)))) {
-    // acq_rel: what the rank before has done is seen; partner: the same.
+    // acq_rel: what the rank before has done is seen; pairs with the same.
     if (word.compare_exchange_weak(seen, own, std::memory_order_acq_rel))
       return rank_;
   }

@@ -146,7 +146,7 @@ bool Transfers::advance_send(Transfer& transfer) {
   std::byte* outbox =
       mapping_.slab(mapping_.rank()) + Layout::outbox_at(transfer.peer);
   // Relaxed: only this rank writes `written`. Acquire on `read`: the receiver
-  // is done with the bytes before; partner: advance_receive().
+  // is done with the bytes before; pairs with advance_receive().
   const uint64_t begin = channel.written.load(std::memory_order_relaxed);
   uint64_t at = begin;
   size_t room =
@@ -168,7 +168,7 @@ bool Transfers::advance_send(Transfer& transfer) {
     transfer.moved += bytes;
   }
   if (at != begin) {
-    // Release: publishes the bytes before; partners: advance_receive() and
+    // Release: publishes the bytes before; pairs with advance_receive() and
     // source_of_waiting().
     channel.written.store(at, std::memory_order_release);
     ring(transfer.peer);
@@ -210,7 +210,7 @@ bool Transfers::advance_receive(Transfer& transfer) {
     transfer.moved += bytes;
   }
   if (at != begin) {
-    // Release: frees the bytes before; partner: advance_send().
+    // Release: frees the bytes before; pairs with advance_send().
     channel.read.store(at, std::memory_order_release);
     ring(transfer.peer);
   }

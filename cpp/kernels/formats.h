@@ -1,7 +1,7 @@
 // How each element type is held in memory (Stored) and reduced (Compute), and
 // the loops between the two.
 //
-// Included once per instruction set by reduce_stretches.h, and by
+// Included once per instruction set by reduce_blocks.h, and by
 // compression/code_loops.h; hence all in an unnamed namespace. Results hold one
 // NaN, the positive quiet one: which NaN a sum of two NaNs gives depends on the
 // order of a processor's operands, and "the same bits everywhere" would not
@@ -177,11 +177,11 @@ concept Converted = requires { &Format::widen; };
 template <class Format>
 concept Floating = requires { Format::kExponent; };
 
-// Elements that are reduced at a time: the stretches of a few ranks fit the L1
+// Elements that are reduced at a time: the blocks of a few ranks fit the L1
 // cache together. Whole multiples of 16, for add_squares(). Of 0.5 to 8 KiB,
 // 2 KiB was fastest on a Xeon (Skylake), for 8-byte types 4 KiB.
 template <class T>
-constexpr size_t kStretch = sizeof(T) == 8 ? 512 : 2048 / sizeof(T);
+constexpr size_t kBlock = sizeof(T) == 8 ? 512 : 2048 / sizeof(T);
 
 }  // namespace
 }  // namespace paceline::PACELINE_ISA

@@ -20,9 +20,9 @@ constexpr PerIsa<const KernelTable> kTables = {PACELINE_VERSIONS_OF(kKernels)};
 template <typename Bits>
 bool is_free_of(Bits exponent, const void* array, size_t count) {
   const auto* bytes = static_cast<const std::byte*>(array);
-  constexpr size_t kStretch = 4096;  // within which the loop has no way out
+  constexpr size_t kBlock = 4096;  // within which the loop has no way out
   for (size_t i = 0; i < count;) {
-    const size_t end = std::min(count, i + kStretch);
+    const size_t end = std::min(count, i + kBlock);
     Bits found = 0;  // of the same width, as the vectors' elements
     for (; i < end; ++i) {
       Bits bits;

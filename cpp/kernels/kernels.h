@@ -103,7 +103,7 @@ void mean_of_sums(DType dtype, const void* const* sums, int num_sums,
 /// divided by `total_weight`, to each of `num_outputs` arrays, one of which may
 /// be an input. `weights`: as in sum_weighted(); `total_weight`, and `stats`:
 /// as in mean_of_sums(). `stops_at_nonfinite`: write nothing from the first
-/// stretch on whose mean holds an infinity or a NaN; with `stats`. Returns how
+/// block on whose mean holds an infinity or a NaN; with `stats`. Returns how
 /// many elements are written.
 size_t weighted_mean(DType dtype, const void* const* inputs, int num_inputs,
                      void* const* outputs, int num_outputs, size_t count,

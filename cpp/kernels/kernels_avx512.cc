@@ -1,2 +1,2 @@
 #define PACELINE_ISA avx512
-#include "kernels/reduce_stretches.h"
+#include "kernels/reduce_blocks.h"

@@ -1,2 +1,2 @@
 #define PACELINE_ISA portable
-#include "kernels/reduce_stretches.h"
+#include "kernels/reduce_blocks.h"

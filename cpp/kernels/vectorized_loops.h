@@ -1,7 +1,7 @@
 // The innermost loops, written so that the compiler vectorises them; see
 // formats.h for the namespaces.
 //
-// Each runs over one stretch. combine() reads the ranks' arrays and copy()
+// Each runs over one block. combine() reads the ranks' arrays and copy()
 // writes them; everything between stays in the L1 cache.
 #pragma once
 

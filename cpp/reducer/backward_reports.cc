@@ -82,7 +82,7 @@ uint32_t BackwardReports::outcome() const {
       outcome |= kBackwardFinished;
       continue;
     }
-    if (!status.is_plain()) outcome |= kBackwardTold;
+    if (!status.is_plain()) outcome |= kBackwardReported;
     if (first == nullptr) first = &each;
     difference |= status.interrupted
                       ? BackwardStatus::kInBoth

@@ -181,7 +181,7 @@ uint32_t Reducer::end_backward(const BackwardStatus& status, uint32_t flags) {
   if ((difference & BackwardStatus::kInForwards) != 0)
     flags |= kBackwardForwardsDiffer;
   if ((difference & BackwardStatus::kInLeft) != 0) flags |= kBackwardLeftDiffer;
-  if (!status.is_plain() && !status.finished) flags |= kBackwardTold;
+  if (!status.is_plain() && !status.finished) flags |= kBackwardReported;
   own.note = note_;
   own.ended_ns = now_ns();
   own.worked_ns = backward_over_ns_ == 0
@@ -285,7 +285,7 @@ void Reducer::wait_for(Atomic<uint64_t>& count, uint64_t target, Stage awaited,
   wait_settled(count, target, [&] {
     wait_until(awaited, [&] {
       work();
-      // Acquire: partner of the release in count_up().
+      // Acquire: pairs with the release in count_up().
       return has_reached(count.load(std::memory_order_acquire), target);
     });
   });

@@ -120,8 +120,8 @@ void HostSums::post(size_t index) {
            " was posted twice in one backward pass");
   }
   fault_point(Point::kBeforePost);
-  // Release: this rank's gradients of the bucket, and its weight; partner: the
-  // acquire in is_complete().
+  // Release: this rank's gradients of the bucket, and its weight; pairs with
+  // the acquire in is_complete().
   own.store(backward_, std::memory_order_release);
   ring();
   fault_point(Point::kAfterPost);
@@ -130,7 +130,7 @@ void HostSums::post(size_t index) {
 bool HostSums::is_complete(size_t index) const {
   bucket(index);
   for (int r = 0; r < session_.world(); ++r) {
-    // Acquire; partner: the release in post().
+    // Acquire; pairs with the release in post().
     if (posted(r, index).load(std::memory_order_acquire) < backward_)
       return false;
   }
@@ -270,7 +270,7 @@ void HostSums::count_share() {
   check_usable();
   fault_point(Point::kChunkReduced);
   // Release: the share is written everywhere, and slots and flags with it;
-  // partner: the acquire in wait_published().
+  // pairs with the acquire in wait_published().
   const bool is_last =
       count_up(bell().published, backward_ * shares_per_backward());
   // After that: where this rank is stopped in between, it is late.
@@ -289,7 +289,7 @@ void HostSums::wait_published(double timeout_s) {
   wait_settled(count, all, [&] {
     wait_until(
         timeout_s,
-        // Acquire; partner: the release in count_up().
+        // Acquire; pairs with the release in count_up().
         [&] { return has_reached(count.load(std::memory_order_acquire), all); },
         [&](int r) {
           return progress(r).published.load(std::memory_order_relaxed) < own;

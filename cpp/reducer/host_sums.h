@@ -8,7 +8,7 @@
 //   bucket   a byte range of the gradient buffer, of one type; a rank posts it
 //            once every gradient in it is final there
 //   share    the part of a bucket that one rank of the host sums, exchanges
-//            with its partners on the other hosts, and publishes. Who has which
+//            with its peers on the other hosts, and publishes. Who has which
 //            part the caller decides; together they are the bucket.
 //   sum      of the host's ranks, weighted and undivided, in sum_type()
 //   slot     a few bytes of the backward that all ranks of the host read at its
@@ -114,7 +114,7 @@ class HostSums {
   bool publish(size_t bucket, size_t first, size_t count,
                const std::vector<const void*>& sums, double total_weight);
   struct Averaged {
-    /// How many elements hold the mean now; those before the first stretch
+    /// How many elements hold the mean now; those before the first block
     /// whose mean holds an infinity or a NaN, if it was to stop there.
     size_t count;
     /// Whether the mean of these is finite.

@@ -22,13 +22,13 @@ struct OpenBackwards {
 // have been held by a thread that it does not have.
 OpenBackwards& open_backwards() {
   static Atomic<OpenBackwards*> current{nullptr};
-  // Acquire: what another thread has made; partner: the exchange below.
+  // Acquire: what another thread has made; pairs with the exchange below.
   OpenBackwards* seen = current.load(std::memory_order_acquire);
   if (seen == nullptr || seen->fork_generation != fork_generation()) {
     auto fresh = std::make_unique<OpenBackwards>();
     fresh->fork_generation = fork_generation();
     // acq_rel: publishes what this thread has made, or finds what another has;
-    // partners: each other, and the load above.
+    // pairs with itself in other threads, and with the load above.
     if (current.compare_exchange_strong(seen, fresh.get(),
                                         std::memory_order_acq_rel))
       seen = fresh.release();  // outlives every backward

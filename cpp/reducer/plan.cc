@@ -48,7 +48,7 @@ void Reducer::plan(const std::vector<BucketSpan>& spans,
     }
   }
 
-  if (scatters_) find_keepers(all, std::move(owned));
+  if (scatters_) find_receivers(all, std::move(owned));
 
   std::vector<std::vector<uint32_t>> buckets_of(parameters_.size());
   for (uint32_t b = 0; b < spans.size(); ++b) {
@@ -114,8 +114,8 @@ void Reducer::plan(const std::vector<BucketSpan>& spans,
 }
 
 // `segments` are in the order of the gradient buffer.
-void Reducer::find_keepers(std::vector<Segment>& segments,
-                           std::vector<OwnedBytes> owned) {
+void Reducer::find_receivers(std::vector<Segment>& segments,
+                             std::vector<OwnedBytes> owned) {
   std::sort(owned.begin(), owned.end(),
             [](const OwnedBytes& a, const OwnedBytes& b) {
               return a.begin < b.begin;
@@ -125,7 +125,7 @@ void Reducer::find_keepers(std::vector<Segment>& segments,
     size_t at = segment.offset;
     const size_t end = at + segment.bytes();
     while (range != owned.end() && range->end <= at) ++range;
-    segment.first_keeper = static_cast<uint32_t>(keepers_.size());
+    segment.first_receiver = static_cast<uint32_t>(receivers_.size());
     for (auto next = range; at < end; ++next) {
       if (next == owned.end() || next->begin > at || next->end <= at ||
           next->rank < 0 || next->rank >= session_.world()) {
@@ -135,12 +135,12 @@ void Reducer::find_keepers(std::vector<Segment>& segments,
       }
       at = next->end;
       const auto first =
-          keepers_.begin() + static_cast<ptrdiff_t>(segment.first_keeper);
-      if (std::find(first, keepers_.end(), next->rank) == keepers_.end())
-        keepers_.push_back(next->rank);
+          receivers_.begin() + static_cast<ptrdiff_t>(segment.first_receiver);
+      if (std::find(first, receivers_.end(), next->rank) == receivers_.end())
+        receivers_.push_back(next->rank);
     }
-    segment.end_keeper = static_cast<uint32_t>(keepers_.size());
-    segment.owner = keepers_[segment.first_keeper];
+    segment.end_receiver = static_cast<uint32_t>(receivers_.size());
+    segment.owner = receivers_[segment.first_receiver];
   }
 }
 

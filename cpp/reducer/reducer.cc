@@ -197,8 +197,8 @@ void Reducer::progress(ChunkLimit limit) {
     const uint32_t most =
         limit == ChunkLimit::kAll ? chunks : (chunks + world - 1) / world;
     if (bucket.done >= most) continue;
-    // Acquire: everybody's gradients of this bucket are in place; partner: the
-    // release in post().
+    // Acquire: everybody's gradients of this bucket are in place; pairs with
+    // the release in post().
     if (bucket_control(b).arrived.load(std::memory_order_acquire) < all)
       continue;
     if (!weights_known_) read_weights();
@@ -221,7 +221,7 @@ void Reducer::progress(ChunkLimit limit) {
       ++bucket.done;
       if (bucket.is_assigned)
         own.assigned_left.fetch_sub(1, std::memory_order_relaxed);
-      // Release: the chunk is written everywhere; partner: the acquire of
+      // Release: the chunk is written everywhere; pairs with the acquire of
       // whoever waits for the count.
       if (count_up(control().chunks_done, backward_ * total_chunks_))
         ring(kWakeAll);
@@ -288,8 +288,8 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
     if (scatters_) {
       outputs = kept;
       num_outputs = 0;
-      for (uint32_t k = segment.first_keeper; k < segment.end_keeper; ++k)
-        kept[num_outputs++] = buffer_of(keepers_[k]) + segment.offset;
+      for (uint32_t k = segment.first_receiver; k < segment.end_receiver; ++k)
+        kept[num_outputs++] = buffer_of(receivers_[k]) + segment.offset;
     }
     ReduceStats seen;
     paceline::reduce(segment.dtype, ReduceOp::kMean, arrays, world, outputs,

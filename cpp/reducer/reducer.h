@@ -11,7 +11,7 @@
 //   segment  at most kSegmentElements of one parameter: the unit of the
 //            statistics, the same for every bucket size
 //   chunk    a run of segments of one bucket: the unit of work
-//   keeper   a rank that needs the mean of a segment: all ranks, or, of a
+//   receiver a rank that needs the mean of a segment: all ranks, or, of a
 //            backward that scatters, those that own a part of it
 //
 // Steps of backward p, for N ranks (counters only grow; nothing is reset)
@@ -21,7 +21,8 @@
 //                               (acquire)
 //   3. claim[b] = (p, next):    a compare-and-swap hands each chunk to exactly
 //                               one rank, which reads everybody's copy and
-//                               writes the mean into the copies of its keepers
+//                               writes the mean into the copies of its
+//                               receivers
 //   4. chunks_done += 1         (release: that chunk is written everywhere)
 //   5. a rank's backward ends:  ended += 1, with what it left unused; the last
 //                               to end writes the verdict, whether to go on,
@@ -76,8 +77,8 @@
 // where each other backward makes N reads and N writes. All chunks are
 // assigned: a segment is reduced by the owner of its first element, in one
 // piece, so that its share of the norm has the bits of any other backward. If
-// others own a part of the segment, they are its keepers too, and what they do
-// not own of it they do not read. The memory of gradients outside of the
+// others own a part of the segment, they are its receivers too, and what they
+// do not own of it they do not read. The memory of gradients outside of the
 // gradient buffer is read and never written, so gradients may overlap. Nothing
 // is reduced before a rank's own backward ends: an owner has all of some
 // buckets, and if it reduced them at once, its backward would come later to the
@@ -136,14 +137,14 @@ inline constexpr uint32_t kBackwardNotesDiffer = 32;
 /// Replaces kBackwardUnused when no rank has used any of the parameters, which
 /// is allowed.
 inline constexpr uint32_t kBackwardGloballyUnused = 64;
-/// A rank left parameters unused, and did not allow it. Ranks tell each other;
-/// callers are told kBackwardUnused.
+/// A rank left parameters unused, and did not allow it. Ranks report it to each
+/// other; callers get kBackwardUnused.
 inline constexpr uint32_t kBackwardUnusedRefused = 128;
-/// Some rank tells more than its counts of forwards; see BackwardStatus.
-inline constexpr uint32_t kBackwardTold = 256;
-/// Ranks left different numbers of forwards without a backward. Ranks tell each
-/// other, as kBackwardForwardsDiffer does that they made different numbers of
-/// them; callers are told that one if it was both.
+/// A rank reported more than its counts of forwards; see BackwardStatus.
+inline constexpr uint32_t kBackwardReported = 256;
+/// Ranks left different numbers of forwards without a backward. Published
+/// between ranks, as kBackwardForwardsDiffer says that they made different
+/// numbers of them; callers get that one if it was both.
 inline constexpr uint32_t kBackwardLeftDiffer = 512;
 
 class Reducer final : OpenBackward {
@@ -169,10 +170,10 @@ class Reducer final : OpenBackward {
     weight_ = weight;
     are_weights_in_gradients_ = is_in_gradients;
   }
-  /// What this rank tells the others of itself with the end of this backward;
-  /// 0: nothing, which agrees with everything. `recorded_backward`: the
-  /// backward's number in a recording, which is told when this rank has all its
-  /// gradients; negative: nobody is told.
+  /// What this rank reports of itself with the end of this backward; 0:
+  /// nothing, which agrees with everything. `recorded_backward`: the backward's
+  /// number in a recording, which notes when this rank has all its gradients;
+  /// negative: nothing is recorded.
   void set_note(uint32_t note, int64_t recorded_backward = -1) {
     note_ = note;
     recorded_backward_ = recorded_backward;
@@ -222,9 +223,9 @@ class Reducer final : OpenBackward {
     DType dtype;
     /// The rank that its chunk is assigned to.
     int owner = kNobody;
-    /// Into keepers_, if means are scattered.
-    uint32_t first_keeper = 0;
-    uint32_t end_keeper = 0;
+    /// Into receivers_, if means are scattered.
+    uint32_t first_receiver = 0;
+    uint32_t end_receiver = 0;
     size_t bytes() const { return count * dtype_bytes(dtype); }
   };
   /// All that a hook needs, side by side: it runs between kernels that leave
@@ -325,8 +326,8 @@ class Reducer final : OpenBackward {
 
   void plan(const std::vector<BucketSpan>& buckets,
             std::vector<OwnedBytes> owned);
-  void find_keepers(std::vector<Segment>& segments,
-                    std::vector<OwnedBytes> owned);
+  void find_receivers(std::vector<Segment>& segments,
+                      std::vector<OwnedBytes> owned);
   void allocate(bool assigns_chunks);
   void assign_chunks();
   void check_usable();
@@ -424,7 +425,7 @@ class Reducer final : OpenBackward {
   const bool holds_gradients_;
   const bool scatters_;
   /// Those of each segment, one segment after the other.
-  std::vector<int> keepers_;
+  std::vector<int> receivers_;
   std::vector<Segment> segments_;
   std::vector<Chunk> chunks_;
   std::vector<Bucket> buckets_;

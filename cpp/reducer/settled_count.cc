@@ -15,8 +15,8 @@ bool count_up(Atomic<uint64_t>& count, uint64_t target) {
 }
 
 bool settle(Atomic<uint64_t>& count, uint64_t target) {
-  // Acquire, at each look; partner: count_up(). The release half of the exchange
-  // has nothing to publish.
+  // Acquire, at each look; pairs with count_up(). The release half of the
+  // exchange has nothing to publish.
   uint64_t seen = count.load(std::memory_order_acquire);
   while (!has_reached(seen, target)) {
     if ((seen & kPoison) != 0) return false;

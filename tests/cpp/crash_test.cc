@@ -96,7 +96,7 @@ void set_handler(int signal, void (*handler)(int, siginfo_t*, void*),
 
 TEST(a_crash_is_told_before_the_process_is_gone) {
   const Ended fault = run_rank([](Shared& shared) {
-    Keeper keeper(shared.header, shared.lines, 1);
+    LivenessThread liveness(shared.header, shared.lines, 1);
     touch_forbidden_memory();
   });
   CHECK_EQ(fault.status, -SIGSEGV);
@@ -104,14 +104,14 @@ TEST(a_crash_is_told_before_the_process_is_gone) {
   CHECK_EQ(fault.crash, kCrashIsFatal | SIGSEGV);
   CHECK(fault.errors.empty());
   const Ended aborted = run_rank([](Shared& shared) {
-    Keeper keeper(shared.header, shared.lines, 1);
+    LivenessThread liveness(shared.header, shared.lines, 1);
     abort();
   });
   CHECK_EQ(aborted.status, -SIGABRT);
   CHECK_EQ(aborted.abort_word, kCrashed);
   for (const int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT}) {
     const Ended sent = run_rank([&](Shared& shared) {
-      Keeper keeper(shared.header, shared.lines, 1);
+      LivenessThread liveness(shared.header, shared.lines, 1);
       kill(getpid(), signal);
       pause();
     });
@@ -137,9 +137,9 @@ TEST(a_handler_that_needs_much_stack_has_it) {
     const stack_t stack = {.ss_sp = small, .ss_flags = 0, .ss_size = kSmall};
     CHECK_EQ(sigaltstack(&stack, nullptr), 0);
     set_handler(SIGSEGV, report);  // which did not ask for the other stack
-    Keeper keeper(shared.header, shared.lines, 1);
+    LivenessThread liveness(shared.header, shared.lines, 1);
     CHECK_EQ(sigaltstack(&stack, nullptr), 0);  // somebody's, once more
-    Keeper again(shared.header, shared.lines, 1);
+    LivenessThread again(shared.header, shared.lines, 1);
     touch_forbidden_memory();
   });
   CHECK_EQ(ended.status, 7);
@@ -159,7 +159,7 @@ TEST(an_overflow_of_the_first_threads_stack_is_told) {
     const stack_t none = {
         .ss_sp = nullptr, .ss_flags = SS_DISABLE, .ss_size = 0};
     sigaltstack(&none, nullptr);
-    Keeper keeper(shared.header, shared.lines, 1);
+    LivenessThread liveness(shared.header, shared.lines, 1);
     const rlimit limit = {size_t{8} << 20, size_t{8} << 20};
     setrlimit(RLIMIT_STACK, &limit);
     overflow(1 << 20, nullptr);
@@ -171,7 +171,7 @@ TEST(an_overflow_of_the_first_threads_stack_is_told) {
 TEST(a_signal_that_is_ignored_stays_ignored) {
   const Ended ended = run_rank([](Shared& shared) {
     ::signal(SIGABRT, SIG_IGN);
-    Keeper keeper(shared.header, shared.lines, 1);
+    LivenessThread liveness(shared.header, shared.lines, 1);
     kill(getpid(), SIGABRT);
   });
   CHECK_EQ(ended.status, 0);
@@ -184,7 +184,7 @@ TEST(a_handler_that_makes_it_good_is_no_crash) {
       CHECK(info->si_addr == no_access);
       mprotect(no_access, kPage, PROT_READ);
     });
-    Keeper keeper(shared.header, shared.lines, 1);
+    LivenessThread liveness(shared.header, shared.lines, 1);
     for (int i = 0; i < 3; ++i) touch_forbidden_memory();
   });
   CHECK_EQ(ended.status, 0);
@@ -202,8 +202,8 @@ TEST(a_handler_that_jumps_out_is_no_crash) {
   static sigjmp_buf away;
   const Ended ended = run_rank([](Shared& shared) {
     set_handler(SIGSEGV, [](int, siginfo_t*, void*) { siglongjmp(away, 1); });
-    Keeper keeper(shared.header, shared.lines, 1);
-    Keeper peer(shared.header, shared.lines, 0);
+    LivenessThread liveness(shared.header, shared.lines, 1);
+    LivenessThread peer(shared.header, shared.lines, 0);
     if (sigsetjmp(away, 1) == 0) touch_forbidden_memory();
     const int64_t until = now_ns() + kSilenceNs + 2'000'000'000;
     while (now_ns() < until && shared.header.abort.load() == 0) {
@@ -220,7 +220,7 @@ TEST(a_handler_that_was_there_reports_and_dies) {
        {0u, unsigned{SA_NODEFER}, unsigned{SA_NODEFER} | SA_RESETHAND}) {
     const Ended ended = run_rank([&](Shared& shared) {
       set_handler(SIGSEGV, report_and_die, static_cast<int>(flags));
-      Keeper keeper(shared.header, shared.lines, 1);
+      LivenessThread liveness(shared.header, shared.lines, 1);
       touch_forbidden_memory();
     });
     CHECK(ended.errors == "report\n");
@@ -240,7 +240,7 @@ void report_and_restore(int signal, siginfo_t*, void*) {
 TEST(a_handler_that_comes_later_restores_ours) {
   for (const int num_groups : {1, 2}) {
     const Ended ended = run_rank([&](Shared& shared) {
-      Keeper keeper(shared.header, shared.lines, 1);
+      LivenessThread liveness(shared.header, shared.lines, 1);
       sigaction(SIGSEGV, nullptr, &below);
       set_handler(SIGSEGV, report_and_restore);
       // With it ours is on top again, and must not be called for ever.
@@ -257,7 +257,7 @@ TEST(a_handler_that_comes_later_restores_ours) {
 TEST(all_of_several_handlers_report) {
   const Ended ended = run_rank([](Shared& shared) {
     set_handler(SIGSEGV, report_and_die);
-    Keeper keeper(shared.header, shared.lines, 1);
+    LivenessThread liveness(shared.header, shared.lines, 1);
     sigaction(SIGSEGV, nullptr, &below);
     set_handler(SIGSEGV, report_and_restore);
     const CrashWatch other(shared.header, shared.lines[1], 1);
@@ -270,7 +270,7 @@ TEST(all_of_several_handlers_report) {
 
 TEST(a_handler_that_comes_later_calls_ours) {
   const Ended ended = run_rank([](Shared& shared) {
-    Keeper keeper(shared.header, shared.lines, 1);
+    LivenessThread liveness(shared.header, shared.lines, 1);
     sigaction(SIGSEGV, nullptr, &below);
     set_handler(SIGSEGV, [](int signal, siginfo_t* info, void* context) {
       below.sa_sigaction(signal, info, context);
@@ -284,7 +284,7 @@ TEST(a_handler_that_comes_later_calls_ours) {
 
 TEST(a_handler_that_comes_later_and_forgets_ours) {
   const Ended ended = run_rank([](Shared& shared) {
-    Keeper keeper(shared.header, shared.lines, 1);
+    LivenessThread liveness(shared.header, shared.lines, 1);
     set_handler(SIGSEGV, report_and_die);
     // As a group that is joined after Paddle was imported.
     const CrashWatch other(shared.header, shared.lines[1], 1);
@@ -317,7 +317,7 @@ TEST(groups_that_come_and_go_below_a_handler_do_not_pile_up) {
 
 TEST(a_forked_child_ends_no_group) {
   const Ended ended = run_rank([](Shared& shared) {
-    Keeper keeper(shared.header, shared.lines, 1);
+    LivenessThread liveness(shared.header, shared.lines, 1);
     const pid_t child = fork();
     if (child == 0) {
       touch_forbidden_memory();
@@ -341,7 +341,7 @@ TEST(handlers_go_with_the_last_group) {
     struct sigaction now;
     for (int round = 0; round < 2; ++round) {
       {
-        Keeper keeper(shared.header, shared.lines, 1);
+        LivenessThread liveness(shared.header, shared.lines, 1);
         sigaction(SIGSEGV, nullptr, &now);
         CHECK(now.sa_sigaction != before[0].sa_sigaction);
       }
@@ -351,7 +351,7 @@ TEST(handlers_go_with_the_last_group) {
       CHECK(now.sa_sigaction == report_and_die);
     }
     {
-      Keeper keeper(shared.header, shared.lines, 1);
+      LivenessThread liveness(shared.header, shared.lines, 1);
       set_handler(SIGSEGV, report_and_die);
     }
     sigaction(SIGSEGV, nullptr, &now);
@@ -364,7 +364,7 @@ TEST(handlers_go_with_the_last_group) {
 TEST(they_can_be_done_without) {
   const Ended ended = run_rank([](Shared& shared) {
     setenv("PACELINE_CRASH_HANDLERS", "0", 1);
-    Keeper keeper(shared.header, shared.lines, 1);
+    LivenessThread liveness(shared.header, shared.lines, 1);
     touch_forbidden_memory();
   });
   CHECK_EQ(ended.status, -SIGSEGV);
@@ -374,7 +374,7 @@ TEST(they_can_be_done_without) {
 TEST(a_crash_that_ends_in_somebody_elses_handler_is_taken_for_a_death) {
   auto* shared = new (map(PROT_READ | PROT_WRITE, MAP_SHARED)) Shared{};
   {
-    Keeper keeper(shared->header, shared->lines, 0);
+    LivenessThread liveness(shared->header, shared->lines, 0);
     RankLine& line = shared->lines[1];
     line.life = 7 | FUTEX_WAITERS;
     const int64_t start = now_ns();

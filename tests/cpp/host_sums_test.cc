@@ -92,9 +92,9 @@ TEST(two_hosts_have_the_bits_of_one) {
           met.arrive_and_wait();
           // Another thread of the rank publishes, as in Python.
           std::thread([&] {
-            const int partner = (1 - host) * kLocal + local;
-            *reinterpret_cast<int*>(core.slot(static_cast<size_t>(partner))) =
-                100 * backward + partner;
+            const int peer = (1 - host) * kLocal + local;
+            *reinterpret_cast<int*>(core.slot(static_cast<size_t>(peer))) =
+                100 * backward + peer;
             const double total = totals[0][local] + totals[1][local];
             CHECK(core.publish(0, first_of(local), count_of(local),
                                {sums[0][local].data(), sums[1][local].data()},
@@ -272,7 +272,7 @@ TEST(wrong_uses_are_refused) {
 }
 
 TEST(gradients_of_hosts_of_one_rank_have_the_mean_of_reduce) {
-  constexpr size_t kMany = 20000;  // several stretches, the last one short
+  constexpr size_t kMany = 20000;  // several blocks, the last one short
   constexpr size_t kSkipped = 5;
   const std::vector<double> weights = {1.0, 2.5, 0.0};
   std::mt19937 random(7);

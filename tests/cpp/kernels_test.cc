@@ -162,8 +162,8 @@ TEST(a_weighted_mean_in_one_step_has_the_bits_of_two) {
   }
 }
 
-TEST(a_weighted_mean_in_place_stops_before_the_stretch_that_is_not_finite) {
-  constexpr size_t kCount = 9000;  // several stretches
+TEST(a_weighted_mean_in_place_stops_before_the_block_that_is_not_finite) {
+  constexpr size_t kCount = 9000;  // several blocks
   constexpr size_t kBad = 5000;
   for (const DType dtype :
        {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {

@@ -88,11 +88,11 @@ int64_t wait_for_abort(Words& words) {
   return now_ns() - start;
 }
 
-TEST(a_keeper_that_leaves_is_no_death) {
+TEST(a_rank_that_leaves_is_no_death) {
   Words words(2);
-  Keeper survivor(*words.header, words.span(), 0);
+  LivenessThread survivor(*words.header, words.span(), 0);
   {
-    Keeper leaving(*words.header, words.span(), 1);
+    LivenessThread leaving(*words.header, words.span(), 1);
     CHECK((words.lines[1].life.load() & FUTEX_WAITERS) != 0);
     CHECK(!has_died(words.lines[1]));
   }
@@ -105,9 +105,9 @@ TEST(a_death_ends_the_group) {
   for (const bool disabled : {false, true}) {
     disable_futex_waitv(disabled);
     Words words(3);
-    Keeper first(*words.header, words.span(), 0);
-    Keeper second(*words.header, words.span(), 1);
-    Keeper third(*words.header, words.span(), 2);
+    LivenessThread first(*words.header, words.span(), 0);
+    LivenessThread second(*words.header, words.span(), 1);
+    LivenessThread third(*words.header, words.span(), 2);
     second.die();
     CHECK(wait_for_abort(words) < 5'000 * kMs);
     CHECK(has_died(words.lines[1]));
@@ -148,10 +148,10 @@ std::string mapping_at(const void* address) {
 TEST(what_the_kernel_reads_at_a_death_lies_in_shared_memory) {
   testing::run_group(2, [](HostGroup& group) {
     const Session& session = group.session;
-    const uint32_t keeper = session.line(session.rank()).life & FUTEX_TID_MASK;
+    const uint32_t thread = session.line(session.rank()).life & FUTEX_TID_MASK;
     const robust_list_head* head = nullptr;
     size_t bytes = 0;
-    CHECK_EQ(syscall(SYS_get_robust_list, keeper, &head, &bytes), 0);
+    CHECK_EQ(syscall(SYS_get_robust_list, thread, &head, &bytes), 0);
     const void* const node = head->list.next;
     CHECK(node != head);
     const void* const word =
@@ -178,14 +178,14 @@ Region locks() {
 TEST(a_death_is_seen_where_the_kernel_does_not_mark_it) {
   const Region region = locks();
   Words words(3);
-  Keeper first(*words.header, words.span(), 0, &region);
+  LivenessThread first(*words.header, words.span(), 0, &region);
   disable_robust_list(true);
-  Keeper second(*words.header, words.span(), 1, &region);
+  LivenessThread second(*words.header, words.span(), 1, &region);
   {
-    Keeper third(*words.header, words.span(), 2, &region);
-    CHECK(words.lines[0].witness.load() == Witness::kKernel);
-    CHECK(words.lines[1].witness.load() == Witness::kFileLock);
-    CHECK(words.lines[2].witness.load() == Witness::kFileLock);
+    LivenessThread third(*words.header, words.span(), 2, &region);
+    CHECK(words.lines[0].check.load() == LivenessCheck::kKernel);
+    CHECK(words.lines[1].check.load() == LivenessCheck::kFileLock);
+    CHECK(words.lines[2].check.load() == LivenessCheck::kFileLock);
   }
   disable_robust_list(false);
   CHECK_EQ(words.lines[2].life.load(), kLifeLeft);
@@ -196,13 +196,13 @@ TEST(a_death_is_seen_where_the_kernel_does_not_mark_it) {
   CHECK_EQ(words.abort_word(), pack_abort(Reason::kDied, 0, 1));
 }
 
-TEST(without_any_witness_a_death_is_not_seen_and_nobody_is_accused) {
+TEST(without_any_check_a_death_is_not_seen_and_nobody_is_accused) {
   disable_robust_list(true);
   Words words(2);
-  Keeper first(*words.header, words.span(), 0);
-  Keeper second(*words.header, words.span(), 1);
+  LivenessThread first(*words.header, words.span(), 0);
+  LivenessThread second(*words.header, words.span(), 1);
   disable_robust_list(false);
-  CHECK(words.lines[1].witness.load() == Witness::kNobody);
+  CHECK(words.lines[1].check.load() == LivenessCheck::kNone);
   second.die();
   CHECK_EQ(words.abort_word(), 0u);
 }
@@ -211,12 +211,12 @@ TEST(deaths_of_all_but_one_reach_the_last) {
   constexpr size_t kRanks = 16;
   for (int repeat = 0; repeat < 20; ++repeat) {
     Words words(kRanks);
-    std::vector<std::unique_ptr<Keeper>> keepers;
+    std::vector<std::unique_ptr<LivenessThread>> threads;
     for (size_t r = 0; r < kRanks; ++r)
-      keepers.push_back(std::make_unique<Keeper>(*words.header, words.span(),
-                                                 static_cast<int>(r)));
+      threads.push_back(std::make_unique<LivenessThread>(
+          *words.header, words.span(), static_cast<int>(r)));
     testing::run_ranks(kRanks - 1, [&](int rank) {
-      keepers[static_cast<size_t>(rank) + 1]->die();
+      threads[static_cast<size_t>(rank) + 1]->die();
     });
     wait_for_abort(words);
     CHECK_EQ(words.abort_word() >> 16, static_cast<uint32_t>(Reason::kDied));

@@ -99,7 +99,7 @@ TEST(
         mark();
         std::fill(gradient.begin(), gradient.end(), 0.0f);
         CHECK_EQ(reducer.finish(BackwardStatus::broken_off(), step % 2 == 0),
-                 kBackwardForwardsDiffer | kBackwardTold);
+                 kBackwardForwardsDiffer | kBackwardReported);
         check(0);
       }
     });

@@ -118,7 +118,7 @@ TEST(owners_get_the_mean_and_gradients_stay_as_they_are) {
                   if (is_broken_off) {
                     CHECK_EQ(model.reducer().finish(
                                  BackwardStatus::broken_off(), true),
-                             kBackwardForwardsDiffer | kBackwardTold);
+                             kBackwardForwardsDiffer | kBackwardReported);
                   } else if (is_void) {
                     CHECK_EQ(model.reducer().finish(1, false), kBackwardUnused);
                   } else {

@@ -2,8 +2,8 @@
 is stopped and continued, or simply goes on.
 
 Each rank counts in shared memory which labelled points it has passed (`count_passages` in cpp/core/faults.h),
-and the struck rank looks at its partner's count; so each case is one interleaving, and not a race against a
-clock. Where the partner cannot come to B before the struck rank goes on, nobody moves any more; the struck
+and the struck rank looks at its peer's count; so each case is one interleaving, and not a race against a
+clock. Where the peer cannot come to B before the struck rank goes on, nobody moves any more; the struck
 rank notices this standstill and goes on.
 
 What must hold, wherever the fault strikes:
@@ -65,24 +65,24 @@ class Program(ABC):
 
 @dataclass(frozen=True)
 class Strike:
-    """`rank` comes to `at`, waits until `partner` has passed `partner_at` (None: does not wait); `action`."""
+    """`rank` comes to `at`, waits until `peer` has passed `peer_at` (None: does not wait); `action`."""
 
     action: Action
     rank: int
     at: Point
-    partner: int | None = None
-    partner_at: Point = Point.CALL_BEGIN
+    peer: int | None = None
+    peer_at: Point = Point.CALL_BEGIN
 
     def __str__(self) -> str:
         told = f"{self.action.name.lower()} rank {self.rank} at {self.at.name.lower()}"
-        if self.partner is None:
+        if self.peer is None:
             return told
-        return f"{told} when rank {self.partner} has passed {self.partner_at.name.lower()}"
+        return f"{told} when rank {self.peer} has passed {self.peer_at.name.lower()}"
 
     def arm(self) -> None:
         """On the rank that is struck: from now on it can happen."""
-        partner = -1 if self.partner is None else self.partner
-        _core.arm_fault(self.at, self.action, 1, partner, self.partner_at)
+        peer = -1 if self.peer is None else self.peer
+        _core.arm_fault(self.at, self.action, 1, peer, self.peer_at)
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,10 @@ class Ended:
 def every_pair(program: type[Program], action: Action) -> list[Pair]:
     """Every point of every rank with every point of every other rank."""
     return [
-        Pair(program, (Strike(action, rank, at, partner, partner_at),))
-        for rank, partner in itertools.permutations(range(WORLD_SIZE), 2)
+        Pair(program, (Strike(action, rank, at, peer, peer_at),))
+        for rank, peer in itertools.permutations(range(WORLD_SIZE), 2)
         for at in program.points
-        for partner_at in program.points
+        for peer_at in program.points
     ]
 
 

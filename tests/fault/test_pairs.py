@@ -47,7 +47,7 @@ def test_every_pair_of_points_is_in_the_pairs_of_one_program():
         if kind == "stopped, another killed":
             continue
         strikes = [pair.strikes[0] for pair in Part(pair_programs.Training, kind).pairs()]
-        met = {(strike.rank, strike.at, strike.partner, strike.partner_at) for strike in strikes}
+        met = {(strike.rank, strike.at, strike.peer, strike.peer_at) for strike in strikes}
         assert len(met) == len(strikes) == 3 * 2 * len(Point) ** 2
 
 
@@ -88,8 +88,8 @@ def test_a_rank_that_was_stopped_in_a_collective_goes_on():
     """It returned a sum of arrays that the others had freed meanwhile: they had given up, and it had not."""
     found = run_pairs(
         [
-            Pair(pair_programs.Training, (Strike(Action.STOP, rank, Point.BEFORE_REDUCE, partner, point),))
-            for rank, partner in ((0, 1), (1, 2), (2, 0))
+            Pair(pair_programs.Training, (Strike(Action.STOP, rank, Point.BEFORE_REDUCE, peer, point),))
+            for rank, peer in ((0, 1), (1, 2), (2, 0))
             for point in (Point.AFTER_REDUCE, Point.ALLOCATE)
         ],
         "numpy",

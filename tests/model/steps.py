@@ -478,7 +478,7 @@ def end_group(state: State) -> State:
 
 
 def from_outside(setting: Setting, state: State) -> Steps:
-    """A death, a keeper that notices it, and a deadline."""
+    """A death, a liveness thread that notices it, and a deadline."""
     shared = state.shared
     for r, rank in enumerate(state.ranks):
         if rank.at in OVER:

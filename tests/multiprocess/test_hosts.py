@@ -549,7 +549,7 @@ def test_an_interrupted_hook_is_reported_to_all_hosts_at_once(rank, at, monkeypa
 
 
 @ranks(2, group="gloo")
-def test_a_rank_may_leave_before_its_partner_has_got_everything(rank, monkeypatch):
+def test_a_rank_may_leave_before_its_peer_has_got_everything(rank, monkeypatch):
     """Rank 1 stops between sending and receiving; meanwhile rank 0 ends its last backward, and leaves."""
     place(rank, ALONE)
     receive_next = HostExchange._receive_next

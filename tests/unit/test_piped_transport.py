@@ -268,7 +268,7 @@ def test_ranks_that_leave_together_end_no_connection_that_is_used():
         assert each.calls[0] == (socket.SHUT_RDWR, False), each.calls
 
 
-def test_a_rank_that_leaves_before_its_partner_may_still_write(monkeypatch):
+def test_a_rank_that_leaves_before_its_peer_may_still_write(monkeypatch):
     """The engine's thread may be about to: an error there would end the process."""
     monkeypatch.setattr(piped_transport, "_ENDED_WITHIN_S", 0.05)
     ends, sockets = watched_ends()

@@ -281,7 +281,7 @@ def test_a_backward_that_all_ranks_broke_off_is_void() -> None:
         for index in range(len(COUNTS)):
             own.mark(index, 1.0)
         outcome = own.reducer.finish(BackwardStatus(interrupted=True), allow_unused=False).outcome
-        assert outcome == Outcome.SKIPPED | Outcome.TOLD
+        assert outcome == Outcome.SKIPPED | Outcome.REPORTED
         assert np.isnan(own.reducer.squared_norm())
 
     on_ranks(2, body)

@@ -134,12 +134,12 @@ def test_reports_tell_what_the_ranks_have_found():
     [
         ([{}, {}], Outcome.GOOD),
         ([{"forwards": 1}, {"forwards": 2}], Outcome.SKIPPED),
-        ([{"interrupted": True}, {}], Outcome.SKIPPED | Outcome.TOLD),
-        ([{"interrupted": True}, {"interrupted": True}], Outcome.SKIPPED | Outcome.TOLD),
+        ([{"interrupted": True}, {}], Outcome.SKIPPED | Outcome.REPORTED),
+        ([{"interrupted": True}, {"interrupted": True}], Outcome.SKIPPED | Outcome.REPORTED),
         ([{"finished": True}, {"forwards": 1}], Outcome.FINISHED),
         ([{"finished": True}, {"finished": True}], Outcome.FINISHED),
-        ([{"refused": 1, "forwards": 1}, {"forwards": 1}], Outcome.SKIPPED | Outcome.TOLD),
-        ([{"forwards": 1, "wrote_buffers": True}, {"forwards": 1}], Outcome.TOLD),
+        ([{"refused": 1, "forwards": 1}, {"forwards": 1}], Outcome.SKIPPED | Outcome.REPORTED),
+        ([{"forwards": 1, "wrote_buffers": True}, {"forwards": 1}], Outcome.REPORTED),
     ],
 )
 def test_the_statuses_of_all_ranks_make_the_outcome(statuses, outcome):

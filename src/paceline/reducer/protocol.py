@@ -49,10 +49,10 @@ class Outcome(IntFlag):
     OVERFLOWED = _core.OUTCOMES["overflowed"]
     """A sum over ranks holds an infinity or a NaN, though each rank's gradients are finite."""
     NOTES_DIFFER = _core.OUTCOMES["notes_differ"]
-    """Ranks told different things of themselves; the means are in place."""
+    """Ranks reported different notes of themselves; the means are in place."""
     GLOBALLY_UNUSED = _core.OUTCOMES["globally_unused"]
     """In place of UNUSED: all ranks left the same parameters unused; the means are in place."""
-    TOLD = _core.OUTCOMES["told"]
+    REPORTED = _core.OUTCOMES["reported"]
     """Some rank reports more than its counts of forwards; see BackwardStatus."""
 
 

@@ -1,5 +1,5 @@
 // Backward passes of one host among two: its ranks share memory, and each has a
-// worker that publishes what a partner sends. The partners are not there: what
+// worker that publishes what a peer sends. The peers are not there: what
 // they would send is computed.
 #include <cstring>
 #include <numeric>
@@ -32,20 +32,20 @@ struct Setting {
   /// In which a mean is not finite for this rank.
   int overflow_backward;
   int overflow_rank;
-  /// Whose worker hears that its partner is lost, and where: instead of a
+  /// Whose worker hears that its peer is lost, and where: instead of a
   /// message, or once it has counted the share, from what it has sent.
   int lost_rank;
   int lost_backward;
   size_t lost_bucket;
   bool is_lost_late;
 
-  Setting(const Run& run, bool loses_partner) {
+  Setting(const Run& run, bool loses_peer) {
     Random random = run.shared_random();
     const auto ranks = static_cast<uint64_t>(run.world.ranks());
     has_weights = random.one_in(2);
     overflow_backward = static_cast<int>(random.below(kBackwards));
     overflow_rank = static_cast<int>(random.below(ranks));
-    lost_rank = loses_partner ? static_cast<int>(random.below(ranks)) : -1;
+    lost_rank = loses_peer ? static_cast<int>(random.below(ranks)) : -1;
     lost_bucket = random.below(kBuckets);
     is_lost_late = random.one_in(2);
     // After the last backward nobody would learn of it.
@@ -59,11 +59,11 @@ float value(int rank, size_t bucket, size_t i, int backward) {
                                     static_cast<int>((bucket + i) % 9));
 }
 
-/// One rank, and the thread that waits for its partner's messages.
+/// One rank, and the thread that waits for its peer's messages.
 class Rank {
  public:
-  Rank(Run& run, int rank, bool loses_partner)
-      : setting_(run, loses_partner),
+  Rank(Run& run, int rank, bool loses_peer)
+      : setting_(run, loses_peer),
         rank_(rank),
         outcome_(run.outcomes[static_cast<size_t>(rank)]),
         own_(run.random_of(rank)),
@@ -178,7 +178,7 @@ class Rank {
     ReduceStats stats;
     sums_->sum(bucket, first, count, sums_->everybody(), sum.data(), &stats);
     if (bucket + 1 == kBuckets) write_report(rank_);
-    // Release: the sum; partner: work().
+    // Release: the sum; pairs with work().
     launched_.fetch_add(1, std::memory_order_release);
     futex_wake(launched_, kWakeAll);
   }
@@ -220,7 +220,7 @@ class Rank {
     try {
       for (uint32_t done = 0;; ++done) {
         uint32_t seen;
-        // Acquire; partner: launch().
+        // Acquire; pairs with launch().
         while (((seen = launched_.load(std::memory_order_acquire)) & ~kEnd) ==
                done) {
           if ((seen & kEnd) != 0) return;
@@ -239,7 +239,7 @@ class Rank {
     const bool is_lost = rank_ == setting_.lost_rank &&
                          number == setting_.lost_backward &&
                          bucket == setting_.lost_bucket;
-    if (is_lost && !setting_.is_lost_late) return lose_partner();
+    if (is_lost && !setting_.is_lost_late) return lose_peer();
     const auto [first, count] = share(bucket);
     std::vector<float> theirs(count);
     for (size_t i = 0; i < count; ++i) {
@@ -256,11 +256,11 @@ class Rank {
     if (number == setting_.overflow_backward && rank_ == setting_.overflow_rank)
       sums_->note_overflow();
     sums_->count_share();
-    return is_lost ? lose_partner() : true;
+    return is_lost ? lose_peer() : true;
   }
 
-  bool lose_partner() {
-    group_.session.abort("lost its partner");
+  bool lose_peer() {
+    group_.session.abort("lost its peer");
     return false;
   }
 
@@ -286,13 +286,13 @@ class Rank {
 };
 
 void train(Run& run, int rank) { Rank(run, rank, false).train(); }
-void train_with_a_lost_partner(Run& run, int rank) {
+void train_with_a_lost_peer(Run& run, int rank) {
   Rank(run, rank, true).train();
 }
 
 std::string all_raise_and_agree(const Run& run) {
   for (const Outcome& outcome : run.outcomes) {
-    if (!outcome.has_raised) return "a rank did not hear of the lost partner";
+    if (!outcome.has_raised) return "a rank did not hear of the lost peer";
   }
   return all_agree(run);
 }
@@ -312,12 +312,12 @@ void add_host_programs(std::vector<Program>& programs) {
   add("hosts, 2 ranks", 2, {}, train, nobody_raises);
   add("hosts, 3 ranks", 3, {}, train, nobody_raises);
   add("hosts, a stop, 2 ranks", 2, {.stops = 1}, train, nobody_raises);
-  add("hosts, a lost partner, 3 ranks", 3, lost, train_with_a_lost_partner,
+  add("hosts, a lost peer, 3 ranks", 3, lost, train_with_a_lost_peer,
       all_raise_and_agree);
   add("hosts, a death, 3 ranks", 3, death, train, all_agree);
   add("hosts, a death and a stop, 3 ranks", 3, both, train, all_agree);
-  add("hosts, a death and a lost partner, 3 ranks", 3, death,
-      train_with_a_lost_partner, all_agree);
+  add("hosts, a death and a lost peer, 3 ranks", 3, death,
+      train_with_a_lost_peer, all_agree);
   add("hosts, stopped beyond the deadline, 3 ranks", 3, deadline, train,
       all_agree);
 }

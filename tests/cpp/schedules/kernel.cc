@@ -282,10 +282,10 @@ int __wrap_open(const char* path, int flags, ...) {
 int pthread_create(pthread_t* thread, const pthread_attr_t*,
                    void* (*run)(void*), void* argument) {
   Fiber& parent = scheduler().current();
-  // Keepers are started before the schedule begins.
+  // Liveness threads are started before the schedule begins.
   const bool is_worker = scheduler().has_begun();
   Fiber& child = scheduler().spawn(
-      (is_worker ? "worker of " : "keeper of ") + std::to_string(parent.rank),
+      (is_worker ? "worker of " : "liveness of ") + std::to_string(parent.rank),
       parent.rank, [run, argument] {
         run(argument);
         end_thread(scheduler().current());

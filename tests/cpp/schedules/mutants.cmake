@@ -139,10 +139,10 @@ mutant(no_ring_when_published cpp/reducer/host_sums.cc "hosts, 2 ranks" deadlock
 mutant(relaxed_bucket cpp/reducer/host_sums.cc "hosts, 2 ranks" race
   "own.store(backward_, std::memory_order_release)" "own.store(backward_, std::memory_order_relaxed)")
 mutant(waits_for_all_but_one cpp/reducer/host_sums.cc "hosts, 2 ranks" "(race|a wrong mean|a gradient)"
-  "for (int r = 0; r < session_.world(); ++r) {\n    // Acquire; partner: the release in post()."
-  "for (int r = 1; r < session_.world(); ++r) {\n    // Acquire; partner: the release in post().")
-mutant(each_rank_sees_for_itself cpp/reducer/host_sums.cc "hosts, a death and a lost partner" "survivors disagree"
+  "for (int r = 0; r < session_.world(); ++r) {\n    // Acquire; pairs with the release in post()."
+  "for (int r = 1; r < session_.world(); ++r) {\n    // Acquire; pairs with the release in post().")
+mutant(each_rank_sees_for_itself cpp/reducer/host_sums.cc "hosts, a death and a lost peer" "survivors disagree"
   "wait_settled(count, all, [&] {" "([](auto wait) { wait(); })([&] {")
-mutant(looks_at_the_end_first cpp/reducer/host_sums.cc "hosts, a lost partner" "survivors disagree"
+mutant(looks_at_the_end_first cpp/reducer/host_sums.cc "hosts, a lost peer" "survivors disagree"
   "if (closed_) throw Failure{.reason = Reason::kClosed};\n  fault_point(Point::kBeforeEnd);"
   "check_usable();\n  fault_point(Point::kBeforeEnd);")

@@ -31,7 +31,7 @@ struct Kind {
   bool is_void = false;
 };
 using enum Who;
-constexpr uint32_t kBrokenOff = kBackwardForwardsDiffer | kBackwardTold;
+constexpr uint32_t kBrokenOff = kBackwardForwardsDiffer | kBackwardReported;
 constexpr Kind kKinds[] = {
     {},
     {.skip = kOddRank, .verdict = kBackwardForwardsDiffer, .is_void = true},

@@ -57,7 +57,7 @@ from paceline.trace.records import Event
 
 _log = logging.getLogger("paceline")
 _NOT_FINITE = int(Outcome.NONFINITE | Outcome.OVERFLOWED)
-_TOLD, _FINISHED = int(Outcome.TOLD), int(Outcome.FINISHED)
+_REPORTED, _FINISHED = int(Outcome.REPORTED), int(Outcome.FINISHED)
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
 _BACKWARD_ENDED = int(Event.AVERAGING_ENDED)
@@ -578,9 +578,9 @@ class BackwardSync(Generic[AnyAutograd]):
                 self._log.note_nonfinite(number, result)
                 self._note_active(result)
                 self._judge.judge(result, state.refusal, self.micro_batches.unweighed)
-                if outcome & (_TOLD | _FINISHED) and any(each.stops for each in result.statuses):
+                if outcome & (_REPORTED | _FINISHED) and any(each.stops for each in result.statuses):
                     self.is_stopping = True
-                if outcome & _TOLD and any(each.wrote_buffers for each in result.statuses):
+                if outcome & _REPORTED and any(each.wrote_buffers for each in result.statuses):
                     conclusion.stage = stages.IN_WRITES
                     where = f"the end of backward {number - self._log.before_first}"
                     self.buffers.check_writes(self.active, where)
@@ -641,7 +641,7 @@ class BackwardSync(Generic[AnyAutograd]):
                     drift.look(result.notes if differ else None)
                 if self._same_inputs is not None:
                     conclusion.stage = stages.IN_DRIFT
-                    if not self._same_inputs.end_backward(result.statuses if outcome & _TOLD else ()):
+                    if not self._same_inputs.end_backward(result.statuses if outcome & _REPORTED else ()):
                         self._same_inputs = None
             conclusion.stage = stages.REST
         if len(self.active) == self.world_size:

@@ -2,7 +2,7 @@
 // PACELINE_ISA, the namespace, and includes this; its compile flags make
 // the difference.
 //
-// Arrays are walked in stretches that fit the L1 cache. For each stretch: the
+// Arrays are walked in blocks that fit the L1 cache. For each block: the
 // tree over ranks gives the result in a local buffer, the statistics are taken,
 // and only then is it copied to every output, so that an output may be an
 // input.
@@ -23,7 +23,7 @@ namespace {
 
 /// The part of every rank's array that is being reduced; it fits the L1 cache.
 template <class Format>
-struct Stretch {
+struct Block {
   using Stored = typename Format::Stored;
   using Compute = typename Format::Compute;
 
@@ -67,10 +67,10 @@ struct Stretch {
 
 // Reduces ranks first .. first + num_ranks - 1.
 template <class Op, class Format, class Finish>
-void reduce_tree(const Stretch<Format>& stretch, int first, int num_ranks,
+void reduce_tree(const Block<Format>& block, int first, int num_ranks,
                  typename Format::Compute* out, Finish finish) {
   using Compute = typename Format::Compute;
-  alignas(64) Compute scratch[kFanIn][kStretch<Compute>];
+  alignas(64) Compute scratch[kFanIn][kBlock<Compute>];
   const Compute* parts[kFanIn] = {};
   int ranks_per_part = 1;
   while (ranks_per_part * kFanIn < num_ranks) ranks_per_part *= kFanIn;
@@ -78,25 +78,25 @@ void reduce_tree(const Stretch<Format>& stretch, int first, int num_ranks,
   for (int begin = 0; begin < num_ranks; begin += ranks_per_part, ++num_parts) {
     const int rest = num_ranks - begin;
     if (ranks_per_part == 1 || rest == 1) {
-      parts[num_parts] = stretch.values(first + begin, scratch[num_parts]);
+      parts[num_parts] = block.values(first + begin, scratch[num_parts]);
     } else {
       const int part_ranks = rest < ranks_per_part ? rest : ranks_per_part;
-      reduce_tree<Op>(stretch, first + begin, part_ranks, scratch[num_parts],
+      reduce_tree<Op>(block, first + begin, part_ranks, scratch[num_parts],
                       Keep());
       parts[num_parts] = scratch[num_parts];
     }
   }
-  combine<Op>(parts, num_parts, stretch.count, out, finish);
+  combine<Op>(parts, num_parts, block.count, out, finish);
 }
 
 template <class Format>
-void note_nonfinite(const Stretch<Format>& stretch, ReduceStats* stats) {
-  for (int rank = 0; rank < stretch.request.num_inputs; ++rank) {
+void note_nonfinite(const Block<Format>& block, ReduceStats* stats) {
+  for (int rank = 0; rank < block.request.num_inputs; ++rank) {
     const uint64_t bit = uint64_t{1} << (rank % 64);
     if ((stats->nonfinite_ranks[rank / 64] & bit) != 0 ||
-        !stretch.has_input(rank))
+        !block.has_input(rank))
       continue;
-    if (has_nonfinite<Format>(stretch.stored(rank), stretch.count)) {
+    if (has_nonfinite<Format>(block.stored(rank), block.count)) {
       stats->nonfinite_ranks[rank / 64] |= bit;
     }
   }
@@ -109,23 +109,23 @@ class NormObserver {
  public:
   explicit NormObserver(ReduceStats* stats) : stats_(stats) {}
 
-  // Call before the stretch's inputs are overwritten. Returns whether they may
+  // Call before the block's inputs are overwritten. Returns whether they may
   // be.
-  bool see(const Stretch<In>& stretch, const typename Out::Stored* result) {
+  bool see(const Block<In>& block, const typename Out::Stored* result) {
     using Compute = typename Out::Compute;
     if (stats_ == nullptr) return true;
     if constexpr (Converted<Out>) {
-      Compute widened[kStretch<Compute>];
-      Out::widen(result, stretch.count, widened);
-      add_squares(widened, stretch.count, lanes_);
+      Compute widened[kBlock<Compute>];
+      Out::widen(result, block.count, widened);
+      add_squares(widened, block.count, lanes_);
     } else {
-      add_squares(result, stretch.count, lanes_);
+      add_squares(result, block.count, lanes_);
     }
     squared_norm_ = sum_lanes(lanes_);
     // An infinity or a NaN stays one in sums and products, not in a minimum.
     constexpr bool kShows = __is_same(Op, Sum) || __is_same(Op, Product);
     if (!kShows || !(squared_norm_ <= __DBL_MAX__)) {
-      note_nonfinite(stretch, stats_);
+      note_nonfinite(block, stats_);
     }
     return true;
   }
@@ -149,13 +149,13 @@ class FiniteObserver {
   explicit FiniteObserver(ReduceStats* stats) : stats_(stats) {}
 
   // As in NormObserver.
-  bool see(const Stretch<In>& stretch, const typename Out::Stored* result) {
-    if (stats_ == nullptr || !has_nonfinite<Out>(result, stretch.count))
+  bool see(const Block<In>& block, const typename Out::Stored* result) {
+    if (stats_ == nullptr || !has_nonfinite<Out>(result, block.count))
       return true;
     stats_->has_nonfinite = true;
     // An infinity or a NaN of an input stays one in a sum.
-    note_nonfinite(stretch, stats_);
-    return !stretch.request.stops_at_nonfinite;
+    note_nonfinite(block, stats_);
+    return !block.request.stops_at_nonfinite;
   }
 
   void finish() {}
@@ -167,30 +167,30 @@ class FiniteObserver {
 template <class Op, class In, class Out,
           template <class, class, class> class Observer = NormObserver,
           class Finish>
-size_t reduce_stretches(const Request& request, Finish finish) {
+size_t reduce_blocks(const Request& request, Finish finish) {
   using Stored = typename Out::Stored;
   using Compute = typename Out::Compute;
   static_assert(__is_same(Compute, typename In::Compute));
-  alignas(64) Compute result[kStretch<Compute>];
-  alignas(64) Stored narrowed[Converted<Out> ? kStretch<Compute> : 1];
+  alignas(64) Compute result[kBlock<Compute>];
+  alignas(64) Stored narrowed[Converted<Out> ? kBlock<Compute> : 1];
   Observer<Op, In, Out> observer(request.stats);
-  for (size_t offset = 0; offset < request.count; offset += kStretch<Compute>) {
+  for (size_t offset = 0; offset < request.count; offset += kBlock<Compute>) {
     const size_t rest = request.count - offset;
-    const Stretch<In> stretch{
-        request, offset, rest < kStretch<Compute> ? rest : kStretch<Compute>};
-    reduce_tree<Op>(stretch, 0, request.num_inputs, result, finish);
+    const Block<In> block{request, offset,
+                          rest < kBlock<Compute> ? rest : kBlock<Compute>};
+    reduce_tree<Op>(block, 0, request.num_inputs, result, finish);
     const Stored* stored;
     if constexpr (Converted<Out>) {
-      Out::narrow(result, stretch.count, narrowed);
+      Out::narrow(result, block.count, narrowed);
       stored = narrowed;
     } else {
       stored = result;
     }
     if constexpr (Floating<Out>) {
-      if (!observer.see(stretch, stored)) return offset;
+      if (!observer.see(block, stored)) return offset;
     }
     for (int i = 0; i < request.num_outputs; ++i) {
-      copy(stored, stretch.count,
+      copy(stored, block.count,
            static_cast<Stored*>(request.outputs[i]) + offset);
     }
   }
@@ -201,10 +201,10 @@ size_t reduce_stretches(const Request& request, Finish finish) {
 template <class Op, class Format>
 size_t reduce_array(const Request& request) {
   if constexpr (Floating<Format>) {
-    return reduce_stretches<Op, Format, Format>(
+    return reduce_blocks<Op, Format, Format>(
         request, Canonical<typename Format::Compute>());
   } else {
-    return reduce_stretches<Op, Format, Format>(request, Keep());
+    return reduce_blocks<Op, Format, Format>(request, Keep());
   }
 }
 
@@ -222,11 +222,10 @@ size_t divide_sum(const Request& request, bool has_input) {
   using Compute = typename Out::Compute;
   const auto total = static_cast<Compute>(request.total_weight);
   if (!has_input || is_power_of_two(request.total_weight)) {
-    return reduce_stretches<Sum, In, Out, Observer>(
+    return reduce_blocks<Sum, In, Out, Observer>(
         request, Multiply<Compute>{has_input ? 1 / total : 1});
   }
-  return reduce_stretches<Sum, In, Out, Observer>(request,
-                                                  Divide<Compute>{total});
+  return reduce_blocks<Sum, In, Out, Observer>(request, Divide<Compute>{total});
 }
 
 template <class Format>
@@ -254,7 +253,7 @@ using SumOf = typename SumFormat<typename Format::Compute>::Type;
 
 template <class Format>
 size_t sum_weighted(const Request& request) {
-  return reduce_stretches<Sum, Format, SumOf<Format>, FiniteObserver>(
+  return reduce_blocks<Sum, Format, SumOf<Format>, FiniteObserver>(
       request, Canonical<typename Format::Compute>());
 }
 
