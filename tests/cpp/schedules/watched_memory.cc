@@ -115,22 +115,23 @@ void backward_point(paceline::Point point) {
 
 #define REDUCE                                                     \
   "_ZN8paceline6reduceENS_5DTypeENS_8ReduceOpEPKPKviPKPvimPKdPNS_" \
-  "11ReduceStatsE"
+  "11ReduceStatsEd"
 void real_reduce(paceline::DType, paceline::ReduceOp, const void* const*, int,
                  void* const*, int, size_t, const double*,
-                 paceline::ReduceStats*) asm("__real_" REDUCE);
+                 paceline::ReduceStats*, double) asm("__real_" REDUCE);
 void watched_reduce(paceline::DType, paceline::ReduceOp, const void* const*,
                     int, void* const*, int, size_t, const double*,
-                    paceline::ReduceStats*) asm("__wrap_" REDUCE);
+                    paceline::ReduceStats*, double) asm("__wrap_" REDUCE);
 void watched_reduce(paceline::DType dtype, paceline::ReduceOp op,
                     const void* const* inputs, int num_inputs,
                     void* const* outputs, int num_outputs, size_t count,
-                    const double* weights, paceline::ReduceStats* stats) {
+                    const double* weights, paceline::ReduceStats* stats,
+                    double total_weight) {
   const size_t bytes = count * paceline::dtype_bytes(dtype);
   for (int i = 0; i < num_inputs; ++i) note_read(inputs[i], bytes);
   for (int i = 0; i < num_outputs; ++i) note_write(outputs[i], bytes);
   real_reduce(dtype, op, inputs, num_inputs, outputs, num_outputs, count,
-              weights, stats);
+              weights, stats, total_weight);
 }
 
 #define SUM_WEIGHTED \
