@@ -38,13 +38,16 @@ def _printable(text: str) -> str:
 
 def _run(arguments: Sequence[str]) -> int:
     # What schedulers send as a warning would end this process; it waits until somebody can pass it on.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
     from paceline.launch import cli
 
-    options, command = cli.split_command(arguments)
-    parser = argparse.ArgumentParser(prog="paceline run", allow_abbrev=False)
-    cli.add_arguments(parser)
-    return cli.main(parser.parse_args(options), command)
+    try:
+        options, command = cli.split_command(arguments)
+        parser = argparse.ArgumentParser(prog="paceline run", allow_abbrev=False)
+        cli.add_arguments(parser)
+        return cli.main(parser.parse_args(options), command)
+    finally:  # for programs that call this, and the processes that they start
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _stacks(arguments: Sequence[str]) -> int:
