@@ -67,10 +67,12 @@ def test_a_process_that_opens_and_closes_files_answers() -> None:
     command = [sys.executable, "-c", BUSY_WITH_FILES]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        answers = [stacks.ask_if_ready(process.pid, timeout_s=60) for _ in range(20)]
-        process.kill()
-    assert None not in answers
+        try:
+            assert process.stdout.readline() == "ready\n"
+            for _ in range(20):
+                assert stacks.ask_if_ready(process.pid, timeout_s=60) is not None
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("stuck", [["own"]], indirect=True)
