@@ -327,11 +327,6 @@ def _spoil(do: Any, program: Program, op: dict[str, Any], number: int, rank: int
             do.ddp(tensors).backward()
     for handle in handles:
         handle.remove()
-    if (
-        what == "raise on one" and is_here
-    ):  # who has caught its own exception learns of the others' in the next forward
-        with contextlib.suppress(PacelineError):
-            do.ddp({index: do.tensor(value) for index, value in given.items()})
     do.clear()
 
 

@@ -66,6 +66,8 @@ class NumpyCheckpointOps(CheckpointOps):
 
     def set_random_states(self, states: Mapping[str, bytes], parameters: Iterable[Any]) -> None: ...
 
+    def seed(self, number: int) -> None: ...
+
     def strides(self, tensor: Any) -> None:
         return None
 
