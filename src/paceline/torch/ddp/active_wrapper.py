@@ -1,8 +1,8 @@
 """The wrapper whose forward runs, where torch.compile looks for it, to cut graphs at its buckets.
 
 torch keeps it in an attribute of its class. To set an attribute of a class makes Python forget all lookups of
-attributes that it has cached for that class and its subclasses, ours among them, which is a fifth of the
-instructions of a step of a small model. So a descriptor is put there once, and tells what the attribute is.
+attributes that it has cached for that class and its subclasses, ours among them, and each step would pay for
+that. So a descriptor is put there once, and tells what the attribute is.
 """
 
 from __future__ import annotations
