@@ -258,6 +258,35 @@ def test_what_is_due_waits_for_the_writer_and_survives_it(group: Group, tmp_path
 
 
 @patient_ranks(2)
+def test_saving_gives_up_at_the_time_out_of_the_model_while_nothing_is_written(
+    group: Group, tmp_path: Path
+) -> None:
+    run = begin("torch", group, timeout_s=6)
+    with paceline.Checkpointer(tmp_path, run.ddp, keep=9) as checkpointer:
+        take_steps(run, checkpointer, 1)
+        checkpointer.save()
+        settle(group, checkpointer)
+        if group.rank == 0:
+            writer = pid_of_writer()
+            os.kill(writer, signal.SIGSTOP)
+        take_steps(run, checkpointer, 1)
+        checkpointer.save()
+        take_steps(run, checkpointer, 1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            checkpointer.save()
+        said = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+        assert len(said) == (group.rank == 0)
+        assert all("step 3 is not saved now: after 6 s" in each for each in said)
+        if group.rank == 0:
+            os.kill(writer, signal.SIGCONT)
+        settle(group, checkpointer)
+        take_steps(run, checkpointer, 2)
+    group.barrier()
+    assert names_in(tmp_path) == files_of("torch", 1, 2, 4)
+
+
+@patient_ranks(2)
 def test_wrong_arguments_are_told_on_every_rank(group: Group, tmp_path: Path) -> None:
     run = begin("torch", group)
     with pytest.raises(ConfigError, match="a wrapped model"):

@@ -6,6 +6,7 @@ import functools
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,8 @@ from tests.multiprocess.test_checkpointer import (
     files_of,
     names_in,
     patient_ranks,
+    pid_of_writer,
+    settle,
     take_steps,
 )
 from tests.multiprocess.test_conformance import adapter
@@ -68,6 +71,31 @@ def test_a_single_rank_stops_after_its_step(group: Group, framework: str, tmp_pa
     assert ended.value.code == PREEMPTED and names_in(tmp_path) == files_of(framework, 1)
 
 
+@stopped_ranks(2)
+def test_the_stop_gives_up_at_the_time_out_of_the_model_while_nothing_is_written(
+    group: Group, tmp_path: Path
+) -> None:
+    run = begin("torch", group, timeout_s=6)
+    checkpointer = paceline.Checkpointer(tmp_path, run.ddp)
+    take_steps(run, checkpointer, 1)
+    checkpointer.save()
+    settle(group, checkpointer)
+    if group.rank == 0:
+        writer = pid_of_writer()
+        os.kill(writer, signal.SIGSTOP)
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    run.step()
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(SystemExit) as ended:
+        warnings.simplefilter("always")
+        checkpointer.step()
+    assert ended.value.code == PREEMPTED
+    said = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+    assert len(said) == (group.rank == 0) and all("is still being written" in each for each in said)
+    if group.rank == 0:
+        os.kill(writer, signal.SIGCONT)
+
+
 PATHS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "memory": ((0, 0, 0), {}),
     "group": ((0, 0, 0), {"reduce_through": "group"}),
@@ -109,9 +137,10 @@ def test_forked_children_end_by_the_signal(group: Group, tmp_path: Path) -> None
     """As those of a pool or a loader, which are ended so."""
     run = begin("torch", group)
     with paceline.Checkpointer(tmp_path, run.ddp):
-        if (child := os.fork()) == 0:
-            while True:  # not signal.pause(): Python would not call the handler of one that comes just before
-                time.sleep(0.01)
-        os.kill(child, signal.SIGTERM)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+        for _ in range(100):  # Python forgets a signal that comes before the child runs
+            if (child := os.fork()) == 0:
+                time.sleep(5.0)
+                os._exit(1)
+            os.kill(child, signal.SIGTERM)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

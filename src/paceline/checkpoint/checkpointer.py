@@ -182,13 +182,15 @@ class Checkpointer:
     def save(self) -> None:
         """Save now: copy the state, once what is being written is. Collective.
 
+        If that takes longer than the time-out of the wrapped model, rank 0 warns, and the next step() at
+        which nothing is being written saves instead.
+
         Raises:
             ConfigError: As of step().
         """
         self._check_open()
         self._is_due = True
-        while self._meet() and self._is_due:
-            self._wait()
+        self._save_in_time(waits_until_written=False)
 
     def close(self, timeout_s: float | timedelta = _CLOSING_S) -> None:
         """Wait until this rank has written what it has begun. Not collective; leaving the context calls it.
@@ -202,7 +204,7 @@ class Checkpointer:
         self._is_closed = True
         if self._writer is not None:
             if not self._writer.close(limit_s):
-                self._warn(f"a checkpoint in {self._folder} was still being written after {limit_s:g} s")
+                self._warn(f"a checkpoint in {self._folder} is still being written")
             self._warn_of(self._writer.take_failures(), on_each=True)
         self._finish()
 
@@ -266,10 +268,20 @@ class Checkpointer:
 
     # --- what is due ---
 
-    def _wait(self) -> None:
-        """Wait for what is being written, not for so long that ranks which do not write wonder."""
-        if self._writer is not None:
-            self._writer.wait(_MOMENT_S)
+    def _save_in_time(self, *, waits_until_written: bool) -> None:
+        """Save what is due, or give up with a warning at the model's time-out. Collective."""
+        limit_s = self._peers.timeout_s
+        until = time.monotonic() + limit_s
+        while self._meet() and (self._is_due or waits_until_written):
+            # In turns, so that ranks which do not write wait for an answer and not for a disk. The clock of
+            # rank 0 decides, so that all give up after the same turn.
+            if self._gather({"late": time.monotonic() >= until}, "late")[0]:
+                if self._is_due:
+                    said = f"step {self._steps} is not saved now: after {limit_s:g} s an older checkpoint"
+                    self._warn_of([f"{said} was still being written to {self._folder}"])
+                return
+            if self._writer is not None:
+                self._writer.wait(_MOMENT_S)
 
     def _meet(self) -> bool:
         """Look together at what is due, and save it if nothing is being written. Collective.
@@ -313,10 +325,9 @@ class Checkpointer:
     def _stop(self) -> None:
         """Save, wait until that is written, and end this process. Collective."""
         self._is_due = True
-        while self._meet():
-            self._wait()
+        self._save_in_time(waits_until_written=True)
         stop_signals.listen()  # until the process has ended: the launcher may pass the signal on only now
-        self.close()
+        self.close(0.0)
         if self._rank == 0:
             received = stop_signals.received
             by = signal.Signals(received).name if received else "another rank's signal"

@@ -31,22 +31,27 @@ class StopSignals:
     def __init__(self) -> None:
         self.received = 0
         self._listeners = 0
-        self._pid = 0
         self._before: dict[int, Any] = {}
+        self._masks = threading.local()  # of threads that fork
+        os.register_at_fork(
+            before=self._before_fork,
+            after_in_parent=self._restore_mask,
+            after_in_child=self._after_fork_in_child,
+        )
 
     def listen(self) -> None:
         """Catch the signals from now on, if this is the main thread, which alone can."""
         self._listeners += 1
         if not self._before and threading.current_thread() is threading.main_thread():
-            self._pid = os.getpid()
             self._before = {signum: signal.signal(signum, self._note) or signal.SIG_DFL for signum in SIGNALS}
 
     def leave(self) -> None:
         """What has called `listen` is gone: after the last one, all is as it was."""
         self._listeners -= 1
-        is_main = threading.current_thread() is threading.main_thread()
-        if self._listeners or not is_main or os.getpid() != self._pid:
-            return
+        if not self._listeners and threading.current_thread() is threading.main_thread():
+            self._stop_catching()
+
+    def _stop_catching(self) -> None:
         for signum, before in self._before.items():
             if signal.getsignal(signum) == self._note:  # else the program has put its own there since
                 signal.signal(signum, before)
@@ -54,13 +59,25 @@ class StopSignals:
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         before = self._before.get(signum, signal.SIG_DFL)
-        if os.getpid() != self._pid:  # a forked child, such as a worker: it ends by the signal as it did
-            signal.signal(signum, before)
-            os.kill(os.getpid(), signum)
-            return
         self.received = self.received or signum
         if callable(before):
             before(signum, frame)
+
+    # A forked child, such as a worker of a loader, ends by the signals as it did. Python forgets those that
+    # come to it before it runs, so they are held back until it has its own handlers.
+
+    def _before_fork(self) -> None:
+        if self._before:
+            self._masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def _restore_mask(self) -> None:
+        if (mask := self._masks.__dict__.pop("before", None)) is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def _after_fork_in_child(self) -> None:
+        self._stop_catching()
+        self._listeners = 0
+        self._restore_mask()
 
 
 stop_signals = StopSignals()
