@@ -39,6 +39,7 @@ BENCHMARKS = {
     "data": data.BENCHMARK,
     "start": start.BENCHMARK,
     "checkpoint": checkpoint.BENCHMARK,
+    "virtual_ranks": step.VIRTUAL_RANKS,
 }
 _EPILOG = """\
 The cases take turns, round after round, so that other load on the machine slows all of them alike.

@@ -22,12 +22,13 @@ from benchmarks.runner import (
     rows_of,
     unbound,
 )
-from benchmarks.samples import Interval, overhead, overhead_cells, slowest_median
+from benchmarks.samples import Interval, overhead, overhead_cells, ratio, slowest_median
 from paceline import units
 from paceline.units import format_time
 
 MODELS = {"torch": ("toy", "rl", "mlp", "gpt", "cnn"), "paddle": ("toy", "rl", "deep", "mlp")}
 MODELS_OF_OPTIONS = ("many", "gpt")
+MODELS_OF_VIRTUAL_RANKS = ("toy", "cnn", "gpt")
 # A step of the larger models takes tens of milliseconds; a few of them average out the scheduler.
 SAMPLE_S = 0.1
 
@@ -64,6 +65,21 @@ CASES_OF_OPTIONS = (
     _case("unused", "find_unused_parameters=True", variant="paceline", find_unused_parameters=True),
     _case("static", "static_graph=True", variant="paceline", static_graph=True),
     _case("check", "check_replicas_every=1", variant="paceline", check_replicas_every=1),
+)
+
+CASES_OF_VIRTUAL_RANKS = tuple(
+    Case(
+        f"paceline_{variant}",
+        label,
+        "benchmarks.workers.torch_step:AccumulatedStep",
+        {"variant": variant},
+        no_torch,
+        bound,
+    )
+    for variant, label in (
+        ("accumulated", "4 micro-batches, no_sync()"),
+        ("virtual", "4 virtual ranks on each process"),
+    )
 )
 
 
@@ -139,6 +155,44 @@ def run_options(settings: Settings, given: argparse.Namespace) -> Report:
     )
 
 
+def run_virtual_ranks(settings: Settings, given: argparse.Namespace) -> Report:
+    """Measure and report what virtual ranks cost beside micro-batches with `no_sync()`."""
+    rows: list[list[str]] = []
+    data: list[dict[str, Any]] = []
+    with Runner(settings) as runner:
+        for model in given.models or MODELS_OF_VIRTUAL_RANKS:
+            facts = runner.prepare(model, model=model)
+            runner.take_out_unequal(facts, "gradients")
+            timings = runner.measure(model, 2 * SAMPLE_S)
+
+            def cells(key: str, timings: Mapping[str, Timing] = timings) -> list[str]:
+                step = format_time(slowest_median(timings[key].samples))
+                if key != "paceline_virtual" or "paceline_accumulated" not in timings:
+                    return [step, "-"]
+                without = timings["paceline_accumulated"].samples
+                beside = ratio(timings[key].samples, without, settings.starts)
+                return [step, f"{beside.median:.3f} ({beside.low:.3f} .. {beside.high:.3f})"]
+
+            rows += [*rows_of(runner.cases, timings, 2, cells, f"{model}{size_of(facts)}"), []]
+            data += _as_data(model, facts, timings)
+    return settings.report(
+        "virtual-ranks",
+        f"a step of four micro-batches on each of {settings.ranks} ranks, as virtual ranks and without",
+        ["model", "case", "step", "of the time without"],
+        rows,
+        notes=[
+            f"step: median of {settings.rounds} rounds on each rank, then the slowest rank. of the time "
+            "without: divided in the same round, the median over rounds, with the 95 % interval.",
+            "Gradients were checked before timing: close to the mean over all micro-batches as computed on "
+            "one process, and the same bits on all ranks.",
+            *runner.notes(),
+        ],
+        data={"rows": data},
+        is_complete=runner.is_complete,
+        text_columns=2,
+    )
+
+
 def size_of(facts: Mapping[str, list[dict[str, Any]]]) -> str:
     """The number of parameters, for a heading: ", 4.2 M parameters"."""
     if not facts:
@@ -206,6 +260,16 @@ def _cases(given: argparse.Namespace) -> tuple[Case, ...]:
     return CASES[given.framework]
 
 
+def _cases_of_virtual_ranks(given: argparse.Namespace) -> tuple[Case, ...]:
+    check_names("--models", given.models, MODELS["torch"])
+    return CASES_OF_VIRTUAL_RANKS
+
+
+def _add_models_of_virtual_ranks(parser: argparse.ArgumentParser) -> None:
+    what = f"of {','.join(MODELS['torch'])} (default {','.join(MODELS_OF_VIRTUAL_RANKS)})"
+    parser.add_argument("--models", type=units.listed(str), default=(), metavar="A,B", help=what)
+
+
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--framework", choices=("torch", "paddle"), default="torch", help="whose models (default torch)")
@@ -232,5 +296,13 @@ OPTIONS = Benchmark(
     30,
     run_options,
     lambda given: CASES_OF_OPTIONS,
+    environment=lambda given: STEADY_MALLOC,
+)
+VIRTUAL_RANKS = Benchmark(
+    "what virtual ranks cost beside micro-batches with no_sync()",
+    30,
+    run_virtual_ranks,
+    _cases_of_virtual_ranks,
+    _add_models_of_virtual_ranks,
     environment=lambda given: STEADY_MALLOC,
 )

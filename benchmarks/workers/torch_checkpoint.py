@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import paceline
@@ -28,6 +29,9 @@ class SavedRun:
         self._rank = rank
         form_group("gloo", rank, world_size)
         self._folder = tempfile.TemporaryDirectory()
+        folders = [self._folder.name]
+        dist.broadcast_object_list(folders, 0)  # one for all, so that rank 0 alone writes
+        self._path = folders[0]
 
     def prepare(self, layers: int) -> int:
         """Train a step of a model with so many layers of 1,000,000 parameters, save it, and make a copy.
@@ -41,7 +45,7 @@ class SavedRun:
             parameter.grad = torch.randn(_LAYER)
         optimizer.step()
         ddp.register_state("optimizer", optimizer)
-        self._checkpointer = paceline.Checkpointer(self._folder.name, ddp, keep=1)
+        self._checkpointer = paceline.Checkpointer(self._path, ddp, keep=1)
         self._checkpointer.step()
         self._checkpointer.save()
         self._tensors = list(_tensors_in(ddp.training_state()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -57,12 +58,12 @@ class Step:
         """Build and wrap the model and check one backward; returns its size and its gradients' digest."""
         plan = MODELS[model]
         self._module = self._wrap(plan.seeded())
-        self._inputs, self._targets = plan.batch_of(self._rank)
+        self._take_batches(plan)
         self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-4)
         self._backward()
         gradients = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
         ranks = list(range(self._world_size)) if self._averages else [self._rank]
-        _check_close(gradients, plan, ranks)
+        _check_close(gradients, plan, [batch for rank in ranks for batch in self._batches_of(rank)])
         return {
             "parameters": sum(parameter.numel() for parameter in self._module.parameters()),
             "tensors": len(gradients),
@@ -72,6 +73,13 @@ class Step:
     def time(self, iterations: int) -> float:
         """Seconds for `iterations` steps, after one that brings the ranks together."""
         return time_calls(self._step, iterations)
+
+    def _take_batches(self, plan: Model) -> None:
+        self._inputs, self._targets = plan.batch_of(self._rank)
+
+    def _batches_of(self, rank: int) -> range:
+        """The numbers of the batches that a rank's gradients are of."""
+        return range(rank, rank + 1)
 
     def _wrap(self, module: nn.Module) -> nn.Module:
         return wrap("none" if self._variant == "alone" else self._variant, module, **self._options)
@@ -117,6 +125,44 @@ class Backward(Step):
             ddp.register_comm_hook(None, noop_hook)
             return ddp
         return super()._wrap(module)
+
+
+class AccumulatedStep(Step):
+    """A step of several micro-batches of each rank: with `no_sync()`, or ("virtual") as virtual ranks."""
+
+    MICRO_BATCHES = 4
+
+    def _take_batches(self, plan: Model) -> None:
+        self._batches = [plan.batch_of(number) for number in self._batches_of(self._rank)]
+        if self._variant == "virtual":
+            self._steps = self._ddp.steps(itertools.cycle(self._batches))
+
+    def _batches_of(self, rank: int) -> range:
+        return range(rank * self.MICRO_BATCHES, (rank + 1) * self.MICRO_BATCHES)
+
+    @property
+    def _ddp(self) -> Any:
+        return self._module
+
+    def _wrap(self, module: nn.Module) -> nn.Module:
+        virtual = {"virtual_ranks": self.MICRO_BATCHES * self._world_size}
+        return wrap("paceline", module, **(virtual if self._variant == "virtual" else {}))
+
+    def _backward(self) -> None:
+        self._optimizer.zero_grad()
+        if self._variant == "virtual":
+            for inputs, targets in next(self._steps):
+                torch.autograd.backward(nn.functional.mse_loss(self._module(inputs), targets))
+            return
+        *others, last = self._batches
+        with self._ddp.no_sync():
+            for batch in others:
+                self._accumulate(*batch)
+        self._accumulate(*last)
+
+    def _accumulate(self, inputs: Tensor, targets: Tensor) -> None:
+        loss = nn.functional.mse_loss(self._module(inputs), targets) / self.MICRO_BATCHES
+        torch.autograd.backward(loss)
 
 
 class RecordedStep(Step):
@@ -241,12 +287,12 @@ class Memory(Step):
         self._step()
 
 
-def _check_close(gradients: list[Tensor], plan: Model, ranks: list[int]) -> None:
-    """Raise unless `gradients` are the mean over `ranks`, up to float32's rounding."""
+def _check_close(gradients: list[Tensor], plan: Model, batches: list[int]) -> None:
+    """Raise unless `gradients` are the mean over these batches, up to float32's rounding."""
     module = plan.seeded()
-    for rank in ranks:
-        inputs, targets = plan.batch_of(rank)
-        torch.autograd.backward(nn.functional.mse_loss(module(inputs), targets) / len(ranks))
+    for number in batches:
+        inputs, targets = plan.batch_of(number)
+        torch.autograd.backward(nn.functional.mse_loss(module(inputs), targets) / len(batches))
     expected = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
     names = [name for name, _ in module.named_parameters()]
     for name, got, want in zip(names, gradients, expected, strict=True):

@@ -111,6 +111,13 @@ def test_features_are_compared_with_the_default(tmp_path):
 
 
 @needs_torch
+def test_virtual_ranks_are_compared_with_micro_batches(tmp_path):
+    content = measure(tmp_path, "virtual_ranks", "--models", "toy", python=warm_python("torch"))
+    assert [row["case"] for row in content["rows"]] == ["paceline_accumulated", "paceline_virtual"]
+    assert content["table"][1]["of the time without"] != "-"
+
+
+@needs_torch
 def test_recording_is_measured_in_the_processes_that_go_without(tmp_path):
     content = measure(tmp_path, "trace", "--models", "toy", "--sample-s", "0.01", python=warm_python("torch"))
     assert [(row["model"], row["recording"]) for row in content["rows"]] == [
