@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 from tests.harness import run_ranks
-from tests.multiprocess.test_virtual_ranks import do_by_hand, program, train_a_part
+from tests.multiprocess.test_virtual_ranks import do_by_hand, train_a_part
+from tests.multiprocess.virtual_training import Run
 from tests.several_hosts import be_on_host
 
 KINDS = ("averaged", "gpt")
@@ -21,8 +22,7 @@ LAYOUTS = {"2x2 hosts": (0, 0, 1, 1), "3+1 hosts": (0, 0, 0, 1)}  # of torch, ov
 
 def train_over_hosts(rank: int, kind: str, hosts: tuple[int, ...], steps: int) -> str:
     be_on_host(hosts[rank])
-    digest: str = program("torch").Run(kind, rank, len(hosts), None).train(steps)
-    return digest
+    return Run("torch", kind, rank, len(hosts), None).train(steps)
 
 
 def digests(framework: str, kind: str, steps: int) -> dict[str, str]:

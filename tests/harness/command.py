@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_module(
-    module: str, *arguments: str, deadline_s: float, python: str = sys.executable
-) -> tuple[int, str]:
-    """Run `python -m module arguments`; its exit status and what it printed.
+@contextlib.contextmanager
+def started_module(
+    module: str, *arguments: str, python: str = sys.executable, **options: Any
+) -> Iterator[subprocess.Popen[str]]:
+    """Within it, `python -m module arguments` runs; its output, with that of errors, is in a pipe.
 
-    Whatever ends the wait, the deadline too, ends it and all processes that it has started.
+    It is waited for at the end. An exception ends it and all processes that it has started.
     """
-    command = [python, "-m", module, *arguments]
     with subprocess.Popen(
-        command,
+        [python, "-m", module, *arguments],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
+        **options,
     ) as process:
         try:
-            output, _ = process.communicate(timeout=deadline_s)
+            yield process
         except BaseException:
             os.killpg(process.pid, signal.SIGKILL)
             raise
+
+
+def run_module(
+    module: str, *arguments: str, deadline_s: float, python: str = sys.executable
+) -> tuple[int, str]:
+    """Run `python -m module arguments`, ended at the deadline; its exit status and what it printed."""
+    with started_module(module, *arguments, python=python) as process:
+        output, _ = process.communicate(timeout=deadline_s)
         return process.returncode, output

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -20,7 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.command import started_module
+
 RANKS = 2
 STEPS, EVERY, EVALUATE_EVERY = 60, 10, 4
 PREEMPTED = 75
@@ -98,20 +98,12 @@ def launch(folder: Path, framework: str, launcher: str, draw: random.Random | No
         "paceline": ["paceline", "run", "-n", str(RANKS), "--prefix", "never", "-m"],
         "torchrun": ["torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "-m"],
     }[launcher]
-    command = [sys.executable, "-m", *start, __spec__.name, str(folder), "train", framework]
+    command = [*start, __spec__.name, str(folder), "train", framework]
     made, pids = Launch(), {}
     moment, count = (draw.choice(MOMENTS), draw.randint(1, 12)) if draw else ("", 0)
     if moment in ("import", "ready", "first forward"):
         moment, count = moment.removeprefix("first "), 1
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as process:
+    with started_module(*command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
         assert process.stdout is not None
         for line in process.stdout:
             made.lines.append(line.rstrip("\n"))

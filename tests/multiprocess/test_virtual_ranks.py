@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,22 @@ import pytest
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError, SkippedPassError
 from tests.harness import kept_ranks, needs_paddle, ranks, run_ranks
+from tests.multiprocess.virtual_training import Run, adapter, by_hand
 from tests.several_hosts import be_on_host
 
 STEPS = 12
 frameworks = pytest.mark.parametrize("framework", ["torch", pytest.param("paddle", marks=needs_paddle)])
 
 
-def program(framework: str) -> Any:
-    return importlib.import_module(f"tests.multiprocess.virtual_{framework}")
-
-
 def train(group: Group, framework: str, kind: str) -> str:
-    return program(framework).Run(kind, group.rank, group.world_size, group).train(STEPS)
+    return Run(framework, kind, group.rank, group.world_size, group).train(STEPS)
+
+
+@functools.cache
+def bits_by_hand(framework: str, kind: str) -> str:
+    arguments = {"framework": framework, "kind": kind}
+    (digest,) = run_ranks(do_by_hand, 1, arguments, framework=framework, kept=True)
+    return digest
 
 
 @frameworks
@@ -31,41 +35,36 @@ def train(group: Group, framework: str, kind: str) -> str:
 def test_any_number_of_processes_ends_with_the_bits_of_one_that_does_it_by_hand(
     framework: str, kind: str
 ) -> None:
-    found = {}
+    arguments = {"framework": framework, "kind": kind}
+    expected = bits_by_hand(framework, "gpt" if kind == "views" else kind)
     for world_size in (1, 2, 3, 4):
-        found[world_size] = run_ranks(
-            train, world_size, {"framework": framework, "kind": kind}, framework=framework
-        )
-    (by_hand,) = run_ranks(do_by_hand, 1, {"framework": framework, "kind": kind}, framework=framework)
-    assert found == {world_size: [by_hand] * world_size for world_size in found}
+        found = run_ranks(train, world_size, arguments, framework=framework, kept=True)
+        assert found == [expected] * world_size, world_size
 
 
 def train_over_hosts(rank: int, framework: str, hosts: tuple[int, ...]) -> str:
     be_on_host(hosts[rank])
-    run = program(framework).Run("averaged", rank, len(hosts), None)
+    run = Run(framework, "averaged", rank, len(hosts), None)
     assert run.ddp.gradient_path == "hosts" and run.ddp.bits == "world"
-    digest: str = run.train(STEPS)
-    return digest
+    return run.train(STEPS)
 
 
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 0, 0, 1), (0, 1, 2), (0, 1, 0)])
 def test_so_do_several_hosts(hosts: tuple[int, ...]) -> None:
     found = run_ranks(train_over_hosts, len(hosts), {"framework": "torch", "hosts": hosts}, group="gloo")
-    (by_hand,) = run_ranks(do_by_hand, 1, {"framework": "torch", "kind": "averaged"})
-    assert found == [by_hand] * len(hosts)
+    assert found == [bits_by_hand("torch", "averaged")] * len(hosts)
 
 
 def do_by_hand(_: Group, framework: str, kind: str, steps: int = STEPS) -> str:
-    digest: str = program(framework).by_hand(kind, steps)
-    return digest
+    return by_hand(framework, kind, steps)
 
 
 def train_a_part(group: Group, framework: str, kind: str, begin: int, end: int, folder: Path) -> str:
-    do = program(framework)
-    run = do.Run(kind, group.rank, group.world_size, group)
+    do = adapter(framework)
+    run = Run(framework, kind, group.rank, group.world_size, group)
     if begin:
         run.ddp.load_training_state(do.load(folder / f"{begin}"))
-    digest: str = run.train(end - begin)
+    digest = run.train(end - begin)
     if state := run.ddp.training_state():
         do.save(state, folder / f"{end}")
     return digest
@@ -80,9 +79,9 @@ def test_it_is_stopped_and_resumed_on_other_numbers_of_processes(framework: str,
             world_size,
             {"framework": framework, "kind": "averaged", "begin": begin, "end": end, "folder": tmp_path},
             framework=framework,
+            kept=True,
         )
-    undisturbed = run_ranks(train, 4, {"framework": framework, "kind": "averaged"}, framework=framework)
-    assert set(digests) == set(undisturbed)
+    assert set(digests) == {bits_by_hand(framework, "averaged")}
 
 
 def weighted(group: Group, weights: list[float]) -> list[float]:
@@ -105,7 +104,7 @@ def weighted(group: Group, weights: list[float]) -> list[float]:
 
 def test_weights_and_parameters_that_some_micro_batches_do_not_use() -> None:
     weights = [3.0, 1.25, 0.0, 7.1, 2.0, 5.0]
-    found = [run_ranks(weighted, world_size, {"weights": weights}) for world_size in (1, 2, 3, 4)]
+    found = [run_ranks(weighted, world_size, {"weights": weights}, kept=True) for world_size in (1, 2, 3, 4)]
     assert len({tuple(each) for run in found for each in run}) == 1
     weight, bias = found[0][0]
     total = sum(weights)
@@ -120,7 +119,7 @@ def check_alike(group: Group, digest: str) -> None:
 
 @ranks(2)
 def test_a_loop_that_is_left_within_a_step_raises_on_every_rank(group: Group) -> None:
-    run = program("torch").Run("cnn", group.rank, 2, group)
+    run = Run("torch", "cnn", group.rank, 2, group)
     before = run.digest()
     if group.rank == 0:
         with pytest.raises(ConfigError, match="left before its last micro-batch"):
@@ -138,7 +137,7 @@ def test_a_loop_that_is_left_within_a_step_raises_on_every_rank(group: Group) ->
 
 @ranks(2)
 def test_an_exception_within_a_step_is_known_to_all_when_its_rank_goes_on(group: Group) -> None:
-    run = program("torch").Run("gpt", group.rank, 2, group)
+    run = Run("torch", "gpt", group.rank, 2, group)
     if group.rank == 0:
         with pytest.raises(ZeroDivisionError):
             for step in run.ddp.steps(run.loader, seed=3):
@@ -152,7 +151,7 @@ def test_an_exception_within_a_step_is_known_to_all_when_its_rank_goes_on(group:
 
 @kept_ranks(2)
 def test_wrong_steps_raise(group: Group) -> None:
-    run = program("torch").Run("cnn", group.rank, 2, group)
+    run = Run("torch", "cnn", group.rank, 2, group)
     with pytest.raises(ConfigError, match="no backward"):
         for step in run.ddp.steps(run.loader):
             for batch in step:

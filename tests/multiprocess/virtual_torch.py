@@ -1,10 +1,10 @@
-"""Training with virtual ranks, for the tests that compare numbers of processes; and the same by hand."""
+"""What training with virtual ranks does in torch; see virtual_training."""
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -13,22 +13,11 @@ from torch import nn, optim
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from paceline.data import DistributedBatchSampler
 from paceline.torch import DistributedDataParallel
-from tests.multiprocess.virtual_orders import GLOBAL_BATCH, LENGTH, global_batches, number_of, tree
 
-
-class Images(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return LENGTH
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        return np.random.default_rng(index).standard_normal((3, 8, 8)).astype(np.float32)
-
-
-class Texts(Images):
-    def __getitem__(self, index: int) -> np.ndarray:
-        return np.random.default_rng(index).integers(0, 32, 12)
+__all__ = ["DataLoader"]
+seed = torch.manual_seed
+tensor = torch.from_numpy
 
 
 def cnn() -> nn.Module:
@@ -64,105 +53,53 @@ def loss_of_gpt(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor
     return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-KINDS: dict[str, tuple[Callable[[], nn.Module], Any, type[Images], Mapping[str, Any]]] = {
-    "cnn": (cnn, loss_of_cnn, Images, {}),
-    "averaged": (cnn, loss_of_cnn, Images, {"buffers": {"*": "average"}}),
-    "gpt": (GPT, loss_of_gpt, Texts, {}),
-    "views": (GPT, loss_of_gpt, Texts, {"gradient_as_bucket_view": True}),
-}
+MODELS = {"cnn": (cnn, loss_of_cnn), "gpt": (GPT, loss_of_gpt)}
 
 
-def seed(number: int) -> None:
-    torch.manual_seed(number)
-    np.random.seed(number)
-    random.seed(number)
+def names() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A new numbering of unnamed parameters, which torch has not."""
+    return contextlib.nullcontext
 
 
-class Run:
-    """One process's."""
-
-    def __init__(self, kind: str, rank: int, world_size: int, group: Any, virtual_ranks: int = 8) -> None:
-        make, self.loss_of, samples, options = KINDS[kind]
-        seed(5)
-        model = make()
-        seed(100 + rank)  # what comes must not depend on it
-        self.ddp = DistributedDataParallel(model, process_group=group, virtual_ranks=virtual_ranks, **options)
-        self.optimizer = optim.AdamW(self.ddp.parameters(), lr=0.01)
-        self.sampler = DistributedBatchSampler(
-            range(LENGTH),
-            num_replicas=world_size,
-            rank=rank,
-            shuffle=True,
-            global_batch_size=GLOBAL_BATCH,
-            virtual_ranks=virtual_ranks,
-        )
-        self.loader = DataLoader(samples(), batch_sampler=self.sampler)
-        for name in ("optimizer", "sampler"):
-            self.ddp.register_state(name, getattr(self, name))
-
-    def train(self, steps: int) -> str:
-        """Make so many steps; a digest of all that they have changed."""
-        made = 0
-        while made < steps:
-            for step in self.ddp.steps(self.loader, seed=3):
-                for batch in step:
-                    self.loss_of(self.ddp, batch).backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
-                self.sampler.commit()
-                made += 1
-                if made == steps:
-                    break
-        return self.digest()
-
-    def digest(self) -> str:
-        return digest_of(self.ddp.module, self.optimizer)
+def wrap(model: nn.Module, group: Any, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, process_group=group, **options)
 
 
-def digest_of(model: nn.Module, optimizer: optim.Optimizer) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode() + tensor.numpy().tobytes())
-    for number, state in sorted(optimizer.state_dict()["state"].items()):
-        for name, value in sorted(state.items()):
-            digest.update(f"{number} {name}".encode() + value.numpy().tobytes())
-    return digest.hexdigest()
+def optimizer(model: nn.Module) -> optim.Optimizer:
+    return optim.AdamW(model.parameters(), lr=0.01)
 
 
-def by_hand(kind: str, steps: int) -> str:
-    """The same with torch alone: eight micro-batches one after the other, and a tree that is written out."""
-    make, loss_of, samples, options = KINDS[kind]
-    seed(5)
-    model, data = make(), samples()
-    optimizer = optim.AdamW(model.parameters(), lr=0.01)
-    buffers = dict(model.named_buffers())
+def state_of(optimizer: optim.Optimizer) -> dict[str, torch.Tensor]:
+    states = optimizer.state_dict()["state"]
+    return {f"{number} {name}": value for number, state in states.items() for name, value in state.items()}
+
+
+def zero_grad(optimizer: optim.Optimizer) -> None:
+    optimizer.zero_grad()
+
+
+def drop_gradients(optimizer: optim.Optimizer) -> None:
+    optimizer.zero_grad(set_to_none=True)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return list(model.parameters())
+
+
+def buffers(model: nn.Module) -> list[torch.Tensor]:
+    return list(model.buffers())
+
+
+def write(buffer: torch.Tensor, value: np.ndarray) -> None:
+    buffer.copy_(torch.from_numpy(value))
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for number, samples_of in zip(range(steps), global_batches()):
-        before = {name: buffer.clone() for name, buffer in buffers.items()}
-        gradients, after = [], []
-        for rank in range(8):
-            for name, buffer in buffers.items():
-                buffer.copy_(before[name])
-            batch = torch.from_numpy(np.stack([data[index] for index in samples_of[rank::8]]))
-            key = number_of(3, number, "micro-batch", rank)
-            random.seed(key)
-            np.random.seed(key & 0xFFFFFFFF)
-            torch.manual_seed(key)
-            loss_of(model, batch).backward()
-            gradients.append([parameter.grad for parameter in model.parameters()])
-            after.append({name: buffer.clone() for name, buffer in buffers.items()})
-            model.zero_grad(set_to_none=True)
-        for parameter, each in zip(model.parameters(), zip(*gradients)):
-            parameter.grad = tree(*each) / 8
-        for name, buffer in buffers.items():
-            is_averaged = "buffers" in options and buffer.is_floating_point()
-            values = [each[name] for each in after]
-            buffer.copy_(tree(*values) / 8 if is_averaged else values[0])
-        optimizer.step()
-        model.zero_grad(set_to_none=True)
+    yield
     torch.set_num_threads(threads)
-    return digest_of(model, optimizer)
 
 
 def save(state: dict[str, Any], path: Any) -> None:
