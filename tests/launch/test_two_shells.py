@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.launch.ports import free_ports
+from tests.harness.warm import warm_python
 from tests.launch.conftest import WITHIN_S
 from tests.tutorials import own_address
 
@@ -34,7 +34,7 @@ dist.destroy_process_group()
 def test_two_shells_are_two_hosts(host: str, numbers: tuple[int | None, ...], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_SCRIPT)
     command = [
-        sys.executable,
+        warm_python("torch"),
         "-m",
         "paceline",
         "run",

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,20 @@ import paceline
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError, ModelMismatchError
 from tests.harness import kept_ranks
+from tests.harness.warm import warm_python
 from tests.multiprocess.test_training_state import begin, begin_elsewhere, frameworks, program
 
 # Each process that writes imports the framework anew, which takes half a minute on a machine that is busy.
 _PATIENCE_S = 300.0
 patient_ranks = functools.partial(kept_ranks, deadline_s=2 * _PATIENCE_S)
 STEPS, SUFFIXES = 12, {"torch": ".pt", "paddle": ".pdparams"}
+
+
+@pytest.fixture
+def warm_writer(request: pytest.FixtureRequest) -> str:
+    """A Python that has imported the framework, for processes that write and that no test signals."""
+    values = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    return warm_python(values.get("framework", "torch"))
 
 
 def names_in(folder: Path) -> list[str]:
@@ -67,7 +76,10 @@ def damage(group: Group, path: Path, how: str) -> None:
 
 @frameworks
 @patient_ranks(2, framework="framework")
-def test_a_run_goes_on_from_the_newest_whole_checkpoint(group: Group, framework: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(
+    group: Group, framework: str, tmp_path: Path, warm_writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_writer)
     undisturbed = begin(framework, group)
     losses = undisturbed.steps(STEPS)
     folder = tmp_path / "checkpoints"
@@ -113,7 +125,10 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(group: Group, framework:
 
 
 @patient_ranks(2)
-def test_checkpoints_of_another_run_are_not_replaced(group: Group, tmp_path: Path) -> None:
+def test_checkpoints_of_another_run_are_not_replaced(
+    group: Group, tmp_path: Path, warm_writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_writer)
     run = begin("torch", group)
     with paceline.Checkpointer(tmp_path, run.ddp) as checkpointer:
         take_steps(run, checkpointer, 2)
@@ -133,7 +148,10 @@ def test_checkpoints_of_another_run_are_not_replaced(group: Group, tmp_path: Pat
 
 
 @patient_ranks(2)
-def test_ranks_that_see_other_folders_each_have_checkpoints(group: Group, tmp_path: Path) -> None:
+def test_ranks_that_see_other_folders_each_have_checkpoints(
+    group: Group, tmp_path: Path, warm_writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_writer)
     folder = tmp_path / f"host {group.rank}"
     run = begin("torch", group, sharded=True)
     with paceline.Checkpointer(folder, run.ddp, keep=1) as checkpointer:
@@ -154,7 +172,10 @@ def test_ranks_that_see_other_folders_each_have_checkpoints(group: Group, tmp_pa
 
 
 @patient_ranks(2)
-def test_the_clock_of_rank_0_decides(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_of_rank_0_decides(
+    group: Group, tmp_path: Path, warm_writer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", warm_writer)
     from paceline.checkpoint import checkpointer as module
 
     now = [0.0]
