@@ -177,32 +177,36 @@ def vary_weighted(program: Program, rng: random.Random, *, clipping: str) -> Non
         ops.insert(rng.choice(forwards), hook)
 
 
+_WEIGHTS = (0.5, 1.0, 2.0, 5.0)
+
+
 def weigh_forwards(program: Program, rng: random.Random) -> None:
     """Where a program has weights: let most of them come with forwards, of which some get no backward.
 
     What such a forward returns is dropped or kept. All ranks make it in training, and one may in evaluation.
-    Not where two models have a parameter in common: a backward of one is none of the other's forward.
+    Where two models have a parameter in common, all forwards of a rank that get a backward weigh the same.
     """
     ops: list[Op] = program["ops"]
     borrows = any(layer["kind"] == "borrow" for model in program["models"] for layer in model["layers"])
-    if not is_weighted(program) or borrows or rng.random() < 0.3:
+    if not is_weighted(program) or rng.random() < 0.3:
         return
     program["weighs"] = True
-    program["ops"] = _weighing(ops, program["ranks"], rng)
+    same = [rng.choice(_WEIGHTS) for _ in range(program["ranks"])] if borrows else None
+    program["ops"] = _weighing(ops, program["ranks"], rng, same)
 
 
-def _weighing(ops: list[Op], ranks: int, rng: random.Random) -> list[Op]:
+def _weighing(ops: list[Op], ranks: int, rng: random.Random, same: list[float] | None) -> list[Op]:
     made: list[Op] = []
     for op in ops:
         if op["op"] == "weight":  # of the forward before it
-            made[-1]["weight"] = op["values"]
+            made[-1]["weight"] = op["values"] if same is None else same
             continue
         op = {**op}
         if op["op"] == "forward":
-            op["weight"] = [rng.choice([0.5, 1.0, 2.0, 5.0]) for _ in range(ranks)]
+            op["weight"] = [rng.choice(_WEIGHTS) for _ in range(ranks)] if same is None else same
         for part in ("body", "otherwise"):
             if part in op:
-                op[part] = _weighing(op[part], ranks, rng)
+                op[part] = _weighing(op[part], ranks, rng, same)
         # Not in a `try`: what is to raise in a forward must do so in one that the reference knows.
         made.append(op)
     if not any(op["op"] in ("trap", "raise") for op in made):
@@ -216,7 +220,7 @@ def _with_lost(op: Op, ranks: int, rng: random.Random) -> list[Op]:
         return [op]
     lost: Op = {**op, "op": "lost", "data": op["data"] + 500, "keep": rng.random() < 0.5}
     lost["how"] = rng.choice(["train", "eval"])
-    lost["weight"] = [rng.choice([0.5, 1.0, 2.0, 5.0]) for _ in range(ranks)]
+    lost["weight"] = [rng.choice(_WEIGHTS) for _ in range(ranks)]
     for name in ("to", "no_sync", "flag", "input", "nan", "scale"):
         lost.pop(name, None)
     if lost["how"] == "eval" and rng.random() < 0.4:

@@ -322,6 +322,7 @@ class Machine(Walker):
             for p in self.trainable[m]:
                 put(p, None)
         yield
+        done: set[int] = set()  # of two models in one backward, which have the same weight
         for model, weight in weighed.items():
             is_first = model not in self.weight_so_far
             past = self.weight_so_far.get(model, 0.0)
@@ -335,7 +336,8 @@ class Machine(Walker):
                 given = [(g, share) for g, share in ((earlier, kept), (p.grad, shares[1])) if g is not None]
                 if p.grad is not None:
                     with_weights.add(number)
-                if given:
+                if given and id(p) not in done:
+                    done.add(id(p))
                     put(p, sum((g * share for g, share in given if share), paddle.zeros_like(p)))
 
     def _op_clear(self, op: Op, label: str) -> None:

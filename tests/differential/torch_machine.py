@@ -421,6 +421,7 @@ class Machine(Walker):
         for p in before:
             p.grad = None
         yield
+        done: set[nn.Parameter] = set()  # of two models in one backward, which have the same weight
         for model, weight in weighed.items():
             is_first = model not in self.weight_so_far
             past = self.weight_so_far.get(model, 0.0)
@@ -434,7 +435,8 @@ class Machine(Walker):
                 given = [(g, share) for g, share in ((before[p], kept), (p.grad, shares[1])) if g is not None]
                 if p.grad is not None:
                     with_weights.add(number)
-                if given:
+                if given and p not in done:
+                    done.add(p)
                     p.grad = sum((g * share for g, share in given if share), torch.zeros_like(p))
                     if all(g.is_sparse for g, _ in given):  # momentum of rows takes nothing else
                         p.grad = p.grad.to_sparse(1)

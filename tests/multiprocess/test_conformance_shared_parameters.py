@@ -5,12 +5,14 @@ The reference is the framework itself, in one process with the whole batch and n
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
 import numpy as np
 import pytest
 
+from paceline.errors import ConfigError
 from tests.multiprocess import conformance_numpy as reference
 from tests.multiprocess.conformance_numpy import batch
 from tests.multiprocess.test_conformance import (
@@ -141,3 +143,85 @@ def _means(parameters: Any, branches: Any, x: np.ndarray) -> list[np.ndarray]:
             sums[2 * number] += part.T @ y * 2 / y.size
             sums[2 * number + 1] += y.sum(0) * 2 / y.size
     return [each / 2 for each in sums]
+
+
+ROWS = [2]  # of the whole batch rank 0 has two rows, and rank 1 the others
+
+
+@both
+@pytest.mark.parametrize("weighs", ["forwards", "backwards"])
+@pytest.mark.parametrize("how", ["one loss", "a backward each", "the second first", "in turn"])
+@on_two_ranks
+def test_weights_of_two_models_with_one_encoder(group: Any, framework: str, weighs: str, how: str) -> None:
+    do = adapter(framework)
+    pair, alone = do.with_one_encoder(), do.with_one_encoder()
+    options = {"weight": len} if weighs == "forwards" else {}
+    wrapped = [do.wrap(each, group, find_unused_parameters=True, **options) for each in pair]
+
+    def backward(models: Any, x: np.ndarray, number: int) -> None:
+        used = [models[number % 2]] if how == "in turn" else models
+        if weighs == "backwards" and models is wrapped:
+            for each in used:
+                each.weight(len(x))
+        losses = [do.loss(each, x) for each in used]
+        if how == "one loss":
+            do.backward(losses[0] * 2 + losses[1])
+        else:
+            do.backward(*(losses if how == "a backward each" else reversed(losses)))
+
+    for number in range(4):
+        x = batch(8, seed=number)
+        for models, part in ((wrapped, np.split(x, ROWS)[group.rank]), (alone, x)):
+            backward(models, part, number)
+        for ours, expected in zip(pair, alone):
+            found, wanted = do.gradients(ours), do.gradients(expected)
+            assert [g is None for g in found] == [g is None for g in wanted]
+            close([g for g in found if g is not None], [g for g in wanted if g is not None])
+            same_on_all_ranks([g for g in found if g is not None], group)
+        if number == 1:  # the others accumulate
+            for each in (*pair, *alone):
+                do.clear(each)
+
+
+@both
+@pytest.mark.parametrize(
+    "how", ["one has none", "they differ on rank 1", "micro-batches", "micro-batches of one"]
+)
+@on_two_ranks
+def test_weights_that_one_gradient_of_two_models_cannot_have(group: Any, framework: str, how: str) -> None:
+    do = adapter(framework)
+    pair = do.with_one_encoder()
+    first, second = (do.wrap(each, group, find_unused_parameters=True) for each in pair)
+    x = np.split(batch(8), ROWS)[group.rank]
+
+    def backward(*models: Any) -> None:
+        for each in models:
+            each.weight(len(x))
+        if how == "they differ on rank 1":
+            second.weight(len(x) + group.rank)
+        losses = [do.loss(each, x) for each in (first, second)]
+        do.backward(losses[0] + losses[1])
+
+    with pytest.raises(ConfigError, match=r"another wrapped model(?s:.*)0\.weight") as found:
+        if how == "one has none":
+            backward(first)
+        elif how == "they differ on rank 1":
+            backward(first, second)
+        elif how == "micro-batches":
+            with first.no_sync(), second.no_sync():
+                backward(first, second)
+            backward(first, second)
+        else:  # the other's mean is in what the second micro-batch would be added to
+            for is_last in (False, True):
+                with contextlib.nullcontext() if is_last else first.no_sync():
+                    first.weight(len(x))
+                    do.backward(do.loss(first, x))
+                if not is_last:
+                    do.backward(do.loss(second, x))
+    assert ("rank 1 of 2" if "rank 1" in how else "all 2 ranks") in str(found.value)
+    for each in pair:
+        do.clear(each)
+    for each in (first, second):  # the ranks go on together
+        each.weight(len(x))
+        do.backward(do.loss(each, x))
+    same_on_all_ranks(do.gradients(pair[1]), group)

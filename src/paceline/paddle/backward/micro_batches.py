@@ -110,7 +110,7 @@ class PaddleWeights(MicroBatchWeights):
 
         None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
         """
-        if not graphs.calls.depth or (not self.is_open and self._is_foreign(number)):
+        if not graphs.calls.depth or (not self.is_weighing and self._is_foreign(number)):
             return None
         try:
             share = self._share_of_incoming()

@@ -215,6 +215,10 @@ class BackwardSync(Generic[AnyAutograd]):
         return self._tensors.all_trainable
 
     @property
+    def names(self) -> Sequence[str]:
+        return self._tensors.all_names
+
+    @property
     def is_shared(self) -> bool:
         return bool(self._shared)
 
@@ -260,6 +264,7 @@ class BackwardSync(Generic[AnyAutograd]):
         if self._shared != before:
             self.gradients.share(self._shared)
             self.autograd.share(self._shared)
+            self.micro_batches.shared = self._shared
             self._is_obstructed = self._scatters and (bool(self._shared) or not self.planning.owned)
 
     def _follow_owners(self, changed: set[int] | None = None) -> None:
@@ -525,8 +530,8 @@ class BackwardSync(Generic[AnyAutograd]):
             status.reached = self.graphs.reached
             if self.micro_batches.is_used:
                 self.micro_batches.check_forwards()
-                if self.micro_batches.unweighed is not None:
-                    state.report_unweighed(len(self._tensors.all_names))
+            if self.micro_batches.unweighed is not None:
+                state.report_unweighed(len(self._tensors.all_names))
             if self.buffers.has_writes:
                 status.wrote_buffers = True
             if stop_signals.received:
@@ -693,7 +698,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self._is_complete = False
         self.end_turn()
         self.state.begin_next()
-        if self.micro_batches.is_used:
+        if self.micro_batches.is_used or self.micro_batches.unweighed is not None:
             self.micro_batches.end()
         if self._set_activity is not None and is_published:
             self._set_activity(f"after backward of iteration {number - self._log.before_first}")
@@ -716,12 +721,18 @@ class BackwardSync(Generic[AnyAutograd]):
             result = self.statistics.result
             adopt_errors(result.globally_unused if is_good and result is not None else None)
 
-    def complete(self, backward: int) -> None:
-        """Hand over what this backward has left, if this model takes part in it, once."""
-        is_in_it = self.state.phase >= RUNNING and self._shared and self._backward == backward
-        if is_in_it and not self._is_complete:
-            self._is_complete = True
-            self._unused.hand_over(self.reducer)
+    def complete(self, backward: int) -> bool:
+        """Hand over what this backward has left, once.
+
+        Returns:
+            Whether this model takes part in it, and this is the once.
+        """
+        is_in_it = self.state.phase >= RUNNING and bool(self._shared) and self._backward == backward
+        if not is_in_it or self._is_complete:
+            return False
+        self._is_complete = True
+        self._unused.hand_over(self.reducer)
+        return True
 
     def _note_active(self, result: BackwardResult) -> None:
         if result.outcome & _FINISHED:

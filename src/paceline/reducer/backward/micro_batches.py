@@ -67,11 +67,15 @@ class MicroBatchWeights(ABC):
         is_used: Whether any weight was ever given.
         is_open: Whether a backward has begun to weigh, and it was neither ended nor given up since.
         unweighed: Why the gradients of the backward passes since the last synchronised one are not weighed.
+        shared: Parameters that other wrapped models have, too, in whose backwards nothing is weighed here.
+        count: How many micro-batches with weights there were in no_sync() since.
     """
 
     def __init__(self, state: BackwardState) -> None:
         self.is_used = False
         self.unweighed: Unweighed | None = None
+        self.shared: set[int] = set()
+        self.count = 0
         living.add(self)
         self._searched: set[int] = set()  # backwards whose graph was searched for exchanges
         self._state = state
@@ -90,7 +94,6 @@ class MicroBatchWeights(ABC):
         self._weight = 0.0
         self._share = 1.0
         self._total = 0.0
-        self._count = 0
 
     @abstractmethod
     def _install(self) -> None:
@@ -187,7 +190,7 @@ class MicroBatchWeights(ABC):
         self._scopes = before._scopes  # the same list: a scope that is open ends there
         self._once = before._once
         self._weighs_forwards = before._weighs_forwards
-        self._total, self._count = before._total, before._count
+        self._total, self.count = before._total, before.count
         self.unweighed = before.unweighed
         if before.is_used:
             self.use()
@@ -284,9 +287,9 @@ class MicroBatchWeights(ABC):
         given, self._expected = self._given(), None
         if given is None and self._weighs_forwards:
             given = self._expect()
-        if given is None and self._count == 0:
+        if given is None and self.count == 0:
             return 1.0
-        if given is None or (self._count == 0 and self._state.accumulated):
+        if given is None or (self.count == 0 and self._state.accumulated):
             raise ConfigError(
                 "Some micro-batches of this step have a weight and others have none.",
                 likely="weight() was called for some backward passes between two steps only",
@@ -297,7 +300,7 @@ class MicroBatchWeights(ABC):
         if given != 1.0:
             self._look_for_exchanges()
         total = self._total + given
-        if self._count == 0:
+        if self.count == 0:
             # A first micro-batch of weight 0 must leave nothing that others are added to.
             self._share = 1.0 if given or self._state.is_syncing else 0.0
         else:
@@ -327,11 +330,11 @@ class MicroBatchWeights(ABC):
             self.unweighed = Unweighed(_foreign_exchange_error(found), [])
         elif not self.unweighed.exchanges:
             return
-        self.unweighed.exchanges.append((self._count, self._weight))
+        self.unweighed.exchanges.append((self.count, self._weight))
 
     def take(self) -> float:
         """The weight of the micro-batches in no_sync(), which are taken out; 1: they have none."""
-        weight, unweighed = self._total if self._count else 1.0, self.unweighed
+        weight, unweighed = self._total if self.count else 1.0, self.unweighed
         self.end()
         self.unweighed = unweighed
         return weight
@@ -341,7 +344,7 @@ class MicroBatchWeights(ABC):
         self._close_backward()
         self._hidden.clear()
         self.unweighed = None
-        self._total, self._count = 0.0, 0
+        self._total, self.count = 0.0, 0
 
     def give_up_interrupted(self) -> None:
         """Forget a backward that ended in an exception, and with it what has accumulated."""
@@ -377,7 +380,7 @@ class MicroBatchWeights(ABC):
         if self._expected is not None:
             self._hidden = [graph for graph in self._hidden if graph not in self._expected]
         self._total += self._weight
-        self._count += 1
+        self.count += 1
         self._close_backward()
 
     def _close_backward(self) -> None:

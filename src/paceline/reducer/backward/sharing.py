@@ -3,14 +3,21 @@
 Each averages the gradient, so none may change it, or read it where it lies, before the last has its copy:
 such gradients are copied to and from the gradient buffer. Where one backward runs through several such
 models, each hands over all that it has before the first writes its means.
+
+Weights of micro-batches apply to a gradient as a whole. So models that bring parts of one gradient must weigh
+the same, and have no weighted micro-batches in it whose running mean each of them would scale.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from paceline.errors import ConfigError
+from paceline.reducer.backward_errors import shorten
 
 if TYPE_CHECKING:
     from paceline.reducer.backward.backward_sync import BackwardSync
@@ -41,8 +48,11 @@ class _Registry:
         self.version += 1
 
     def complete_all(self, backward: int) -> None:
-        for holder in self._all():
-            holder.complete(backward)
+        within = [holder for holder in self._all() if holder.complete(backward)]
+        for holder in within:
+            for other in self._all():
+                if other is not holder and (reason := _why_unweighed(holder, other, other in within)):
+                    holder.micro_batches.refuse(reason)
 
     def begin_replica_group(self, holder: Holder, member: str) -> None:
         """From now on the replicas of other ranks differ from the holder's on purpose."""
@@ -73,6 +83,43 @@ class _Registry:
     def shared_by_others(self, holder: Holder) -> set[int]:
         held = Counter(id(p) for each in self._all() for p in each.trainable)
         return {index for index, p in enumerate(holder.trainable) if held[id(p)] > 1}
+
+
+def _why_unweighed(holder: Holder, other: Holder, is_within: bool) -> ConfigError | None:
+    """At the end of a backward of the holder's: why gradients that the other brings to, too, are not weighed.
+
+    Args:
+        holder: Whose backward ends.
+        other: Any other model.
+        is_within: Whether the backward runs through this one, too.
+    """
+    weights, others = holder.micro_batches, other.micro_batches
+    if not (weights.is_used or others.is_used):
+        return None
+    here, there = holder.state.rank_weight, other.state.rank_weight
+    if is_within and not math.isclose(here, there):
+        seen = f"weights {here:g} and {there:g} in one backward on this rank"
+    elif others.count or (weights.count and is_within):
+        seen = "micro-batches with weights in no_sync()"
+    elif weights.is_open and other.state.accumulated and not is_within:
+        seen = "micro-batches without weights in no_sync(), of the other model"
+    else:
+        return None
+    left = set(range(len(other.trainable))) if is_within else other.state.accumulated
+    known = {id(other.trainable[index]) for index in left}
+    names = [name for name, p in zip(holder.names, holder.trainable, strict=True) if id(p) in known]
+    return shared_weights_error(names, seen) if names else None
+
+
+def shared_weights_error(names: Sequence[str], seen: str) -> ConfigError:
+    return ConfigError(
+        "Weights cannot apply to gradients that another wrapped model brings parts of, too.",
+        seen=f"{shorten(names)}: {seen}",
+        expected="the same weight for all models of one backward, and no weighted micro-batches in no_sync()",
+        likely="two models with one encoder, of which one has weight= or weight(); or an earlier wrapper of "
+        "the model that is still in use",
+        hint="give both models the same weights; for micro-batches, wrap one module that holds both models",
+    )
 
 
 registry = _Registry()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -34,7 +35,8 @@ class TorchWeights(MicroBatchWeights):
         super().__init__(state)
         self._parameters = parameters
         self._handles: list[RemovableHandle] = []
-        self._hook = self._scale  # one object, by which it is found again
+        # One object for each, by which it is found again.
+        self._hooks = [functools.partial(self._scale, index) for index in range(len(parameters))]
         self._not_last: Callable[[], list[int]]
 
     def close(self) -> None:
@@ -91,33 +93,36 @@ class TorchWeights(MicroBatchWeights):
         return find_exchanges(roots_of_backward())
 
     def _install(self) -> None:
-        self._handles = [self._register(parameter) for parameter in self._parameters]
-        hooks = [self._hook] * len(self._handles)
-        self._not_last = _core.HookOrder(list(self._parameters), hooks, "_backward_hooks").not_last
+        self._handles = [self._register(index) for index in range(len(self._parameters))]
+        self._not_last = _core.HookOrder(list(self._parameters), self._hooks, "_backward_hooks").not_last
 
-    def _register(self, parameter: torch.Tensor) -> RemovableHandle:
+    def _register(self, index: int) -> RemovableHandle:
+        parameter = self._parameters[index]
         with taking_hooks(parameter):
-            return parameter.register_hook(self._hook)  # type: ignore[no-untyped-call, no-any-return]
+            return parameter.register_hook(self._hooks[index])  # type: ignore[no-untyped-call, no-any-return]
 
     def _put_last(self) -> None:
         for index in self._not_last():
             self._handles[index].remove()
-            self._handles[index] = self._register(self._parameters[index])
+            self._handles[index] = self._register(index)
 
     def _shrink(self, factor: float) -> None:
         accumulated = (self._parameters[index].grad for index in sorted(self._state.accumulated))
         gradients = [gradient for gradient in accumulated if gradient is not None]
-        with torch.no_grad():
-            torch._foreach_mul_(gradients, factor)
+        if gradients:  # else they were cleared since
+            with torch.no_grad():
+                torch._foreach_mul_(gradients, factor)
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
         Variable._execution_engine.queue_callback(end)
 
-    def _scale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def _scale(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Runs before autograd adds a gradient to .grad.
 
         None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
         """
+        if index in self.shared and not self.is_weighing:
+            return None
         if not (self.is_open or self._state.phase >= RUNNING) and running_call() is GRAD:
             return None
         share = self._share_of_incoming()
