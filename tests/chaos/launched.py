@@ -20,6 +20,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 from tests.chaos.board import Board
 from tests.chaos.plans import Expected, Plan
@@ -34,6 +35,7 @@ _PATIENCE_S = 10.0
 """How long after the launcher's end something may still be about to end."""
 _PAUSE_S = 0.3
 _MARK = "CHAOS_TRIAL"
+_UNREAD = "standard output has not been read"
 _LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -50,18 +52,17 @@ def _run(plan: Plan) -> Result:
     (folder / "plan").write_bytes(pickle.dumps(plan))
     board = Board(folder / "board", plan.job.world_size)
     begun_s = time.monotonic()
-    is_full = plan.fault.kind.name == "full disk: output"
-    with (folder / "output").open("wb") as output, open("/dev/full", "wb") as full:
+    with (folder / "output").open("wb") as output, _stdout(plan, output) as (stdout, reader):
         launcher = subprocess.Popen(
             _command(plan, folder),
             cwd=folder,
             env=_environment(folder, mark),
             stdin=subprocess.DEVNULL,
-            stdout=full if is_full else output,
+            stdout=stdout,
             stderr=output,
             start_new_session=True,
         )
-    is_hung = _watch(plan, board, launcher, begun_s + _DEADLINE_S)
+        is_hung = _watch(plan, board, launcher, begun_s + _DEADLINE_S, folder / "output", reader)
     left = [f"process {each}" for each in _end_marked(mark)]
     launcher.wait()
     left += left_names(shm_before)
@@ -86,11 +87,28 @@ def _run(plan: Plan) -> Result:
     )
 
 
+@contextlib.contextmanager
+def _stdout(plan: Plan, output: IO[bytes]) -> Iterator[tuple[IO[bytes], int]]:
+    """The launcher's standard output, and the end of it that is to be read; -1: that is not ours to do."""
+    family, name = plan.fault.kind.family, plan.fault.kind.name
+    if family == "full pipe":
+        reader, writer = os.pipe()
+        os.set_blocking(reader, False)
+        with open(writer, "wb") as pipe:
+            yield pipe, reader
+        os.close(reader)
+    elif name == "full disk: output":
+        with open("/dev/full", "wb") as full:
+            yield full, -1
+    else:
+        yield output, -1
+
+
 def _command(plan: Plan, folder: Path) -> list[str]:
     launcher, count = plan.job.launcher, str(plan.job.world_size)
     ranks = [str(_SCRIPT), str(folder)]
     options: dict[str, str] = {}
-    if plan.expected is Expected.HELD:
+    if plan.expected is Expected.HELD or plan.fault.kind.family == "full pipe":
         options["exit_timeout_s"] = "2"
     if plan.fault.kind.name == "full disk: logs":
         options["log_dir"] = str(_full_logs(folder / "logs", plan.job.world_size))
@@ -121,9 +139,20 @@ def _environment(folder: Path, mark: str) -> dict[str, str]:
     }
 
 
-def _watch(plan: Plan, board: Board, launcher: subprocess.Popen[bytes], until_s: float) -> bool:
-    """Strike when it is time, until the launcher has ended; whether it had to be killed."""
+def _watch(
+    plan: Plan,
+    board: Board,
+    launcher: subprocess.Popen[bytes],
+    until_s: float,
+    said: Path,
+    reader: int,
+) -> bool:
+    """Strike when it is time, until the launcher has ended; whether it had to be killed.
+
+    Where it has said that `reader` is to be read: read, or end the job once its ranks have ended.
+    """
     outside, fault = Outside(plan.fault), plan.fault
+    is_reading = False
     continue_s, paused = 0.0, 0
     while launcher.poll() is None:
         now = time.monotonic()
@@ -139,12 +168,24 @@ def _watch(plan: Plan, board: Board, launcher: subprocess.Popen[bytes], until_s:
                     os.kill(board.pid(fault.rank), signal_of(fault))
                 if fault.kind.name == "SIGSTOP and SIGCONT":
                     paused, continue_s = board.pid(fault.rank), now + _PAUSE_S
+        if is_reading:
+            with contextlib.suppress(BlockingIOError):
+                os.read(reader, 1 << 16)
+        elif reader >= 0 and _UNREAD in said.read_text(errors="replace"):
+            is_reading = plan.expected is Expected.FINE
+            if not is_reading and not any(map(_is_there, map(board.pid, range(plan.job.world_size)))):
+                launcher.send_signal(signal.SIGTERM)
+                reader = -1
         if paused and now > continue_s:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(paused, signal.SIGCONT)
             paused = 0
         time.sleep(0.002)
     return False
+
+
+def _is_there(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
 
 
 def _end_marked(mark: str) -> list[int]:

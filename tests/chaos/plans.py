@@ -158,6 +158,8 @@ _LAUNCHED = (
 # What is made of some of these by another generator, so that a seed makes the plan that it made before.
 _STREAM = Kind("full disk: stream", "full disk", _FINE, 0, ("start",))
 _WARNED = Kind("launcher SIGUSR1", "the launcher itself", _FINE, 0, ("outside",))
+_READ_LATE = Kind("full pipe: read late", "full pipe", _FINE, 0, (*_LOOP, "destroy", "exit"))
+_UNREAD = Kind("full pipe: never read", "full pipe", _TOLD, 0, _LOOP, is_late=True)
 
 LAUNCHERS = ("paceline run", "paceline.spawn", "torchrun")
 
@@ -321,6 +323,7 @@ def plan_of(seed: int, framework: str = "torch", *, launched: bool = False) -> P
             break
     if launched:
         fault = _varied(random.Random(f"launched {seed}"), job, fault)
+        fault = _unread(random.Random(f"full pipe {seed}"), job, fault)
     plan = Plan(seed, job, fault)
     if plan.is_late or (kind.expected is _EITHER and fault.place != "start"):
         return Plan(seed, job, fault, SHORT_S)
@@ -381,6 +384,16 @@ def _varied(chance: random.Random, job: Job, fault: Fault) -> Fault:
     if is_run and fault.kind.family == "the launcher itself" and chance.random() < 0.3:
         return replace(fault, kind=_WARNED)
     return fault
+
+
+def _unread(chance: random.Random, job: Job, fault: Fault) -> Fault:
+    """The fault, or output of a launcher that is not read; torchrun's ranks write to it themselves."""
+    if job.launcher == "torchrun" or chance.random() > 0.08:
+        return fault
+    # A caller of spawn() that ends by a signal shows no report, and without one it waits for the reader.
+    kind = chance.choice((_READ_LATE, _UNREAD if job.launcher == "paceline run" else _READ_LATE))
+    place, step = chance.choice(kind.places), max(fault.step, 0)
+    return replace(fault, kind=kind, place=place, step=step, also=-1)
 
 
 def for_torch(plan: Plan) -> Plan | None:

@@ -112,6 +112,8 @@ class Striker:
             _STRIKES[name]()
         elif name.startswith("full disk"):
             pass  # it is full from the start; see `launched.py`
+        elif name.startswith("full pipe"):
+            _write_much()
         elif name.startswith("limit: "):
             _limit(name.removeprefix("limit: "), self._fault.amount)
         elif name == "SIGINT handled":
@@ -130,6 +132,13 @@ def signal_of(fault: Fault) -> signal.Signals:
 
 def _raise(*_: object) -> None:
     raise InjectedError("injected fault")
+
+
+def _write_much() -> None:
+    """More than the pipes between this rank and the launcher's reader, and the launcher, hold."""
+    for _ in range(2000):
+        print("x" * 200)
+    sys.stdout.flush()
 
 
 def _stick() -> None:

@@ -160,3 +160,17 @@ def test_sigterm_ends_a_job_whose_output_nobody_reads(
     process.communicate(timeout=WITHIN_S)
     assert process.returncode == 128 + signal.SIGTERM
     assert seconds_until_gone(pids) < WITHIN_S
+
+
+def test_a_rank_that_waits_for_the_reader_has_not_hung(
+    launcher: Launcher, start: Start, unread: Unread
+) -> None:
+    """The launcher says what it waits for, and ends well when that has come."""
+    launcher.write("for _ in range(1000 * rank):\n    print('x' * 300, flush=True)")
+    process = start("-n", "2", "--exit-timeout-s", "1", "script.py", stdout=unread.writer)
+    assert process.stderr is not None
+    said = next(line for line in process.stderr if "sending" in line or "has not been read" in line)
+    assert "standard output has not been read" in said
+    assert unread.read() == ("[rank 1] " + "x" * 300 + "\n") * 1000
+    _, said = process.communicate(timeout=WITHIN_S)
+    assert process.returncode == 0, said

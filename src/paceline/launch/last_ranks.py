@@ -52,8 +52,11 @@ class LastRanks:
         due = min(self._since + self._next_report_s(), self._idle_since + self._timeout_s)
         return max(0.0, due - self._now())
 
-    def look(self, pids: Sequence[int]) -> tuple[float | None, bool]:
+    def look(self, pids: Sequence[int], *, is_unread: bool = False) -> tuple[float | None, bool]:
         """See how these ranks are, if it is time to.
+
+        Args:
+            is_unread: Their output waits to be read, and perhaps they do: such time is not idle.
 
         Returns:
             After how many seconds they must be reported now (None: not now), and whether they were idle for
@@ -63,7 +66,7 @@ class LastRanks:
             return None, False
         now, used = self._now(), self._used(pids)
         sampled_at, used_before = self._sample
-        if used - used_before > _IDLE_SHARE * (now - sampled_at):
+        if is_unread or used - used_before > _IDLE_SHARE * (now - sampled_at):
             self._idle_since = now
         self._sample = (now, used)
         after_s = self._next_report_s()

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 _READ_WITHIN_S = 1.0
+_UNREAD_S = 10.0
 _LONGEST_LINE = 1 << 20
 _LONGEST_TRACEBACK = 1000  # lines; a RecursionError folds its own
 _LONGEST_REDRAWN = 1 << 14
@@ -101,6 +102,8 @@ class Screen:
         self._kept: dict[int, deque[bytes]] = {1: deque(), 2: deque()}
         if _is_same_file(stdout_fd, stderr_fd):
             self._kept[2] = self._kept[1]
+        self._read_at = 0.0  # when standard output took something, or nothing was kept for it
+        self._is_unread_reported = False
         self._is_terminal = {stream: _is_terminal(fd) for stream, fd in self._fds.items()}
         self._has_colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self._drawn = b""  # rank 0's unfinished last line, or the rows that it redraws together
@@ -151,12 +154,29 @@ class Screen:
         """The streams that wait for their reader, and their descriptors."""
         return {stream: self._fds[stream] for stream, kept in self._kept.items() if kept}
 
+    def seconds_to_report(self) -> float | None:
+        """When `report_unread` has something to say, counted from now; None: never, as far as is known."""
+        if not self._kept[1] or self._kept[2] or self._is_unread_reported:
+            return None
+        return max(0.0, self._read_at + _UNREAD_S - time.monotonic())
+
+    def report_unread(self) -> None:
+        """Once, if standard output has not been read for long."""
+        if self.seconds_to_report() == 0.0:
+            self._is_unread_reported = True
+            self.say(
+                f"paceline: standard output has not been read for {_UNREAD_S:g} s. "
+                "Ranks that write more wait until it is, and so does the end of the job"
+            )
+
     def write_kept(self) -> None:
         """Write what was kept, as far as the readers take it."""
         for stream in (1, 2):
             self._write_kept(stream)
 
     def _write(self, stream: int, data: bytes) -> None:
+        if stream == 1 and not self._kept[1]:
+            self._read_at = time.monotonic()
         self._kept[stream].append(data)
         self._write_kept(stream)
 
@@ -174,6 +194,8 @@ class Screen:
                 kept.clear()
                 self._report(stream, error)
                 return
+            if stream == 1:
+                self._read_at = time.monotonic()
             kept[0] = kept[0][num_written:]
             if not kept[0]:
                 kept.popleft()

@@ -112,6 +112,7 @@ class Supervisor:
             for key, _ in self._selector.select(self._seconds_to_sleep()):
                 key.data()
             self._mind_readers()
+            self._screen.report_unread()
             self._take_due_step()
             if self._stop is None:
                 self._show_survived_tracebacks()
@@ -279,6 +280,10 @@ class Supervisor:
                 self._listen_to(channel)
         self._blocked = blocked
 
+    def _waits_for_reader(self, rank: _Rank) -> bool:
+        channels = [channel for channel in rank.wiring.channels if channel.stream in self._blocked]
+        return any(channel.is_unread() for channel in channels)
+
     def _listen_to(self, channel: Channel) -> None:
         self._selector.register(channel.fd, selectors.EVENT_READ, lambda: self._read(channel))
 
@@ -303,7 +308,9 @@ class Supervisor:
 
     def _look_at_last_ranks(self) -> None:
         running = self._running()
-        after_s, has_hung = self._last_ranks.look([rank.process.pid for rank in running])
+        after_s, has_hung = self._last_ranks.look(
+            [rank.process.pid for rank in running], is_unread=any(map(self._waits_for_reader, running))
+        )
         if after_s is None and not has_hung:
             return
         ranks = f"{format_ranks(rank.rank for rank in running)} of {self._plan.nprocs}"
@@ -342,7 +349,7 @@ class Supervisor:
         self._stop = replace(self._stop, next_at=time.monotonic() + grace_s)
 
     def _seconds_to_sleep(self) -> float | None:
-        seconds = [self._seconds_to_deadline()]
+        seconds = [self._seconds_to_deadline(), self._screen.seconds_to_report()]
         if self._stop is None:
             seconds += [channel.seconds_to_hold() for channel in self._channels()]
             seconds += [self._recording.seconds_to_look(), self._last_ranks.seconds_to_look()]
@@ -385,6 +392,10 @@ class Supervisor:
 
     def _show_stacks(self) -> None:
         for rank in self._running()[:_SHOWN_STACKS]:
+            if self._waits_for_reader(rank):
+                self._screen.say(
+                    f"paceline: rank {rank.rank} has written more than was read, and may wait for that"
+                )
             text = stacks.ask_if_ready(rank.process.pid, timeout_s=1.0)
             if text is not None and _WRITING in text:
                 self._screen.say(f"paceline: rank {rank.rank} waits until a checkpoint is written")
@@ -437,13 +448,14 @@ class Supervisor:
         while blocked := self._screen.blocked():
             for fd in blocked.values():
                 waits.register(fd, select.POLLOUT)
-            left_s = ends_at - time.monotonic() if is_stopped else None
-            if left_s is not None and left_s <= 0:
+            if is_stopped and ends_at <= time.monotonic():
                 return
-            ready = dict(waits.poll(None if left_s is None else 1000 * left_s))
+            left_s = ends_at - time.monotonic() if is_stopped else self._screen.seconds_to_report()
+            ready = dict(waits.poll(None if left_s is None else 1000 * max(0.0, left_s)))
             if self._wakeup in ready and not _STOPS.isdisjoint(os.read(self._wakeup, 512)):
                 is_stopped, ends_at = True, 0.0
             self._screen.write_kept()
+            self._screen.report_unread()
             for fd in blocked.values():
                 waits.unregister(fd)
 

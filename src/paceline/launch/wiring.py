@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import errno
 import os
 import pty
@@ -78,6 +79,11 @@ class Channel:
         self._mark = b"[rank%d]: " % rank
         self._lines = LineBuffer()
         self._tracebacks = TracebackKeeper()
+
+    def is_unread(self) -> bool:
+        """Whether the rank has written something that was not read yet: it may wait for that."""
+        unread = array.array("i", [0])
+        return self.is_open and not ioctl(self.fd, termios.FIONREAD, unread) and unread[0] > 0
 
     def read(self) -> bool:
         try:
