@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paceline.errors import DeadlineError, GroupClosedError, PeerLostError
+from paceline.errors import ConfigError, DeadlineError, GroupClosedError, PeerLostError
 from tests.harness import ranks
 from tests.multiprocess.conformance_numpy import batch
 from tests.multiprocess.rank_signals import meet, tell, until_told
@@ -118,3 +118,30 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(
     if layout != ALONE:  # rank 2 shares memory with it, and reports to the others
         assert caught.value.late == (FAILS,), str(caught.value)
     tell("raised", rank)
+
+
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+@pytest.mark.parametrize("through", ["memory", "group", "hosts"])
+@ranks(2, group=None, framework="framework")
+def test_an_error_of_forward_that_a_rank_has_caught_is_quoted(
+    rank: int, framework: str, through: str
+) -> None:
+    be_on_host(rank if through == "hosts" else 0)
+    adapter(f"{framework}.distributed").join(rank, 2)
+    do, model = adapter(framework), adapter(framework).network()
+    wrapped = do.wrap(
+        model, None, timeout_s=PATIENT_S, reduce_through="auto" if through == "hosts" else through
+    )
+    assert wrapped.gradient_path == through
+    do.backward(do.loss(wrapped, batch()))
+    if rank == 1:
+        model[0].weight = do.network()[0].weight
+        with pytest.raises(ConfigError, match=r"replaced: 0\.weight"):
+            do.loss(wrapped, batch())
+        return  # as a script that catches the error, and ends
+    with pytest.raises(PeerLostError) as caught:
+        do.backward(do.loss(wrapped, batch()))
+    assert caught.value.lost == (1,)
+    text = str(caught.value)
+    assert "has left; raised ConfigError: " in text and "replaced: 0.weight" in text, text
+    assert "the error that it raised" in caught.value.likely, text

@@ -26,6 +26,7 @@ from paceline.errors import (
     RegionError,
     format_ranks,
 )
+from paceline.health.peer_errors import why_left
 from paceline.rendezvous.limits import START_OF_THREAD, explain
 
 Facts = Mapping[str, Any]
@@ -238,11 +239,14 @@ def _raised(facts: Facts) -> PacelineError:
 
 
 def _left(facts: Facts) -> PacelineError:
+    seen = describe_late(facts)
     return PeerLostError(
         f"{_who(facts)} left the group while rank {facts['rank']} waited for it.",
         where=_where(facts),
-        seen=describe_late(facts),
-        likely="it exited or closed the group early: fewer batches, another branch, or sys.exit()",
+        seen=seen,
+        likely=why_left(
+            seen, "it exited or closed the group early: fewer batches, another branch, or sys.exit()"
+        ),
         hint="all ranks must make the same calls; give each the same number of batches",
         lost=tuple(facts["late"]),
         rank=facts["rank"],

@@ -172,7 +172,7 @@ class ControlChannel:
         self._reset: dict[int, _Reset] = {}  # of ranks whose connections were reset
         self._judges_at_s = math.inf
         self._reset_while_sending: set[int] = set()  # the kernel tells it once, and recv() an end afterwards
-        self._left: set[int] = set()
+        self._left: dict[int, str] = {}  # and what each was in
         self._has_reported = self._is_leaving = self._is_closed = False
         self._has_failed = threading.Event()
         self._watcher: FarRanks | None = None
@@ -257,8 +257,9 @@ class ControlChannel:
             self._watcher = watcher
 
     @property
-    def left(self) -> tuple[Member, ...]:
-        return tuple(self.members[rank] for rank in sorted(self._left))
+    def left(self) -> tuple[tuple[Member, str], ...]:
+        """The ranks that have left, and what each was in."""
+        return tuple((self.members[rank], self._left[rank]) for rank in sorted(self._left))
 
     @property
     def activity(self) -> Activity:
@@ -306,7 +307,8 @@ class ControlChannel:
             if self._is_leaving or self._is_closed:
                 return
             self._is_leaving = True
-            self._send_all(Frame.LEFT, self._rank.to_bytes(_RANK_BYTES, "little"))
+            doing = self.activity.text.encode()
+            self._send_all(Frame.LEFT, self._rank.to_bytes(_RANK_BYTES, "little") + doing)
         until_s = time.monotonic() + _LEAVE_WITHIN_S
         while not self._are_open() and time.monotonic() < until_s:
             if is_served:
@@ -440,7 +442,7 @@ class ControlChannel:
             self._check_speaker(rank, [about])
             self._send_all(kind, about.to_bytes(_RANK_BYTES, "little") + words, but=rank)
             if kind is Frame.LEFT:
-                self._left.add(about)
+                self._left[about] = words.decode(errors="replace")
                 if self._watcher is not None:
                     self._watcher.leave(about)
             else:

@@ -17,7 +17,14 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import Any
 
-from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError, format_ranks
+from paceline.errors import (
+    CollectiveError,
+    DeadlineError,
+    MismatchError,
+    PacelineError,
+    PeerLostError,
+    format_ranks,
+)
 from paceline.health.channel_tree import HUB
 from paceline.health.handshake import Member
 from paceline.health.liveness_check import ASK_WITHIN_S, Answer, Seen
@@ -25,6 +32,10 @@ from paceline.rendezvous.messages import read_object
 from paceline.stacks import STOPPED, process_state
 
 SILENCE_VARIABLE = "PACELINE_SILENCE_S"
+ACTIVITY_BYTES = 127
+"""Of what a rank publishes at most."""
+RAISED = "raised "
+"""Begins the activity of a rank whose last call of Paceline raised."""
 FAILURE_BYTES = 1016
 """Bytes of such a text at most. It fits into the message that the ranks of a host publish to each other."""
 _PREFIX = "between hosts: "
@@ -180,11 +191,28 @@ def died_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostErro
     )
 
 
+def activity_of(error: PacelineError) -> str:
+    """What a rank publishes whose call raises before it has come to the others: they quote it if they wait
+    for this rank, unless it goes on.
+    """
+    text = f"{RAISED}{type(error).__name__}: {error.summary} {error.seen}".replace("\n", " ").strip()
+    return text.encode("ascii", "replace")[:ACTIVITY_BYTES].decode()
+
+
+def why_left(seen: str, otherwise: str) -> str:
+    """The likely cause of what was seen of ranks that have left."""
+    return (
+        "the error that it raised; its script has caught that, and ended"
+        if f"; {RAISED}" in seen
+        else otherwise
+    )
+
+
 def left_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:
     return PeerLostError(
         f"{format_ranks(ranks).capitalize()} of {world_size} {'has' if len(ranks) == 1 else 'have'} left.",
         seen=seen,
-        likely="it has come to its end, or called sys.exit(), while others still train",
+        likely=why_left(seen, "it has come to its end, or called sys.exit(), while others still train"),
         hint="every rank must make the same number of backward passes; or use ddp.finish()",
         lost=tuple(ranks),
     )
@@ -278,11 +306,17 @@ def ranks_of(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     return tuple(int(facts["rank"]) for facts in records)
 
 
+def last_activity(activity: str) -> str:
+    if not activity:
+        return ""
+    return f"; {activity}" if activity.startswith(RAISED) else f"; last {activity}"
+
+
 def record_rows(ranks: Sequence[dict[str, Any]]) -> str:
     verbs = {"alive": "is alive", "dead": "is dead", "left": "has left"}
     return "\n".join(
         f"rank {facts['rank']} (pid {facts['pid']}) {verbs.get(facts['state'], 'is missing')}"
-        + (f"; last {facts['activity']}" if facts["activity"] else "")
+        + last_activity(facts["activity"])
         for facts in ranks
     )
 

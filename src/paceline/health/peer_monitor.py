@@ -19,6 +19,7 @@ from paceline.health.liveness_check import Activity
 from paceline.health.peer_errors import (
     LateRanks,
     died_error,
+    last_activity,
     late_by_records,
     left_error,
     ranks_of,
@@ -61,8 +62,9 @@ class ChannelSource:
         left = self._channel.left
         if not left:
             return None
-        ranks = tuple(each.rank for each in left)
-        return left_error(ranks, len(self._channel.members), ", ".join(each.describe() for each in left))
+        rows = [each.describe() + last_activity(doing) for each, doing in left]
+        ranks = tuple(each.rank for each, _ in left)
+        return left_error(ranks, len(self._channel.members), "\n".join(rows))
 
 
 class MemorySource:

@@ -20,7 +20,7 @@ from paddle import nn
 
 from paceline.arguments import Arguments
 from paceline.ddp.wrapped_model import WrappedModel, checked_norms
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.paddle.backward.autograd import PaddleBackwardSync, make_sync
 from paceline.paddle.backward.exchanges import forwards
 from paceline.paddle.backward.graphs import calls
@@ -300,6 +300,9 @@ class DataParallel(WrappedModel, PaddleNames):
             return self._run(inputs, kwargs)
         try:
             return self._forward(self._backward_sync, inputs, kwargs)
+        except PacelineError as error:
+            self._backward_sync.publish_error(error)
+            raise
         finally:
             self._backward_sync.buffers.end_forward()
 

@@ -18,6 +18,7 @@ from typing import Any, Generic, NoReturn, final
 
 from paceline.errors import CollectiveError, ConfigError, MismatchError, PacelineError, ReplicaError
 from paceline.health import lifetime
+from paceline.health.peer_errors import activity_of
 from paceline.health.preemption import stop_signals
 from paceline.reducer.backward import conclusion as stages
 from paceline.reducer.backward.conclusion import Conclusion
@@ -360,6 +361,12 @@ class BackwardSync(Generic[AnyAutograd]):
         self._set_activity(
             f"in forward {which}of iteration {self._backward_id - self._log.before_first}", number
         )
+
+    def publish_error(self, error: PacelineError) -> None:
+        """Publish why this rank cannot come to the others, for their errors, if it does not go on."""
+        # Of a rank that lost another one the activity stays: it is evidence.
+        if self._set_activity is not None and not isinstance(error, CollectiveError):
+            self._set_activity(activity_of(error))
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:

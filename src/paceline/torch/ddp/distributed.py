@@ -303,6 +303,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             inputs, kwargs, is_training = self._before_forward(inputs, kwargs)
         except PacelineError as error:
             self._errors.add(error)
+            if self._backward_sync is not None:
+                self._backward_sync.publish_error(error)
             raise
         # torch.compile cuts the graphs of what runs within into buckets. Not through torch's
         # _inside_ddp_forward(), which imports the compiler: seconds, in every program.
