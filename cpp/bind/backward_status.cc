@@ -53,7 +53,9 @@ void bind_backward_status(nb::module_& m) {
   using namespace nb::literals;
   using Index = std::optional<uint32_t>;
   const auto may_be_none = nb::for_setter(nb::arg("value").none());
-  nb::class_<BackwardStatus>(m, "BackwardStatus")
+  nb::class_<BackwardStatus> status(m, "BackwardStatus");
+  status.attr("DIGEST_BITS") = BackwardStatus::kDigestBits;
+  status
       .def(
           "__init__",
           [](BackwardStatus* self, uint32_t forwards, uint32_t reached,

@@ -30,6 +30,11 @@ namespace paceline {
 /// only those differ that are left, some have not used an output. But whoever
 /// made none at all is in a backward of its own, which others do not make.
 struct BackwardStatus {
+  static constexpr uint32_t kValueBits = 59;
+  static constexpr uint32_t kCountBits = 20;
+  /// Of a digest, frozen or inputs: what counts of forwards leave of the value.
+  static constexpr uint32_t kDigestBits = kValueBits - 2 * kCountBits;
+
   // Not explicit: a number of forwards alone, all of them left, says the least.
   constexpr BackwardStatus(uint32_t count = 0) : forwards(count) {}  // NOLINT
 
@@ -176,12 +181,10 @@ struct BackwardStatus {
     kRefused = 6,
     kEnded = 7,
   };
-  static constexpr uint32_t kValueBits = 59;
   static constexpr uint64_t kValue = (uint64_t{1} << kValueBits) - 1;
   static constexpr uint64_t kWroteBuffers = uint64_t{1} << 63;
   static constexpr uint64_t kStops = uint64_t{1} << 62;
   static constexpr uint64_t kFlags = kWroteBuffers | kStops;
-  static constexpr uint32_t kCountBits = 20;
   static constexpr uint64_t low(uint64_t value) {
     return value & ((uint64_t{1} << kCountBits) - 1);
   }

@@ -174,6 +174,7 @@ class HostGroup:
     def records(self) -> list[dict[str, Any]]: ...
 
 class BackwardStatus:
+    DIGEST_BITS: int
     forwards: int
     reached: int
     refused: int | None

@@ -9,7 +9,7 @@ import pytest
 from paceline.reducer.protocol import BackwardStatus
 
 LARGEST = (1 << 20) - 1  # a number of forwards
-LARGEST_DIGEST = (1 << 19) - 1
+LARGEST_DIGEST = (1 << BackwardStatus.DIGEST_BITS) - 1
 LARGEST_INDEX = (1 << 32) - 1
 TOLD: list[dict[str, Any]] = [
     {"forwards": 0},

@@ -17,7 +17,6 @@ from paceline.reducer.protocol import BackwardResult, BackwardStatus
 
 REPORT_BYTES = _core.BackwardReports.NBYTES
 """The size of one report, packed."""
-_DIGEST_BITS = 19  # as many as BackwardStatus has room for
 
 
 def pack_bits(indices: Sequence[int], count: int) -> bytes:
@@ -34,7 +33,7 @@ def unpack_bits(bits: bytes) -> list[int]:
 
 def digest_of(frozen: Sequence[int]) -> int:
     """Digest of the frozen parameters that got no gradient; `BackwardStatus.frozen`."""
-    return zlib.crc32(array("i", frozen).tobytes()) % (1 << _DIGEST_BITS)
+    return zlib.crc32(array("i", frozen).tobytes()) % (1 << BackwardStatus.DIGEST_BITS)
 
 
 def differ_in_frozen_only(statuses: Sequence[BackwardStatus]) -> bool:

@@ -20,7 +20,6 @@ import numpy as np
 from paceline.reducer.framework_ops import FrameworkOps, nbytes, numel
 from paceline.reducer.protocol import BackwardStatus
 
-_DIGEST_BITS = 19  # as many as BackwardStatus has room for
 _BATCHES = 3
 _MOST_BACKWARDS = 12
 _DEPTH = 4  # of arguments within arguments
@@ -107,7 +106,7 @@ def digest_of(ops: FrameworkOps[Any], inputs: Sequence[Any], kwargs: Mapping[str
         size = tensor.element_size() if data else 1
         if data != data[:size] * (len(data) // size):  # else all are the same
             digest, elements = zlib.crc32(data, digest), elements + len(data) // size
-    return digest % (1 << _DIGEST_BITS) if elements >= _LEAST_ELEMENTS else 0
+    return digest % (1 << BackwardStatus.DIGEST_BITS) if elements >= _LEAST_ELEMENTS else 0
 
 
 def _tensors_in(values: Iterable[Any], kind: type[Any], depth: int) -> Iterator[Any]:
