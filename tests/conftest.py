@@ -15,6 +15,9 @@ import signal
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Collecting makes objects that stay until the end, among which a third of its time went to look for garbage.
+gc.disable()
+
 # The machine may be loaded: how long an example takes says nothing about the code.
 settings.register_profile(
     "paceline", deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
@@ -130,6 +133,7 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from walking all tests and both frameworks, which stay until the end."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_report_header() -> list[str]:

@@ -47,6 +47,7 @@ _FOR = {
 
 def preload(framework: str) -> None:
     """Import `framework` and the files of tests whose ranks may start with it, and no other framework."""
+    gc.disable()  # what is imported stays
     for name in (*_FOR_ALL, *_FOR[framework]):
         _import(name)
     if framework != "numpy":  # whose processes run no tests
@@ -59,6 +60,7 @@ def preload(framework: str) -> None:
     # A rank's garbage collector would walk all objects of the framework, and copy the pages they lie in.
     gc.collect()
     gc.freeze()
+    gc.enable()
     use_huge_pages()
 
 

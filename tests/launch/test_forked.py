@@ -267,6 +267,7 @@ def test_ranks_end_with_those_that_watch_them(launcher, fake_torch, which):
 
 def test_with_torch_itself(launcher):
     script = """
+        import os
         import torch
         from torch.utils.data import DataLoader, Dataset
         from paceline.torch import DistributedDataParallel
@@ -282,7 +283,8 @@ def test_with_torch_itself(launcher):
             seed = torch.initial_seed()
             torch.manual_seed(0)
             model = DistributedDataParallel(torch.nn.Linear(1, 1))
-            loader = DataLoader(Numbers(), num_workers=1, multiprocessing_context="spawn")
+            workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if int(os.environ["RANK"]) else {}
+            loader = DataLoader(Numbers(), **workers)
             total = sum(float(batch) for batch in loader)
             model(torch.tensor([[total]])).sum().backward()
             print("seed", seed)
