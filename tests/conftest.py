@@ -40,8 +40,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _has_paddle = importlib.util.find_spec("paddle") is not None
 collect_ignore_glob = [] if _has_paddle else ["*/test_paddle_*.py"]
 
-# The files that take longest, by the seconds that they take on an idle machine. The processes of pytest share
-# the files in this order, so that none has a long one left when the others have none.
+# The files that take longest, by the CPU seconds of all their processes; those that mostly wait, by the
+# seconds that they take on an idle machine. The processes of pytest share the files in this order, so that
+# none has a long one left when the others have none.
 LONGEST_FILES = (
     "bench/test_benchmarks.py",
     "chaos/test_chaos.py",
@@ -51,26 +52,30 @@ LONGEST_FILES = (
     "multiprocess/test_kept_errors.py",
     "multiprocess/test_hosts_devices.py",
     "multiprocess/test_host_compression.py",
-    "multiprocess/test_local_sgd.py",
     "launch/test_replace_ddp.py",
+    "multiprocess/test_local_sgd.py",
+    "multiprocess/test_hosts.py",
+    "multiprocess/test_virtual_ranks.py",
     "multiprocess/test_silent_rank.py",
     "multiprocess/test_lost_while_wrapping.py",
+    "multiprocess/test_ddp_aliases.py",
     "model/test_model.py",
+    "launch/test_forked.py",
+    "launch/test_failure.py",
+    "multiprocess/test_conformance_refused_steps.py",
     "multiprocess/test_checkpointer.py",
     "multiprocess/test_killed_checkpoints.py",
     "pages/test_examples.py",
+    "multiprocess/test_conformance.py",
+    "launch/test_restricted_machines.py",
     "multiprocess/test_paddle_aliases.py",
-    "multiprocess/test_ddp_aliases.py",
-    "fault/test_limits.py",
-    "multiprocess/test_sampler_resume.py",
-    "launch/test_exit_warning.py",
-    "multiprocess/test_model_timeouts.py",
-    "multiprocess/test_hosts.py",
-    "multiprocess/test_conformance_refused_steps.py",
-    "multiprocess/test_conformance_shared_parameters.py",
-    "launch/test_forked.py",
-    "launch/test_trace.py",
     "unit/test_harness.py",
+    "fault/test_limits.py",
+    "launch/test_exit_warning.py",
+    "launch/test_full_output.py",
+    "multiprocess/test_sampler_resume.py",
+    "multiprocess/test_model_timeouts.py",
+    "launch/test_two_shells.py",
     "fault/test_lost_ranks.py",
 )
 
@@ -130,10 +135,14 @@ def _values(item: pytest.Item) -> list[tuple[tuple[str, int], ...]]:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from walking all tests and both frameworks, which stay until the end."""
+    _freeze()
+    gc.enable()
+
+
+def _freeze() -> None:
+    """Keep the garbage collector from walking what stays until the end: all tests, and both frameworks."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 def pytest_report_header() -> list[str]:
@@ -142,8 +151,9 @@ def pytest_report_header() -> list[str]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """Let the ranks that the tests of a file have kept end with the file."""
+    """At the end of a file, let the ranks end that its tests have kept; what they have imported stays."""
     if nextitem is None or nextitem.path != item.path:
         from tests.harness.run import end_kept_ranks
 
         end_kept_ranks()
+        _freeze()

@@ -283,8 +283,8 @@ def test_with_torch_itself(launcher):
             seed = torch.initial_seed()
             torch.manual_seed(0)
             model = DistributedDataParallel(torch.nn.Linear(1, 1))
-            workers = {"num_workers": 1, "multiprocessing_context": "spawn"} if int(os.environ["RANK"]) else {}
-            loader = DataLoader(Numbers(), **workers)
+            spawned = {"num_workers": 1, "multiprocessing_context": "spawn"}
+            loader = DataLoader(Numbers(), **(spawned if os.environ["RANK"] == "1" else {}))
             total = sum(float(batch) for batch in loader)
             model(torch.tensor([[total]])).sum().backward()
             print("seed", seed)
