@@ -72,7 +72,7 @@ def test_a_call_that_is_late_names_who_does_not_answer(checks, monkeypatch):
         checks.complete(Never, "all_gather", 0.05, time.monotonic() + 0.05)
     assert raised.value.missing == (1,)
     assert f"rank 1 (pid {os.getpid()}) is stopped: `kill -CONT {os.getpid()}`" in str(raised.value)
-    assert "Rank 0 of 2 gave up forming a group after 0.1 s." in str(raised.value)
+    assert "Rank 0 of 2 gave up waiting for the other ranks after 0.1 s." in str(raised.value)
     assert "all_gather over the test's group" in str(raised.value)
 
 

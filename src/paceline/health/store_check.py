@@ -113,18 +113,19 @@ class StoreChecks:
 
     def _late(self, where: str, timeout_s: float, missing: list[Missing]) -> RendezvousError:
         return RendezvousError(
-            f"Rank {self.rank} of {self.world_size} gave up forming a group after {timeout_s:.1f} s.",
+            f"Rank {self.rank} of {self.world_size} gave up waiting for the other ranks after "
+            f"{timeout_s:.1f} s.",
             where=where,
             seen=_in_words(missing) or "the call did not complete; nothing says which rank is missing",
-            likely="a rank died or was stopped before this point, or took another branch and forms no group, "
-            "or the network to its host was cut",
+            likely="a rank died or was stopped before this point, or took another branch and does not make "
+            "this call, or the network to its host was cut",
             hint="every rank of the process group must make this call; look at the other ranks' output",
             missing=tuple(each.rank for each in missing),
         )
 
     def _failed(self, where: str, reason: str, missing: list[Missing]) -> RendezvousError:
         return RendezvousError(
-            f"Rank {self.rank} of {self.world_size} could not form a group.",
+            f"Rank {self.rank} of {self.world_size} lost another rank in a call of all ranks.",
             where=where,
             seen="\n".join(filter(None, (_in_words(missing), reason))),
             likely="another rank died or raised, or the connection to it broke",
