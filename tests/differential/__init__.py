@@ -40,6 +40,7 @@ Each of these is a generator of its own, with its own reference, for what the pr
     kept_errors.py       compressed gradients, of which only the sum over many backwards is right
     exchanges.py         norms and losses that exchange gradients between ranks
     handlers.py          signal handlers that raise in the middle of a call
+    virtual_ranks.py     virtual ranks on numbers of processes that are drawn, with stops
     whole_steps.py       steps of Paddle under to_static, with gradients of gradients
     driver.py            their command line
 """

@@ -21,6 +21,8 @@ import paddle.distributed as dist
 import pytest
 from numpy.testing import assert_array_equal
 from paddle import nn
+from paddle.base.unique_name import UniqueNameGenerator
+from paddle.utils import unique_name
 
 from paceline import versions as framework_versions
 from paceline.errors import ConfigError
@@ -632,3 +634,20 @@ def test_generators_go_on_from_states_that_are_plain_values(rank: int) -> None:
     internals.set_generator_states("cpu", states)
     assert_array_equal(paddle.rand([3]).numpy(), drawn[0])
     assert_array_equal(paddle.nn.functional.dropout(paddle.ones([50])).numpy(), drawn[1])
+
+
+@kept_ranks(1, group=None)
+def test_what_an_optimizer_has_loaded_and_not_used_is_found(rank: int) -> None:
+    layer, states = nn.Linear(2, 2), [{}]
+    for _ in range(2):
+        optimizer = paddle.optimizer.Adam(parameters=layer.parameters())
+        optimizer.set_state_dict(states[-1])
+        layer(paddle.ones([1, 2])).sum().backward()
+        with unique_name.guard(UniqueNameGenerator()):  # as in a process of its own
+            optimizer.step()
+        states.append(optimizer.state_dict())
+        layer.clear_gradients()
+        layer.bias.stop_gradient = True
+    unused = internals.loaded_and_unused(optimizer)
+    assert unused and unused.keys() == states[1].keys() - states[2].keys()
+    assert internals.loaded_and_unused(layer) == {}

@@ -20,6 +20,7 @@ from paceline.paddle import DataParallel
 from paceline.paddle.internals import use_threads
 
 __all__ = ["DataLoader"]
+_EPS = 1e-3  # so that what is zero but for rounding stays near zero
 seed = paddle.seed
 tensor = paddle.to_tensor
 
@@ -56,6 +57,28 @@ def loss_of_gpt(model: Callable[..., Any], tokens: paddle.Tensor) -> paddle.Tens
     return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Mlp(nn.Layer):
+    """Layers by name, and one that only some batches use."""
+
+    def __init__(self, layers: list[str], width: int, *, skips: bool) -> None:
+        super().__init__()
+        make = {
+            "linear": lambda: nn.Linear(width, width),
+            "norm": lambda: nn.BatchNorm1D(width),
+            "dropout": lambda: nn.Dropout(0.3),
+            "tanh": nn.Tanh,
+        }
+        self.layers = nn.LayerList([make[name]() for name in layers])
+        self.extra = nn.Linear(width, width) if skips else None
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        is_extra = self.extra is not None and float(x.detach()[0, 0]) > 0
+        for layer in self.layers:
+            x = layer(x)
+        return self.extra(x) if is_extra else x
+
+
+mlp = Mlp
 MODELS = {"cnn": (cnn, loss_of_cnn), "gpt": (GPT, loss_of_gpt)}
 
 
@@ -68,12 +91,24 @@ def wrap(model: nn.Layer, group: Any, **options: Any) -> DataParallel:
     return DataParallel(model, group=group, **options)
 
 
-def optimizer(model: nn.Layer) -> Any:
-    return paddle.optimizer.AdamW(0.01, parameters=model.parameters())
+def optimizer(model: nn.Layer, kind: str = "adamw", *, clips: bool = False) -> Any:
+    options = {"parameters": model.parameters(), "grad_clip": nn.ClipGradByGlobalNorm(0.3) if clips else None}
+    if kind == "adamw":
+        return paddle.optimizer.AdamW(0.01, epsilon=_EPS, **options)
+    if kind == "momentum":
+        return paddle.optimizer.Momentum(0.05, 0.9, **options)
+    return paddle.optimizer.SGD(0.05, **options)
+
+
+def toggle(layer: nn.Layer) -> None:
+    """Freeze its parameters, or train them again."""
+    for parameter in layer.parameters():
+        parameter.stop_gradient = not parameter.stop_gradient
 
 
 def state_of(optimizer: Any) -> dict[str, paddle.Tensor]:
-    return {name: value for name, value in optimizer.state_dict().items() if isinstance(value, paddle.Tensor)}
+    state = {**optimizer._accumulators_holder, **optimizer.state_dict()}  # with what no step has used yet
+    return {name: value for name, value in state.items() if isinstance(value, paddle.Tensor)}
 
 
 def zero_grad(optimizer: Any) -> None:

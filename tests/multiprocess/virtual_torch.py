@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from paceline.torch import DistributedDataParallel
 
 __all__ = ["DataLoader"]
+_EPS = 1e-3  # so that what is zero but for rounding stays near zero
 seed = torch.manual_seed
 tensor = torch.from_numpy
 
@@ -53,6 +54,28 @@ def loss_of_gpt(model: Callable[..., Any], tokens: torch.Tensor) -> torch.Tensor
     return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+class Mlp(nn.Module):
+    """Layers by name, and one that only some batches use."""
+
+    def __init__(self, layers: list[str], width: int, *, skips: bool) -> None:
+        super().__init__()
+        make = {
+            "linear": lambda: nn.Linear(width, width),
+            "norm": lambda: nn.BatchNorm1d(width),
+            "dropout": lambda: nn.Dropout(0.3),
+            "tanh": nn.Tanh,
+        }
+        self.layers = nn.ModuleList(make[name]() for name in layers)
+        self.extra = nn.Linear(width, width) if skips else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_extra = self.extra is not None and float(x.detach()[0, 0]) > 0
+        for layer in self.layers:
+            x = layer(x)
+        return self.extra(x) if is_extra else x
+
+
+mlp = Mlp
 MODELS = {"cnn": (cnn, loss_of_cnn), "gpt": (GPT, loss_of_gpt)}
 
 
@@ -65,8 +88,26 @@ def wrap(model: nn.Module, group: Any, **options: Any) -> DistributedDataParalle
     return DistributedDataParallel(model, process_group=group, **options)
 
 
-def optimizer(model: nn.Module) -> optim.Optimizer:
-    return optim.AdamW(model.parameters(), lr=0.01)
+def optimizer(model: nn.Module, kind: str = "adamw", *, clips: bool = False) -> optim.Optimizer:
+    momentum = {"momentum": 0.9}.get(kind, 0.0)
+    found = (
+        optim.AdamW(model.parameters(), lr=0.01, eps=_EPS)
+        if kind == "adamw"
+        else optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    )
+    if clips:
+        found.register_step_pre_hook(lambda *_: _clip(model))
+    return found
+
+
+def _clip(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+
+
+def toggle(layer: nn.Module) -> None:
+    """Freeze its parameters, or train them again."""
+    for parameter in layer.parameters():
+        parameter.requires_grad_(not parameter.requires_grad)
 
 
 def state_of(optimizer: optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -29,6 +29,10 @@ class CheckpointOps(ABC):
     def why_not_saved(self, tensor: Any) -> str:
         """Why a file can't hold a tensor, in words; empty: it can."""
 
+    def state_of(self, item: Any) -> Any:
+        """The state of an optimizer, or of anything else that has a state_dict()."""
+        return item.state_dict()
+
     @abstractmethod
     def random_states(self, parameters: Iterable[Any]) -> dict[str, bytes]:
         """The states of the generators of the CPU, and of the devices of these parameters."""

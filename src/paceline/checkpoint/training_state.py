@@ -239,7 +239,7 @@ def _gather_own(training: Training, own: Mapping[str, Any]) -> list[dict[str, An
 
 def _state_of(training: Training, name: str) -> Any:
     try:
-        state = training.objects[name].state_dict()
+        state = training.ops.state_of(training.objects[name])
     except PacelineError:
         raise
     except Exception as error:

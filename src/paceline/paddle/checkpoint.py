@@ -28,6 +28,11 @@ class PaddleCheckpointOps(CheckpointOps):
     def why_not_saved(self, tensor: paddle.Tensor) -> str:
         return "" if tensor.is_dense() else "is sparse"
 
+    def state_of(self, item: Any) -> Any:
+        """With what was loaded and no step has used yet, as of frozen parameters, which Paddle leaves out."""
+        state, unused = item.state_dict(), internals.loaded_and_unused(item)
+        return {**unused, **state} if unused else state
+
     def random_states(self, parameters: Iterable[paddle.Tensor]) -> dict[str, bytes]:
         return {
             name: json.dumps(internals.generator_states(device)).encode()

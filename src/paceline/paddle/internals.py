@@ -659,3 +659,9 @@ def set_generator_states(device: str | None, states: Sequence[tuple[int, int, in
     for state, (number, seed, offset, engine) in zip(made, states):
         state.__setstate__((number, seed, offset, list(engine.encode())))
     paddle.set_rng_state(made, device)
+
+
+def loaded_and_unused(optimizer: Any) -> dict[str, Any]:
+    """The tensors of a state that an optimizer has loaded and not put to use; empty for anything else."""
+    found: dict[str, Any] = getattr(optimizer, "_accumulators_holder", {})
+    return found
