@@ -257,9 +257,12 @@ class ControlChannel:
             self._watcher = watcher
 
     @property
-    def left(self) -> tuple[tuple[Member, str], ...]:
-        """The ranks that have left, and what each was in."""
-        return tuple((self.members[rank], self._left[rank]) for rank in sorted(self._left))
+    def left(self) -> tuple[Member, ...]:
+        return tuple(self.members[rank] for rank in sorted(self._left))
+
+    def last_activity_of(self, rank: int) -> str:
+        """What a rank that has left was in."""
+        return self._left.get(rank, "")
 
     @property
     def activity(self) -> Activity:

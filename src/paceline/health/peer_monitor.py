@@ -62,8 +62,8 @@ class ChannelSource:
         left = self._channel.left
         if not left:
             return None
-        rows = [each.describe() + last_activity(doing) for each, doing in left]
-        ranks = tuple(each.rank for each, _ in left)
+        rows = [each.describe() + last_activity(self._channel.last_activity_of(each.rank)) for each in left]
+        ranks = tuple(each.rank for each in left)
         return left_error(ranks, len(self._channel.members), "\n".join(rows))
 
 
