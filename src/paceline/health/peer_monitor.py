@@ -62,7 +62,10 @@ class ChannelSource:
         left = self._channel.left
         if not left:
             return None
-        rows = [each.describe() + last_activity(self._channel.last_activity_of(each.rank)) for each in left]
+        rows = [
+            f"{each.describe()} has left{last_activity(self._channel.last_activity_of(each.rank))}"
+            for each in left
+        ]
         ranks = tuple(each.rank for each in left)
         return left_error(ranks, len(self._channel.members), "\n".join(rows))
 

@@ -88,9 +88,10 @@ class PeerWaits:
             return reported
         if (stopped := self._not_answering("average gradients", bucket, text)) is not None:
             return stopped  # the peer has given up on it, and no rank could be told
-        if (reported := self._peer_monitor.lost()) is not None:
-            return reported
         is_lost = is_of_a_lost_peer(text)
+        monitor = self._peer_monitor
+        if (reported := monitor.find_lost(0.0) if is_lost else monitor.lost()) is not None:
+            return reported
         return (PeerLostError if is_lost else CollectiveError)(
             f"{self._who.capitalize()} lost {peer}."
             if is_lost
