@@ -98,7 +98,7 @@ def test_arguments_that_are_wrong_on_all_ranks_are_told_to_each(rank: int) -> No
 def test_one_rank_alone_wraps(rank: int) -> None:
     dist.barrier()  # Gloo has formed a group on rank 0, which leaves at once, before it has on rank 1
     if rank == 1:
-        with pytest.raises(PacelineError, match=r"form(ing)? a group") as caught:
+        with pytest.raises(PacelineError, match=r"lost another rank|gave up waiting for") as caught:
             DistributedDataParallel(nn.Linear(2, 2), timeout_s=0.5)
         assert caught.value.missing == (0,)
         assert "Rank 1 of 2" in caught.value.summary and "rank 0" in caught.value.seen

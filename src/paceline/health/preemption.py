@@ -33,15 +33,20 @@ class StopSignals:
         self._listeners = 0
         self._before: dict[int, Any] = {}
         self._masks = threading.local()  # of threads that fork
-        os.register_at_fork(
-            before=self._before_fork,
-            after_in_parent=self._restore_mask,
-            after_in_child=self._after_fork_in_child,
-        )
+        self._looks_at_forks = False
 
     def listen(self) -> None:
         """Catch the signals from now on, if this is the main thread, which alone can."""
         self._listeners += 1
+        if not self._looks_at_forks:
+            self._looks_at_forks = True
+            # Not in processes that never listen, such as launchers: what the handler of a signal raises
+            # during a fork, a KeyboardInterrupt too, is dropped if such a function runs then.
+            os.register_at_fork(
+                before=self._before_fork,
+                after_in_parent=self._restore_mask,
+                after_in_child=self._after_fork_in_child,
+            )
         if not self._before and threading.current_thread() is threading.main_thread():
             self._before = {signum: signal.signal(signum, self._note) or signal.SIG_DFL for signum in SIGNALS}
 
