@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,14 @@ def take_steps(run: Any, checkpointer: Any, count: int) -> list[float]:
 
 def resume_noting(run: Any, folder: Path, **options: Any) -> tuple[int, list[str]]:
     """Steps that another Checkpointer finds, and what it warns of."""
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        paceline.Checkpointer(folder, run.ddp, **options) as checkpointer,
-    ):
-        warnings.simplefilter("always")
-        steps = checkpointer.resume()
-    return steps, [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+    found = []
+
+    def resume() -> None:
+        with paceline.Checkpointer(folder, run.ddp, **options) as checkpointer:
+            found.append(checkpointer.resume())
+
+    said = said_by(resume)
+    return found[0], said
 
 
 def damage(group: Group, path: Path, how: str) -> None:
@@ -210,12 +212,19 @@ def settle(group: Group, checkpointer: Any) -> None:
     group.barrier()
 
 
-def said_while(run: Any, checkpointer: Any) -> list[str]:
-    """What a step warns of."""
+def said_by(call: Callable[[], object]) -> list[str]:
+    """What a call of ours warns of, where the program is that called it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        take_steps(run, checkpointer, 1)
-    return [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+        call()
+    found = [each for each in caught if issubclass(each.category, RuntimeWarning)]
+    assert {Path(each.filename).parent for each in found} <= {Path(__file__).parent}
+    return [str(each.message) for each in found]
+
+
+def said_while(run: Any, checkpointer: Any) -> list[str]:
+    """What a step warns of."""
+    return said_by(lambda: take_steps(run, checkpointer, 1))
 
 
 @frameworks
@@ -293,10 +302,7 @@ def test_saving_gives_up_at_the_time_out_of_the_model_while_nothing_is_written(
         take_steps(run, checkpointer, 1)
         checkpointer.save()
         take_steps(run, checkpointer, 1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            checkpointer.save()
-        said = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+        said = said_by(checkpointer.save)
         assert len(said) == (group.rank == 0)
         assert all("step 3 is not saved now: after 6 s" in each for each in said)
         if group.rank == 0:

@@ -6,7 +6,6 @@ import functools
 import os
 import signal
 import time
-import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,6 +23,7 @@ from tests.multiprocess.test_checkpointer import (
     names_in,
     patient_ranks,
     pid_of_writer,
+    said_by,
     settle,
     take_steps,
 )
@@ -86,11 +86,15 @@ def test_the_stop_gives_up_at_the_time_out_of_the_model_while_nothing_is_written
     if group.rank == 1:
         os.kill(os.getpid(), signal.SIGUSR1)
     run.step()
-    with warnings.catch_warnings(record=True) as caught, pytest.raises(SystemExit) as ended:
-        warnings.simplefilter("always")
-        checkpointer.step()
-    assert ended.value.code == PREEMPTED
-    said = [str(each.message) for each in caught if issubclass(each.category, RuntimeWarning)]
+    endings = []
+
+    def stop() -> None:
+        with pytest.raises(SystemExit) as ended:
+            checkpointer.step()
+        endings.append(ended.value.code)
+
+    said = said_by(stop)
+    assert endings == [PREEMPTED]
     assert len(said) == (group.rank == 0) and all("is still being written" in each for each in said)
     if group.rank == 0:
         os.kill(writer, signal.SIGCONT)

@@ -14,6 +14,7 @@ import math
 import os
 import secrets
 import signal
+import sys
 import time
 import warnings
 import weakref
@@ -381,7 +382,10 @@ class Checkpointer:
                 self._warn(reason)
 
     def _warn(self, text: str) -> None:
-        warnings.warn(f"{_OWNER}: {text}.", RuntimeWarning, stacklevel=5)
+        frame, level = sys._getframe(), 1
+        while frame.f_code.co_filename == __file__ and frame.f_back is not None:  # where the user's code is
+            frame, level = frame.f_back, level + 1
+        warnings.warn(f"{_OWNER}: {text}.", RuntimeWarning, stacklevel=level)
 
 
 def _finish(writer: WriterProcess | None, pid: int) -> None:
