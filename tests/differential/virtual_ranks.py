@@ -26,7 +26,7 @@ from paceline.data import DistributedBatchSampler
 from tests.differential.driver import Check, main, plainly
 from tests.differential.programs import Program
 from tests.harness import RanksFailed, run_ranks
-from tests.multiprocess.virtual_training import adapter, digest_of, number_of, seed
+from tests.multiprocess.virtual_training import adapter, digest_of, global_batches, number_of, seed
 
 FRAMEWORKS = ("torch", "paddle")
 WIDTH, MICRO_BATCH, LENGTH = 6, 3, 60
@@ -152,8 +152,9 @@ def by_hand(_: Group, framework: str, program: Program) -> dict[str, np.ndarray]
     do, model, optimizer = training.do, training.model, training.optimizer
     data, count = _Samples(), program["virtual_ranks"]
     parameters, buffers = list(model.parameters()), do.buffers(model)
+    batches = global_batches(LENGTH, MICRO_BATCH * count, drop_last=True)
     with do.one_thread():
-        for step, samples in zip(range(program["steps"]), _global_batches(program)):
+        for step, samples in zip(range(program["steps"]), batches):
             training.toggle(step)
             before = [np.array(buffer.numpy()) for buffer in buffers]
             weights = [1.0] * count if program["weights"] is None else program["weights"][step]
@@ -202,19 +203,6 @@ def _sampler(program: Program, world_size: int, rank: int) -> Any:
         virtual_ranks=program["virtual_ranks"],
         drop_last=True,
     )
-
-
-def _global_batches(program: Program) -> Any:
-    sampler = DistributedBatchSampler(
-        range(LENGTH),
-        num_replicas=1,
-        rank=0,
-        shuffle=True,
-        global_batch_size=MICRO_BATCH * program["virtual_ranks"],
-        drop_last=True,
-    )
-    while True:
-        yield from sampler
 
 
 # --- the comparison ---

@@ -25,6 +25,15 @@ from tests.multiprocess.test_conformance import (
 )
 
 
+def check_gradients(do: Any, group: Any, pair: Any, alone: Any) -> None:
+    """Those of two wrapped models are those of the same two alone, and the same on all ranks."""
+    for ours, expected in zip(pair, alone):
+        found, wanted = do.gradients(ours), do.gradients(expected)
+        assert [g is None for g in found] == [g is None for g in wanted]
+        close([g for g in found if g is not None], [g for g in wanted if g is not None])
+        same_on_all_ranks([g for g in found if g is not None], group)
+
+
 @both
 @views
 @pytest.mark.parametrize("old", ["rebound", "kept", "lingers in a loss", "collected"])
@@ -92,11 +101,7 @@ def test_two_models_with_one_encoder(group: Any, framework: str, view: bool, unu
         x = batch(seed=number)
         for models, part in ((wrapped, np.split(x, 2)[group.rank]), (alone, x)):
             backward(models, part, number)
-        for ours, expected in zip(pair, alone):
-            found, wanted = do.gradients(ours), do.gradients(expected)
-            assert [g is None for g in found] == [g is None for g in wanted]
-            close([g for g in found if g is not None], [g for g in wanted if g is not None])
-            same_on_all_ranks([g for g in found if g is not None], group)
+        check_gradients(do, group, pair, alone)
         if number == 1:  # the others accumulate
             for each in (*pair, *alone):
                 do.clear(each)
@@ -173,11 +178,7 @@ def test_weights_of_two_models_with_one_encoder(group: Any, framework: str, weig
         x = batch(8, seed=number)
         for models, part in ((wrapped, np.split(x, ROWS)[group.rank]), (alone, x)):
             backward(models, part, number)
-        for ours, expected in zip(pair, alone):
-            found, wanted = do.gradients(ours), do.gradients(expected)
-            assert [g is None for g in found] == [g is None for g in wanted]
-            close([g for g in found if g is not None], [g for g in wanted if g is not None])
-            same_on_all_ranks([g for g in found if g is not None], group)
+        check_gradients(do, group, pair, alone)
         if number == 1:  # the others accumulate
             for each in (*pair, *alone):
                 do.clear(each)

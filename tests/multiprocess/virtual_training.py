@@ -147,9 +147,11 @@ def tree(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any, g: Any, h: Any) -> Any:
     return ((a + b) + (c + d)) + ((e + f) + (g + h))
 
 
-def global_batches() -> Iterator[list[int]]:
+def global_batches(
+    length: int = LENGTH, global_batch: int = GLOBAL_BATCH, **options: Any
+) -> Iterator[list[int]]:
     sampler = DistributedBatchSampler(
-        range(LENGTH), num_replicas=1, rank=0, shuffle=True, global_batch_size=GLOBAL_BATCH
+        range(length), num_replicas=1, rank=0, shuffle=True, global_batch_size=global_batch, **options
     )
     while True:
         yield from sampler
