@@ -129,8 +129,11 @@ def expected_refusal(program: Program, step: dict[str, Any]) -> list[str]:
     if (step["loss"] == "gather" or step["mixes"]) and any(len(set(weights)) > 1 for weights in given):
         expected.append("exchanges gradients between ranks")
     layers = [*program["layers"], *program["outside"]]
+    # The backward of a norm exchanges only where the gradient of its input is needed.
     exchanging = [
-        n for n, layer in enumerate(layers) if layer["kind"] == "norm" and (n or any(step["needs"]))
+        n
+        for n, layer in enumerate(layers)
+        if layer["kind"] == "norm" and (_has_parameters(layers[:n]) or any(step["needs"]))
     ]
     for micro in step["micros"] if exchanging else []:
         for rank, size in enumerate(micro["sizes"]):
