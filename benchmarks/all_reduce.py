@@ -1,4 +1,4 @@
-"""One all-reduce of float32 in place, by size, beside Gloo and Open MPI."""
+"""One all-reduce of float32 in place, by size, beside Gloo, Open MPI and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -32,6 +32,10 @@ def _no_mpi() -> str:
     return "" if _mpirun() else "there is no mpirun"
 
 
+def _no_deepspeed() -> str:
+    return no_torch() or ("" if importlib.util.find_spec("deepspeed") else "deepspeed is not installed")
+
+
 def _mpi_launch(ranks: int) -> Launch:
     environment = {
         # Both refuse by default, the first in containers and the second with more ranks than cores.
@@ -49,6 +53,7 @@ CASES = (
     Case("paceline_torch", "Paceline, torch backend", f"{_WORKERS}:PacelineBackend", {}, no_torch, bound),
     Case("gloo", "Gloo", f"{_WORKERS}:Gloo", missing=no_torch),
     Case("openmpi", "Open MPI", f"{_WORKERS}:OpenMpi", missing=_no_mpi, launch=_mpi_launch),
+    Case("deepspeed", "DeepSpeed", f"{_WORKERS}:DeepSpeed", {}, _no_deepspeed, bound),
 )
 # (slower, faster) of the columns of ratios.
 _RATIOS = (
@@ -56,6 +61,7 @@ _RATIOS = (
     ("gloo", "paceline_any", "Gloo / any"),
     ("gloo", "paceline_torch", "Gloo / backend"),
     ("openmpi", "paceline_region", "Open MPI / region"),
+    ("deepspeed", "paceline_torch", "DeepSpeed / backend"),
 )
 
 

@@ -6,6 +6,7 @@ Each class imports what it measures, so that one without torch measures without 
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -127,21 +128,20 @@ class Gloo:
         self._rank = rank
         self._world_size = world_size
         self._tensor = torch.zeros(1)
+        self._all_reduce: Callable[[torch.Tensor], Any] = torch.distributed.all_reduce
 
     def prepare(self, nbytes: int) -> None:
         """Make the tensor and check one all-reduce."""
         import torch
 
         self._tensor = torch.from_numpy(pattern(nbytes // 4, self._rank + 1))
-        torch.distributed.all_reduce(self._tensor)
+        self._all_reduce(self._tensor)
         check_sum(self._tensor.numpy(), self._world_size, type(self).__name__)
         self._tensor.zero_()
 
     def time(self, iterations: int) -> float:
         """Seconds for `iterations` all-reduces."""
-        from torch.distributed import all_reduce
-
-        return time_calls(lambda: all_reduce(self._tensor), iterations)
+        return time_calls(lambda: self._all_reduce(self._tensor), iterations)
 
     def close(self) -> None:
         """Leave the group."""
@@ -154,3 +154,20 @@ class PacelineBackend(Gloo):
     """torch.distributed on the backend that `import paceline.torch` registers."""
 
     backend = "paceline"
+
+
+class DeepSpeed(Gloo):
+    """DeepSpeed's all-reduce in shared memory, for tensors on the CPU; compiled when it is first used."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(rank, world_size)
+        # Part of the name of its shared memory, alike on all ranks and unlike in other jobs.
+        os.environ |= {"LOCAL_SIZE": str(world_size), "MASTER_PORT": str(os.getppid())}
+        import deepspeed.comm as comm
+        import torch
+
+        comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        # Without it, DeepSpeed makes this call over torch's group, and says nothing.
+        if not hasattr(torch.ops.deepspeed, "inference_all_reduce_"):
+            raise RuntimeError("DeepSpeed could not load deepspeed_shm_comm")
+        self._all_reduce = comm.inference_all_reduce
