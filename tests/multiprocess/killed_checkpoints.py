@@ -3,7 +3,7 @@
 The files have a format of numpy's, so that a writer starts at once: what is tested is the order of their
 names, and not what is in them. For more kills, or torch's format:
 
-    python -m tests.multiprocess.killed_checkpoints FOLDER KILLS SEED [torch]
+    python -m tests.multiprocess.killed_checkpoints FOLDER KILLS SEED [torch|paddle]
 """
 
 from __future__ import annotations
@@ -100,15 +100,14 @@ def _ops_of(framework: str) -> CheckpointOps:
 
 def train(folder: Path, framework: str) -> None:
     """Save states that tell their step, until this process is killed."""
-    ops, data = _ops_of(framework), np.zeros(COUNT)
-    values = ops.ops.from_array(data)
+    ops = _ops_of(framework)
     steps = max(list_checkpoints(folder).whole, default=0)
     writer = WriterProcess(ops, folder, 2)
     while True:
         steps += 1
-        data[:] = steps
+        values = ops.ops.from_array(np.full(COUNT, float(steps)))
         writer.begin({"world_size": 1, "values": values}, steps, ())
-        writer.wait(60.0)
+        writer.wait(600.0)
         assert writer.written == steps, writer.failures
         if steps % 5 == 1:
             print(steps, flush=True)

@@ -95,15 +95,17 @@ class Launch:
 def launch(folder: Path, framework: str, launcher: str, draw: random.Random | None) -> Launch:
     """Run the job once, and disturb it if there is something to draw from."""
     start = {
-        "paceline": ["paceline", "run", "-n", str(RANKS), "--prefix", "never", "-m"],
+        "paceline": ["paceline", "run", "-n", str(RANKS), "--prefix", "never", "--preempt-s", "250", "-m"],
         "torchrun": ["torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "-m"],
     }[launcher]
     command = [*start, __spec__.name, str(folder), "train", framework]
+    # A process that writes imports the framework anew: longer than a launcher's 30 s on a busy machine.
+    patience = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "250"}
     made, pids = Launch(), {}
     moment, count = (draw.choice(MOMENTS), draw.randint(1, 12)) if draw else ("", 0)
     if moment in ("import", "ready", "first forward"):
         moment, count = moment.removeprefix("first "), 1
-    with started_module(*command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+    with started_module(*command, env=os.environ | patience) as process:
         assert process.stdout is not None
         for line in process.stdout:
             made.lines.append(line.rstrip("\n"))

@@ -287,6 +287,24 @@ def test_what_is_due_waits_for_the_writer_and_survives_it(group: Group, tmp_path
     assert names_in(tmp_path) == files_of("torch", 1, 2, 6)
 
 
+@patient_ranks(1)
+def test_closing_waits_no_longer_than_it_is_told_for_a_writer_that_has_written(
+    group: Group, tmp_path: Path
+) -> None:
+    run = begin("torch", group)
+    checkpointer = paceline.Checkpointer(tmp_path, run.ddp)
+    take_steps(run, checkpointer, 1)
+    checkpointer.save()
+    settle(group, checkpointer)
+    writer = pid_of_writer()
+    os.kill(writer, signal.SIGSTOP)
+    try:
+        assert said_by(lambda: checkpointer.close(0.0)) == []
+    finally:
+        os.kill(writer, signal.SIGCONT)
+    assert names_in(tmp_path) == files_of("torch", 1)
+
+
 @patient_ranks(2)
 def test_saving_gives_up_at_the_time_out_of_the_model_while_nothing_is_written(
     group: Group, tmp_path: Path

@@ -328,7 +328,7 @@ class Checkpointer:
         self._is_due = True
         self._save_in_time(waits_until_written=True)
         stop_signals.listen()  # until the process has ended: the launcher may pass the signal on only now
-        self.close(0.0)
+        self.close(_MOMENT_S)
         if self._rank == 0:
             received = stop_signals.received
             by = signal.Signals(received).name if received else "another rank's signal"

@@ -86,3 +86,4 @@ def _write(ops: CheckpointOps, memory: int, folder: Path, job: dict[str, Any]) -
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    os._exit(0)  # a framework's way out of a process takes its time, and the training process waits for it

@@ -89,18 +89,20 @@ class WriterProcess:
         return taken
 
     def close(self, timeout_s: float) -> bool:
-        """Let the process end when it has written everything; whether it has in this time."""
+        """Let the process end when it has written everything; whether it has written it in this time."""
         if self._is_closed:
             return True
         self._is_closed = True
+        until = time.monotonic() + timeout_s
         is_idle = self.wait(timeout_s)
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 # Not only its end: forked children of this process may hold it open.
                 self._process.stdin.write(b"null\n")
                 self._process.stdin.close()
-            if is_idle:
-                self._process.wait()
+            # Its end matters to no file: on a busy machine it may take longer than a preempted job has.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(max(0.0, until - time.monotonic()))
                 self._forget()
         self.memory.close()
         return is_idle
