@@ -63,7 +63,9 @@ def _of_torch(seed: int) -> Program:
         kind = random_.choices(["step", "spoil", "turns"], weights=[4, 3, 3])[0]
         if kind == "spoil":
             what = random_.choice(SPOILS if not allows else SPOILS[:-1])
-            if what == "overflow" and codes == "fp16":  # whose codes are finite, and the rest comes later
+            # Codes of fp16 are finite, and the rest comes later. After a step with weights, gradients are
+            # multiplied by their part of its weights before they are added up: such a sum may be finite.
+            if what == "overflow" and (codes == "fp16" or weights is not None):
                 what = "nan"
             ops.append(
                 {
