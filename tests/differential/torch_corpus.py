@@ -508,6 +508,17 @@ CORPUS: dict[str, Program] = {
         _op("forward"),
         _op("backward"),
     ),
+    # Right is an error in the last backward; the input of the first has a gradient of this rank's own factor.
+    "a buffer written apart is used in a forward whose backward is in no_sync()": _program(
+        ["tiny", "gloo"],
+        [{"kind": "factor"}, _LINEAR],
+        _op("wrap"),
+        _op("write", values=[1.0, 0.5], how="put"),
+        _op("forward", input=True),
+        _op("backward", no_sync=True),
+        _op("forward", data=1, input=True),
+        _op("backward"),
+    ),
     "a forward without a backward weighs in the next one": _program(
         ["tiny", "unused", "gloo", "hosts tiny"],
         [_LINEAR],

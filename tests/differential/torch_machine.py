@@ -356,12 +356,15 @@ class Machine(Walker):
         for model in range(len(self.nets)):
             if model in self.wrappers:
                 self._note_gradients(model, is_shared=model in synced)
-        self._note_inputs([loss for loss in losses if loss.inputs])
+        self._note_inputs([loss for loss in losses if loss.inputs], synced)
 
-    def _note_inputs(self, losses: list[Loss]) -> None:
-        """Gradients of inputs, which are this rank's own."""
+    def _note_inputs(self, losses: list[Loss], synced: list[int]) -> None:
+        """Gradients of inputs, which are this rank's own.
+
+        A backward without sync returns, although its forward has used a buffer that ranks have written apart.
+        """
         for number, loss in enumerate(losses):
-            if self._written_apart and not loss.is_syncing:
+            if self._written_apart and not (loss.is_syncing and loss.models[0] in synced):
                 continue
             values = {f"{number}": _value(x.grad) for x in loss.inputs}
             self._note(loss.models[0], f"input {number}", values, False)
