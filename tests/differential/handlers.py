@@ -90,9 +90,8 @@ def generate(seed: int, framework: str = "torch") -> Program:
     at, within = random_.choice([0, AT, AT]), random_.choice(["backward"] * 5 + ["step"])
     moments = [random_.random() for _ in range(6 if path == "memory" else 3)]
     catching = random.Random(f"catching {seed}")
-    # In a call of all ranks that comes after the means the others may have gone on: then all must raise. So
-    # must they where a static graph was learned, and half of the hooks were changed for it.
-    is_plain = not (has_norm or is_sharded or {"check_replicas_every", "static_graph"} & options.keys())
+    # In a call of all ranks that comes after the means the others may have gone on: then all must raise.
+    is_plain = not (has_norm or is_sharded or "check_replicas_every" in options)
     may_catch = path == "memory" and is_plain
     catches = may_catch and within == "backward" and catching.random() < 0.6
     return {

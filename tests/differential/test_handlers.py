@@ -32,3 +32,11 @@ def test_a_handler_raises_anywhere_in_a_backward(framework: str) -> None:
     }
     found = check(program, framework, [(number + 0.5) / 40 for number in range(40)])
     assert not found, found
+
+
+def test_a_handler_raises_while_the_hooks_of_a_static_graph_change() -> None:
+    """At the end of the first backward; in later ones each parameter still has one hook."""
+    program = generate(39)
+    assert "static_graph" in program["options"] and program["at"] == 0 and program["catches"]
+    found = check(program)
+    assert not found, found
