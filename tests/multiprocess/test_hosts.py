@@ -93,6 +93,12 @@ def in_one_process(step: int, world_size: int, weights: list[float] | None = Non
     return [parameter.grad.numpy() for parameter in net.parameters()]
 
 
+def sparse(values: torch.Tensor) -> torch.Tensor:
+    """One value of 12, the rest is 0: "topk", which sends 8 of 256, sends all of them within a few steps."""
+    flat = values.reshape(-1)
+    return torch.where(torch.arange(len(flat)) % 12 == 0, flat, 0.0).view_as(values)
+
+
 def digest(net: nn.Module) -> str:
     grads = [p.grad.view(torch.uint8) for p in net.parameters()]
     return hashlib.sha256(b"".join(grad.numpy().tobytes() for grad in grads)).hexdigest()

@@ -28,7 +28,7 @@ from paceline.torch.compression import (
     fp16_hook,
 )
 from tests.harness import kept_ranks
-from tests.multiprocess.test_hosts import ALONE, BLOCKS, Layout, place
+from tests.multiprocess.test_hosts import ALONE, BLOCKS, Layout, place, sparse
 from tests.stand_in_device import be_a_device
 
 HOOKS = {
@@ -39,7 +39,7 @@ HOOKS = {
 KINDS = ["bf16", "fp16", "int8", "topk"]
 each_kind = pytest.mark.parametrize("kind", [*KINDS, *HOOKS])
 # What may be missing of a sum of many gradients of about 1: what is kept of a few of them.
-MISSING = {"topk": 40.0, "int8": 0.06, "8 bit hook": 0.06}
+MISSING = {"topk": 4.0, "int8": 0.03, "8 bit hook": 0.03, "fp16": 0.002, "fp16 hook": 0.002}
 
 
 class Parts(nn.Module):
@@ -254,16 +254,18 @@ def test_a_scaler_skips_a_step_as_a_whole(rank: int) -> None:
 # --- parameters that no rank uses ---
 
 
-def check_sums(rank: int, world_size: int, kind: str, how: str, num_steps: int, **options: Any) -> None:
+def check_sums(rank: int, world_size: int, kind: str, how: str, **options: Any) -> None:
     """Parameters are left out of some backwards; what is missing of their sums is what is kept of a few."""
     net = Parts()
     wrapped = wrap(net, kind, **options)
     arrived = [np.zeros(size) for size in Parts.SIZES]
     exact = [np.zeros(size) for size in Parts.SIZES]
-    given = gradients_of(0, rank)
     by_rank = [gradients_of(0, each) for each in range(world_size)]
+    if kind == "topk":
+        by_rank = [{index: sparse(value) for index, value in each.items()} for each in by_rank]
+    given = by_rank[rank]
     means = [np.mean([each[index].double().numpy() for each in by_rank], axis=0) for index in given]
-    for step in range(num_steps):
+    for step in range(24):
         left_out = {0: [0, 3], 1: [1], 2: []}[step % 3]
         net.zero_grad()
         for index, parameter in enumerate(net.parameters()):
@@ -284,7 +286,7 @@ def check_sums(rank: int, world_size: int, kind: str, how: str, num_steps: int, 
 @kept_ranks(2, group="gloo")
 def test_the_error_of_a_parameter_that_is_left_out_waits(rank: int, kind: str, how: str) -> None:
     place(rank, ALONE, 2)
-    check_sums(rank, 2, kind, how, 180 if kind == "topk" else 60)
+    check_sums(rank, 2, kind, how)
 
 
 @pytest.mark.parametrize("layout", [ALONE, (0, 0, 1, 2)])
@@ -292,15 +294,15 @@ def test_the_error_of_a_parameter_that_is_left_out_waits(rank: int, kind: str, h
 def test_so_do_those_of_sums_over_all_hosts(rank: int, layout: Layout, monkeypatch: Any) -> None:
     monkeypatch.setattr(Parts, "SIZES", (40_000, 3, 50_000, 40, 129))
     place(rank, layout, 4)
-    check_sums(rank, 4, "topk", "unused", 150, bucket_cap_mb=1)
+    check_sums(rank, 4, "topk", "unused", bucket_cap_mb=1)
 
 
 @kept_ranks(4, group="gloo")
 def test_so_do_those_of_shares_of_devices(rank: int, monkeypatch: Any) -> None:
     place(rank, BLOCKS, 2)
     be_a_device(monkeypatch)
-    for kind, num_steps in (("topk", 150), ("int8", 45)):
-        check_sums(rank, 4, kind, "unused", num_steps, reduce_through="hosts")
+    for kind in ("topk", "int8"):
+        check_sums(rank, 4, kind, "unused", reduce_through="hosts")
 
 
 @each_kind
@@ -365,12 +367,12 @@ class Halves(nn.Module):
         return (self.halves[which] * gradient).sum()
 
 
-@pytest.mark.parametrize("kind, num_steps", [("topk", 360), ("int8", 60)])
+@pytest.mark.parametrize("kind", ["topk", "int8"])
 @pytest.mark.parametrize("how", ["unused", "frozen"])
 @pytest.mark.parametrize("world_size, layout, num_hosts", [(2, ALONE, 2), (4, BLOCKS, 2)])
 @kept_ranks("world_size", group="gloo")
 def test_halves_of_local_sgd_that_take_turns(
-    rank: int, world_size: int, layout: Layout, num_hosts: int, how: str, kind: str, num_steps: int
+    rank: int, world_size: int, layout: Layout, num_hosts: int, how: str, kind: str
 ) -> None:
     """What all hosts have trained arrives, but for what is kept of a few syncs."""
     place(rank, layout, num_hosts)
@@ -381,8 +383,10 @@ def test_halves_of_local_sgd_that_take_turns(
     )
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     given = [torch.randn(1000, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
+    if kind == "topk":
+        given = [sparse(each) for each in given]
     counts = [0, 0]
-    for step in range(num_steps):
+    for step in range(36):
         which = step // 3 % 2
         counts[which] += 1
         if how == "frozen":
@@ -397,4 +401,4 @@ def test_halves_of_local_sgd_that_take_turns(
     mean = np.mean([each.double().numpy() for each in given], axis=0)
     for half, count in zip(net.halves, counts, strict=True):
         missing = np.abs(half.detach().double().numpy() + count * mean).max()
-        assert missing < MISSING[kind] * 2, missing
+        assert missing < MISSING[kind], missing

@@ -78,7 +78,7 @@ def takes_groups_later(optimizer_class: type[torch.optim.Optimizer]) -> bool:
 
 
 @kept_ranks(2)
-def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one_after_200_steps(group: Any) -> None:
+def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one_after_40_steps(group: Any) -> None:
     """On parameters of each rank's own, and on shared ones."""
     first_of_each = dict(reversed(ELEMENTWISE))
     assert len(first_of_each) == 12
@@ -99,7 +99,7 @@ def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one_after_200_step
             [torch.randn(value.shape, generator=generator) * 10.0 ** (step % 4 - 2) for value in values]
             for step in range(8)
         ]
-        for step in range(200):
+        for step in range(40):
             for parameters in (whole, own, shared):
                 for parameter, gradient in zip(parameters, gradients[step % 8], strict=True):
                     parameter.grad = gradient
