@@ -30,6 +30,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -240,8 +241,7 @@ def leave_out_inner_frames(error: BaseException) -> None:
     What lies below that tells nobody anything: the error itself says what happened, and where. Other errors,
     and what a user's function raises that we have called, keep all of their frames.
     """
-    modules = (sys.modules.get(name) for name in ("paceline", "torch", "paddle"))
-    folders = tuple(f"{path}{os.sep}" for module in modules for path in getattr(module, "__path__", ()))
+    folders = _inner_folders()
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -252,11 +252,26 @@ def leave_out_inner_frames(error: BaseException) -> None:
         frame = each.__traceback__
         while isinstance(each, PacelineError) and frame is not None:
             path = frame.tb_frame.f_code.co_filename
-            if not path.startswith(folders) and path != contextlib.__file__:
+            if not path.startswith(folders):
                 last = frame
             frame = frame.tb_next
         if last is not None:
             last.tb_next = None
+
+
+def warn(text: str) -> None:
+    """Give a RuntimeWarning that names the line of the program, or of the library, that has called us."""
+    folders, frame, level = _inner_folders(), sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, RuntimeWarning, stacklevel=level)
+
+
+def _inner_folders() -> tuple[str, ...]:
+    """Of files whose frames tell a user nothing: ours, and the frameworks'."""
+    modules = (sys.modules.get(name) for name in ("paceline", "torch", "paddle"))
+    found = (f"{path}{os.sep}" for module in modules for path in getattr(module, "__path__", ()))
+    return (*found, contextlib.__file__)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

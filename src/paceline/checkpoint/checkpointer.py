@@ -14,9 +14,7 @@ import math
 import os
 import secrets
 import signal
-import sys
 import time
-import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -27,7 +25,7 @@ from typing import Any
 from paceline.arguments import Arguments
 from paceline.checkpoint.folder import Listing, list_checkpoints, name_of, why_damaged
 from paceline.checkpoint.writer_process import WriterProcess
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, warn
 from paceline.health.preemption import EXIT_STATUS, stop_signals
 from paceline.rendezvous.messages import read_of_ranks
 
@@ -382,10 +380,7 @@ class Checkpointer:
                 self._warn(reason)
 
     def _warn(self, text: str) -> None:
-        frame, level = sys._getframe(), 1
-        while frame.f_code.co_filename == __file__ and frame.f_back is not None:  # where the user's code is
-            frame, level = frame.f_back, level + 1
-        warnings.warn(f"{_OWNER}: {text}.", RuntimeWarning, stacklevel=level)
+        warn(f"{_OWNER}: {text}.")
 
 
 def _finish(writer: WriterProcess | None, pid: int) -> None:

@@ -10,7 +10,6 @@ differ; then all tell all.
 from __future__ import annotations
 
 import json
-import warnings
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from paceline.errors import (
     SkippedPassError,
     UnusedParameterError,
     format_ranks,
+    warn,
 )
 from paceline.reducer.backward_reports import differ_in_frozen_only, is_all_unused_frozen
 from paceline.reducer.protocol import BackwardResult, BackwardStatus, Outcome
@@ -93,7 +93,7 @@ class Judge:
         if Outcome.GLOBALLY_UNUSED in outcome and not self._has_warned_of_globally_unused:
             self._has_warned_of_globally_unused = True
             text = globally_unused_warning(result.globally_unused, self._names, self._world_size)
-            warnings.warn(text, RuntimeWarning, stacklevel=3)
+            warn(text)
         if outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):
             self.judge_nonfinite(result.nonfinite, result.overflowed)
 
@@ -104,7 +104,7 @@ class Judge:
                 raise error
             if not self._has_warned:
                 self._has_warned = True
-                warnings.warn(f"{error}\n  (reported once)", RuntimeWarning, stacklevel=3)
+                warn(f"{error}\n  (reported once)")
 
 
 def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) -> UnusedParameterError:

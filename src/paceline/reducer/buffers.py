@@ -9,13 +9,12 @@ ranks write the same. `BufferWrites` notices such writes, the end of backward re
 from __future__ import annotations
 
 import json
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from paceline import _core
-from paceline.errors import ReplicasDifferError, format_ranks
+from paceline.errors import ReplicasDifferError, format_ranks, warn
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.buffer_policy import BufferPolicies
 from paceline.reducer.communicator import Communicator
@@ -483,7 +482,7 @@ class BufferSync:
             where += "; the buffers of rank 0 are now on every rank"
             error = _written_apart(writers, self._communicator.world_size, where)
             self._has_warned = True
-            warnings.warn(f"{error}\n  (reported once)", RuntimeWarning, stacklevel=3)
+            warn(f"{error}\n  (reported once)")
 
     def _gather(self, value: object) -> list[Any]:
         return [json.loads(row) for row in self._communicator.all_gather(json.dumps(value).encode())]

@@ -12,12 +12,11 @@ written to their parameters differently often, and where the user asked for chec
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from paceline import _core
-from paceline.errors import ReplicasDifferError, format_ranks
+from paceline.errors import ReplicasDifferError, format_ranks, warn
 from paceline.reducer.framework_ops import FrameworkOps, nbytes
 from paceline.reducer.replica_check import Entry, Gather, check_replicas
 
@@ -168,7 +167,7 @@ class DriftWatch:
                 self._suspect(writes, is_error=bool(is_error))
         if not self._has_warned_of_dropped and (text := dropped_warning(notes)):
             self._has_warned_of_dropped = True
-            warnings.warn(text, RuntimeWarning, stacklevel=5)
+            warn(text)
 
     def _suspect(self, seen: str, *, is_error: bool) -> None:
         try:
@@ -178,8 +177,4 @@ class DriftWatch:
             if is_error:
                 raise
             self._has_warned_of_drift = True
-            warnings.warn(
-                f"{error}\n  (reported once; check_replicas_every=100 makes it an error, 0 is silent)",
-                RuntimeWarning,
-                stacklevel=6,
-            )
+            warn(f"{error}\n  (reported once; check_replicas_every=100 makes it an error, 0 is silent)")

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import random
-import warnings
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from paceline.errors import warn
 from paceline.reducer.framework_ops import FrameworkOps, nbytes, numel
 from paceline.reducer.protocol import BackwardStatus
 
@@ -73,14 +73,12 @@ class SameInputs:
         return self._left > 0
 
     def _warn(self, world_size: int) -> None:
-        warnings.warn(
+        warn(
             f"All {world_size} ranks train on the same samples: in {_BATCHES} batches, what the model was "
             f"called with was the same on every rank.\n"
             "  likely   the loader of each rank reads all of the data, because it has no sampler\n"
             f"  hint     {self._ops.names.sampling}; nothing is wrong if it is meant to be so\n"
-            "  (reported once)",
-            RuntimeWarning,
-            stacklevel=5,
+            "  (reported once)"
         )
 
     def _random_state(self) -> object:

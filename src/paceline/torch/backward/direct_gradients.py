@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 
 import torch.distributed as dist
+
+from paceline.errors import warn
 
 
 class DirectGradients:
@@ -41,15 +42,13 @@ class DirectGradients:
         if _collectives() != collectives:
             return
         self._is_over = True
-        warnings.warn(
+        warn(
             "Gradients of the wrapped model were returned by torch.autograd.grad(), which averages nothing, "
             "and then its parameters were written: the ranks are likely to have different ones now.\n"
             f"  where    {self._where}, the forward after that step\n"
             "  likely   a step with gradients of this rank alone\n"
             "  hint     call backward() on the loss, which averages them; or average what is returned before "
-            "the step. check_replicas() compares the ranks\n  (reported once)",
-            RuntimeWarning,
-            stacklevel=6,
+            "the step. check_replicas() compares the ranks\n  (reported once)"
         )
 
 
