@@ -383,7 +383,7 @@ def conclusion(framework: Framework, ways: Sequence[Way], runs: Sequence[Sequenc
     if gain is None:
         text = f"Whether it is faster here {NOT_MEASURED}: other programs leave this machine too little time."
     elif len(ours) < LEAST_ROUNDS:
-        text = f"Fewer than {LEAST_ROUNDS} rounds tell nothing for sure: --rounds {LEAST_ROUNDS}."
+        text = f"Fewer than {LEAST_ROUNDS} rounds tell nothing for sure: add ARGS='--rounds {LEAST_ROUNDS}'."
     elif gain.low > 1:
         text = f"It is faster here: {ranks} processes train {gain} as fast as one process with all cores. "
         text += framework.why
