@@ -562,6 +562,24 @@ CORPUS: dict[str, Program] = {
             _op("try", body=[_op("forward", data=2, model=1), _op("backward")]),
         ],
     },
+    "a gradient that comes in two pieces shares its memory after the first one": _program(
+        ["static", "hosts static"],
+        [
+            {"kind": "add", "view": "stack"},
+            {"kind": "checkpoint", "reentrant": True, "layers": [{"kind": "again", "layer": 0}]},
+            _LINEAR,
+        ],
+        _op("wrap"),
+        _op("zero_grad"),
+        _op("forward"),
+        _op("backward", no_sync=True),
+        _op("zero_grad"),
+        _op("forward", data=1),
+        _op("backward"),
+        _op("zero_grad"),
+        _op("forward", data=2),
+        _op("backward"),
+    ),
 }
 
 OPEN: frozenset[str] = frozenset()

@@ -115,7 +115,9 @@ class TorchAutograd:
     def _make_deferred(self, is_static: bool) -> None:
         hand_over, delayed = self._gradients.hand_over_rest, self._tensors.delayed
         if is_static or delayed:
-            self._late = DeferredGradients(self._state, hand_over, delayed, is_learning=is_static)
+            self._late = DeferredGradients(
+                self._state, hand_over, delayed, is_learning=is_static, part=self._part_gradient
+            )
             self.complete = self._late.end_backward
         else:
             self._late = self.complete = None
@@ -247,6 +249,9 @@ class TorchAutograd:
             shared = state.handed.shared_among(list(accumulated))
             part_accumulated(self._tensors.trainable, accumulated, shared)
         state.handed.begin()
+
+    def _part_gradient(self, index: int) -> None:
+        part_accumulated(self._tensors.trainable, [index], self._state.handed.shared_among([index]))
 
     def is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1

@@ -26,8 +26,11 @@ class DeferredGradients:
         delayed: Collection[int],
         *,
         is_learning: bool,
+        part: Callable[[int], None],
     ) -> None:
         self.is_learning = is_learning
+        # Gives a gradient that shares memory a copy: autograd would add the next piece to the other one, too.
+        self._part = part
         self._state = state
         self._hand_over = hand_over
         self._delayed = frozenset(delayed)
@@ -44,6 +47,8 @@ class DeferredGradients:
         @untraced
         def note(_: torch.Tensor) -> None:
             if not state.is_syncing:
+                if index not in state.accumulated:
+                    self._part(index)
                 state.accumulated.add(index)
                 return
             if state.phase < RUNNING:
@@ -56,6 +61,8 @@ class DeferredGradients:
                 self._hand_over(index)
             else:
                 came[index] = count
+                if count == 1:
+                    self._part(index)
 
         return note
 
