@@ -321,7 +321,9 @@ def _wrong(got: Value | None, wanted: Value | None, tolerance: float, floor: flo
     have, want = (zeros if value is None else value.sample for value in (got, wanted))
     if have.shape != want.shape:
         return f"expected {want.size} elements, got {have.size}"
-    allowed = tolerance * max(np.abs(want[np.isfinite(want)]).max(initial=0.0), 1e-2 * floor) + 1e-30
+    # A gradient that is the small sum of large terms is as wrong as these are.
+    largest = max(np.abs(want[np.isfinite(want)]).max(initial=0.0), max(1e-2, tolerance) * floor)
+    allowed = tolerance * largest + 1e-30
     with np.errstate(all="ignore"):
         is_right = (np.abs(have - want) <= allowed) | (have == want) | (np.isnan(have) & np.isnan(want))
     if is_right.all():

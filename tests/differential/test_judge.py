@@ -93,3 +93,16 @@ def test_what_float32_cannot_hold_is_not_compared(mean, kind):
     wanted = [Event("backward", "gradients", each, shared=True) for each in values]
     expected = [Record(wanted, None) for _ in ranks]
     assert judge(ranks, expected, tolerance=1e-3).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("off", "tolerance", "kind"),
+    [(0.005, 0.1, EQUAL), (0.05, 0.1, "wrong local gradient"), (0.005, 3e-3, "wrong local gradient")],
+)
+def test_a_small_gradient_is_as_exact_as_the_largest_of_its_type(off, tolerance, kind):
+    def record(small):
+        values = {"small": small, "large": 1.0}
+        of = {name: Value.of(np.full(3, each, np.float32)) for name, each in values.items()}
+        return Record([Event("backward", "gradients", of, shared=False)])
+
+    assert judge([record(0.04 + off)], [record(0.04)], tolerance=tolerance).kind == kind
