@@ -16,7 +16,9 @@ def test_what_is_delayed_is_handed_over_at_the_trigger() -> None:
     state, gradient = BackwardState(0, 1), torch.zeros(1)
     state.phase = RUNNING
     handed: list[int] = []
-    late = DeferredGradients(state, handed.append, {DELAYED, UNUSED}, is_learning=False)
+    parted: list[int] = []
+    delayed = {DELAYED, UNUSED}
+    late = DeferredGradients(state, handed.append, delayed, is_learning=False, part=parted.append)
     trigger = late.with_trigger(lambda _: handed.append(TRIGGER))
     for _ in range(2):
         for _ in range(2):  # the gradient comes in two parts
@@ -26,3 +28,4 @@ def test_what_is_delayed_is_handed_over_at_the_trigger() -> None:
         late.end_backward()
         assert handed == [TRIGGER, DELAYED]
         handed.clear()
+    assert parted == [DELAYED, DELAYED]  # once in each backward, behind the first part
