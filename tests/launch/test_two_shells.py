@@ -1,8 +1,9 @@
-"""Two hosts of a job that are two shells of one machine: `paceline run --nnodes 2`, twice."""
+"""Ranks that torch's agent starts: `paceline run --nnodes 2`, in two shells of a machine as on two hosts."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -62,3 +63,21 @@ def test_two_shells_are_two_hosts(host: str, numbers: tuple[int | None, ...], tm
     assert sorted(told) == [f"rank {rank} of 2, 0 here: 1.5\n" for rank in range(2)], done
     if None not in numbers:
         assert [f"rank {number} of 2" in output for number, output in zip(numbers, told)] == [True, True]
+
+
+def test_ranks_that_failed_are_shown_without_the_traceback_of_the_agent(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import os, signal\n"
+        "if os.environ['RANK'] == '0': raise SystemExit(3)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    rdzv = f"localhost:{free_ports(1)[0]}"
+    command = [warm_python("torch"), "-m", "paceline", "run", "--nnodes", "1", "--rdzv", rdzv, "-n", "2"]
+    done = subprocess.run(
+        [*command, "train.py"], cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=WITHIN_S, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"paceline: ranks of host {socket.gethostname()} failed\n" in done.stderr
+    ends = "  rank 0: exit status 3", "  rank 1: killed by SIGKILL"
+    assert any(end in done.stderr for end in ends), done.stderr  # the agent stops the later one
+    assert "Traceback" not in done.stderr and "ChildFailedError" not in done.stderr

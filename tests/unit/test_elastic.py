@@ -25,7 +25,7 @@ ELASTIC = Elastic(nnodes=2, rdzv="node0:29400", nprocs=4, timeout_s=60.0, log_di
 
 
 def options_of(command: list[str]) -> dict[str, str]:
-    assert command[:2] == ["-m", "torch.distributed.run"]
+    assert command[:2] == ["-m", "paceline.torch.elastic_agent"]
     return dict(zip(command[2::2], command[3::2], strict=True))
 
 

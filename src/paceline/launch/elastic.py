@@ -309,8 +309,8 @@ def agent_command(elastic: Elastic, way: Way, port: int, *, serves: bool) -> lis
     """The arguments of torch's agent on this host.
 
     Example:
-        On node1, of two hosts that meet at node0:29400: ["-m", "torch.distributed.run", "--nnodes", "2",
-        "--nproc-per-node", "2", ..., "--rdzv-conf", "is_host=0,...", "--local-addr", "10.77.0.2"].
+        On node1, of two hosts that meet at node0:29400: ["-m", "paceline.torch.elastic_agent", "--nnodes",
+        "2", "--nproc-per-node", "2", ..., "--rdzv-conf", "is_host=0,...", "--local-addr", "10.77.0.2"].
     """
     seconds = max(1, round(elastic.timeout_s))
     address = f"[{way.address}]" if ":" in way.address else way.address
@@ -327,7 +327,7 @@ def agent_command(elastic: Elastic, way: Way, port: int, *, serves: bool) -> lis
         options["--rdzv-conf"] = f"timeout={seconds}"
     if elastic.log_dir is not None:
         options |= {"--log-dir": elastic.log_dir, "--tee": "3"}
-    return ["-m", "torch.distributed.run", *(word for pair in options.items() for word in pair)]
+    return ["-m", "paceline.torch.elastic_agent", *(word for pair in options.items() for word in pair)]
 
 
 @contextmanager
