@@ -55,6 +55,7 @@ def generate(seed: int) -> Program:
     weigh_forwards(program, random.Random(f"forwards {seed}"))
     is_gated = _freeze_gated(program, random.Random(f"gated {seed}"))
     _compare_inputs(program, random.Random(f"inputs {seed}"))
+    _come_in_pieces(program, random.Random(f"pieces {seed}"))
     if accelerator.IS_THERE:
         needs_unused = writer.needs_unused or is_gated
         _put_on_device(program, random.Random(f"device {seed}"), needs_unused=needs_unused)
@@ -81,6 +82,22 @@ def _freeze_gated(program: Program, rng: random.Random) -> bool:
     modes = [mode for mode in (*UNUSED_MODES, "hosts unused") if mode != "static"]
     modes = [mode for mode in modes if can_run_in(program, mode)]
     return freeze_gated(program, rng, modes=modes, clearing="zero_grad")
+
+
+def _come_in_pieces(program: Program, rng: random.Random) -> None:
+    """Let some static graphs have gradients that come twice in a backward, and whose memory may be shared.
+
+    Without that promise such a program is refused.
+    """
+    if rng.random() > 1 / 40 or len(program["models"]) > 1:
+        return
+    plain = ("wrap", "optimizer", "zero_grad", "forward", "backward", "step")  # the rest changes the graph
+    program["ops"] = [op for op in program["ops"] if op["op"] in plain]
+    view = rng.choice(("stack", "cat", "expand", "select", "chunk"))
+    again = {"kind": "checkpoint", "reentrant": True, "layers": [{"kind": "again", "layer": 0}]}
+    layers: list[dict[str, Any]] = [{"kind": "add", "view": view}, {"kind": "linear"}, again]
+    program["models"][0]["layers"] = layers
+    program["modes"] = [rng.choice(("static", "hosts static"))]
 
 
 def can_run_in(program: Program, mode: str) -> bool:
