@@ -18,7 +18,7 @@ def test_what_is_delayed_is_handed_over_at_the_trigger() -> None:
     handed: list[int] = []
     parted: list[int] = []
     delayed = {DELAYED, UNUSED}
-    late = DeferredGradients(state, handed.append, delayed, is_learning=False, part=parted.append)
+    late = DeferredGradients(state, handed.append, delayed, is_learning=False, part=parted.extend)
     trigger = late.with_trigger(lambda _: handed.append(TRIGGER))
     for _ in range(2):
         for _ in range(2):  # the gradient comes in two parts

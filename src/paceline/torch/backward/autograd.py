@@ -116,7 +116,7 @@ class TorchAutograd:
         hand_over, delayed = self._gradients.hand_over_rest, self._tensors.delayed
         if is_static or delayed:
             self._late = DeferredGradients(
-                self._state, hand_over, delayed, is_learning=is_static, part=self._part_gradient
+                self._state, hand_over, delayed, is_learning=is_static, part=self._part
             )
             self.complete = self._late.end_backward
         else:
@@ -244,14 +244,12 @@ class TorchAutograd:
         return None
 
     def _part_accumulated(self) -> None:
-        state = self._state
-        if accumulated := state.accumulated:
-            shared = state.handed.shared_among(list(accumulated))
-            part_accumulated(self._tensors.trainable, accumulated, shared)
-        state.handed.begin()
+        if self._state.accumulated:
+            self._part(list(self._state.accumulated))
+        self._state.handed.begin()
 
-    def _part_gradient(self, index: int) -> None:
-        part_accumulated(self._tensors.trainable, [index], self._state.handed.shared_among([index]))
+    def _part(self, indices: list[int]) -> None:
+        part_accumulated(self._tensors.trainable, indices, self._state.handed.shared_among(indices))
 
     def is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1

@@ -26,10 +26,10 @@ class DeferredGradients:
         delayed: Collection[int],
         *,
         is_learning: bool,
-        part: Callable[[int], None],
+        part: Callable[[list[int]], None],
     ) -> None:
         self.is_learning = is_learning
-        # Gives a gradient that shares memory a copy: autograd would add the next piece to the other one, too.
+        # Gives gradients that share memory a copy: autograd would add the next piece to the other one, too.
         self._part = part
         self._state = state
         self._hand_over = hand_over
@@ -48,7 +48,7 @@ class DeferredGradients:
         def note(_: torch.Tensor) -> None:
             if not state.is_syncing:
                 if index not in state.accumulated:
-                    self._part(index)
+                    self._part([index])
                 state.accumulated.add(index)
                 return
             if state.phase < RUNNING:
@@ -62,7 +62,7 @@ class DeferredGradients:
             else:
                 came[index] = count
                 if count == 1:
-                    self._part(index)
+                    self._part([index])
 
         return note
 
