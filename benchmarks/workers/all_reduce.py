@@ -9,6 +9,7 @@ import functools
 import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -171,3 +172,10 @@ class DeepSpeed(Gloo):
         if not hasattr(torch.ops.deepspeed, "inference_all_reduce_"):
             raise RuntimeError("DeepSpeed could not load deepspeed_shm_comm")
         self._all_reduce = comm.inference_all_reduce
+
+    def close(self) -> None:
+        """Leave the group, and remove the shared memory of this rank, which DeepSpeed leaves behind."""
+        super().close()
+        name = f"deepspeed_allreduce_buffer_*_{os.environ['MASTER_PORT']}_{self._rank}"
+        for file in Path("/dev/shm").glob(name):
+            file.unlink()
