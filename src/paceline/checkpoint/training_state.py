@@ -13,7 +13,6 @@ A dict of plain values:
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -26,7 +25,7 @@ from paceline.arguments import Arguments
 from paceline.checkpoint import random_states
 from paceline.checkpoint.checkpoint_ops import CheckpointOps
 from paceline.checkpoint.plain_values import plain
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError, warn
 from paceline.reducer.agreement import ModelDescription, check_agreement, reporting_to_peers
 from paceline.reducer.backward_errors import shorten
 from paceline.reducer.communicator import Communicator
@@ -348,9 +347,7 @@ def _check_model(training: Training, saved: Mapping[str, Any]) -> None:
 
 def _warn_of_other_world(training: Training, state: Mapping[str, Any]) -> None:
     own = f" Each rank has got rank 0's {shorten(list(state['own'][0]))}." if state["own"] else ""
-    warnings.warn(
+    warn(
         f"{training.call('load_training_state')}: the state was saved by {state['world_size']} ranks, and is "
-        f"loaded by {training.peers.world_size}: the run goes on with other random numbers.{own}",
-        RuntimeWarning,
-        stacklevel=4,
+        f"loaded by {training.peers.world_size}: the run goes on with other random numbers.{own}"
     )

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import copy
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from paceline.collectives.failures import in_words, next_warning_s
-from paceline.errors import CollectiveError, DeadlineError, PeerLostError
+from paceline.errors import CollectiveError, DeadlineError, PeerLostError, warn
 from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer, late_error
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.backward_errors import shorten
@@ -76,12 +75,10 @@ class ProcessGroupWaits:
             if waited_s > self._timeout_s:
                 raise self._late(what)
             if waited_s > warns_at_s:
-                warnings.warn(
+                warn(
                     f"{self._who} has waited {waited_s:.0f} s for some rank: {self._where(what)}\n"
                     f"  the wait ends with an error in {in_words(self._timeout_s - waited_s)} (timeout_s). "
-                    "Most often a rank has run out of data or took another branch",
-                    RuntimeWarning,
-                    stacklevel=2,
+                    "Most often a rank has run out of data or took another branch"
                 )
                 warns_at_s = next_warning_s(self._warn_after_s, waited_s)
             if self.peer_monitor is not None and naps >= _USUAL_NAPS:

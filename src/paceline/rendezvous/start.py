@@ -9,12 +9,11 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-import warnings
 from dataclasses import dataclass
 from importlib.metadata import version
 
 from paceline.env import RankEnvironment, is_in_pod, may_span_hosts
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, warn
 from paceline.rendezvous.addresses import (
     Way,
     check_rendezvous_address,
@@ -152,9 +151,7 @@ def _configure_gloo(way: Way, owner: str) -> None:
     interface, reason = interface_for_gloo(way)
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
-        warnings.warn(
+        warn(
             f"{owner}: Gloo will listen at {interface}, because {reason}. "
-            f"GLOO_SOCKET_IFNAME={interface}, or a line in /etc/hosts for this host, says so beforehand.",
-            RuntimeWarning,
-            stacklevel=4,
+            f"GLOO_SOCKET_IFNAME={interface}, or a line in /etc/hosts for this host, says so beforehand."
         )

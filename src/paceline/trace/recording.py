@@ -16,12 +16,12 @@ import mmap
 import os
 import socket
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, final
 
 from paceline import _core
+from paceline.errors import warn
 from paceline.trace import jobs, ring_file
 from paceline.trace.batches import shape_of_batch
 from paceline.trace.far_ranks import Words, pack_figures
@@ -126,11 +126,7 @@ class Recording:
             self.start(path, rank, world_size, int(capacity) if capacity.isdigit() else FLIGHT_RECORDS)
         except OSError as error:
             why = jobs.squatter() or error.strerror
-            warnings.warn(
-                f"Rank {rank} of {world_size} records nothing: {path} can't be made ({why}).",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn(f"Rank {rank} of {world_size} records nothing: {path} can't be made ({why}).")
 
     @property
     def folder(self) -> Path | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +19,7 @@ from paceline.arguments import Arguments, show
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
 from paceline.env import read_rank_environment
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, warn
 from paceline.paddle.communicator.calls import WARN_AFTER_S, GroupCalls
 from paceline.paddle.communicator.start import export_place, form_paddles_group, needs_paddles_group
 from paceline.paddle.model.arguments import checked_group
@@ -188,11 +187,9 @@ def environment_group(forming_timeout_s: float | None = None) -> Group | None:
     except ConfigError as error:
         if getattr(error, "variable", None):
             raise  # set, but wrong
-        warnings.warn(
+        warn(
             "paceline.paddle: no launcher's variables are set, so this process trains alone. "
-            "`paceline run -n 2 script.py` or paddle.distributed.launch starts several.",
-            RuntimeWarning,
-            stacklevel=5,
+            "`paceline run -n 2 script.py` or paddle.distributed.launch starts several."
         )
         return None
     if place.world_size == 1:

@@ -12,7 +12,6 @@ weighs in the mean is what its gradients have weighed since the last sync.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar, final
 
@@ -23,6 +22,7 @@ from paceline.errors import (
     NonFiniteGradientError,
     PacelineError,
     format_ranks,
+    warn,
 )
 from paceline.reducer.backward.backward_sync import BackwardSync
 from paceline.reducer.backward.sharing import registry
@@ -273,11 +273,9 @@ class OuterSync(Generic[_Tensor]):
 
     def state(self, steps: int) -> dict[str, Any]:
         if self.since and self._weight != self.since:  # each member has its own, and all load one state
-            warnings.warn(
+            warn(
                 f"local_sgd_state_dict: in the middle of a round (since_sync={self.since}), without its "
-                "weights. Whoever loads it goes on as if all had been 1. Call sync_parameters() first.",
-                RuntimeWarning,
-                stacklevel=3,
+                "weights. Whoever loads it goes on as if all had been 1. Call sync_parameters() first."
             )
         if not self._values:
             self._take_values()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from paceline.errors import RendezvousError, format_ranks
+from paceline.errors import RendezvousError, format_ranks, warn
 from paceline.rendezvous.secret import find_secret
 from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures
 
@@ -199,13 +198,11 @@ def warn_of_shared_store(backend: str, rank: int, environ: Mapping[str, str] | N
     is_shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if "gloo" not in backend or rank != 0 or restarts_left <= 0 or not is_shared:
         return
-    warnings.warn(
+    warn(
         "torchrun may not bring this job back after a failure: the ranks that it restarts look for the dead "
         "ones' Gloo addresses in the store that its agent keeps, and half of such restarts fail with "
         "`connectFullMesh failed`. That is torch's fault. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the "
-        'environment of torchrun; or use the backend "paceline", which has keys of its own for each attempt.',
-        RuntimeWarning,
-        stacklevel=2,
+        'environment of torchrun; or use the backend "paceline", which has keys of its own for each attempt.'
     )
 
 
