@@ -24,6 +24,9 @@
 //   each rank reduced everybody's piece straight into its own array. But where
 //   cores share no cache (EPYC), a line that another core has only read takes
 //   ten times as long to be written again as one that it has written.
+//   Reading the other's array with process_vm_readv, in pieces of 1 MiB, takes
+//   longer: 8.1 ms for 25 MiB and two ranks, against 3.7 ms through the staging
+//   buffers. With huge pages, which tensors seldom have, it takes 3.5 ms.
 //   Two buffers are enough: piece k + 1 goes where piece k - 1 was, and nobody
 //   needs that any more once all have met for piece k.
 #include "collectives/all_reduce.h"
