@@ -1,8 +1,8 @@
-"""An optimizer's step that the ranks share, and parameters of which each host has one copy.
+"""Optimizer steps that are split over the ranks, and parameters of which each host has one copy.
 
-Which rank updates which elements (`cuts`, `shards`), and the course of a step (`sharded_steps`,
-`shared_step`, `step_barriers`, `journal`); where shared parameters lie (`shared_parameters`), and what a lost
-rank leaves behind (`partial_steps`); gradients of which each rank has a part (`scattered_gradients`).
+`cuts` and `shards` decide which rank updates which elements. `sharded_steps`, `shared_step`, `step_barriers`
+and `journal` make a step. `shared_parameters` holds shared parameters, `partial_steps` records what a lost
+rank left half written, and `scattered_gradients` holds gradients of which each rank has a part.
 
 Not public.
 """

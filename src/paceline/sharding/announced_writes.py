@@ -1,8 +1,8 @@
-"""One copy of a model's parameters on each host, and writes that count for all ranks.
+"""One copy of a model's parameters on each host, and collective writes to it.
 
-Announced writes are a transaction. Between `begin()` and `end()` each rank writes in pages of its own. At the
-end all ranks say what they have changed: if it agrees, one rank of each host publishes it; if not, or if any
-rank has raised, nothing has changed anywhere.
+The writes between `begin()` and `end()` are a transaction. Until `end()` each rank writes to private copies
+of the pages. At `end()` the ranks compare hashes of their changes: if they agree, one rank of each host
+publishes the changes; if they differ, or if any rank has raised, nothing changes on any rank.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ class Place(NamedTuple):
 
 
 def lay_out(sizes: Mapping[str, int]) -> tuple[list[Place], int]:
-    """Pure.
+    """Place each parameter at a cache line of its own, so that ranks that update neighbours do not write to
+    one line.
 
-    Each begins at a cache line of its own, so ranks that update neighbours do not write to one line.
+    Pure.
     """
     places, end = [], 0
     for name, nbytes in sizes.items():
@@ -38,7 +39,7 @@ def lay_out(sizes: Mapping[str, int]) -> tuple[list[Place], int]:
 
 
 class OneCopy:
-    """What the ranks of one host share, as one of them sees it."""
+    """The parameters that the ranks of one host share, as seen by one rank."""
 
     def __init__(
         self,
@@ -61,19 +62,21 @@ class OneCopy:
         return self._depth > 0
 
     def begin(self) -> None:
-        """Does not wait; calls may be nested."""
+        """Begin a write. Does not block; calls may be nested."""
         if self._depth == 0:
             self.memory.begin_writing()
         self._depth += 1
 
     def end(self, failure: BaseException | None = None) -> None:
-        """What was written counts now, for all ranks. Collective over all hosts.
+        """Publish what was written since begin(), for all ranks. Collective over all hosts.
 
         Raises:
             ReplicaError: Another rank has raised.
-            ReplicasDifferError: Ranks that have written have not written the same; or none of some host has.
-            DeadlineError: A rank did not come.
-            PeerLostError: A rank has died. What was agreed on before counts, as a whole.
+            ReplicasDifferError: The ranks that wrote have written different values, or no rank of some host
+                has written.
+            DeadlineError: A rank did not reach this call in time.
+            PeerLostError: A rank has died. If the ranks had agreed before, their changes are published as a
+                whole.
         """
         self._depth -= 1
         if self._depth:
@@ -101,7 +104,7 @@ class OneCopy:
         try:
             self._exchange_facts({})
         except PacelineError:
-            # Whoever was to publish may have died half way. All who have written have written the same.
+            # The publishing rank may have died half way. All ranks that wrote have written the same values.
             self.memory.publish(changes)
             raise
 
@@ -151,7 +154,7 @@ class OneCopy:
         return gather_objects(self._exchange, facts, self._timeout_s)
 
     def name_at(self, offset: int) -> str:
-        """The parameter that lies at this byte of the memory, or before it."""
+        """The last parameter that begins at or before this byte of the memory."""
         return next((p.name for p in reversed(self.places) if p.begin <= offset), self.places[0].name)
 
 

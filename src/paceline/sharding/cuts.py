@@ -1,11 +1,11 @@
-"""Who updates what: parameters, cut into pieces that are dealt to the ranks.
+"""Which rank updates which elements: parameters are cut into pieces, and each piece is assigned to a rank.
 
-A cut costs nothing but its two ends. So parameters are laid end to end and cut where the bytes
-of each rank end: every rank gets as much as any other, and only one parameter in each cut is shared at all.
+A cut costs nothing but its two ends. So parameters are laid end to end and cut where each rank's bytes end:
+all ranks get equally many bytes, and at each cut at most one parameter is split.
 
-Words: a *piece* is a run of elements of one parameter, in the order of its memory, which one rank updates. It
-is *whole* if it is all of its parameter. Parameters that must not be cut are dealt whole, balanced by size.
-What a rank was dealt of a parameter may be several pieces, one after the other, each of which fits a cache.
+Words: a *piece* is a range of elements of one parameter, in memory order, that one rank updates. It is
+*whole* if it is all of its parameter. Parameters that must not be cut are assigned whole, balanced by size. A
+rank may have several consecutive pieces of one parameter, each of which fits into a cache.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 CUT_ELEMENTS = 128
-"""Cuts lie at multiples of so many elements, and so far from both ends of a parameter.
+"""Cuts lie at multiples of this many elements, and at least this far from both ends of a parameter.
 
-Loops over tensors work on vectors, several at a time, and on what is left over one element after the other,
-where some round differently: torch's SGD with 16 bits and its fused optimizers do, measured with cuts at 1,
-2, 8 and 13 elements. A rank that begins at a multiple of the largest such group (64 elements of 16 bits)
-leaves the others as they are. And two ranks that write to one array write to different pairs of cache lines.
+Loops over tensors process several vectors at a time and the remaining elements one by one, and some of them
+round the two differently: torch's SGD with 16 bits and its fused optimizers do, measured with cuts at 1, 2,
+8 and 13 elements. With cuts at multiples of the largest such group (64 elements of 16 bits), each element is
+rounded as in the uncut tensor. Two ranks that write to one array also write to different cache line pairs.
 """
 
 CACHED_BYTES = 768 << 10
 """How many bytes of a parameter a core can update within its caches, with gradient and state.
 
-An optimizer of plain tensor operations goes through all of a tensor a dozen times for one step. AdamW has
-five arrays in use at a time: 3.75 MiB, less than a core's part of the caches of today's servers. With 192 Ki
-elements of 4 bytes it took the least time of 32 Ki to 25 Mi; smaller pieces cost more calls.
+An optimizer of plain tensor operations reads a whole tensor about a dozen times per step. AdamW uses five
+arrays at a time: 3.75 MiB, less than the cache that one core of today's servers has for itself. Of sizes
+from 32 Ki to 25 Mi elements of 4 bytes, 192 Ki took the least time; smaller pieces cost more calls.
 """
 
 
@@ -54,7 +54,7 @@ class Piece:
 
 
 def cut_evenly(extents: Sequence[Extent], world_size: int) -> list[Piece]:
-    """Pieces of all parameters, in their order, with equally many bytes for each rank.
+    """Cut all parameters, in their order, so that each rank gets equally many bytes.
 
     Example:
         Two parameters of 1000 and 256 elements of 4 bytes, on two ranks: rank 0 gets elements 0 to 639 of the
@@ -89,7 +89,7 @@ def _cut_at(extent: Extent, element: float) -> int:
 
 
 def deal_whole(extents: Sequence[Extent], loads: list[int]) -> list[Piece]:
-    """All parameters, each whole, the largest first to the rank that has the fewest bytes.
+    """Assign whole parameters, the largest first, each to the rank that has the fewest bytes.
 
     Source: longest processing time first, Graham, SIAM J. Appl. Math. 17(2), 1969.
     """
@@ -104,7 +104,7 @@ def deal_whole(extents: Sequence[Extent], loads: list[int]) -> list[Piece]:
 def deal(
     extents: Sequence[Extent], is_frozen: Sequence[bool], is_cut: Sequence[bool], loads: list[int]
 ) -> list[Piece]:
-    """Pieces of all parameters of an optimizer: of those that it may cut, and of whole ones.
+    """Assign all parameters of an optimizer to the ranks: cut where that is allowed, else whole.
 
     Example:
         Four equal parameters of which the last two are frozen, on two ranks: each rank gets one of the first
@@ -127,7 +127,7 @@ def deal(
 def fit_into_caches(
     pieces: Sequence[Piece], extents: Sequence[Extent], is_cut: Sequence[bool], cached_bytes: int
 ) -> list[Piece]:
-    """The same elements for each rank, in pieces of about `cached_bytes` where they are larger."""
+    """Split pieces that are larger than `cached_bytes` into pieces of about that size, for the same ranks."""
     fitting: list[Piece] = []
     for piece in pieces:
         extent, count = extents[piece.parameter], 1
@@ -138,7 +138,7 @@ def fit_into_caches(
 
 
 def split_into_blocks(pieces: Sequence[Piece], itemsizes: Sequence[int], block_bytes: int) -> list[Piece]:
-    """The same elements for each rank, in pieces none of which is larger than a block."""
+    """Split pieces that are larger than a block into smaller ones, for the same ranks."""
     parts: list[Piece] = []
     for piece in pieces:
         most = max(block_bytes // itemsizes[piece.parameter] // CUT_ELEMENTS, 2)
@@ -149,7 +149,7 @@ def split_into_blocks(pieces: Sequence[Piece], itemsizes: Sequence[int], block_b
 
 
 def _in_even_parts(piece: Piece, count: int) -> list[Piece]:
-    """The last one has what is left over."""
+    """The last part also gets the remaining elements."""
     groups = (piece.end - piece.begin) // CUT_ELEMENTS
     count = min(groups, count)
     if count <= 1:

@@ -1,8 +1,9 @@
-"""A step that outlives the ranks that make it: in blocks, each of which can be begun again, by any rank.
+"""A journal for optimizer steps, with which surviving ranks complete the shard of a rank that is lost.
 
-A block is small, so a copy of its old values is cheap. Before a rank writes one, it copies what the block's
-parameters and state are; so a rank that finds it half written puts the copy back, and goes on from there.
-Parameters, state and copies lie in memory of all ranks, and what is done is noted in the step table.
+A step is made in blocks, each of which any rank can repeat. A block is small, so it is cheap to copy its old
+values. Before a rank writes a block, it copies the block's parameters and state. A rank that finds a block
+half written restores the copy and continues from there. Parameters, state and copies lie in memory that all
+ranks share, and the step table records which blocks are written.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ def slots_from(held: Mapping[Any, Tensor], shape: tuple[int, ...]) -> list[Slot]
 
 
 def storage_of_all(parameters: Sequence[Tensor], world_size: int) -> SharedStorage[Tensor]:
-    """Where the parameters of a journaled optimizer lie."""
     storage = storage_of(parameters[0])
     if storage is None or any(storage_of(parameter) is not storage for parameter in parameters):
         raise no_journal("parameters that are not those of one model with share_parameters=True")
@@ -63,7 +63,7 @@ def storage_of_all(parameters: Sequence[Tensor], world_size: int) -> SharedStora
 
 
 class Journal(Generic[Tensor]):
-    """The journal of one optimizer, as one rank sees it. Collective to make."""
+    """The journal of one optimizer, as seen by one rank. The constructor is collective."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Journal(Generic[Tensor]):
         return self._views[number]
 
     def note_loaded(self) -> None:
-        """This rank's state was replaced: until its next step, no other process knows it."""
+        """This rank's state was replaced. Until its next step, the journal does not have it."""
         self._bytes[self._layout.is_ready[self.storage.rank]] = 0
 
     @property
@@ -151,7 +151,7 @@ class Journal(Generic[Tensor]):
         self._run(part, self.storage.rank, 0)
 
     def has_written(self) -> bool:
-        """Whether `run` has written any block. The one in which it has raised is as it was before."""
+        """Whether `run` has written any block. A block in which it raised has its old values again."""
         return self._has_written
 
     def _run(self, part: Part[Tensor], of: int, first: int) -> None:
@@ -188,7 +188,8 @@ class Journal(Generic[Tensor]):
 
     def _put_back(self, of: int, number: int) -> None:
         at = self._base + self._layout.kept[of]
-        for each in self._layout.blocks[of][number]:  # first whether there was state: it says what was copied
+        # First restore the flags, because `_copies` reads them to find out whether there was state to copy.
+        for each in self._layout.blocks[of][number]:
             self._bytes[self._layout.has_state[each]] = ctypes.c_ubyte.from_address(at).value
             sizes = [1, self._shards.place_of(each)[1]]
             sizes += [slot_bytes(slot, self._pieces[each]) for slot in self._slots[each]]
@@ -203,10 +204,16 @@ class Journal(Generic[Tensor]):
         gone: Callable[[], set[int]],
         until: float,
     ) -> bool:
-        """Make the rest of the part of a rank that is lost; or wait until another rank has.
+        """Write the rest of a lost rank's shard, or wait until another rank has written it.
+
+        Args:
+            of: The lost rank.
+            part_of: Makes the optimizers for that rank's shard.
+            gone: Returns the ranks that write nothing more.
+            until: The deadline, on the clock of `time.monotonic()`.
 
         Returns:
-            Whether it is made.
+            Whether the shard is written.
         """
         step_table, own = self._step_table, self.storage.rank
         if not self._knows(of):
@@ -237,10 +244,16 @@ class Journal(Generic[Tensor]):
     def await_completion(
         self, of: int, unable: Sequence[int], gone: Callable[[], set[int]], until: float
     ) -> bool:
-        """Wait until another rank has made the part of one that is lost.
+        """Wait until another rank has written the shard of a rank that is lost.
+
+        Args:
+            of: The lost rank.
+            unable: Ranks that cannot write it, because they have no gradients.
+            gone: Returns the ranks that write nothing more.
+            until: The deadline, on the clock of `time.monotonic()`.
 
         Returns:
-            Whether it is made.
+            Whether the shard is written.
         """
         able = set(range(self.storage.world_size)) - set(unable)
         while not self._step_table.is_finished(of):

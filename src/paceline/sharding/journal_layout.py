@@ -1,4 +1,4 @@
-"""Where everything of a journal lies, and in which blocks a step is made. Pure."""
+"""The memory layout of a journal, and the blocks in which a step is made. Pure."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from paceline import _core
 from paceline.sharding.cuts import Piece, split_into_blocks
 
 BLOCK_BYTES = 1 << 20
-"""Parameters of one block. With what an optimizer remembers of them, and the copies, they stay in the caches
-of a core; and an optimizer of Python needs less time for its calls than for the elements."""
+"""Bytes of parameters in one block. With the optimizer's state and the copies, a block fits into the caches
+of one core, and an optimizer written in Python spends less time on its calls than on the elements."""
 
 
 class Slot(NamedTuple):
-    """One tensor that an optimizer remembers of a parameter.
+    """One tensor of an optimizer's state for one parameter.
 
     Attributes:
         key: Its name.
-        dtype: The framework's.
+        dtype: The framework's dtype.
         itemsize: Bytes of an element.
-        shape: None: that of the piece.
+        shape: None: the shape of the piece.
     """
 
     key: Any
@@ -41,13 +41,15 @@ def split(pieces: Sequence[Piece], itemsizes: Sequence[int]) -> list[Piece]:
 def blocks_of(
     pieces: Sequence[Piece], itemsizes: Sequence[int], world_size: int, block_bytes: int | None = None
 ) -> Blocks:
-    """The pieces that are written together, for each rank; no two of one parameter."""
+    """Group the pieces of each rank into blocks that are written together, no two pieces of one parameter in
+    a block.
+    """
     block_bytes = block_bytes or BLOCK_BYTES
     blocks: list[list[list[int]]] = [[] for _ in range(world_size)]
     filled, last = [0] * world_size, [-1] * world_size
     for number, piece in enumerate(pieces):
         rank, nbytes = piece.rank, _nbytes(piece, itemsizes)
-        # A front end may know a piece by its parameter's name alone.
+        # A front end may identify a piece by the name of its parameter only.
         if not blocks[rank] or filled[rank] + nbytes > block_bytes or last[rank] == piece.parameter:
             blocks[rank].append([])
             filled[rank] = 0
@@ -59,7 +61,7 @@ def blocks_of(
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies in the journal's memory, in bytes from its beginning. Pure.
+    """Where everything lies in the journal's memory, as byte offsets from its beginning.
 
     Attributes:
         blocks: The numbers of the pieces of each block, for each rank.
@@ -67,7 +69,7 @@ class Layout:
         is_ready: One byte for each rank, 1 if all its state is here.
         state: Where each slot is, for each piece.
         kept: Where the copy of a block is, for each rank.
-        nbytes: All of it.
+        nbytes: The size of all of it.
     """
 
     blocks: Blocks

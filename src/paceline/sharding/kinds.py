@@ -1,8 +1,8 @@
-"""Whether an optimizer's parameters may be cut: found out by steps on small tensors, not by its name.
+"""Finds out whether an optimizer's parameters may be cut, by trial steps on small tensors.
 
-Two optimizers on the two parts of a tensor are compared, bit for bit, with one on all of it, over several
-steps and with what they remember. The same test on whole tensors finds optimizers that cannot be divided at
-all.
+Two optimizers, each on one part of a tensor, are compared bit for bit with one optimizer on all of it, over
+several steps, including scalar state such as step counts. The same test on whole tensors detects optimizers
+that cannot be divided at all.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ class Kind(Enum):
 
 
 class Workshop(ABC, Generic[Tensor, Optimizer]):
-    """Makes small tensors of one framework, dtype and device, and optimizers with given options of them."""
+    """Makes small tensors of one framework, dtype and device, and optimizers of them with given options."""
 
     own_shape: tuple[int, ...]
 
     def tensors(self, shapes: Sequence[tuple[int, ...]], seed: int, scale: float = 1.0) -> list[Tensor]:
-        """Normally distributed values; of a `seed` other than 0 a tenth is 0. The same for the same seed."""
+        """Normally distributed values, the same for the same seed. With a `seed` other than 0, about a tenth
+        of them are 0.
+        """
         drawn = np.random.default_rng(seed)
         made = []
         for shape in shapes:
@@ -58,21 +60,23 @@ class Workshop(ABC, Generic[Tensor, Optimizer]):
 
     @abstractmethod
     def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
-        """Make a step with copies of these gradients, one for each of its tensors."""
+        """Make a step with copies of these gradients, one for each tensor of the optimizer."""
 
     @abstractmethod
     def same(self, one: Tensor, other: Tensor) -> bool: ...
 
     @abstractmethod
     def remembered(self, optimizer: Optimizer) -> list[Mapping[Any, Any]]:
-        """What it remembers of each tensor, by name: the count of steps, say, as a tensor or a number."""
+        """The optimizer's state for each tensor, by name: for example the step count, as a tensor or a
+        number.
+        """
 
     @abstractmethod
     def draw_from(self, seed: int) -> None: ...
 
 
 def checked_kind(find: Callable[[], Kind], optimizer_class: type[Any], parameters: str) -> Kind:
-    """The kind that is found."""
+    """Return the kind that `find` returns, or raise ConfigError if the optimizer cannot be sharded."""
     try:
         kind = find()
     except Exception as error:
@@ -88,7 +92,7 @@ def kind_of(workshop: Workshop[Tensor, Optimizer]) -> Kind:
     flat = [(size,) for size in _SIZES]
     if trial.is_divisible(flat, trial.halves) is True and trial.has_plain_state():
         return Kind.ELEMENTS
-    # Matrices: there are optimizers that take nothing else.
+    # Matrices, because some optimizers accept nothing else.
     is_divisible = trial.is_divisible(_MATRICES, trial.wholes)
     if is_divisible is None:
         trial.check_step()
@@ -113,14 +117,16 @@ class _Trial(Generic[Tensor, Optimizer]):
         shapes: Sequence[tuple[int, ...]],
         parts_of: Callable[[Sequence[Tensor]], list[list[Tensor]]],
     ) -> bool | None:
-        """Whether optimizers of parts do what one of all tensors does; None: it makes no step on these."""
+        """Whether optimizers of the parts give the same result as one of all tensors. None: the optimizer
+        raises on these tensors.
+        """
         shop = self._workshop
         together = shop.tensors(shapes, 0)
         divided = [tensor.clone() for tensor in together]
         try:
             one, several = shop.make(together), [shop.make(parts) for parts in parts_of(divided)]
             for number in range(1, _STEPS + 1):
-                # Of very different sizes, and none at all in some places.
+                # Gradients of very different magnitudes, some of them zero.
                 gradients = shop.tensors(shapes, number, 10.0 ** (number % 4 - 2))
                 shop.step(one, gradients)
                 for optimizer, own in zip(several, parts_of(gradients), strict=True):
@@ -135,11 +141,13 @@ class _Trial(Generic[Tensor, Optimizer]):
         try:
             optimizer = shop.make(shop.tensors(shapes, 0))
         except Exception:
-            return  # it asks for more than this test knows
+            return  # its constructor needs more than this test passes
         shop.step(optimizer, shop.tensors(shapes, 1))
 
     def has_plain_state(self) -> bool:
-        """Whether all that it remembers of a parameter is shaped like it, or one value, so it can be cut."""
+        """Whether each state of a parameter has the parameter's shape or is a single value, so that it can be
+        cut.
+        """
         shapes = [(_SIZES[0],)]
         optimizer = self._workshop.make(self._workshop.tensors(shapes, 0))
         self._workshop.step(optimizer, self._workshop.tensors(shapes, 1))

@@ -1,8 +1,8 @@
 """How much memory a training takes: parameters, gradients and an optimizer's state, by variant.
 
-Variants (torch's DDP, ZeRO, Paceline with its options) differ in how many copies there are of each: one for
-each rank, one for each host, or one for all. Nothing is counted that depends on the batch (activations), nor
-what a process takes before there is a model.
+Variants (torch's DDP, ZeRO, Paceline with its options) differ in how many copies they keep: one for each
+rank, one for each host, or one for all. Activations, which depend on the batch, and the memory of a process
+before it has a model are not counted.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 REGION_BYTES = 672 << 10
-"""What collectives use of a host's memory, of each rank: two buffers for small arrays and two for pieces of
-large ones (2 * (16 + 256) KiB), and one for messages. See cpp/core/control.h."""
+"""Host memory that collectives use for each rank: two buffers for small arrays, two staging buffers for large
+ones (2 * (16 + 256) KiB), and one for messages. See cpp/core/control.h."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What one copy takes, in bytes.
+    """The size of one copy of a model, in bytes.
 
     Attributes:
         parameters: All parameters.
         buffers: All buffers.
-        gradients: The gradients of what is trained.
-        gradient_buffer: The same, as they lie where they are averaged: each begins at a multiple of 64 bytes.
+        gradients: The gradients of the trained parameters.
+        gradient_buffer: The same gradients in the gradient buffer, where each begins at a multiple of 64
+            bytes.
         state: The optimizer's state of all parameters.
     """
 
@@ -37,14 +38,14 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Memory:
-    """What one way to train takes on each host, in bytes.
+    """The memory that one variant takes on each host, in bytes.
 
     Attributes:
-        label: The way in words.
+        label: The variant in words.
         parameters: Parameters and buffers.
         gradients: Gradients after a step, and the memory where they are averaged; at most.
         state: The optimizer's state.
-        region: What collectives use.
+        region: The memory of the collectives.
     """
 
     label: str
@@ -60,16 +61,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How much memory a training takes on each host, by way to train.
+    """How much memory a training takes on each host, by variant.
 
     Attributes:
-        ranks: Number of ranks, of all hosts.
+        ranks: Number of ranks on all hosts.
         hosts: Number of hosts, with equally many ranks each.
-        sizes: What one copy of the model takes.
-        ways: By the keys of the cases of `python -m benchmarks memory --of training`: `torch_view`, `zero`,
-            `zero_view`, `paceline`, `paceline_view`, `paceline_sharded`, `paceline_shared`,
-            `paceline_shared_view` and `paceline_scatter`.
-        is_allocated: Whether the model had to be made in memory to find this out.
+        sizes: The size of one copy of the model.
+        ways: The variants, by the names of the cases of `python -m benchmarks memory --of training`:
+            `torch_view`, `zero`, `zero_view`, `paceline`, `paceline_view`, `paceline_sharded`,
+            `paceline_shared`, `paceline_shared_view` and `paceline_scatter`.
+        is_allocated: Whether the model had to be allocated in memory to measure it.
     """
 
     ranks: int
@@ -108,7 +109,7 @@ _WAYS = {
 
 
 def plan_ways(sizes: ModelSizes, ranks: int, hosts: int, *, is_allocated: bool = False) -> MemoryPlan:
-    """The memory of each way to train on one of the hosts."""
+    """The memory of each variant on one of the hosts."""
     ways = {key: _memory_of(way, sizes, ranks // hosts, hosts) for key, way in _WAYS.items()}
     return MemoryPlan(ranks, hosts, sizes, MappingProxyType(ways), is_allocated)
 

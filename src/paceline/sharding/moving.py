@@ -1,7 +1,7 @@
-"""Parameters move into memory that the ranks of a host share: whether they can, and how.
+"""Moves parameters into memory that the ranks of a host share, if they can be moved.
 
-A parameter stays the same object, so what holds it (an optimizer that was made before, a
-tied layer, a hook) goes on with it. What can't move is refused on all ranks, before anything has moved.
+A parameter stays the same object, so an optimizer that was made before, a tied layer or a hook keeps working.
+A model that can't be shared is refused on all ranks before anything is moved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.sharding.announced_writes import OneCopy, lay_out
 from paceline.sharding.shared_parameters import SharedStorage, refuse_step, storage_of, storages_of
 
 _watched: list[object] = []
-"""The frameworks whose optimizers are looked at before each step."""
+"""The frameworks whose optimizer steps are checked by `refuse_step`."""
 
 
 def move(
@@ -38,7 +38,7 @@ def move(
     are_equal: bool,
     allows_writing: bool,
 ) -> SharedStorage[Tensor]:
-    """Let the ranks of each host have one copy of these tensors. Collective.
+    """Move these tensors into one copy for each host. Collective.
 
     Raises:
         RegionError: There is not enough memory; on every rank.
@@ -46,7 +46,7 @@ def move(
     """
     if ops not in _watched:
         _watched.append(ops)
-        ops.watch_steps(refuse_step)  # there is no way back
+        ops.watch_steps(refuse_step)  # cannot be undone
     is_one_host = len(memory.hosts) == 1
     exchange: Exchange = WholeExchange(memory.host_group) if is_one_host else peers.exchange
     timeout_s = peers.timeout_s
@@ -60,7 +60,7 @@ def move(
         )
     places, size = lay_out({name: ops.extent(tensor) for name, tensor in tensors.items()})
     own = next(ranks for ranks in memory.hosts if exchange.rank in ranks)
-    # On pages of its own: writing() copies and compares those of the parameters.
+    # The step table gets pages of its own, because writing() copies and compares the parameters' pages.
     size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     step_table = _core.StepTable.nbytes(len(own))
     shared = share_model_memory(exchange, own, size + step_table, timeout_s=timeout_s)
@@ -69,7 +69,7 @@ def move(
     if exchange.rank == own[0]:
         for tensor, place in zip(tensors.values(), places):
             storage.fill(tensor, place)
-    exchange.all_gather(b"", timeout_s)  # the values are there
+    exchange.all_gather(b"", timeout_s)  # a barrier: rank 0's values are in place
     for tensor, place in zip(tensors.values(), places):
         storage.move_in(tensor, place)
     return storage
@@ -87,7 +87,7 @@ def share_to_read(
     peers: Any,
     ops: FrameworkOps[Tensor],
 ) -> None:
-    """Let all ranks of a host compute with one copy of a model, rank 0's. Collective.
+    """Replace the model's tensors on all ranks of a host by one copy, which has rank 0's values. Collective.
 
     Raises:
         ConfigError: The ranks are on several hosts, or a tensor can't be shared.
@@ -108,7 +108,7 @@ def share_to_read(
 def refuse_strange(
     owner: str, model: Any, tensors: Mapping[str, Tensor], peers: Ranks, ops: FrameworkOps[Tensor]
 ) -> None:
-    """Refuse tensors of a model that can't be shared. Collective."""
+    """Raise on every rank if any rank has a tensor that can't be shared. Collective."""
     problem = next(_problems(model, tensors, ops), "")
     reported = [
         each["problem"] for each in gather_objects(peers.exchange, {"problem": problem}, peers.timeout_s)
@@ -140,7 +140,7 @@ def _problems(model: Any, tensors: Mapping[str, Tensor], ops: FrameworkOps[Tenso
 
 
 def overlapping(ranges: Iterable[tuple[int, str, int]]) -> Iterable[str]:
-    """Problems of different parameters that lie in the same memory."""
+    """Describe parameters that overlap in memory."""
     previous, end = "", 0
     for begin, name, size in sorted(ranges):
         if begin < end:

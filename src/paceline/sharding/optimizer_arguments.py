@@ -1,4 +1,4 @@
-"""The arguments of a `ShardedOptimizer` of any framework, checked, and what refuses to be sharded."""
+"""Checks the arguments of any framework's `ShardedOptimizer`, and refuses what cannot be sharded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OWNER = "ShardedOptimizer"
 
 
 def as_entries(argument: str, parameters: Any, tensor: type[Any], kinds: str) -> list[Any]:
-    """Parameters, or groups whose parameters are lists, as users pass them; nothing of theirs is changed."""
+    """Return the parameters, or groups with lists of parameters, without changing the user's objects."""
     check, expected = Arguments(OWNER), f'{kinds}, or dicts with them under "params"'
     if isinstance(parameters, (tensor, Mapping)) or not isinstance(parameters, Iterable):
         raise check.refuse(argument, parameters, expected, "model.parameters()", is_type=True)
@@ -50,7 +50,7 @@ def _checked_list(
 
 
 def check_class(optimizer_class: Any, base: type[Any], whose: str, example: str) -> None:
-    """Refuse what is no class of optimizers, or one whose methods tell that it cannot be sharded."""
+    """Refuse anything but a class of optimizers, and classes whose step() needs a closure."""
     if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, base)):
         hint = f"optimizer_class={example}"
         if isinstance(optimizer_class, base):
@@ -61,7 +61,6 @@ def check_class(optimizer_class: Any, base: type[Any], whose: str, example: str)
 
 
 def no_journal(got: str) -> ConfigError:
-    """The error where a journal cannot be kept."""
     return Arguments(OWNER).refuse(
         "journal",
         True,
@@ -95,7 +94,7 @@ def coupled(optimizer_class: type[Any]) -> ConfigError:
 
 
 def no_step(optimizer_class: type[Any], parameters: str, error: BaseException) -> ConfigError:
-    """The error for an optimizer whose step raises on such parameters, found out before there is one."""
+    """The error for an optimizer whose step raises on such parameters in a trial."""
     name = optimizer_class.__name__
     return ConfigError(
         f"{OWNER}: {name} makes no step on these parameters.",

@@ -1,9 +1,9 @@
 """Parameters that hold half of an optimizer's step, because a rank was lost in the middle of it.
 
-Whatever reads parameters asks here first. Shared parameters know themselves (`SharedStorage.check_whole`);
-those of one process, and those that have left a shared memory half written, are listed here until other
-values are loaded. A model's own `state_dict()` asks only once a step was partial: hooks added before would be
-pickled with the model.
+Code that reads parameters calls `check` first. Shared parameters have their own check
+(`SharedStorage.check_whole`). The parameters of one process, and those that left shared memory half written,
+are listed here until other values are loaded. A model's own `state_dict()` is guarded only after a step was
+partial, because hooks added before would be pickled with the model.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class _Mark(NamedTuple):
 
 
 class PartialSteps:
-    """All that this process knows of.
+    """The partially updated parameters of this process.
 
     Attributes:
-        marks: Empty if there are none: every forward looks here, and calls nothing.
-        guards: Called when a step has left half of itself, of whatever parameters.
+        marks: Empty if there are none: every forward checks this, and calls nothing.
+        guards: Called when a step of any parameters remains partial.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class PartialSteps:
     def mark(
         self, parameters: Iterable[Any], versions: Callable[[Sequence[Any]], list[int]], seen: str
     ) -> None:
-        """These parameters may hold half of a step."""
+        """Record that these parameters may hold half of a step."""
         for parameter in parameters:
             key = id(parameter)
             reference = weakref.ref(parameter, functools.partial(self._drop, key))
@@ -58,7 +58,7 @@ class PartialSteps:
             del self.marks[key]
 
     def forget(self, parameters: Iterable[Any]) -> None:
-        """Other values were loaded into these."""
+        """Remove the marks of these parameters, because other values were loaded."""
         for parameter in parameters:
             self.marks.pop(id(parameter), None)
 
@@ -78,7 +78,6 @@ partial_steps = PartialSteps()
 
 
 def partial_step_error(owner: str, seen: str) -> TornStepError:
-    """The error for parameters that hold half of a step."""
     return TornStepError(
         f"{owner}: an earlier step was not completed.",
         seen=seen,

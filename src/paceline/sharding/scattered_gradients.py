@@ -1,7 +1,8 @@
-"""Mean gradients of which each rank has the part that it owns.
+"""Mean gradients that are scattered: each rank has the part that it owns.
 
-A step or a norm with a part would silently differ from rank to rank. So each parameter has a *stand-in* in
-place of its gradient, which raises on every rank; `ShardedOptimizer` asks for the part that is here.
+A step or a norm computed from a part would silently differ between ranks. So each parameter has a *stand-in*
+in place of its gradient, which raises on every rank that uses it. `ShardedOptimizer` asks the stand-in for
+this rank's part.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from paceline.reducer.communicator import Reduction
 from paceline.reducer.framework_ops import FrameworkOps, Names, Tensor, numel
 
 NO_BACKWARD = -1
-"""The backward of a stand-in that none has put in place yet."""
+"""The backward number of a stand-in that no backward has put in place yet."""
 
 
 class Scattered(Generic[Tensor]):
-    """The means of one model, as a backward that scatters leaves them on this rank.
+    """This rank's parts of the mean gradients of one model, after a backward that scatters.
 
     Attributes:
-        of_backward: The number of the last backward that has left its means here; 0: they are of no use now.
+        of_backward: The number of the last backward whose means are here; 0: there are no valid means.
         rank: This rank.
-        stand_ins: What stands for each gradient.
+        stand_ins: The stand-in of each gradient.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Scattered(Generic[Tensor]):
     ) -> None:
         self.of_backward = 0
         self.rank = rank
-        self._factors: dict[int, float] = {}  # with which means have been multiplied since the backward
+        self._factors: dict[int, float] = {}  # by which the means were multiplied since the backward
         self._names, self._ops, self._reducer = names, ops, reduction.reducer
         self._parameters, self._places = parameters, reduction.places
         self.stand_ins = [
@@ -73,7 +74,7 @@ class Scattered(Generic[Tensor]):
         return self._names[index]
 
     def find_nonfinite(self) -> set[int]:
-        """Parameters of the last backward that had a gradient, or a mean, that was not finite."""
+        """Parameters whose gradient, or mean, was not finite in the last backward."""
         result = self._reducer.last
         return set() if result is None else {*(index for _, index in result.nonfinite), *result.overflowed}
 
@@ -81,7 +82,7 @@ class Scattered(Generic[Tensor]):
         self.of_backward = 0
 
     def put(self, indices: Iterable[int]) -> None:
-        """Put the stand-ins of these parameters in place: a backward has made their means."""
+        """Put the stand-ins of these parameters in place, after a backward has computed their means."""
         self._backwards += 1
         self.of_backward = self._backwards
         self._factors.clear()
@@ -97,7 +98,7 @@ class Scattered(Generic[Tensor]):
                 self._ops.put_stand_in(self._parameters[index], self.stand_ins[index])
 
     def move_from(self, before: Scattered[Tensor]) -> None:
-        """Take over the means of another plan for the same parts, and what stands for them."""
+        """Take over the means and stand-ins of another plan, if it has the same parts."""
         if before._own != self._own or not before.of_backward:
             before.of_backward = 0
             return
@@ -109,7 +110,7 @@ class Scattered(Generic[Tensor]):
         before.of_backward = 0
 
     def check_present(self, index: int) -> None:
-        """Raise if what a stand-in stands for is not there any more."""
+        """Raise if the means of this stand-in are no longer valid."""
         if self.stand_ins[index].of_backward == self.of_backward:
             return
         raise ConfigError(
@@ -133,9 +134,10 @@ class Scattered(Generic[Tensor]):
         )
 
     def part(self, index: int, begin: int, end: int) -> Tensor:
-        """The mean of these elements of a parameter, in the order of its memory.
+        """The mean of these elements of a parameter, in memory order.
 
-        All of them in the parameter's shape, if this rank owns all.
+        If this rank owns the whole parameter and all of it is asked for, the result has the parameter's
+        shape.
         """
         part = self._parts.get((index, begin, end))
         if part is None:
@@ -158,7 +160,7 @@ class Scattered(Generic[Tensor]):
     # --- the norm ---
 
     def check_complete(self, doing: str) -> None:
-        """Raise unless all gradients are those that the last backward has left."""
+        """Raise unless all gradients are those of the last backward."""
         for index in range(len(self._names)):
             found = self._found(index)
             if found is None and index not in self._here:
@@ -181,7 +183,7 @@ class Scattered(Generic[Tensor]):
         """Scale all means so that their norm is at most `max_norm`.
 
         Raises:
-            ConfigError: Another norm, or gradients that are not those of the last backward.
+            ConfigError: It is another norm than the 2-norm, or gradients are not those of the last backward.
         """
         if norm_type != 2.0:
             raise _only_two_norm(norm_type)
@@ -221,7 +223,7 @@ def scatter(
     rank: int,
     before: Scattered[Tensor] | None,
 ) -> Scattered[Tensor] | None:
-    """What a reduction leaves on this rank, if it scatters; else None."""
+    """The scattered means of a reduction; None if it does not scatter."""
     if not reduction.owned:
         return None
     means = Scattered(names, ops, parameters, reduction, rank)
@@ -240,7 +242,7 @@ def left_over(name: str, where: str, words: Names) -> ConfigError:
 
 
 def refuse_sparse(words: Names, names: Sequence[str]) -> None:
-    """Raise if parameters have sparse gradients, which no rank gets a part of."""
+    """Raise if parameters have sparse gradients, which cannot be scattered."""
     if names:
         raise ConfigError(
             f'{words.wrapper}: reduce="scatter" is for dense gradients.',

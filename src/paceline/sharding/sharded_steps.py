@@ -1,6 +1,6 @@
 """The steps and the state of a `ShardedOptimizer`, which each front end mixes into its optimizer.
 
-The front end makes the optimizers: of all parameters, and of one rank's pieces.
+The front end makes two kinds of optimizers: one of all parameters, and one or more of one rank's pieces.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from paceline.sharding.step_exchange import exchange_over
 from paceline.sharding.whole_state import Whole, gather_states, put_together
 
 JournalPlan: TypeAlias = tuple[SharedStorage[Tensor], list[list[Slot]]]
-"""Where a journal is to be made, and what the optimizer remembers of each parameter."""
+"""The storage of the journaled parameters, and the slots of the optimizer's state for each parameter."""
 
 MAKING = "make the optimizer"
-"""What the constructor does, in the errors of other ranks."""
+"""How errors on other ranks describe the constructor."""
 
 
 class ShardedSteps(Generic[Tensor]):
-    """What a `ShardedOptimizer` of any framework does."""
+    """The part of `ShardedOptimizer` that does not depend on the framework."""
 
     rank: int
     world_size: int
@@ -82,7 +82,7 @@ class ShardedSteps(Generic[Tensor]):
         look: Callable[[], object],
         spell: Callable[[], dict[str, str]],
     ) -> None:
-        """Begin with no pieces. Collective."""
+        """Connect the ranks; no piece is assigned yet. Collective."""
         self._shards, self._communicator, exchange = shards, None, None
         self._loads = [0] * self.world_size
         if self.world_size > 1:
@@ -102,7 +102,9 @@ class ShardedSteps(Generic[Tensor]):
         kinds: Sequence[Kind],
         fit: Callable[[list[Piece], list[Extent]], list[Piece]] = lambda pieces, _: pieces,
     ) -> None:
-        """Deal more parameters to the ranks. What was dealt before stays where its state is."""
+        """Assign more parameters to the ranks. Earlier assignments stay, because their state lies on those
+        ranks.
+        """
         shards = self._shards
         first = len(shards.parameters)
         extents = shards.extents(parameters)
@@ -111,7 +113,7 @@ class ShardedSteps(Generic[Tensor]):
         pieces = fit(deal(extents, is_frozen, is_cut, self._loads), extents)
         if self._keeps_journal:
             pieces = split(pieces, [extent.itemsize for extent in extents])
-            self._journal = None  # what it has is not all any more
+            self._journal = None  # it lacks the new parameters
         pieces = [replace(piece, parameter=first + piece.parameter) for piece in pieces]
         shards.add(parameters, names, pieces)
 
@@ -121,7 +123,7 @@ class ShardedSteps(Generic[Tensor]):
         """Make one step of all parameters. Collective.
 
         Returns:
-            For each parameter whether it had a gradient; empty: no rank has data any more.
+            For each parameter whether it had a gradient; empty if no rank has data left.
         """
         shards, steps = self._shards, self._steps
         steps.check_unbroken()
@@ -152,7 +154,7 @@ class ShardedSteps(Generic[Tensor]):
             with steps.updating(complete, lambda: self._begin_journal(to_make)):
                 if joined:
                     has_gradient = self._lend(joined, gradients, has_gradient)
-                has_written = self._sees_writes()  # by a journal that may just have been made
+                has_written = self._sees_writes()  # after `_begin_journal`, which may have made the journal
                 steps.make(lambda: self._step_own(gradients, kwargs), has_gradient, has_written)
         finally:
             shards.end_loans()
@@ -160,18 +162,20 @@ class ShardedSteps(Generic[Tensor]):
 
     @abstractmethod
     def _step_own(self, gradients: Sequence[Any] | None, kwargs: Mapping[str, Any]) -> None:
-        """The step of this rank's part, with the hyperparameters that users see and change."""
+        """Update this rank's shard, with the hyperparameters that users see and change."""
 
     def _sees_writes(self) -> Callable[[], bool] | None:
-        """None: the versions of tensors show whether a step that has raised has written anything."""
+        """A function that returns whether a step that raised has written anything. None: compare tensor
+        versions.
+        """
         return None if self._journal is None else self._journal.has_written
 
     def _lend(self, joined: Sequence[int], gradients: Sequence[Any] | None, has_gradient: bytes) -> bytes:
-        """Give ranks that have no data any more their parts of the gradients. Collective."""
+        """Send each rank that has no data left the gradients of its shard. Collective."""
         assert self._communicator is not None
         ops, parameters = self._shards.ops, self._shards.parameters
         root = next(rank for rank in range(self.world_size) if rank not in joined)
-        # On the parameters' device, which the communicator serves.
+        # On the parameters' device, because the communicator moves tensors of that device.
         known = ops.beside(ops.from_bytes(has_gradient or bytes(len(parameters))), parameters[0])
         self._communicator.broadcast([known], root=root)
         has_gradient = bytes(known.tolist())
@@ -182,7 +186,7 @@ class ShardedSteps(Generic[Tensor]):
     # --- the journal ---
 
     def _plan_step(self, gradients: Sequence[Any]) -> JournalPlan[Tensor] | None:
-        """Where a journal is to be made; None: none is."""
+        """What the journal needs if it must be made anew; None: no journal must be made."""
         if not self._keeps_journal:
             return None
         if self._are_scattered(gradients):
@@ -199,7 +203,9 @@ class ShardedSteps(Generic[Tensor]):
     def _slots(self) -> list[list[Slot]]: ...
 
     def _begin_journal(self, to_make: JournalPlan[Tensor] | None) -> None:
-        """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
+        """Make the journal if there is a plan, and copy this rank's state into it. Collective if there is a
+        plan.
+        """
         if to_make is not None:
             self._journal = Journal(self._shards, *to_make, self._peers.timeout_s)
         if self._journal is not None and not self._journal.is_ready:
@@ -212,17 +218,18 @@ class ShardedSteps(Generic[Tensor]):
     def _part_of(
         self, rank: int, gradients: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> AbstractContextManager[Part[Tensor]]:
-        """The part of another rank, with gradients and today's hyperparameters."""
+        """The optimizers of another rank's shard, with these gradients and the current hyperparameters."""
 
     # --- state ---
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Bring the state of all ranks together on one. Collective.
+        """Gather the state of all ranks on one rank. Collective.
 
-        When a rank is lost, and the optimizer keeps a journal, each survivor gets it, and waits for no rank.
+        If a rank is lost and the optimizer keeps a journal, each surviving rank reads the whole state from
+        the journal, and waits for no other rank.
 
         Args:
-            to: The rank whose `state_dict()` returns it afterwards, as of now.
+            to: The rank whose `state_dict()` returns the state afterwards, as of this call.
 
         Raises:
             MismatchError: Another rank makes a step instead.
@@ -240,7 +247,7 @@ class ShardedSteps(Generic[Tensor]):
     def _held(self, number: int) -> Mapping[Any, Any] | None: ...
 
     def _state_in_journal(self) -> Whole | None:
-        """The state of all ranks, as far as it lies in memory of all; None: not all of it does."""
+        """The state of all ranks from the journal; None if the journal does not have all of it."""
         journal = self._journal
         if journal is None or not journal.knows_all():
             return None

@@ -1,7 +1,8 @@
-"""The pieces of the parameters as tensors: what this rank's optimizer updates, and what travels afterwards.
+"""The pieces of the parameters as tensors: what this rank's optimizer updates, and what ranks exchange after
+a step.
 
-A piece lies in the parameter's own memory (all of it, or a flat range). A parameter that the ranks of a host
-share is read-only where it lies: its pieces are in the same memory where it may be written.
+A piece lies in the memory of its parameter: all of it, or a flat range. A parameter that the ranks of a host
+share is mapped read-only; its pieces use a second, writable mapping of the same memory.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ class Shards(Generic[Tensor]):
     """All pieces of an optimizer's parameters, on one rank.
 
     Attributes:
-        parameters: All of them.
+        parameters: All parameters.
         names: Their names, for errors.
-        pieces: All pieces, of all ranks.
+        pieces: The pieces of all ranks.
         own: The numbers of the pieces that this rank updates.
         tensors: A tensor for each piece, on the memory of its parameter.
-        generation: Changes whenever some tensor has other memory.
-        storages: Where parameters lie that the ranks of this host share.
+        generation: Changes whenever the memory of some tensor changes.
+        storages: The shared storages of the parameters that the ranks of this host share.
     """
 
     def __init__(self, ops: FrameworkOps[Tensor], rank: int, world_size: int) -> None:
@@ -88,7 +89,9 @@ class Shards(Generic[Tensor]):
         return [number for number, piece in enumerate(self.pieces) if piece.rank == rank]
 
     def publish_owners(self) -> None:
-        """Publish to wrapped models which rank needs which part of each gradient. Collective."""
+        """Report to wrapped models which rank needs which part of each gradient. Collective, because models
+        may compare it over the ranks.
+        """
         ranges: list[list[OwnedRange]] = [[] for _ in self.parameters]
         itemsizes = self.itemsizes()
         for piece in self.pieces:
@@ -108,14 +111,15 @@ class Shards(Generic[Tensor]):
         return self.ops.versions([self.tensors[number] for number in self.own])
 
     def has_part(self, has_gradient: Sequence[int]) -> bool:
-        """Whether this rank writes anything in a step with gradients of these parameters."""
+        """Whether this rank writes anything in a step in which these parameters have gradients."""
         return any(has_gradient[self.pieces[number].parameter] for number in self.own)
 
     def follow(self) -> None:
-        """Look where the parameters lie now: one may have been given other memory since the last step.
+        """Update the pieces of parameters that have moved to other memory since the last step.
 
         Raises:
-            ConfigError: One has another form; or it is shared, and must not be written now.
+            ConfigError: A parameter has another form than before (its shape or dtype, say); or it is shared,
+                and must not be written now.
         """
         for storage in self.storages:
             check_step_allowed(storage, OWNER, self.world_size)
@@ -142,7 +146,9 @@ class Shards(Generic[Tensor]):
         self.generation += 1
 
     def _move(self, number: int, values: Tensor) -> None:
-        """Let a piece lie where these values do. What the optimizer remembers is found by its tensor."""
+        """Move a piece to the memory of these values. The tensor stays the same object, by which the
+        optimizer finds its state.
+        """
         self.ops.lay(self.tensors[number], values)
 
     def _memory_of(self, parameter: Tensor) -> Tensor:
@@ -155,7 +161,7 @@ class Shards(Generic[Tensor]):
     # --- gradients ---
 
     def gradients(self) -> list[Any]:
-        """Each parameter's gradient; None where the optimizer would find none."""
+        """Each parameter's gradient; None where the optimizer would find no gradient."""
         found, stand_in = self._find_gradients(), self.ops.stand_in
         scattered = [gradient for gradient in found if type(gradient) is stand_in]
         for gradient in scattered:
@@ -180,12 +186,12 @@ class Shards(Generic[Tensor]):
         return found
 
     def lend_gradients(self, gradients: Sequence[Any], numbers: Sequence[int] | None = None) -> None:
-        """Give pieces their parts of the gradients."""
+        """Set the gradient of each piece to its part of the parameter's gradient."""
         tensors: list[Tensor] = []
         parts: list[Tensor] = []
         for run in self._runs if numbers is None else _runs_of(self.pieces, numbers):
             gradient = gradients[run.parameter]
-            if gradient is not None:  # else no piece has one since `end_loans`
+            if gradient is not None:  # else its pieces have no gradient, since `end_loans` cleared them
                 parts += self._parts_of(run, gradient)
                 tensors += [self.tensors[number] for number in run.numbers]
         self.ops.lend_gradients(tensors, parts)
@@ -198,7 +204,7 @@ class Shards(Generic[Tensor]):
         else:
             whole = self.ops.as_laid_out(gradient, self.parameters[run.parameter])
             part = self.ops.flat(whole)[run.begin : run.end]
-        # In one call: what is done for each piece counts at each step.
+        # One split() for all pieces, because the cost per piece counts in each step.
         return (part,) if len(run.sizes) == 1 else self.ops.split(self.ops.flat(part), run.sizes)
 
     def send_gradients(
@@ -209,7 +215,7 @@ class Shards(Generic[Tensor]):
         gradients: Sequence[Any] | None,
         has_gradient: Sequence[int],
     ) -> None:
-        """Give a rank without data its part of the gradients of another. Collective."""
+        """Send a rank without data its part of the gradients of rank `root`. Collective."""
         parts: list[Tensor] = []
         for piece, tensor in zip(self.pieces, self.tensors):
             if piece.rank != to or not has_gradient[piece.parameter]:
@@ -226,14 +232,15 @@ class Shards(Generic[Tensor]):
             communicator.broadcast(parts, root=root)
 
     def end_loans(self, numbers: Sequence[int] | None = None) -> None:
-        """Let go of gradients: their memory is the user's to clear."""
+        """Remove the gradients from the pieces, because users clear the memory of gradients themselves."""
         self.ops.end_loans([self.tensors[number] for number in (self.own if numbers is None else numbers)])
 
     def written(self, has_gradient: Sequence[int]) -> list[list[Tensor]]:
-        """Tensors that a step with gradients of these parameters writes to, by the rank that does.
+        """The tensors that a step writes in which these parameters have gradients, by the rank that writes
+        them.
 
-        Without those that lie in memory which all ranks share. Between hosts they travel like any other: the
-        ranks of a host then write the same bytes to the same place.
+        Tensors in memory that all ranks share are left out. With several hosts they are exchanged like all
+        others: the ranks of a host then write the same bytes to the same place.
         """
         by_rank: list[list[Tensor]] = [[] for _ in range(self.world_size)]
         for piece, tensor in zip(self.pieces, self.tensors):
@@ -255,7 +262,7 @@ class Shards(Generic[Tensor]):
         return (tensor.data_ptr() if size else 0), size
 
     def view(self, number: int, slot: Slot, memory: Any, at: int) -> Tensor:
-        """A tensor for what is remembered of a piece."""
+        """A tensor over the journal's memory for one state of a piece."""
         shape, like = slot.shape, None
         if shape is None:
             like = self.tensors[number]

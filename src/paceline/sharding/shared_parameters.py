@@ -1,12 +1,12 @@
-"""Which parameters lie in memory that the ranks of a host share, and who may write to them.
+"""Which parameters lie in memory that the ranks of a host share, and which writes to them are allowed.
 
-A parameter stays the object that users and optimizers hold, and a table says where it lives.
-`storage_of()` is what an optimizer asks that updates a part of the parameters on each rank:
+A parameter stays the object that users and optimizers hold; a table maps it to its storage. An optimizer that
+updates a part of the parameters on each rank uses `storage_of()`:
 
-    storage = storage_of(parameter)            # None: it is this rank's own
-    place = storage.writable(parameter)        # the same elements, where they may be written
-    ... wait for the ranks of `storage.core`; write a part of `place`; wait again ...
-    storage.note_writes()                      # autograd learns that the values are others
+    storage = storage_of(parameter)            # None: the parameter is this rank's own
+    place = storage.writable(parameter)        # the same elements in a writable mapping
+    ... barrier over the ranks of `storage.core`; write a part of `place`; barrier again ...
+    storage.note_writes()                      # count up the versions that autograd checks
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class SharedStorage(Generic[Tensor]):
         self.copy, self.core, self.ops, self.allows_writing = copy, core, ops, allows_writing
         self.is_in_backward = is_in_backward
         self.rank, self.world_size = core.rank, core.world_size
-        # Beside the values, in the same memory, which outlives the ranks.
+        # The step table lies behind the values, in the same memory, which outlives the ranks.
         memory = copy.memory
         self.step_table = _core.StepTable(memory.writable + copy.values_end, core.world_size, core.rank)
-        # A forked child has nothing where this process writes.
+        # The writable mapping does not exist in a forked child.
         self._step_table_to_read = _core.StepTable(
             memory.values + copy.values_end, core.world_size, core.rank
         )
@@ -59,7 +59,7 @@ class SharedStorage(Generic[Tensor]):
             self.ops.copy(parameter, target)
 
     def move_in(self, parameter: Tensor, place: Place) -> None:
-        """Let a parameter have its elements here, where rank 0's values are already."""
+        """Move a parameter here, where rank 0's values are already."""
         if place.nbytes:
             values = self._view(parameter, self.copy.memory.values + place.begin, place.nbytes)
             self.ops.lay(parameter, values)
@@ -67,7 +67,7 @@ class SharedStorage(Generic[Tensor]):
         _register(parameter, self)
 
     def move_out(self) -> None:
-        """Give this rank a copy of its own of each parameter that is still here."""
+        """Give this rank a private copy of each parameter that is still here."""
         held = list(self._held())
         if not self._step_table_to_read.is_whole:
             partial_steps.mark(held, self.ops.versions, self._describe_missing())
@@ -76,9 +76,9 @@ class SharedStorage(Generic[Tensor]):
             _storages.pop(id(parameter), None)
 
     def writable(self, parameter: Tensor) -> Tensor:
-        """The elements of a parameter that lies here, of its shape and strides, where they may be written.
+        """The elements of a parameter that lies here, in a writable mapping, with its shape and strides.
 
-        Not within `writing()`, whose changes are not seen before its end.
+        Don't call it within `writing()`, whose changes are not visible here before its end.
         """
         nbytes = self.ops.extent(parameter)
         if not nbytes:
@@ -90,11 +90,11 @@ class SharedStorage(Generic[Tensor]):
         self.ops.count_writes(list(self._held()))
 
     def missing_parts(self) -> list[int]:
-        """The ranks of this host that have not written their parts of the last step."""
+        """The ranks of this host that have not written their shards of the last step."""
         return [rank for rank in range(self.world_size) if not self._step_table_to_read.is_finished(rank)]
 
     def check_whole(self, owner: str) -> None:
-        """Raise if these are the parameters of half a step."""
+        """Raise if these parameters hold half of a step."""
         if not self._step_table_to_read.is_whole:
             raise partial_step_error(owner, self._describe_missing())
 
@@ -105,8 +105,8 @@ class SharedStorage(Generic[Tensor]):
         )
 
     def check_in_place(self) -> None:
-        """Raise if a write has strayed, if a parameter has left this memory, or if a step was not
-        completed.
+        """Raise if a parameter was written outside of `writing()` or has left this memory, or if a step was
+        not completed.
         """
         self.raise_stray_write()
         self.check_whole(self.ops.names.wrapper)
@@ -162,7 +162,7 @@ class SharedStorage(Generic[Tensor]):
         return self.ops.over(memory, 0, nbytes, parameter.dtype, parameter.shape, parameter)
 
 
-# By identity: tensors compare element by element. An entry goes when its parameter does.
+# By id(), because tensors compare element by element. An entry is removed with its parameter.
 _storages: dict[int, tuple[weakref.ref[Any], SharedStorage[Any]]] = {}
 
 
@@ -178,13 +178,13 @@ def _register(parameter: Tensor, storage: SharedStorage[Tensor]) -> None:
 
 
 def storage_of(parameter: Tensor) -> SharedStorage[Tensor] | None:
-    """None: the parameter lies in memory of this process alone."""
+    """The storage of a shared parameter; None: the parameter lies in private memory of this process."""
     entry = _storages.get(id(parameter))
     return None if entry is None else entry[1]
 
 
 def storages_of(parameters: Iterable[Tensor]) -> list[SharedStorage[Tensor]]:
-    """Where any of these parameters live, each storage once."""
+    """The storages of these parameters, each once."""
     found: dict[int, SharedStorage[Tensor]] = {}
     for parameter in parameters:
         storage = storage_of(parameter)
@@ -211,10 +211,11 @@ _core.tell_stray_writes(_report_stray_write)
 
 @contextlib.contextmanager
 def written(storage: SharedStorage[Tensor] | None) -> Iterator[None]:
-    """Parameters of `storage` may be changed within it; its end is collective. None: each rank has its own.
+    """A context in which parameters of `storage` may be changed; its end is collective. None: each rank has
+    its own.
 
     Raises:
-        ConfigError: A backward is running, or a write has strayed before.
+        ConfigError: A backward is running, or a parameter was written outside of `writing()` before.
         TornStepError: A rank was lost in the middle of a step.
         ReplicaError: Another rank has raised; nothing was written.
         ReplicasDifferError: Ranks have written different values; nothing was written.
@@ -237,7 +238,7 @@ def written(storage: SharedStorage[Tensor] | None) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # The others must not wait for this rank; what they raise in return is told by this exception.
+        # The other ranks must not wait for this one. Their errors only quote this exception.
         with contextlib.suppress(Exception):
             storage.copy.end(error)
         raise
@@ -249,7 +250,7 @@ def written(storage: SharedStorage[Tensor] | None) -> Iterator[None]:
 
 
 def refuse_step(optimizer: object, parameters: Iterable[Tensor]) -> None:
-    """Refuse a step of an optimizer that would be applied once by each rank."""
+    """Refuse a step of an optimizer that every rank would apply to the shared parameters."""
     for parameter in parameters:
         storage = storage_of(parameter)
         if storage is not None and not storage.is_writing:
@@ -276,7 +277,7 @@ def _refused(name: str, storage: SharedStorage[Any]) -> ConfigError:
 
 
 def check_step_allowed(storage: SharedStorage[Any], owner: str, world_size: int) -> None:
-    """Raise where a step that the ranks share must not write to parameters that they share."""
+    """Raise if a sharded step must not write to these shared parameters."""
     names = storage.ops.names
     if not storage.allows_writing:
         raise ConfigError(

@@ -1,8 +1,9 @@
-"""What the ranks of a sharded optimizer do together, in the order of a step.
+"""The collective protocol of a sharded optimizer's step.
 
-A step: the ranks meet and compare (`meet`), each updates its part, and what it has written reaches the others
-(`make`), within `updating`, so that a step that was begun and not completed is remembered, and nobody takes
-its half for a whole (`step_tables`, `partial_steps`).
+A step has two parts. In `meet` the ranks sync and compare what they are about to do. In `make` each rank
+updates its shard, and the ranks exchange what they have written. `make` runs within `updating`, which records
+a step that was begun and not completed, so that no rank takes half of a step for a whole one (`step_tables`,
+`partial_steps`).
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from paceline.sharding.step_barriers import Call, Facts, StepBarriers, hash_opti
 from paceline.sharding.step_exchange import IDLE, Travel
 from paceline.sharding.step_tables import Complete, StepTables
 
-# How a rank has fared with its part of a step.
+# The outcome of a rank's shard of a step.
 _WRITTEN, _IDLE, _REFUSED, _RAISED = 0, IDLE, 2, 3
-"""It is written; there was none; it raised before anything was written; it raised later."""
-# What a rank that is lost at a step means, in words.
+"""It is written; the rank had nothing to write; it raised before anything was written; it raised later."""
+# What the loss of a rank means for the step, in words.
 NOTHING_WRITTEN = "nothing was written yet"
 COMPLETE = "the step is complete: every rank's part is written"
 HALF = "some parameters may be updated and others not"
@@ -70,14 +71,14 @@ class SharedStep(Generic[State]):
     # --- a step ---
 
     def meet(self, call: Call, has_gradient: bytes) -> tuple[int, ...]:
-        """Compare with the other ranks what this one is about to do. Collective.
+        """Compare what this rank is about to do with the other ranks. Collective.
 
         Returns:
-            The ranks that have no data any more.
+            The ranks that have no data left.
 
         Raises:
-            MismatchError, UnusedParameterError, ConfigError: As of `StepBarriers.meet`. Nothing was written.
-            CollectiveError: A rank is lost, or late. Nothing was written, by any rank of this host.
+            MismatchError, UnusedParameterError, ConfigError: See `StepBarriers.meet`. Nothing was written.
+            CollectiveError: A rank is lost or late. Nothing was written by any rank of this host.
         """
         if self._barriers is None:
             return ()
@@ -87,17 +88,17 @@ class SharedStep(Generic[State]):
                 call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
             )
         except PacelineError as error:
-            # A rank that is lost just after the barrier may let some ranks return from it, and others raise.
+            # If a rank is lost just after the barrier, some ranks may return from it and others raise.
             has_begun = is_loss(error) and self._step_tables.refuse()
             if has_begun and call is Call.STEP:
-                return ()  # one has begun: it has met all, so all came for the same
-            if has_begun:  # without gradients of its own this rank cannot make its part
+                return ()  # another rank has begun: it passed the barrier, so all ranks make the same step
+            if has_begun:  # without gradients this rank cannot write its shard
                 self._report_failure(error)
             with _explaining(has_begun=has_begun):
                 raise
 
     def refuse(self, error: ConfigError) -> None:
-        """Report to the others why this rank makes no step. Collective."""
+        """Report to the other ranks why this rank makes no step. Collective."""
         if self._barriers is not None:
             facts = Facts(Call.REFUSED, failure=str(error))
             try:
@@ -108,13 +109,14 @@ class SharedStep(Generic[State]):
     def updating(
         self, complete: Complete | None = None, prepare: Callable[[], None] = lambda: None
     ) -> _Updating:
-        """A context for all that writes to parameters.
+        """A context for everything that writes to parameters.
 
-        An exception within it breaks the optimizer, unless the step is found to be complete.
+        An exception within it breaks the optimizer (`check_unbroken` raises from then on), unless the step
+        turns out to be complete.
 
         Raises:
-            CollectiveError: At its beginning: another rank could not meet all, or a rank is lost. Nothing was
-                written, or `step_is_complete` is False.
+            CollectiveError: At its beginning: another rank did not pass the barrier, or a rank is lost.
+                Nothing was written, or `step_is_complete` is False.
         """
         return _Updating(functools.partial(self._begin, prepare), functools.partial(self._end, complete))
 
@@ -124,7 +126,7 @@ class SharedStep(Generic[State]):
             if self._step_tables.begin():
                 return
         except BaseException as error:
-            has_begun = self._step_tables.refuse()  # if no other rank has begun, none will
+            has_begun = self._step_tables.refuse()  # if no rank has begun to write, none will
             self._report_failure(error)
             if has_begun:
                 partial_steps.call_guards()
@@ -132,7 +134,7 @@ class SharedStep(Generic[State]):
                 raise
         assert self._travel is not None
         with _explaining(has_begun=False):
-            self._travel.meet()  # raises what the others know
+            self._travel.meet()  # raises the error that another rank has reported
             raise CollectiveError(
                 "Another rank could not meet all ranks.",
                 likely="it was in this step, or in the last one of another optimizer of these parameters, in "
@@ -174,14 +176,14 @@ class SharedStep(Generic[State]):
         has_gradient: bytes,
         has_written: Callable[[], bool] | None = None,
     ) -> None:
-        """Make this rank's part, and bring what each rank has written to the others. Collective.
+        """Update this rank's shard, and exchange what each rank has written. Collective.
 
-        Within `updating`.
+        Call it within `updating`.
 
         Raises:
-            Exception: What `part` raises. If no rank has written anything then, the step was not made, and
-                the next one can be: `updating` lets it pass.
-            ConfigError: The same, on a rank without a part of this step; quotes the others.
+            Exception: What `part` raises. If no rank has written anything, the step was not made, the next
+                one can be made, and `updating` lets the exception pass.
+            ConfigError: The same, on a rank that has nothing to write in this step; quotes the other ranks.
             CollectiveError: Another rank has raised, or is lost.
         """
         before = self._pieces.own_versions()
@@ -198,8 +200,8 @@ class SharedStep(Generic[State]):
         written, is_idle = self._find_route(has_gradient)
         own = _IDLE if is_idle else _WRITTEN
         known = self._travel.spread(written, own)
-        # Of several hosts the step table of each one shows its own ranks: what a rank of another one has
-        # not written, nobody would miss.
+        # With several hosts, each host's step table covers only its own ranks, and would not show that a rank
+        # of another host has written nothing.
         if self._pieces.storages and not _is_half_made(known or b""):
             self._step_tables.end_part()
         outcomes = self._compare_outcomes(known, own)
@@ -216,9 +218,9 @@ class SharedStep(Generic[State]):
         return found
 
     def _compare_outcomes(self, known: bytes | None, own: int) -> bytes:
-        """How each rank has fared; empty where that is not known. Collective.
+        """The outcome of each rank; empty if outcomes are not exchanged. Collective.
 
-        Afterwards no rank reads what another rank has not written yet.
+        Afterwards no rank reads values that another rank has not written yet.
         """
         assert self._travel is not None
         if self._travel.compares_outcomes and (known is None or self._pieces.storages):
@@ -228,13 +230,13 @@ class SharedStep(Generic[State]):
         return known or b""
 
     def _is_refused_by_all(self, error: Exception, outcome: int, has_gradient: bytes) -> bool:
-        """Whether no rank has written anything: each has raised too, or has no part. Collective."""
+        """Whether no rank has written anything: each has raised too, or has nothing to write. Collective."""
         if self._travel is None:
             return outcome == _REFUSED
         if not self._travel.compares_outcomes:
             return False
         try:
-            # As those do that have not raised.
+            # Make the same calls as the ranks that have not raised.
             known = self._travel.spread(self._find_route(has_gradient)[0], outcome)
             outcomes = self._compare_outcomes(known, outcome)
             if not _is_refusal(outcomes):
@@ -244,7 +246,7 @@ class SharedStep(Generic[State]):
             if _IDLE in outcomes:
                 self.refuse(ConfigError(f"{type(error).__name__}: {error}"))
             elif self._pieces.storages:
-                self._travel.meet()  # nobody looks into the step table before all have written there
+                self._travel.meet()  # no rank reads the step table before all have written to it
         except PacelineError:
             return False  # this rank's own error says more
         return True
@@ -252,7 +254,7 @@ class SharedStep(Generic[State]):
     def _follow(self, outcomes: bytes) -> None:
         assert self._travel is not None and self._barriers is not None
         if not _is_refusal(outcomes):
-            self._travel.meet()  # raises what the others tell
+            self._travel.meet()  # raises the error that another rank has reported
             raise CollectiveError(f"{OWNER}.step: another rank has raised in its part.")
         try:
             self._barriers.meet(Call.STEP, 0, 0, lambda: Facts(Call.STEP))
@@ -289,7 +291,14 @@ class SharedStep(Generic[State]):
         gather: Callable[[int], State],
         in_reach: Callable[[], State | None] = lambda: None,
     ) -> None:
-        """Bring the state of all ranks together on one. Collective.
+        """Gather the state of all ranks on one rank. Collective.
+
+        Args:
+            to: The rank that gets it.
+            rank: This rank.
+            world_size: Number of ranks.
+            gather: Collects the state of all ranks on the rank that it is given. Collective.
+            in_reach: Returns the whole state without other ranks, if a rank is lost; None: it can't.
 
         Raises:
             ConfigError: There is no such rank.
@@ -323,22 +332,22 @@ class SharedStep(Generic[State]):
         return self._state
 
     def begin_anew(self) -> None:
-        """A state was loaded: earlier failures and the state that was consolidated count no more.
+        """Forget earlier failures and the consolidated state, because another state was loaded.
 
-        Parameters that hold half of a step still do, until others are loaded.
+        Parameters that hold half of a step still raise, until other parameters are loaded.
         """
         self._failure = self._state = None
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Whether an error says that ranks did not come to a barrier, and not that they came for other things."""
+    """Whether ranks did not reach a barrier, in contrast to reaching it for different calls."""
     return isinstance(error, (PeerLostError, DeadlineError, GroupClosedError, RendezvousError))
 
 
 class explaining:
-    """A context that adds to errors of a group in which step they came, and what that means."""
+    """A context that adds to a group's errors in which step they occurred, and what that means."""
 
-    # Not a generator: those take longer to enter than the ranks to meet.
+    # Not a generator: entering one takes longer than a barrier.
     def __init__(self, owner: str, consequence: str, **fields: object) -> None:
         self._owner, self._consequence, self._fields = owner, consequence, fields
 
@@ -365,12 +374,12 @@ def _is_refusal(outcomes: bytes) -> bool:
 
 
 def _is_half_made(outcomes: bytes) -> bool:
-    """Whether some rank has raised, and not all that have a part before they have written anything."""
+    """Whether some rank has raised, unless all ranks with a shard raised before they wrote anything."""
     return (_REFUSED in outcomes or _RAISED in outcomes) and not _is_refusal(outcomes)
 
 
 class _Updating:
-    # Not a generator: those take longer to enter than the ranks to meet.
+    # Not a generator: entering one takes longer than a barrier.
     def __init__(self, begin: Callable[[], None], end: Callable[[BaseException], None]) -> None:
         self._begin, self._end = begin, end
 

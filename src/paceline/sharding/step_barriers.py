@@ -1,8 +1,8 @@
-"""What the ranks compare before a step, so that none of them writes half of one.
+"""What the ranks compare before a step, so that they don't write half of one.
 
-Each rank brings four numbers (its call, how often the ranks have synced, a hash of all hyperparameters, a
-hash of which gradients are there). Only where these differ the facts behind them travel, for an error that
-says what differs and where.
+Each rank sends four numbers: its call, how often the ranks have synced, a hash of all hyperparameters, and a
+hash of which parameters have gradients. Only if these differ do the ranks exchange the facts behind them, for
+an error that shows what differs and on which ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.reducer.agreement import by_ranks
 from paceline.reducer.backward.sharing import registry
 from paceline.reducer.backward_errors import shorten
 
-_NUMBERS = struct.Struct("<4Q")  # arrays of numpy take longer to fill than the ranks to meet
+_NUMBERS = struct.Struct("<4Q")  # filling a numpy array takes longer than a barrier
 NUMBERS_BYTES = _NUMBERS.size
 
 
@@ -48,14 +48,13 @@ class Call(IntEnum):
 
 @dataclass
 class Facts:
-    """What stands behind one rank's numbers.
+    """The facts behind one rank's numbers.
 
     Attributes:
-        call: What it has come for.
+        call: The call that the rank makes.
         options: Each hyperparameter by name ("lr of group 0"), as text.
         without: Names of parameters that have no gradient.
-        member: Whose replicas of the parameters are the same as this rank's, where others differ on purpose
-            (local SGD); empty: they do not.
+        member: The replica group of this rank, if replicas differ on purpose (local SGD); empty: they do not.
         failure: Why it refuses the step; empty: it does not.
     """
 
@@ -85,10 +84,10 @@ class StepBarriers:
         self._replica_group_of = (-1, 0)  # the version of the registry, and the number of parameters
 
     def meet(self, call: Call, options: int, gradients: int, facts: Callable[[], Facts]) -> tuple[int, ...]:
-        """Return when all ranks have come for the same. Collective.
+        """Return when all ranks have reached the same call. Collective.
 
         Returns:
-            The ranks that have no data any more, and so no gradients.
+            The ranks that have no data left, and so no gradients.
 
         Raises:
             MismatchError: The ranks call different methods, or have different hyperparameters.
@@ -114,13 +113,13 @@ class StepBarriers:
     def _hash_replica_group(self) -> int:
         parameters = self._parameters()
         now = registry.version, len(parameters)
-        if self._replica_group_of != now:  # a model was wrapped, or is gone
+        if self._replica_group_of != now:  # a model was wrapped or dropped
             self._replica_group_of, self._member = now, registry.replica_group_of(parameters)
         return _core.hash_bytes(self._member.encode()) if self._member else 0
 
 
 def difference(reported: Sequence[Facts], numbers: Sequence[int], owner: str) -> PacelineError:
-    """The error that says what differs between the ranks that have met, first of all. Pure."""
+    """The error for the first difference between the ranks. Pure."""
     where = f"barrier {' or '.join(map(str, sorted(set(numbers))))} of the optimizer's ranks"
     unchanged = "nothing was written on any rank"
     refused = {rank: each.failure for rank, each in enumerate(reported) if each.failure}
@@ -199,8 +198,8 @@ def hash_options(options: Mapping[str, str]) -> int:
 def spell_options(groups: Iterable[Mapping[str, Any]], first: int = 0) -> dict[str, str]:
     """Hyperparameters of an optimizer's groups, by name, as text that is the same on all ranks.
 
-    What is no number, text, truth value or None, nor a sequence of these, is left out: its text may tell an
-    address.
+    Values other than numbers, strings, booleans, None and sequences of these are left out, because their text
+    may contain a memory address.
     """
     return {
         f"{key} of group {number}": repr(value)

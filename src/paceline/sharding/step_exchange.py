@@ -1,4 +1,4 @@
-"""How ranks sync in a step, and exchange what each has written: through memory, or a process group."""
+"""How ranks sync in a step, and exchange what each has written: through shared memory, or a process group."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from paceline.reducer.framework_ops import FrameworkOps, Tensor, nbytes
 from paceline.sharding.step_barriers import NUMBERS_BYTES
 
 IDLE = 1
-"""The outcome of a rank that has nothing to write in a step, which all ranks know of it."""
+"""The outcome of a rank that has nothing to write in a step."""
 
-_PACKED_BYTES = 1 << 20  # to copy a larger tensor takes longer than a broadcast more
+_PACKED_BYTES = 1 << 20  # copying a larger tensor takes longer than one more broadcast
 
 Spread = TypeVar("Spread", contravariant=True)
 
 
 class Travel(Protocol[Spread]):
-    """All methods are collective, but for `prepare` and `fail`."""
+    """Moves the bytes of a step between the ranks. All methods but `prepare` and `fail` are collective."""
 
     def gather(self, numbers: bytes) -> bytes: ...
 
     def meet(self) -> None:
-        """Return when all ranks have come here; what they wrote before is there."""
+        """Return when all ranks have made this call; what they wrote before is visible."""
         ...
 
     def prepare(self, by_rank: Sequence[Sequence[Spread]]) -> Any: ...
 
     def spread(self, prepared: Any, outcome: int) -> bytes | None:
-        """Replace the tensors of each rank by those that it has.
+        """Overwrite each rank's tensors with the values that this rank has written. Collective.
 
         Returns:
-            How each rank has, where that travels along; None: ask `outcomes`.
+            The outcome of each rank, if it is sent along; None: call `outcomes`.
         """
         ...
 
@@ -44,23 +44,25 @@ class Travel(Protocol[Spread]):
     def compares_outcomes(self) -> bool: ...
 
     def outcomes(self, own: int) -> bytes:
-        """How each rank has fared, one byte for each rank. Afterwards what all wrote before is there."""
+        """The outcome of each rank, one byte per rank. Afterwards all earlier writes of all ranks are
+        visible.
+        """
         ...
 
     def fail(self, error: BaseException) -> None:
-        """Report this rank's failure, so that the others raise at once, quoting it. Does not block."""
+        """Report this rank's failure, so that the others raise at once and quote it. Does not block."""
         ...
 
 
 class MemoryTravel(Generic[Tensor]):
-    """A `Travel` through the memory of a host. Everything is on the CPU."""
+    """A `Travel` through the memory of a host, for tensors on the CPU."""
 
     def __init__(self, core: _core.HostGroup, ops: FrameworkOps[Tensor]) -> None:
         self._core = core
         self._ops = ops
         self._own = np.zeros(NUMBERS_BYTES, np.uint8)
         self._all = np.zeros(core.world_size * NUMBERS_BYTES, np.uint8)
-        # Addresses of numpy arrays take longer to find than the ranks to meet.
+        # Looking up the address of a numpy array takes longer than a barrier.
         self._own_at, self._all_at = self._own.ctypes.data, self._all.ctypes.data
         self._own_bytes = self._own.data
         self._outcomes = (ctypes.c_ubyte * core.world_size)()
@@ -155,7 +157,7 @@ class GroupTravel(Generic[Tensor]):
 
     @property
     def _memory(self) -> _core.HostGroup | None:
-        """The memory of all ranks, if there is any."""
+        """The shared memory of all ranks, if there is any."""
         peer_monitor = self._communicator.peer_monitor
         return None if peer_monitor is None else peer_monitor.core
 

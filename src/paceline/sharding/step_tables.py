@@ -1,7 +1,8 @@
-"""Which parts of a step on shared memory are written.
+"""Which shards of a step on shared memory are written.
 
-The ranks of a host note in that memory whether they make a step, and which parts are written; this outlives
-them. A rank that loses another one in the middle finds there whether the step is whole, not made, or partial.
+The ranks of a host record in that memory whether they make a step, and which shards are written. The memory
+outlives the ranks. When a rank is lost in the middle of a step, the others find there whether the step is
+whole, not made, or partial.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from paceline.errors import DeadlineError
 from paceline.sharding.shared_parameters import SharedStorage
 
 _LONGEST_PART_S = 30.0
-"""How long a rank that has lost another one waits for those that are still writing."""
+"""How long a rank waits, after another one is lost, for ranks that are still writing."""
 _LOOK_S = 0.0005
 
 
 Complete = Callable[[int, Callable[[], set[int]], float], bool]
-"""Makes the part of a rank that is lost: the rank, who is lost as of now, and until when to wait for another
-rank that does. Returns whether it is made."""
+"""Writes the shard of a rank that is lost. Arguments: the rank, a function that returns the ranks that write
+nothing more, and until when to wait for another rank that writes the shard. Returns whether it is written."""
 
 
 class StepTables:
@@ -31,17 +32,17 @@ class StepTables:
         self._storages = storages
 
     def begin(self) -> bool:
-        """Say that this rank has met all others and is about to write; False: it must not.
+        """Record that this rank has passed the barrier and is about to write; False: it must not write.
 
-        Then another rank could not meet all, and has reported that nothing was written.
+        It is False if another rank did not pass the barrier, and has reported that nothing was written.
         """
-        # The first decides, and the others follow.
+        # The decision in the first table holds for all of them.
         return all(storage.step_table.decide(True) for storage in self._storages())
 
     def refuse(self) -> bool:
-        """Say that this rank could not meet all others; True: one that could has begun to write.
+        """Record that this rank did not pass the barrier; True: a rank that passed it has begun to write.
 
-        Then all ranks have come to the barrier with the same, and this one makes its part.
+        If so, all ranks reached the barrier for the same call, and this rank writes its shard too.
         """
         return any(storage.step_table.decide(False) for storage in self._storages()[:1])
 
@@ -50,22 +51,20 @@ class StepTables:
             storage.step_table.finish(storage.rank)
 
     def give_up(self, text: str) -> None:
-        """This rank has raised, and will not write the rest of its part; the others need not wait for it."""
+        """Record that this rank has raised and writes no more of its shard; no rank needs to wait for it."""
         for storage in self._storages():
             storage.step_table.give_up()
             storage.core.abort(text)
 
     def settle(self, error: BaseException, complete: Complete | None) -> bool:
-        """When a rank is lost: wait until no rank writes any more. Returns whether all of the step is
-        made.
-        """
+        """After an error, wait until no rank writes any more. Returns whether the whole step is written."""
         until = time.monotonic() + (0 if isinstance(error, DeadlineError) else _LONGEST_PART_S)
         for storage in self._storages():
             if not storage.step_table.is_finished(storage.rank):
                 return False
             tried: set[int] = set()
             while True:
-                gone = _gone(storage)  # before the next look: who is gone has written all that it will
+                gone = _gone(storage)  # first, because a rank that is gone writes nothing after this
                 missing = _missing(storage)
                 if not missing:
                     break
@@ -73,7 +72,7 @@ class StepTables:
                 if complete is not None and lost:
                     tried.add(lost[0])
                     if not complete(lost[0], functools.partial(_gone, storage), until):
-                        complete = None  # nobody can; but some may still be writing
+                        complete = None  # no rank can complete it, but some may still be writing
                 elif set(missing) <= gone or time.monotonic() > until:
                     return False
                 time.sleep(_LOOK_S)
@@ -81,7 +80,9 @@ class StepTables:
 
 
 def _missing(storage: SharedStorage[Any]) -> list[int]:
-    """Another rank may be at the next step."""
+    """The ranks of this host whose shards of this step are not written; another rank may be at the next
+    step.
+    """
     return [rank for rank in range(storage.world_size) if not storage.step_table.is_finished(rank)]
 
 

@@ -1,8 +1,9 @@
-"""An optimizer's state, whole as an unsharded optimizer's, put together from the pieces of all ranks.
+"""Assembles an optimizer's whole state, as an unsharded optimizer would have it, from the pieces of all
+ranks.
 
-Of a cut parameter, what has the shape of the piece is cut like it; all else (the count of steps) is the same
-for every piece. What an optimizer remembers may be nested, so it travels as a description in JSON, in which
-tensors have numbers, and as these tensors. Nothing is pickled.
+State of a cut parameter that has the shape of the piece is cut like it; all other state (the step count) is
+the same for every piece. An optimizer's state may be nested, so it is sent as a JSON description that refers
+to tensors by number, followed by the tensors. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from paceline.sharding.optimizer_arguments import OWNER
 from paceline.sharding.shards import Shards, part_of
 
 Whole = dict[int, dict[Any, Any]]
-"""What an unsharded optimizer would remember of each parameter, by the parameter's number."""
+"""The state that an unsharded optimizer would have for each parameter, by the parameter's number."""
 
 
 def gather_states(
@@ -28,13 +29,13 @@ def gather_states(
     communicator: Communicator[Tensor] | None,
     to: int,
 ) -> Iterator[tuple[int, Mapping[Any, Any]]]:
-    """The states of all pieces, brought together on one rank. Collective; each rank must exhaust it.
+    """Gather the states of all pieces on one rank. Collective; each rank must exhaust the iterator.
 
     Returns:
-        The number of each piece, and what is remembered of it; nothing on other ranks than `to`.
+        The number of each piece and its state on the rank `to`; nothing on other ranks.
 
     Raises:
-        ConfigError: An optimizer remembers things that cannot travel: neither tensors nor plain values.
+        ConfigError: A state holds something else than tensors and plain values, so it cannot be sent.
     """
     tree, tensors, failure = _describe(shards, held_of)
     forms = [[list(each.shape), dtype_name(each)] for each in tensors]
@@ -72,7 +73,7 @@ def put_together(shards: Shards[Tensor], states: Iterable[tuple[int, Mapping[Any
 
 
 def is_cut(ops: FrameworkOps[Any], value: Any, piece: Piece) -> bool:
-    """Whether an optimizer remembers it of each element of a piece that is not all of its parameter."""
+    """Whether this state has one value for each element of a piece that is not all of its parameter."""
     is_part = not piece.is_whole and isinstance(value, ops.tensor)
     return is_part and tuple(value.shape) == (piece.end - piece.begin,)
 
@@ -95,7 +96,7 @@ def _describe(
 
 def _spelled(value: Any, tensors: list[Tensor], ops: FrameworkOps[Tensor], parameter: Tensor) -> Any:
     if isinstance(value, ops.tensor):
-        # To the parameter's device, whose group moves it: counts of steps of GPU optimizers lie on the CPU.
+        # On the parameter's device, for its process group: step counts of GPU optimizers lie on the CPU.
         tensors.append(ops.beside(value, parameter))
         return ["tensor", len(tensors) - 1]
     if value is None or isinstance(value, (bool, int, float, str)):
