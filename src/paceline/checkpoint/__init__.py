@@ -1,8 +1,8 @@
-"""The state of a training run, which another run goes on with.
+"""The state of a training run, with which another run resumes.
 
-What belongs to it (`training_state`), random numbers (`random_states`), and what all this asks of a framework
-(`checkpoint_ops`). When it is saved and resumed from (`checkpointer`), the files (`folder`), and the process
-that writes them (`writer`, started by `writer_process`) from a copy in memory (`snapshot`).
+`training_state` collects and loads the state, with `random_states`. `checkpoint_ops` declares the operations
+that each framework implements. `checkpointer` decides when to save, and resumes. `folder` manages the files.
+`writer` is the process that writes them, started by `writer_process`, from a copy in memory (`snapshot`).
 
 Framework-free. Not public.
 """

@@ -1,4 +1,6 @@
-"""What checkpoints ask of a framework: `torch/checkpoint.py` and `paddle/checkpoint.py`."""
+"""The operations of a framework that checkpoints need: see `torch/checkpoint.py` and
+`paddle/checkpoint.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,11 @@ from paceline.reducer.framework_ops import FrameworkOps
 
 
 class CheckpointOps(ABC):
-    """The framework's side of a checkpoint.
+    """A framework's operations for checkpoints.
 
     Attributes:
         framework: Its name, as in `import torch`.
-        suffix: Of files of its own format.
+        suffix: The suffix of files in its own format.
         containers: The classes of dicts, lists, tuples and sets that such files can hold.
         ops: Its operations on tensors.
     """
@@ -30,7 +32,7 @@ class CheckpointOps(ABC):
         """Why a file can't hold a tensor, in words; empty: it can."""
 
     def state_of(self, item: Any) -> Any:
-        """The state of an optimizer, or of anything else that has a state_dict()."""
+        """The state of an optimizer, or of any other object that has a state_dict()."""
         return item.state_dict()
 
     @abstractmethod
@@ -39,15 +41,15 @@ class CheckpointOps(ABC):
 
     @abstractmethod
     def set_random_states(self, states: Mapping[str, bytes], parameters: Iterable[Any]) -> None:
-        """Let the same generators go on from these states."""
+        """Restore the states of these generators."""
 
     @abstractmethod
     def seed(self, number: int) -> None:
-        """Let all its generators begin anew, with a number below 2**63."""
+        """Seed all generators of the framework with a number below 2**63."""
 
     @abstractmethod
     def strides(self, tensor: Any) -> list[int] | None:
-        """How a copy of a tensor lies in memory; None: one element after the other."""
+        """The strides that a copy of a tensor must have; None: it is contiguous."""
 
     @abstractmethod
     def over(
@@ -59,11 +61,11 @@ class CheckpointOps(ABC):
         shape: Sequence[int],
         strides: Sequence[int] | None,
     ) -> Any:
-        """A tensor over a part of a memory, which it keeps alive."""
+        """A tensor over a part of a memory, which the tensor keeps alive."""
 
     @abstractmethod
     def version(self) -> str:
-        """That of the framework."""
+        """The version of the framework."""
 
     @abstractmethod
     def save(self, state: Mapping[str, Any], path: Path) -> None:
@@ -71,4 +73,4 @@ class CheckpointOps(ABC):
 
     @abstractmethod
     def load(self, path: Path) -> Any:
-        """Read such a file, running nothing that it brings along. Tensors are on the CPU."""
+        """Read such a file without running any code in it. Tensors are on the CPU."""

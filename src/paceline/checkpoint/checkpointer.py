@@ -1,8 +1,8 @@
-"""`Checkpointer`: writes the state of a run while it goes on, and finds the newest whole one when it resumes.
+"""`Checkpointer`: saves the state of a run in the background, and resumes from the newest whole checkpoint.
 
-One rank for each folder writes: rank 0, and where ranks do not see its folder (hosts without a shared disk),
-the lowest of those that see one together. When something is due, all ranks meet in one small exchange and
-decide alike: no rank goes by its own clock.
+One rank for each folder writes: rank 0, and if other ranks do not see its folder (hosts without a shared
+disk), the lowest rank of those that see the same folder. When a checkpoint may be due, all ranks make one
+small exchange and decide alike; no rank uses its own clock.
 """
 
 from __future__ import annotations
@@ -39,24 +39,26 @@ class Checkpointer:
     """Saves a training state from time to time, and resumes from the newest.
 
     Each checkpoint is the `training_state()` of the wrapped model with `steps`, in the framework's own format
-    (`step-00000100.pt`, `.pdparams` for Paddle), and a manifest beside it (`.json`) with its hash. A step is
-    held up while the state is copied in memory; another process writes it to the disk, and the end of this
-    one waits for it. When the disk is full, or that process dies, rank 0 warns and training goes on. A
-    checkpoint counts when its manifest is there, so one that is not written to the end never takes the place
-    of an older one.
+    (`step-00000100.pt`, `.pdparams` for Paddle), and a manifest beside it (`.json`) with its hash. Training
+    waits only while the state is copied in memory. Another process writes the copy to the disk, and this
+    process waits for it before it exits. When the disk is full, or the writing process dies, rank 0 warns and
+    training goes on. A checkpoint counts only once its manifest exists, so an incomplete one never replaces
+    an older one.
 
-    SIGTERM or SIGUSR1, to any rank, stops the job: the next step() of all ranks saves, waits until that is
-    written, and raises SystemExit(75). The program's own handlers of these signals are called as well.
+    SIGTERM or SIGUSR1, sent to any rank, stops the job: the next step() of all ranks saves, waits until the
+    checkpoint is written, and raises SystemExit(75). The program's own handlers of these signals are called
+    as well.
 
     Collective: the constructor, resume(), step() and save(), on all ranks and in the same order.
 
     Args:
-        folder: Where checkpoints are. Where hosts share no disk, each has the same ones in its own.
-        ddp: The wrapped model, of torch or Paddle. What else is to be saved: `ddp.register_state()`.
-        every_steps: Save when so many steps were made since the last; None: no matter how many. The same on
-            all ranks.
-        every_s: Save when so many seconds, or a timedelta, went by since the last, by the clock of rank 0;
-            None: no matter how many.
+        folder: The folder of the checkpoints. If hosts share no disk, each host has the same checkpoints in
+            its own folder.
+        ddp: The wrapped model, of torch or Paddle. Register other objects with `ddp.register_state()`.
+        every_steps: Save at each step whose number is a multiple of this; None: the step number does not
+            matter. The same on all ranks.
+        every_s: Save when so many seconds, or a timedelta, have passed since the last checkpoint, by the
+            clock of rank 0; None: time does not matter.
         keep: How many checkpoints to keep. Older ones are removed when a new one is whole.
 
     Raises:
@@ -99,7 +101,7 @@ class Checkpointer:
         training.agree("make a Checkpointer", every_steps=every_steps, every_s=self._every_s, keep=keep)
         self._steps = self._begun_at = 0
         self._begun_s = time.monotonic()
-        self._look_at = 1 if self._every_s else 0  # when to ask rank 0's clock next; 0: never
+        self._look_at = 1 if self._every_s else 0  # the next step at which to check rank 0's clock; 0: never
         self._is_due = False
         self._saved_at = -1
         self._whole = -1  # steps of the newest checkpoint that all folders have
@@ -108,26 +110,29 @@ class Checkpointer:
         if self._rank in self._writers:
             self._writer = WriterProcess(self._ops, self._folder, self._keep)
         stop_signals.listen()
-        # A launcher ends what a rank leaves behind.
+        # Wait for the writer at exit, because a launcher ends processes that a rank leaves behind.
         self._finish = weakref.finalize(self, _finish, self._writer, os.getpid())
         self._is_closed = self._has_warned = False
         self._has_others = any(self._gather({"found": bool(list_checkpoints(self._folder).whole)}, "found"))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that this rank keeps for copies: 0 before the first, and where another writes."""
+        """Bytes of memory that this rank keeps for copies: 0 before the first copy, and on ranks that do not
+        write.
+        """
         return 0 if self._writer is None else self._writer.memory.nbytes
 
     def resume(self) -> int:
-        """Load the newest whole checkpoint, on every rank the same. Collective; before the first step.
+        """Load the newest whole checkpoint, the same on every rank. Collective; call it before the first
+        step.
 
-        A checkpoint that is damaged, or was not written to the end, is passed over with a warning.
+        A checkpoint that is damaged or incomplete is skipped with a warning.
 
         Returns:
             How many steps were made; 0 if there is no checkpoint.
 
         Raises:
-            ConfigError: The checkpoint is that of another model, or of other objects than are registered.
+            ConfigError: The checkpoint is of another model, or of other objects than are registered.
         """
         self._check_open()
         self._has_others = False
@@ -160,14 +165,15 @@ class Checkpointer:
         return newest
 
     def step(self) -> None:
-        """Count a step, and save if it is due. On every rank, after optimizer.step(). Collective then.
+        """Count a step, and save if it is due. Call it on every rank, after optimizer.step(). Collective if
+        it is due.
 
-        If the checkpoint before is still being written, it moves to the next step at which it is not.
+        If the previous checkpoint is still being written, the save moves to the next step at which it is not.
 
         Raises:
             SystemExit: A signal has asked the job to stop, and this step is saved.
-            ConfigError: Something that is registered can't be saved; or the folder has checkpoints, and
-                resume() was not called.
+            ConfigError: A registered object can't be saved; or the folder has checkpoints, and resume() was
+                not called.
         """
         self._check_open()
         self._steps += 1
@@ -179,23 +185,24 @@ class Checkpointer:
             self._meet()
 
     def save(self) -> None:
-        """Save now: copy the state, once what is being written is. Collective.
+        """Save now: wait until the previous checkpoint is written, then copy the state. Collective.
 
-        If that takes longer than the time-out of the wrapped model, rank 0 warns, and the next step() at
-        which nothing is being written saves instead.
+        If the wait exceeds the time-out of the wrapped model, rank 0 warns, and the next step() at which
+        nothing is being written saves instead.
 
         Raises:
-            ConfigError: As of step().
+            ConfigError: See step().
         """
         self._check_open()
         self._is_due = True
         self._save_in_time(waits_until_written=False)
 
     def close(self, timeout_s: float | timedelta = _CLOSING_S) -> None:
-        """Wait until this rank has written what it has begun. Not collective; leaving the context calls it.
+        """Wait until the checkpoints of this rank are written. Not collective; leaving the context calls it.
 
         Args:
-            timeout_s: Most seconds to wait. The writing process goes on after that, unless it is ended.
+            timeout_s: The longest wait in seconds. The writing process continues after that, unless it is
+                killed.
         """
         limit_s = Arguments(f"{_OWNER}.close").seconds("timeout_s", timeout_s, may_be_zero=True)
         if self._is_closed:
@@ -220,7 +227,7 @@ class Checkpointer:
             raise ConfigError(f"{_OWNER}: it was closed.", hint="make another one")
 
     def _begin_at(self, steps: int) -> None:
-        """Time goes from here."""
+        """Count steps and time from here."""
         self._steps = self._begun_at = steps
         self._begun_s = time.monotonic()
         self._look_at = steps + 1 if self._every_s else 0
@@ -236,7 +243,7 @@ class Checkpointer:
     # --- which ranks write ---
 
     def _find_writers(self) -> list[int]:
-        """The lowest of the ranks that see one folder together, for each folder. Collective."""
+        """The lowest rank of each set of ranks that see the same folder. Collective."""
         writers: list[int] = []
         placed: set[int] = set()
         while len(placed) < self._world_size:
@@ -265,15 +272,15 @@ class Checkpointer:
             placed |= {rank for rank, sees_it in enumerate(seen) if sees_it} | {writer}
         return writers
 
-    # --- what is due ---
+    # --- saving ---
 
     def _save_in_time(self, *, waits_until_written: bool) -> None:
-        """Save what is due, or give up with a warning at the model's time-out. Collective."""
+        """Save if it is due, or stop waiting with a warning at the model's time-out. Collective."""
         limit_s = self._peers.timeout_s
         until = time.monotonic() + limit_s
         while self._meet() and (self._is_due or waits_until_written):
-            # In turns, so that ranks which do not write wait for an answer and not for a disk. The clock of
-            # rank 0 decides, so that all give up after the same turn.
+            # Wait in short rounds with an exchange in each, so that no rank waits for a disk within a
+            # collective. The clock of rank 0 decides, so that all ranks stop after the same round.
             if self._gather({"late": time.monotonic() >= until}, "late")[0]:
                 if self._is_due:
                     said = f"step {self._steps} is not saved now: after {limit_s:g} s an older checkpoint"
@@ -283,7 +290,7 @@ class Checkpointer:
                 self._writer.wait(_MOMENT_S)
 
     def _meet(self) -> bool:
-        """Look together at what is due, and save it if nothing is being written. Collective.
+        """Check together whether a checkpoint is due, and save it if nothing is being written. Collective.
 
         Returns:
             Whether something is being written now.
@@ -322,10 +329,10 @@ class Checkpointer:
         return True
 
     def _stop(self) -> None:
-        """Save, wait until that is written, and end this process. Collective."""
+        """Save, wait until the checkpoint is written, and end this process. Collective."""
         self._is_due = True
         self._save_in_time(waits_until_written=True)
-        stop_signals.listen()  # until the process has ended: the launcher may pass the signal on only now
+        stop_signals.listen()  # until the process ends, because the launcher may forward the signal only now
         self.close(_MOMENT_S)
         if self._rank == 0:
             received = stop_signals.received
@@ -347,25 +354,25 @@ class Checkpointer:
             self._warn("nothing is registered, so checkpoints have no optimizer: ddp.register_state()")
         state = self._ddp._training_state(self._writers)
         if self._writer is not None:
-            # What all folders have is kept until all have this one.
+            # Keep the newest checkpoint that all folders have, until all have this one.
             self._writer.begin({**state, "steps": self._steps}, self._steps, [self._whole])
             self._warn_of(self._writer.take_failures() if self._rank == 0 else [])
 
     def _steps_to_wait(self) -> int:
-        """Steps until the time is to be looked at again; 0: it is time to save. By this rank's clock."""
+        """Steps until the clock is to be checked again; 0: it is time to save. By this rank's clock."""
         steps, elapsed_s = self._steps - self._begun_at, time.monotonic() - self._begun_s
         if self._every_s is None or elapsed_s >= self._every_s:
             return 0
-        # Not further ahead than was measured: steps may become slower.
+        # Look ahead at most as many steps as were measured, because steps may become slower.
         return max(1, min(steps, math.floor((self._every_s - elapsed_s) * steps / max(elapsed_s, 1e-9))))
 
     def _steps_after_saving(self) -> int:
-        """Steps until the time is to be looked at, if a checkpoint is saved now."""
+        """Steps until the clock is to be checked, if a checkpoint is saved now."""
         steps, elapsed_s = self._steps - self._begun_at, time.monotonic() - self._begun_s
         expected = math.floor((self._every_s or 0.0) * steps / max(elapsed_s, 1e-9))
         return max(1, min(2 * steps, expected))
 
-    # --- what is there ---
+    # --- checkpoints in the folders ---
 
     def _is_usable(self, steps: int, listing: Listing) -> bool:
         """Whether a checkpoint is whole in all folders; if not, rank 0 warns. Collective."""
@@ -384,7 +391,7 @@ class Checkpointer:
 
 
 def _finish(writer: WriterProcess | None, pid: int) -> None:
-    """Wait for what is being written, when nothing uses the Checkpointer any more; not in a forked child."""
+    """Wait for the writer when the Checkpointer is no longer used; does nothing in a forked child."""
     if os.getpid() == pid:
         if writer is not None:
             writer.close(_CLOSING_S)

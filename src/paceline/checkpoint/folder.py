@@ -1,8 +1,8 @@
-"""A folder of checkpoints: which are whole, which are too old, and how one is written.
+"""A folder of checkpoints: lists them, writes one, and removes old ones.
 
 A checkpoint is two files: `step-00000012.pt`, of the framework's own format, and `step-00000012.json`, its
-manifest. The manifest is written when the other file is on the disk, and each appears under its name only
-when it is complete, so a checkpoint with a manifest is whole unless something else has damaged it.
+manifest. The manifest is written after the other file is on the disk, and each file is renamed to its name
+only when it is complete. So a checkpoint with a manifest is whole, unless it was damaged later.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _NAME = re.compile(r"step-(\d{8,})\.\w+(\.tmp)?")
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is known of a checkpoint.
+    """The description of a checkpoint.
 
     Attributes:
-        format: Of these files.
+        format: The version of this file format.
         file: The name of the framework's file.
         bytes: Its size.
         sha256: Its hash.
-        steps: Steps that were made.
+        steps: Number of steps made before it was saved.
         world_size: Number of ranks that made them.
         framework: "torch" or "paddle".
-        versions: Of Paceline, the framework and Python.
+        versions: The versions of Paceline, the framework and Python.
     """
 
     format: int
@@ -48,11 +48,11 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Listing:
-    """What is in a folder.
+    """The contents of a folder.
 
     Attributes:
         whole: Manifests by the number of steps; their files may be damaged.
-        broken: Why something is no checkpoint, by the number of steps.
+        broken: Why some files are no checkpoint, by the number of steps.
     """
 
     whole: dict[int, Manifest]
@@ -60,7 +60,7 @@ class Listing:
 
 
 def name_of(steps: int) -> str:
-    """The name of a checkpoint's files, without what says their kind."""
+    """The name of a checkpoint's files, without suffix."""
     return f"step-{steps:08d}"
 
 
@@ -87,7 +87,9 @@ def list_checkpoints(folder: Path) -> Listing:
 
 
 def why_damaged(folder: Path, manifest: Manifest) -> str:
-    """Why the file of a checkpoint is not what was written, in words that name it; empty: it is."""
+    """Why the file of a checkpoint differs from what was written, in words that name it; empty: it does
+    not.
+    """
     try:
         size = (folder / manifest.file).stat().st_size
         if size != manifest.bytes:
@@ -106,17 +108,17 @@ def write_checkpoint(
     describe: Callable[[str, int, str], Manifest],
     name: str,
 ) -> None:
-    """Write a checkpoint. A process that is killed at any moment leaves it whole, or without a manifest.
+    """Write a checkpoint. If the process is killed at any moment, the checkpoint is whole or has no manifest.
 
     Args:
-        folder: Where.
-        suffix: Of the framework's file.
-        save: Writes that, under the name that it is given.
-        describe: The manifest, from the file's name, its bytes and its hash.
-        name: Of the files, without what says their kind.
+        folder: The folder to write to.
+        suffix: The suffix of the framework's file.
+        save: Writes the framework's file at the path that it is given.
+        describe: Makes the manifest from the file's name, its size in bytes and its hash.
+        name: The name of both files, without suffix.
 
     Raises:
-        OSError: The disk is full, say. Nothing incomplete is left behind.
+        OSError: For example, the disk is full. No incomplete file remains.
     """
     target = folder / f"{name}{suffix}"
     temporary = folder / f"{target.name}.tmp"
@@ -125,7 +127,7 @@ def write_checkpoint(
     try:
         save(temporary)
         size, digest = _on_disk(temporary), _sha256(temporary)
-        # One of this name may be there, damaged: no manifest tells of another file than it was written for.
+        # Remove the manifest of an older, damaged file of this name: it must not describe the new file.
         manifest.unlink(missing_ok=True)
         temporary.rename(target)
         _sync_folder(folder)
@@ -141,13 +143,14 @@ def write_checkpoint(
 
 
 def remove_old(folder: Path, written: int, keep: int, also: Collection[int] = ()) -> None:
-    """Keep what was just written and the newest whole ones before it, and remove all others.
+    """Keep the new checkpoint and the newest whole ones before it, and remove all others.
 
     Args:
-        folder: Of the checkpoints.
-        written: Its number of steps. What has more is of a run that was given up: it was damaged.
+        folder: The folder of the checkpoints.
+        written: The number of steps of the new checkpoint. Checkpoints with more steps were skipped as
+            damaged when the run resumed.
         keep: How many to keep.
-        also: Steps of others to keep.
+        also: Step numbers of further checkpoints to keep.
     """
     earlier = sorted(steps for steps in list_checkpoints(folder).whole if steps < written)
     kept = {written, *also, *earlier[max(0, len(earlier) - keep + 1) :]}
@@ -167,7 +170,7 @@ def _sha256(path: Path) -> str:
 
 
 def _on_disk(path: Path) -> int:
-    """Wait until a file is; its bytes."""
+    """Flush a file to the disk; returns its size in bytes."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
         return os.fstat(file.fileno()).st_size

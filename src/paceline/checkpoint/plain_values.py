@@ -1,6 +1,6 @@
-"""What a checkpoint may hold: tensors, numbers, texts, and lists, tuples, sets and dicts of these.
+"""The values that a checkpoint may hold: tensors, numbers, texts, and lists, tuples, sets and dicts of these.
 
-So any file of it can be read without running code that it brings along.
+So a checkpoint file can be read without running code that is in it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from paceline.errors import ConfigError
 
 
 def plain(value: Any, ops: CheckpointOps, what: str, where: str = "") -> Any:
-    """The value with numpy's numbers as Python's, and mappings and tuples of other classes as plain ones.
+    """Replace numpy's numbers by Python's, and mappings and sequences of other classes by plain ones.
 
     Args:
         value: A state_dict.
-        ops: The framework's.
-        what: What it is, for errors: "the state of 'optimizer'".
-        where: Its place there.
+        ops: The framework's operations.
+        what: What the value is, for errors: "the state of 'optimizer'".
+        where: The place of the value within it, for errors.
 
     Raises:
-        ConfigError: It holds something else.
+        ConfigError: It holds any other object.
     """
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return value

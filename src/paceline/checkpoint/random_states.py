@@ -1,6 +1,6 @@
-"""The random numbers of one process: the states of Python's, numpy's and the framework's generators.
+"""The states of one process's random number generators: Python's, numpy's and the framework's.
 
-As bytes by name. Python's and numpy's are JSON, which keeps each number exactly.
+They are bytes by name. Python's and numpy's are JSON, which keeps each number exactly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PYTHON, _NUMPY = "python", "numpy"
 
 
 def random_states(ops: CheckpointOps, parameters: Iterable[Any]) -> dict[str, bytes]:
-    """The states of this process."""
+    """The states of the generators of this process."""
     numpys = np.random.get_state(legacy=False)
     return {
         _PYTHON: json.dumps(random.getstate()).encode(),
@@ -30,7 +30,7 @@ def random_states(ops: CheckpointOps, parameters: Iterable[Any]) -> dict[str, by
 
 
 def set_random_states(ops: CheckpointOps, states: Mapping[str, bytes], parameters: Iterable[Any]) -> None:
-    """Let this process go on from these states."""
+    """Restore the generators of this process from these states."""
     version, numbers, gauss = json.loads(states[_PYTHON])
     random.setstate((version, tuple(numbers), gauss))
     np.random.set_state(_with_arrays(json.loads(states[_NUMPY])))
@@ -38,7 +38,7 @@ def set_random_states(ops: CheckpointOps, states: Mapping[str, bytes], parameter
 
 
 def seed_generators(ops: CheckpointOps, *parts: object) -> None:
-    """Let all generators of this process begin anew, with what these parts say."""
+    """Seed all generators of this process with a hash of these parts."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
     random.seed(number)
@@ -52,14 +52,14 @@ def pack(states: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(message: bytes) -> dict[str, bytes]:
-    """What `pack` has packed; raises ValueError if it is something else."""
+    """The states that `pack` has joined; raises ValueError for any other message."""
     end = 8 + int.from_bytes(message[:8], "little")
     names: Sequence[str] = json.loads(message[8:end])
     return dict(zip(names, split_payloads(message, 1 + len(names))[1:]))
 
 
 def _with_arrays(state: Any) -> Any:
-    """numpy's state with an array where the JSON has a list."""
+    """numpy's state with arrays instead of the lists that JSON has."""
     if isinstance(state, dict):
         return {key: _with_arrays(value) for key, value in state.items()}
     return np.array(state, np.uint64) if isinstance(state, list) else state

@@ -1,8 +1,8 @@
 """A copy of a training state in memory that another process reads.
 
-The memory is an anonymous file: tensors one after the other, each where its address is a multiple of 64
-bytes, then a description in JSON, in which they have numbers. Nothing is pickled. The memory is kept and used
-again, so only the first copy pays for its pages.
+The memory is an anonymous file. It holds the tensors, each at a multiple of 64 bytes, then a JSON description
+that refers to tensors by number. Nothing is pickled. The memory is reused, so only the first copy pays for
+page faults.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ _ALIGNMENT = 64
 
 
 class Described(NamedTuple):
-    """Where the description of a state begins in the memory, and its bytes."""
+    """Where the description of a state begins in the memory, and its size."""
 
     at: int
     nbytes: int
 
 
 class SharedMemory:
-    """Memory that a process that inherits its descriptor can map.
+    """Memory that another process can map if it inherits the file descriptor.
 
     Attributes:
-        fd: The descriptor.
-        nbytes: How much is reserved.
+        fd: The file descriptor.
+        nbytes: How many bytes are reserved.
     """
 
     def __init__(self) -> None:
         try:
             self.fd = os.memfd_create("paceline-checkpoint")
-        except (AttributeError, OSError):  # a kernel, or a filter of system calls, without
+        except (AttributeError, OSError):  # the kernel, or a filter of system calls, does not allow it
             with tempfile.TemporaryFile(buffering=0) as file:
                 self.fd = os.dup(file.fileno())
         self.nbytes = 0
         self._mapped: mmap.mmap | None = None
 
     def reserve(self, count: int) -> mmap.mmap:
-        """At least so many bytes, mapped."""
+        """Map at least so many bytes."""
         if self._mapped is None or count > self.nbytes:
             count = -(-count // mmap.PAGESIZE) * mmap.PAGESIZE
-            os.posix_fallocate(self.fd, 0, count)  # or an error now, and no SIGBUS later
+            os.posix_fallocate(self.fd, 0, count)  # raises OSError now instead of a SIGBUS later
             self._mapped, self.nbytes = mmap.mmap(self.fd, count), count
         return self._mapped
 
@@ -58,10 +58,10 @@ class SharedMemory:
 
 
 def copy_state(state: Mapping[str, Any], memory: SharedMemory, ops: CheckpointOps) -> Described:
-    """Copy a state of plain values; see `plain_values`.
+    """Copy a state of plain values into the memory; see `plain_values`.
 
     Raises:
-        OSError: There is not so much memory.
+        OSError: There is not enough memory.
     """
     tensors: list[Any] = []
     tree = _spelled(state, tensors, {}, ops)
@@ -88,7 +88,7 @@ def read_state(fd: int, described: Described, ops: CheckpointOps) -> dict[str, A
 
 
 def _spelled(value: Any, tensors: list[Any], known: dict[Any, int], ops: CheckpointOps) -> Any:
-    """A value as JSON: a list of its kind and what it holds. A tensor that comes twice is copied once."""
+    """A value as JSON: a list of its kind and its content. A tensor that occurs twice is copied once."""
     if isinstance(value, ops.ops.tensor):
         key = value.data_ptr(), str(value.dtype), tuple(value.shape), str(ops.strides(value))
         if key not in known or not nbytes(value):

@@ -1,14 +1,14 @@
-"""The state of a training run: collected on one rank, and loaded on every rank.
+"""The state of a training run: collected on one or more ranks, and loaded on every rank.
 
-A dict of plain values:
+It is a dict of plain values:
 
     format, framework, world_size, good_backwards    numbers and a text
     model       the module's state_dict()
-    versions    its `_metadata`, where it has some
-    own         by rank: what each rank has values of its own of, such as buffers that are "local"
+    versions    the `_metadata` of that, if it has any
+    own         by rank: the tensors that each rank keeps separately, such as buffers that are "local"
     objects     the state of each registered object, by its name
     random      by rank: the states of its generators, as bytes
-    virtual_ranks, seed    of `ddp.steps()`, from which random numbers are derived; None: they are not
+    virtual_ranks, seed    of `ddp.steps()`, from which random numbers are derived; None: steps() is not used
 """
 
 from __future__ import annotations
@@ -41,23 +41,24 @@ _SAVING, _LOADING = "save the training state", "load a training state"
 
 @dataclass(frozen=True)
 class Training:
-    """What a training state is made of.
+    """The parts from which a training state is made.
 
     Attributes:
         owner: The class of the wrapper.
-        variable: A wrapped model, as users call it.
+        variable: The usual name of a wrapped model in user code, for errors.
         module: The model.
-        ops: The framework's.
+        ops: The framework's operations.
         peers: The ranks.
-        communicator: Between the ranks; None: there is one.
-        parameters: Those that all ranks have alike.
-        in_step: Names of the buffers that all ranks have alike.
-        objects: What was registered, by name.
-        good_backwards: How many there were, those before this process included.
-        reason_against: Why its state can't be saved or loaded; None: it can.
-        writing: Lets parameters be written to.
-        virtual_ranks: How many the run has; None: none, so that each rank has random numbers of its own.
-        seed: From which the random numbers of virtual ranks are derived; None: not known yet.
+        communicator: Moves tensors between the ranks; None: there is one rank.
+        parameters: The parameters that are the same on all ranks.
+        in_step: Names of the buffers that are the same on all ranks.
+        objects: The registered objects, by name.
+        good_backwards: The number of good backward passes, including those before this process.
+        reason_against: Why the state can't be saved or loaded; None: it can.
+        writing: A context in which parameters may be written to.
+        virtual_ranks: Number of virtual ranks; None: there are none, and each rank has random numbers of its
+            own.
+        seed: The seed of the random numbers of virtual ranks; None: not known yet.
     """
 
     owner: str
@@ -80,18 +81,18 @@ class Training:
         return f"{self.owner}.{method}"
 
     def agree(self, doing: str, **options: object) -> None:
-        """Raise on every rank if the ranks do not do the same. Collective."""
+        """Raise on every rank if the ranks do not make the same call with the same options. Collective."""
         described = {name: str(value) for name, value in options.items()}
         description = ModelDescription((), (), described, doing=doing)
         check_agreement(description, self.peers.exchange, self.peers.timeout_s)
 
     def telling(self, doing: str) -> AbstractContextManager[None]:
-        """Within it, a ConfigError is told to the ranks that wait in `agree`."""
+        """A context that reports a ConfigError to the ranks that wait in `agree`."""
         return reporting_to_peers(lambda: (self.peers.exchange, self.peers.timeout_s), doing)
 
 
 def check_registration(owner: str, objects: Mapping[str, Any], name: Any, item: Any) -> None:
-    """Refuse what can't be registered."""
+    """Refuse objects that can't be registered."""
     check = Arguments(f"{owner}.register_state")
     check.text("name", name, hint='for example name="optimizer"', may_be_empty=False)
     if isinstance(item, type) or not (hasattr(item, "state_dict") and _loader_of(item)):
@@ -104,7 +105,9 @@ def check_registration(owner: str, objects: Mapping[str, Any], name: Any, item: 
 
 
 def collect(training: Training, to: Collection[int]) -> dict[str, Any]:
-    """The state, on the ranks `to`; empty on others. Collective. Tensors are those that are trained."""
+    """The state on the ranks `to`; empty on other ranks. Collective. Its tensors are the trained ones, not
+    copies.
+    """
     ops, peers, rank = training.ops, training.peers, training.peers.rank
     with training.telling(_SAVING):
         if training.reason_against is not None:
@@ -113,7 +116,7 @@ def collect(training: Training, to: Collection[int]) -> dict[str, Any]:
         model = plain(held, ops, "the model")
         versions = plain(getattr(held, "_metadata", {}), ops, "the model's _metadata")
         own = _own_tensors(training, model)
-        # On every rank, in case a state_dict() is collective; that of a sharded optimizer is only on one.
+        # On every rank, in case a state_dict() is collective. That of a sharded optimizer works on one rank.
         states = {
             name: _state_of(training, name)
             for name, item in training.objects.items()
@@ -156,7 +159,7 @@ def restore(training: Training, state: Any) -> int:
     """Load a state. Collective.
 
     Returns:
-        The good backwards before it was saved.
+        The number of good backward passes before it was saved.
     """
     ops, rank = training.ops, training.peers.rank
     with training.telling(_LOADING):
@@ -190,10 +193,10 @@ def restore(training: Training, state: Any) -> int:
 
 
 def _own_tensors(training: Training, model: Mapping[str, Any]) -> dict[str, Any]:
-    """Tensors of which each rank has values of its own, by name.
+    """The tensors that each rank keeps separately, by name.
 
     Raises:
-        ConfigError: Each rank trains some of them by itself, so that optimizers have states of their own.
+        ConfigError: Some of them are trained by each rank separately, so the optimizers' states differ too.
     """
     named = {
         **dict(training.module.named_parameters()),
@@ -220,7 +223,7 @@ def _own_tensors(training: Training, model: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _gather_own(training: Training, own: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Such tensors of all ranks, by rank; no entry if there are none. Collective."""
+    """These tensors of all ranks, by rank; empty if there are none. Collective."""
     if not own:
         return []
     assert training.communicator is not None
@@ -251,7 +254,7 @@ def _state_of(training: Training, name: str) -> Any:
 
 
 def _loader_of(item: Any) -> Callable[[Any], object] | None:
-    """The method that loads its state: load_state_dict(), or set_state_dict() as Paddle calls it."""
+    """The method that loads its state: load_state_dict(), or Paddle's set_state_dict()."""
     found: Callable[[Any], object] | None = getattr(item, "load_state_dict", None)
     return getattr(item, "set_state_dict", None) if found is None else found
 
@@ -273,7 +276,7 @@ def _load(training: Training, what: str, item: Any, state: Any) -> None:
 
 
 def _check(training: Training, state: Any) -> None:
-    """Raise unless it is a state that this run can load, but for the model's tensors."""
+    """Raise unless this run can load the state. The model's tensors are checked by `_check_model`."""
     call, objects = training.call("load_training_state"), training.objects
     if not isinstance(state, Mapping):
         hint = f"what {training.variable}.training_state() has returned"
@@ -319,7 +322,7 @@ def _check(training: Training, state: Any) -> None:
 
 
 def _check_model(training: Training, saved: Mapping[str, Any]) -> None:
-    """Raise if the model has other tensors than those that were saved."""
+    """Raise if the saved tensors do not match those of the model."""
     own = training.module.state_dict()
 
     def form(value: Any) -> str:

@@ -1,7 +1,7 @@
 """The process that writes checkpoints: `python -m paceline.checkpoint.writer`, started by a `WriterProcess`.
 
-It reads a line of JSON for each checkpoint from its standard input, and answers each with a line. It ends
-when that input does, after finishing what it has begun: also when the training process is killed.
+It reads one line of JSON for each checkpoint from its standard input, and answers with one line each. It
+finishes the current checkpoint and ends when its input ends, or when the training process is gone.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _LOOK_S = 1.0
 
 
 def main(module: str, memory: str, answers: str, folder: str) -> None:
-    """Write checkpoints until no more come.
+    """Write checkpoints until the last job is done.
 
     Args:
-        module: Has the framework's `CHECKPOINT_OPS`.
-        memory: The descriptor of the memory with the states.
-        answers: The descriptor of the pipe that answers go to.
-        folder: Where to write.
+        module: The module with the framework's `CHECKPOINT_OPS`.
+        memory: The file descriptor of the memory with the states.
+        answers: The file descriptor of the pipe for the answers.
+        folder: The folder to write to.
     """
     parent = os.getppid()
     ops: CheckpointOps = import_module(module).CHECKPOINT_OPS
@@ -43,7 +43,11 @@ def main(module: str, memory: str, answers: str, folder: str) -> None:
 
 
 def _jobs(parent: int) -> Any:
-    """What is to be written. Children of the training process may hold its end of the pipe open."""
+    """The checkpoints to write.
+
+    The parent's pid is checked too, because children of the training process may hold its end of the pipe
+    open.
+    """
     pending = b""
     while os.getppid() == parent:
         if not select.select([0], [], [], _LOOK_S)[0]:
@@ -53,13 +57,13 @@ def _jobs(parent: int) -> Any:
             return
         *lines, pending = (pending + received).split(b"\n")
         for line in lines:
-            if (job := json.loads(line)) is None:  # no more come
+            if (job := json.loads(line)) is None:  # the last line
                 return
             yield job
 
 
 def _write(ops: CheckpointOps, memory: int, folder: Path, job: dict[str, Any]) -> str:
-    """Write one checkpoint; why it failed, or nothing."""
+    """Write one checkpoint; returns why it failed, or an empty string."""
     steps: int = job["steps"]
     try:
         state = read_state(memory, Described(*job["described"]), ops)
@@ -86,4 +90,4 @@ def _write(ops: CheckpointOps, memory: int, folder: Path, job: dict[str, Any]) -
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)  # a framework's way out of a process takes its time, and the training process waits for it
+    os._exit(0)  # skips the framework's slow exit, for which the training process would wait

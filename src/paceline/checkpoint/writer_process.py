@@ -1,4 +1,4 @@
-"""A process beside this one that writes checkpoints, so that training goes on meanwhile."""
+"""Starts and feeds the process that writes checkpoints while training continues."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from typing import Any
 from paceline.checkpoint.checkpoint_ops import CheckpointOps
 from paceline.checkpoint.snapshot import SharedMemory, copy_state
 
-# Those that end a job come to the process that writes, too, which ends when the training process has.
+# Signals that end a job also reach the writing process. It blocks them, and ends after the training process.
 _BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class WriterProcess:
-    """Copies states and has them written. Starts the process with the first one, and again if it has died.
+    """Copies states, and passes them to a process that writes them to the disk.
+
+    It starts that process with the first state, and again if it has died.
 
     Args:
-        ops: The framework's.
-        folder: Where to write.
+        ops: The framework's operations.
+        folder: The folder to write to.
         keep: How many checkpoints to keep.
 
     Attributes:
-        memory: What states are copied to.
-        written: Steps of the newest checkpoint that is known to be whole; -1: none is.
-        failures: Why checkpoints could not be written, since `take_failures`.
+        memory: The memory to which states are copied.
+        written: Steps of the newest checkpoint that is known to be whole; -1: there is none.
+        failures: Why checkpoints could not be written, since the last `take_failures`.
     """
 
     def __init__(self, ops: CheckpointOps, folder: Path, keep: int) -> None:
@@ -45,15 +47,15 @@ class WriterProcess:
         self._answers = -1
         self._received = b""
         self._errors: Any = None
-        self._writing: int | None = None  # the steps of what it writes
+        self._writing: int | None = None  # the steps of the checkpoint that is being written
         self._is_closed = False
 
     def begin(self, state: Mapping[str, Any], steps: int, also: Collection[int]) -> None:
-        """Copy a state, and have it written.
+        """Copy a state, and start writing it.
 
         Args:
             state: A training state.
-            steps: How many were made.
+            steps: How many steps were made.
             also: Steps of older checkpoints that must stay.
         """
         try:
@@ -72,24 +74,23 @@ class WriterProcess:
             self._note_end()
 
     def is_busy(self) -> bool:
-        """Whether something is being written."""
         self._read(0.0)
         return self._writing is not None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing is being written; whether that is so."""
+        """Wait until nothing is being written; returns whether that is so."""
         until = time.monotonic() + timeout_s
         while self._writing is not None and (left := until - time.monotonic()) > 0:
             self._read(left)
         return self._writing is None
 
     def take_failures(self) -> list[str]:
-        """What failed since the last such call."""
+        """Return the failures since the last such call, and clear them."""
         taken, self.failures = self.failures, []
         return taken
 
     def close(self, timeout_s: float) -> bool:
-        """Let the process end when it has written everything; whether it has written it in this time."""
+        """Let the process end after it has written everything; returns whether it has done so in time."""
         if self._is_closed:
             return True
         self._is_closed = True
@@ -97,10 +98,10 @@ class WriterProcess:
         is_idle = self.wait(timeout_s)
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
-                # Not only its end: forked children of this process may hold it open.
+                # Closing the pipe is not enough, because forked children of this process may hold it open.
                 self._process.stdin.write(b"null\n")
                 self._process.stdin.close()
-            # Its end matters to no file: on a busy machine it may take longer than a preempted job has.
+            # No file depends on its exit, which on a busy machine may take longer than a preempted job has.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, until - time.monotonic()))
                 self._forget()
@@ -109,14 +110,14 @@ class WriterProcess:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._answers, answers = os.pipe()
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process lives)
-        # Modules from where this process has them. Neither a GPU nor threads for numbers are needed.
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (open as long as the process lives)
+        # Import modules from the same paths as this process. The writer needs no GPU and no compute threads.
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
         environment |= {"PYTHONPATH": paths, "PYTHONSAFEPATH": "1"}
         environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         words = [type(self._ops).__module__, str(self.memory.fd), str(answers), str(self._folder)]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # which the process inherits
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # the process inherits the mask
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "paceline.checkpoint.writer", *words],
@@ -125,7 +126,7 @@ class WriterProcess:
                 stderr=self._errors,
                 env=environment,
                 pass_fds=(self.memory.fd, answers),
-                start_new_session=True,  # a Ctrl-C comes to the training process alone
+                start_new_session=True,  # so that Ctrl-C reaches only the training process
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -133,7 +134,7 @@ class WriterProcess:
         return self._process
 
     def _read(self, timeout_s: float) -> None:
-        """Take in its answers; wait so long for one."""
+        """Read answers; wait at most this long for one."""
         if self._writing is None or not select.select([self._answers], [], [], timeout_s)[0]:
             return
         received = os.read(self._answers, 1 << 16)
@@ -152,7 +153,7 @@ class WriterProcess:
                 self.written = answer["steps"]
 
     def _note_end(self) -> None:
-        """The process has ended, and was not told to."""
+        """Record that the process has ended unexpectedly."""
         assert self._process is not None
         status = self._process.wait()
         self._errors.seek(0)

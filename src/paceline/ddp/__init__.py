@@ -1,4 +1,4 @@
-"""The wrapper of a model, for any framework: its arguments, checked, and what users may ask of it.
+"""The wrapper of a model for any framework: its arguments, and the methods that users call.
 
 Framework-free. Not public.
 """

@@ -1,4 +1,4 @@
-"""`trace()` of a wrapped model: all its ranks record for a while, and rank 0 writes the recordings."""
+"""`trace()` of a wrapped model: all ranks record for a while, and rank 0 writes the recordings to a file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from paceline.trace.ring_file import TRACE_RECORDS
 
 @contextlib.contextmanager
 def recorded(communicator: Communicator[Any], path: str | os.PathLike[str]) -> Iterator[None]:
-    """Collective at both ends."""
+    """Record while the context is entered. Collective at both ends."""
     output = Path(path)
     _on_first_rank(communicator, lambda: chrome.check(output))
     end = recording.enlarge(communicator.rank, communicator.world_size, TRACE_RECORDS)
     try:
         yield
-        rows = communicator.all_gather(zlib.compress(recording.snapshot(), 1))  # most of it is zeros
+        rows = communicator.all_gather(zlib.compress(recording.snapshot(), 1))  # most bytes are zeros
     finally:
         end()
     _on_first_rank(communicator, lambda: _write(output, rows))
@@ -36,7 +36,7 @@ def _write(output: Path, rows: list[bytes]) -> None:
 
 
 def _on_first_rank(communicator: Communicator[Any], act: Callable[[], None]) -> None:
-    """Raises on every rank what goes wrong on rank 0. Collective."""
+    """Call `act` on rank 0, and raise its ConfigError on every rank. Collective."""
     reported = ""
     if communicator.rank == 0:
         try:

@@ -1,9 +1,10 @@
 """Steps of a fixed number of virtual ranks: the same training, bit for bit, on any number of processes.
 
-Each process plays some virtual ranks, one micro-batch after the other. None of them sees anything of that: it
-begins without gradients, with the buffers of the last step, and with random numbers that are derived from
-(seed, step, virtual rank). Its gradients are taken out and added to the sums of this process, in the subtree
-that it has of the tree over all virtual ranks. The reducer adds the rest of the tree, and divides.
+Each process plays some of the virtual ranks, one micro-batch after the other. Each micro-batch begins in the
+same state wherever it runs: without gradients, with the buffers of the last step, and with random numbers
+that are derived from (seed, step, virtual rank). Its gradients are removed from the parameters and added to
+the sums of this process, which form this process's subtree of the tree over all virtual ranks. The reducer
+sums the rest of the tree, and divides.
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ _END: Any = object()
 
 @dataclass(frozen=True)
 class VirtualRanks:
-    """The virtual ranks of one model, and what plays them here.
+    """The virtual ranks of one model, and the objects with which this process plays its own.
 
     Attributes:
         owner: The class of the wrapper.
-        count: How many there are.
-        played: Those that this process plays, in this order.
+        count: Number of virtual ranks.
+        played: The virtual ranks of this process, in the order in which it plays them.
         allows_unused: Whether a micro-batch may leave parameters without a gradient.
-        buffers: What is done with buffers whose name matches a pattern.
-        local: Within it no backward is averaged.
-        step: How many steps there were, in the whole run.
+        buffers: The policy of buffers, by name pattern.
+        local: A context in which no backward is averaged.
+        step: Returns how many steps there were in the whole run.
     """
 
     owner: str
@@ -67,7 +68,7 @@ class VirtualRanks:
         """See `WrappedModel.steps`."""
         before = self.ops.use_threads(threads)
         try:
-            self._seed(seed, "loader")  # whose iterator may draw a seed for its workers
+            self._seed(seed, "loader")  # because its iterator may draw a seed for its workers
             iterator = iter(batches)
             while True:
                 self._seed(seed, "data", self.played[0])
@@ -95,7 +96,7 @@ class VirtualRanks:
             check_agreement(description, self.peers.exchange, self.peers.timeout_s)
 
     def _steps_of(self, batches: Iterable[Any]) -> int | None:
-        """How many steps a loader has; None: it does not say."""
+        """How many steps a loader has; None if it has no length."""
         call, number = f"{self.owner}.steps", len(self.played)
         sampler = getattr(batches, "batch_sampler", batches)
         dealt_to = getattr(sampler, "virtual_ranks", self.count)
@@ -121,15 +122,16 @@ class VirtualRanks:
 
 
 class Step(Generic[Batch]):
-    """One optimizer step: iterate over it for the micro-batches of the virtual ranks that this process plays.
+    """One optimizer step. Iterating over it yields the micro-batches of the virtual ranks that this process
+    plays.
 
-    When the loop over it is over, `.grad` is the mean over all virtual ranks, on every process.
+    When the loop over it has ended, `.grad` is the mean over all virtual ranks, on every process.
     """
 
     def __init__(self, virtual: VirtualRanks, batches: Iterator[Batch], first: Batch, seed: int) -> None:
         self._virtual, self._batches, self._first, self._seed = virtual, batches, first, seed
         self._is_begun = self._is_done = False
-        self._is_known = False  # to the other ranks: whether this one comes to the end of the step
+        self._is_known = False  # whether the other ranks learn if this one completes the step
 
     def __iter__(self) -> Iterator[Batch]:
         if self._is_begun:
@@ -178,7 +180,7 @@ class Step(Generic[Batch]):
         seed_generators(virtual.checkpoint_ops, *parts, "between")
 
     def _fail(self, seen: str, hint: str) -> NoReturn:
-        """Raise, after telling the ranks that wait in this step."""
+        """Raise, after reporting the error to the ranks that wait in this step."""
         self._is_known = True
         peers = self._virtual.peers
         where = f"rank {peers.rank} of {peers.world_size}, step {self._virtual.step()}"
@@ -187,7 +189,7 @@ class Step(Generic[Batch]):
 
 
 class _Leaves:
-    """What the micro-batches of one process in one step come to."""
+    """The sums over the micro-batches of one process in one step."""
 
     def __init__(self, virtual: VirtualRanks) -> None:
         self._virtual, self._ops = virtual, virtual.ops
@@ -199,14 +201,14 @@ class _Leaves:
         self._first_buffers: _Named = {}
 
     def begin(self) -> None:
-        """Let nothing be seen of the micro-batches before."""
+        """Remove the gradients and buffer changes of earlier micro-batches."""
         self._virtual.backward_sync.gradients.restore({})
         if self._has_begun:
             self._write(self._begun_with)
         self._has_begun = True
 
     def take(self) -> bool:
-        """Take the gradients of a micro-batch out; False: it had no backward."""
+        """Add up the gradients of a micro-batch and remove them; False: it had no backward."""
         backward_sync, ops = self._virtual.backward_sync, self._ops
         had_backward, weight = backward_sync.take_local()
         if not had_backward:
@@ -229,11 +231,11 @@ class _Leaves:
         return True
 
     def average(self) -> None:
-        """Let `.grad`, and the buffers, be those of the step. Collective."""
+        """Set `.grad` and the buffers to those of the whole step. Collective."""
         virtual, ops, backward_sync = self._virtual, self._ops, self._virtual.backward_sync
         used = set.union(*self._used)
         if not virtual.allows_unused:
-            used.intersection_update(*self._used)  # what is missing is found by the end of a backward
+            used.intersection_update(*self._used)  # the end of a backward reports missing gradients
         sums = self._gradients.take()
         self._write(self._first_buffers)
         backward_sync.average_sums(
@@ -270,7 +272,7 @@ class _Leaves:
         self._virtual.backward_sync.buffers.note_own_writes()
 
     def _join(self, one: dict[Any, Any], other: dict[Any, Any]) -> dict[Any, Any]:
-        """The sum, in the memory of the first. What only one of them has is added to a zero."""
+        """The sum, in the memory of the first. A value that only one of them has is added to zero."""
         both = [name for name in one if name in other]
         self._ops.add([one[name] for name in both], [other[name] for name in both])
         for name in one.keys() ^ other.keys():
@@ -280,7 +282,7 @@ class _Leaves:
 
 
 def note_idle_cores(owner: str, threads: int, world_size: int) -> None:
-    """On rank 0: say if some cores have nothing to do."""
+    """Log that some cores stay idle. Called on rank 0."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if threads * world_size < cores:
         _log.info(
@@ -299,7 +301,7 @@ def checked_steps(owner: str, seed: Any, threads: Any) -> tuple[int, int]:
 
 
 def check_model(owner: str, model: Any, tensors: Tensors, ops: FrameworkOps[Any]) -> None:
-    """Refuse models that can't be the same on any number of processes."""
+    """Refuse models whose results depend on the number of processes."""
     modules = model.modules() if hasattr(model, "modules") else model.sublayers(include_self=True)
     if any("SyncBatchNorm" in base.__name__ for each in modules for base in type(each).__mro__):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What users may ask of a wrapped model, in any framework. Mixed into each front end's module."""
+"""The methods of a wrapped model that users call, in any framework. Mixed into each front end's module."""
 
 from __future__ import annotations
 
@@ -59,24 +59,25 @@ class WrappedModel:
 
     Attributes:
         _ops: The framework's operations.
-        _checkpoint_ops: The framework's side of checkpoints.
+        _checkpoint_ops: The framework's operations for checkpoints.
         _tensors: The model's parameters and buffers.
         _backward_sync: None: this rank is the only one, and averages nothing.
-        _config: What the arguments ask for.
+        _config: The checked arguments.
         _arguments: The arguments as they were passed, by name.
-        _outer_sync: With the other members of local SGD; None: there are none (yet).
-        _warmup: The backward passes before those; None: there are none (any more).
-        _storage: Where the parameters lie that the ranks of a host share; None: each rank has its own.
+        _outer_sync: The syncs of local SGD; None: no local SGD, or it is still in its warm-up.
+        _warmup: The warm-up of local SGD, in which all ranks average; None: there is none, or it is over.
+        _storage: The shared storage of the parameters; None: each rank has its own parameters.
         _earlier_steps: Good backward passes of the run whose state was loaded.
-        _syncs_backward: `require_backward_grad_sync`. Of a backward under way `BackwardState.is_syncing` says
-            it.
-        _comm_hook: The hook of the user's; None: there is none.
-        _on_drop: Tells the backward passes that the wrapper is gone.
-        _carried: What a copy that is not connected yet goes on with in local SGD; None: nothing.
-        _registered: What register_state() was given, by name.
-        _on_preemption: What on_preemption() was given; None: nothing, or it was called.
+        _syncs_backward: `require_backward_grad_sync`. For a backward under way, `BackwardState.is_syncing`
+            counts.
+        _comm_hook: The user's communication hook; None: there is none.
+        _on_drop: Reports to the graphs that the wrapper is gone.
+        _carried: The local SGD state of a copy that is not connected yet; None: there is none.
+        _registered: The objects passed to register_state(), by name.
+        _on_preemption: The callback of on_preemption(); None: there is none, or it was called.
         _virtual: The virtual ranks of its steps; None: there are none.
-        _seed: Of the random numbers of its steps; None: there was no step yet, and no state loaded.
+        _seed: The seed of the random numbers of its steps; None: there was no step yet, and no state was
+            loaded.
     """
 
     _ops: ClassVar[FrameworkOps[Any]]
@@ -107,8 +108,8 @@ class WrappedModel:
     def require_backward_grad_sync(self) -> bool:
         """Whether the next forward begins a synchronised backward; see no_sync().
 
-        Changed between a forward and its backward, it decides about that backward, as no_sync() around it
-        does.
+        If it is changed between a forward and its backward, it decides about that backward, as no_sync()
+        around the backward does.
         """
         return self._syncs_backward
 
@@ -126,7 +127,7 @@ class WrappedModel:
         if partial_steps.marks:
             partial_steps.check(type(self).__name__, parameters)
 
-    # --- what a front end adds ---
+    # --- implemented by each front end ---
 
     @abstractmethod
     def _ranks(self) -> Any: ...
@@ -141,13 +142,13 @@ class WrappedModel:
 
     @abstractmethod
     def _guard_model(self) -> None:
-        """Let state_dict() of the model, and of its parts, raise while a step is partial."""
+        """Make state_dict() of the model, and of its submodules, raise while a step is partial."""
 
     @staticmethod
     @abstractmethod
     def _is_in_backward() -> bool: ...
 
-    # --- its backward passes ---
+    # --- backward ---
 
     def _check_model(self, peers: Any) -> None:
         """Raise on every rank if the ranks have wrapped different models. Collective."""
@@ -162,14 +163,14 @@ class WrappedModel:
             check_model(type(self).__name__, self.module, self._tensors, self._ops)
 
     def _begin_sync(self, *, is_first: bool = True) -> Any:
-        """Begin to keep the model in step with the other ranks'. Collective."""
+        """Connect the ranks, sync the parameters, and prepare to average gradients. Collective."""
         peers, config, tensors = self._ranks(), self._config, self._tensors
         communicator = self._make_communicator(peers)
         owner = f"{type(self).__name__}(share_parameters=True)"
         is_sharing = config.share_parameters and peers.world_size > 1
         if is_sharing:
             refuse_strange(owner, self.module, tensors.all_parameters, peers, self._ops)
-        move_out(self.module)  # what another wrapper shares is not this one's to write to
+        move_out(self.module)  # this wrapper may not write to the shared storage of another one
         are_equal = config.init_sync and is_first and self._carried is None
         if are_equal:
             buffers = tensors.buffers.values() if config.init_sync_buffers else ()
@@ -190,14 +191,14 @@ class WrappedModel:
             self._virtual = self._play(config.virtual_ranks, backward_sync, peers)
         backward_sync.shares_parameters = self._storage is not None
         partial_steps.call_guard(self._guard_model)
-        # The hooks are the parameters', which may live on and be wrapped again.
+        # The hooks belong to the parameters, which may outlive the wrapper and be wrapped again.
         self._on_drop = weakref.finalize(self, backward_sync.graphs.drop_wrapper)
         self._on_drop.atexit = False
         return backward_sync
 
     def _play(self, count: int, backward_sync: BackwardSync[Any], peers: Any) -> VirtualRanks:
         backward_sync.averages_sums = True
-        find = weakref.ref(self)  # the wrapper's own end takes the hooks away
+        find = weakref.ref(self)  # so that the wrapper can be freed, which removes the hooks
 
         def step() -> int:
             wrapped = find()
@@ -223,7 +224,7 @@ class WrappedModel:
         )
 
     def _begin_again(self) -> Any:
-        """Other backward passes in place of those that there are; no value is broadcast. Collective."""
+        """Replace the `BackwardSync` by a new one; no value is broadcast. Collective."""
         if self._backward_sync is not None:
             self._backward_sync.end()
         if self._on_drop is not None:
@@ -231,7 +232,7 @@ class WrappedModel:
         return self._begin_sync(is_first=False)
 
     def _sync_to_weigh(self) -> BackwardSync[Any]:
-        """None for a single rank until its micro-batches are to be weighed."""
+        """The `BackwardSync`, which a single rank gets only when its micro-batches are weighed."""
         if self._backward_sync is None:
             self._backward_sync = self._begin_sync()
             self._backward_sync.sync_next_backward(self._syncs_backward)
@@ -240,7 +241,7 @@ class WrappedModel:
     def _register_hook(
         self, chosen: CommHook, check: Callable[[Any], None], peers: Any, process_group: Any
     ) -> None:
-        """Give buckets to a hook from now on. Collective."""
+        """Pass buckets to a communication hook from now on. Collective."""
         known = None if peers is None else (peers.exchange, peers.timeout_s)
         with reporting_to_peers(lambda: known, doing="register a hook"):
             check(chosen.call)
@@ -255,10 +256,10 @@ class WrappedModel:
         self._comm_hook = chosen
 
     def _clip_by_known_norm(self, max_norm: Any, norm_type: float) -> float | None:
-        """Scale gradients so that their norm is at most `max_norm`, if it is known.
+        """Scale gradients so that their norm is at most `max_norm`, if the norm is known.
 
         Returns:
-            The norm that they had; None: it is not known, and nothing was scaled.
+            The norm before scaling; None: it is not known, and nothing was scaled.
         """
         backward_sync = self._backward_sync
         if backward_sync is None:
@@ -270,20 +271,20 @@ class WrappedModel:
             return norm
         known = statistics.known_norm() if norm_type == 2.0 else None
         if known is not None:
-            # As the frameworks do: a NaN stays a NaN, and a norm that is small enough changes nothing.
+            # As in both frameworks: a NaN stays a NaN, and a norm that is small enough changes nothing.
             factor = max_norm / (known + 1e-6)
             if not factor >= 1.0:
                 self._ops.scale([gradient for _, gradient in self._own_gradients()], factor)
         return known
 
-    # --- what users call ---
+    # --- public methods ---
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside this context, `backward()` accumulates local gradients without averaging.
 
         The backward of a forward that ran inside stays local, even if you call it outside. It is enough to
-        run only the backward inside. The next other backward averages everything that has accumulated.
+        run only the backward inside. The next synchronised backward averages all accumulated gradients.
 
         Example:
             >>> with model.no_sync():
@@ -311,8 +312,9 @@ class WrappedModel:
         weighs 1. In float16 over a process group the first weighted backward may overflow if a weight is
         large; later backward passes use the scale of the backward before.
 
-        Gradients that cross ranks within the model bear the weights in Paceline's SyncBatchNorm. With any
-        other exchange (all_gather with gradient in a loss), the backward raises on every rank.
+        Paceline's SyncBatchNorm applies the weights to the gradients that it exchanges between ranks. If the
+        model exchanges gradients in any other way (all_gather with gradient in a loss), the backward raises
+        on every rank.
 
         Args:
             weight: A number, or a tensor of one: 0, or from 1e-20 to 1e20; only the ratios count.
@@ -330,12 +332,12 @@ class WrappedModel:
         return self._sync_to_weigh().micro_batches.give(value)
 
     def _weight_of(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-        """What the forward of these arguments weighs; None: it has no weight."""
+        """The weight of the forward with these arguments; None: it has no weight."""
         weight = self._config.weight
         return as_weight(weight(*inputs, **kwargs)) if callable(weight) else weight
 
     def finish(self, after_pass: Callable[[], object] | None = None) -> None:
-        """Join the others' backward passes with weight 0 until every rank is out of data.
+        """Take part in the other ranks' backward passes with weight 0 until every rank is out of data.
 
         Call it once on every rank, after its loop over the data. Ranks may make different numbers of steps:
         in each backward the mean is over the ranks that have data. Blocks until the last rank has called it.
@@ -344,8 +346,9 @@ class WrappedModel:
         restored to what they were before the call, and training may go on.
 
         Args:
-            after_pass: Called after each backward of the others, with the means as gradients; a parameter
-                that no rank uses has none. An optimizer's `step` keeps its state the same on all ranks.
+            after_pass: Called after each backward of the other ranks, with the means as gradients; a
+                parameter that no rank uses has none. Pass an optimizer's `step` to keep its state the same
+                on all ranks.
 
         Example:
             Rank 0 has 3 batches and rank 1 has 5; in the last two steps the gradient is rank 1's alone:
@@ -361,7 +364,7 @@ class WrappedModel:
         if self._outer_sync is None:
             if take_part_until_all_finished(self._backward_sync, after_pass, self._is_warmup_done):
                 return
-            self._end_warmup()  # as the others do in their next forward
+            self._end_warmup()  # as the other ranks do in their next forward
         outer_sync = self._outer_sync
         assert outer_sync is not None
         outer_sync.begin_round()  # this rank may have had no data at all
@@ -413,22 +416,22 @@ class WrappedModel:
     def steps(self, batches: Iterable[_Batch], *, seed: int = 0, threads: int = 1) -> Iterator[Step[_Batch]]:
         """Make optimizer steps with `virtual_ranks`: bit for bit the same on any number of processes.
 
-        Each step is iterated over, too, for the micro-batches of the virtual ranks that this process plays,
-        each with a backward. When that loop ends, `.grad` is the mean over all virtual ranks. A micro-batch
-        begins without gradients, with the buffers of the last step, and with random numbers of torch (or
-        Paddle), numpy and Python that are derived from the seed, the step and the virtual rank; the batch is
-        drawn with others. Collective: all ranks make the same number of steps.
+        Iterate over each step for the micro-batches of the virtual ranks that this process plays, and run one
+        backward for each. When that inner loop ends, `.grad` is the mean over all virtual ranks. Each
+        micro-batch begins without gradients, with the buffers of the last step, and with random numbers of
+        torch (or Paddle), numpy and Python that are derived from the seed, the step and the virtual rank;
+        loading the batch uses separate random numbers. Collective: all ranks make the same number of steps.
 
         Args:
-            batches: A loader of micro-batches: as many per step, in order, as virtual ranks are played here.
-                That is what a `paceline.data.DistributedBatchSampler` with `virtual_ranks` has.
-            seed: The seed of all random numbers. The number of the step counts on over several calls.
+            batches: A loader of micro-batches: as many per step, in order, as this process plays virtual
+                ranks. `paceline.data.DistributedBatchSampler` with `virtual_ranks` yields them so.
+            seed: The seed of all random numbers. The step number continues over several calls.
             threads: Threads of the framework's kernels within the loop, the same for any number of processes.
 
         Raises:
             ConfigError: The model was wrapped without `virtual_ranks`; a loop was left, or a loader ended,
                 within a step; a micro-batch had no backward; the loader has other virtual ranks.
-            SkippedPassError: Another rank has not come to the end of its step.
+            SkippedPassError: Another rank did not reach the end of its step.
 
         Example:
             >>> for step in ddp.steps(loader):
@@ -454,7 +457,7 @@ class WrappedModel:
                 got=f"seed={seed}",
                 hint="the same seed for all steps of a run; a new wrapper begins a new run",
             )
-        virtual.backward_sync.settle_last()  # else ranks wait for each other in different calls
+        virtual.backward_sync.settle_last()  # else ranks would wait for each other in different calls
         virtual.check_loader(batches, seed, threads)
         if peers.rank == 0 and self._seed is None:
             note_idle_cores(owner, threads, peers.world_size)
@@ -480,10 +483,11 @@ class WrappedModel:
         """Return which gradients held an infinity or a NaN in the last backward: {rank: (parameter names)}.
 
         The same on every rank, and known without reading gradients again. Empty if all were finite. Over
-        NCCL, without nonfinite="raise", it is told of an earlier backward, of which the GPU has answered.
+        NCCL, without nonfinite="raise", the result may be that of an earlier backward, the last one whose
+        flags have arrived from the GPU.
 
         Raises:
-            ConfigError: Infinities were not looked for, because of nonfinite="ignore" over a process group.
+            ConfigError: Over a process group, nonfinite="ignore" disables the search.
 
         Example:
             After a NaN in the batch of rank 1: {1: ("head.weight", "head.bias")}.
@@ -515,17 +519,17 @@ class WrappedModel:
             self._backward_sync.buffers.sync(range(self._backward_sync.world_size), on_demand=True)
 
     def sync_parameters(self) -> None:
-        """Let the replicas of local SGD meet now, before `every` steps are over. Collective, over all ranks.
+        """Sync the replicas of local SGD now, before `every` steps are over. Collective, over all ranks.
 
-        Call it after `optimizer.step()`, where all replicas have to be the same: before an evaluation or a
+        Call it after `optimizer.step()` when all replicas must be the same: before an evaluation or a
         checkpoint, and after the last step (`finish()` and `iterate()` do so themselves). The outer optimizer
         makes a step, unless no rank has trained since the last sync, and the next sync is `every` steps
-        from here. Without `local_sgd`, and in its warm-up, parameters are in step anyway: it does nothing.
+        from here. Without `local_sgd`, and in its warm-up, replicas never differ: it does nothing.
 
         Raises:
-            NonFiniteGradientError: Parameters are infinite or NaN somewhere; no rank changes its own.
-            MismatchError: Ranks have met a different number of times, or another one is in a forward, whose
-                sync is due: it has made more steps. No rank changes its own.
+            NonFiniteGradientError: Some rank's parameters are infinite or NaN; no rank changes its own.
+            MismatchError: Ranks have synced a different number of times, or another rank syncs in a forward
+                because it has made more steps. No rank changes its parameters.
 
         Example:
             Since the last sync rank 0 has moved a weight from 1.0 to 0.8 and rank 1 to 0.6; with
@@ -535,14 +539,14 @@ class WrappedModel:
             self._outer_sync.meet()
 
     def local_sgd_state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs of local SGD, beside the model and the optimizer. Not collective.
+        """The state of local SGD for a checkpoint, beside the model and the optimizer. Not collective.
 
-        The parameters of the last sync and the momentum of the outer optimizer, by name, copied: 16-bit
-        parameters as float32, complex ones as pairs of real numbers; and how many steps there were, in all
-        and since that sync. It is the same on all ranks, but for the steps where data is uneven. The
-        model's own parameters are the same only right after a sync: a checkpoint between two has the steps
-        of one host, and loses those of the others since the last sync. So call sync_parameters() before
-        saving.
+        It holds copies of the parameters of the last sync and the momentum of the outer optimizer, by name
+        (16-bit parameters as float32, complex ones as pairs of real numbers), and the numbers of steps, in
+        all and since that sync. It is the same on all ranks, except that the steps differ if data is uneven.
+        The model's own parameters are the same on all ranks only right after a sync: a checkpoint between two
+        syncs has the steps of one host, and loses those of the others since the last sync. So call
+        sync_parameters() before saving.
 
         Raises:
             ConfigError: The wrapper was made without `local_sgd`.
@@ -558,25 +562,25 @@ class WrappedModel:
         return state_before(steps) if self._outer_sync is None else self._outer_sync.state(steps)
 
     def load_local_sgd_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the outer optimizer where another run has stopped. Collective, over all ranks.
+        """Resume local SGD from the state of another run. Collective, over all ranks.
 
         Call it after wrapping, and load the model's parameters too, before or after this. Without this call
         the parameters of the first forward count as those of the last sync, and the momentum begins at 0.
         `every` and the outer optimizer's options are those of this wrapper.
 
         Args:
-            state: What local_sgd_state_dict() has returned, the same on all ranks.
+            state: The state from local_sgd_state_dict(), the same on all ranks.
 
         Raises:
-            ConfigError: It is no such state, or that of another model; or there is no `local_sgd`.
+            ConfigError: It is not such a state, or of another model; or there is no `local_sgd`.
             ModelMismatchError: The ranks load different states.
         """
         self._require_local_sgd("load_local_sgd_state_dict")
         state = check_state(state)
         options = self._config.local_sgd
         if self._backward_sync is not None and options is not None:
-            # Before anything is done that is for all ranks or for none: whether the warm-up is over, and what
-            # is there to load. With uneven data hosts may have made more steps than others.
+            # Before any rank changes anything, check that all agree on whether the warm-up is over and on the
+            # names to load. With uneven data some hosts may have made more steps than others.
             communicator = (
                 self._backward_sync.communicator
                 if self._outer_sync is None
@@ -592,20 +596,20 @@ class WrappedModel:
                 self._warmup.left = options.warmup_steps - state["steps"]
         if self._outer_sync is not None:
             self._outer_sync.load(state)
-        elif self._backward_sync is None:  # a copy, that is connected later
+        elif self._backward_sync is None:  # a copy, which is connected later
             self._carried = carried_by(state)
 
     def register_state(self, name: str, obj: Any) -> None:
-        """Make an object's state part of training_state(). Not collective, but all ranks register the same.
+        """Add an object's state to training_state(). Not collective, but all ranks must register the same.
 
         Args:
-            name: How the training state calls it.
-            obj: An optimizer, a scheduler, a GradScaler, a sampler, or anything else with `state_dict()` and
-                `load_state_dict()` (Paddle: `set_state_dict()`) of plain values, that are the same on all
-                ranks. Of a sampler that is what was committed.
+            name: Its key in the training state.
+            obj: An optimizer, a scheduler, a GradScaler, a sampler, or any other object with `state_dict()`
+                and `load_state_dict()` (Paddle: `set_state_dict()`). Its state must be plain values that are
+                the same on all ranks; for a sampler, this is the committed position.
 
         Raises:
-            ConfigError: It has no such methods, or another object has this name.
+            ConfigError: It lacks these methods, or another object has this name.
 
         Example:
             >>> ddp.register_state("optimizer", optimizer)
@@ -614,21 +618,21 @@ class WrappedModel:
         self._registered = {**self._registered, name: obj}
 
     def training_state(self, to: int = 0) -> dict[str, Any]:
-        """The state of the run: the model, what was registered, and each rank's random numbers. Collective.
+        """The state of the run: the model, registered objects, and each rank's random numbers. Collective.
 
-        Call it between two steps, when the optimizer has stepped. It holds plain values only, so
-        `torch.load(weights_only=True)` and `paddle.load` read a file of it. Its tensors are those that are
-        trained: save or copy them before the next step. Gradients are not in it.
+        Call it between two steps, after the optimizer's step. It holds plain values only, so
+        `torch.load(weights_only=True)` and `paddle.load` read a file of it. Its tensors are not copies but
+        the trained ones: save or copy them before the next step. Gradients are not in it.
 
         Args:
-            to: The rank that gets it.
+            to: The rank that gets the state.
 
         Returns:
             The state, and on other ranks an empty dict.
 
         Raises:
-            ConfigError: Something has a state that can't be saved, or the wrapper was made with `local_sgd`,
-                or keeps what compression has not sent yet.
+            ConfigError: A state can't be saved, the wrapper was made with `local_sgd`, or the wrapper keeps
+                compression errors that it has not sent yet.
             TornStepError: The parameters hold half of an optimizer's step.
 
         Example:
@@ -640,22 +644,21 @@ class WrappedModel:
         return self._training_state([to])
 
     def _training_state(self, to: Sequence[int]) -> dict[str, Any]:
-        """The same for several ranks."""
         self._check_whole(self._tensors.all_parameters.values())
         return collect(self._training(), to)
 
     def load_training_state(self, state: Mapping[str, Any]) -> None:
-        """Go on where training_state() was called, bit for bit on as many ranks. Collective.
+        """Resume from a training_state(), bit for bit if the number of ranks is the same. Collective.
 
         Call it before the first step, when the model is wrapped and the same objects are registered. On
         another number of ranks everything but the random numbers is loaded, and rank 0 warns.
 
         Args:
-            state: What training_state() has returned on one rank, the same on all ranks.
+            state: The state from training_state() on one rank, the same on all ranks.
 
         Raises:
-            ConfigError: It is no training state, or that of another model or of other objects; says what
-                differs.
+            ConfigError: It is not a training state, or of another model or of other objects; the message
+                shows what differs.
 
         Example:
             >>> ddp.register_state("optimizer", optimizer)
@@ -668,18 +671,19 @@ class WrappedModel:
         partial_steps.forget(self._tensors.all_parameters.values())
 
     def on_preemption(self, callback: Callable[[], object]) -> None:
-        """Call this on every rank when SIGTERM or SIGUSR1 asks any rank to stop. Not collective, but on all.
+        """Set a callback for every rank, called when SIGTERM or SIGUSR1 asks any rank to stop.
 
-        The signal goes with the next synchronised backward to all ranks. `callback` is called once on each,
-        before its next forward: all have made the same steps then. It saves, and ends the process:
-        `sys.exit(75)` tells schedulers that the job can be resumed. A Checkpointer needs no callback. The
-        program's own handlers of these signals are called as well.
+        Not collective, but call it on all ranks. The next synchronised backward publishes the signal to all
+        ranks. `callback` is called once on each rank, before its next forward, when all ranks have made the
+        same number of steps. It should save, and end the process: the exit status of `sys.exit(75)` tells
+        schedulers that the job can be resumed. A Checkpointer needs no callback. The program's own handlers
+        of these signals are called as well.
 
         Args:
             callback: Called without arguments. It may be collective.
 
         Raises:
-            ConfigError: It can't be called.
+            ConfigError: It is not callable.
 
         Example:
             >>> def save_and_exit():
@@ -708,7 +712,6 @@ class WrappedModel:
             callback()
 
     def _training(self) -> Training:
-        """What a training state is made of."""
         peers, backward_sync = self._ranks(), self._backward_sync
         return Training(
             owner=type(self).__name__,
@@ -728,7 +731,7 @@ class WrappedModel:
         )
 
     def _reason_against_state(self) -> ConfigError | None:
-        """Why there is no training state of this model; None: there is."""
+        """Why this model has no training state; None: it has one."""
         state = None if self._comm_hook is None else self._comm_hook.state
         if self._config.local_sgd is not None:
             seen = "local_sgd: between two syncs each host has parameters and an optimizer's state of its own"
@@ -750,7 +753,7 @@ class WrappedModel:
         )
 
     def _check_join(self, where: str, *flags: Any) -> tuple[bool, bool, bool]:
-        """Refuse join() where the other ranks' buffers, hooks or weights would need this rank's data."""
+        """Refuse join() with options under which the other ranks would need this rank's data or its steps."""
         if self._storage is not None:
             raise ConfigError(
                 "join: ranks that are out of data would not take part in the steps of the others.",
@@ -772,7 +775,7 @@ class WrappedModel:
             )
 
     def _refuse_with_local_sgd(self, what: str) -> None:
-        """Refuse what cannot be had beside local SGD."""
+        """Refuse calls that local SGD does not support."""
         if self._config.local_sgd is not None:
             raise ConfigError(
                 f"{type(self).__name__}: {what}, but with local_sgd most steps are a host's own.",
@@ -781,7 +784,7 @@ class WrappedModel:
             )
 
     def _refuse_with_virtual_ranks(self, what: str) -> None:
-        """Refuse what depends on the number of processes."""
+        """Refuse calls that depend on the number of processes."""
         if self._config.virtual_ranks is not None:
             raise ConfigError(
                 f"{type(self).__name__}: {what}, but with virtual_ranks all are in each step.",
@@ -790,7 +793,7 @@ class WrappedModel:
             )
 
     def _refuse_scattering(self, why: str) -> None:
-        """Refuse what needs whole gradients."""
+        """Refuse calls that need whole gradients."""
         if self._config.scatters:
             raise ConfigError(
                 f'{type(self).__name__}: {why}, and reduce="scatter" gives each rank a part of each.',
@@ -799,7 +802,8 @@ class WrappedModel:
             )
 
     def _sync_over(self, communicator: Communicator[Any]) -> BackwardSync[Any]:
-        """The backward passes of all ranks; or those of this rank's member, and its syncs with the others.
+        """Make the `BackwardSync` of all ranks, or with local SGD that of this rank's replica group and the
+        `OuterSync`.
 
         Collective, over all ranks.
         """
@@ -837,7 +841,7 @@ class WrappedModel:
         return self._warmup is not None and self._warmup.left <= 0
 
     def _end_warmup(self) -> None:
-        """From here on members of local SGD train on their own. Collective."""
+        """End the warm-up: from here on the replica groups of local SGD train on their own. Collective."""
         before = self._backward_sync
         assert before is not None
         take_over_model(before, before.active)
@@ -847,8 +851,8 @@ class WrappedModel:
         self._backward_sync.sync_next_backward(self._syncs_backward)
 
     def _begin_local_forward(self, backward_sync: _BackwardSync, *, is_training: bool) -> _BackwardSync:
-        """Begin a forward with `local_sgd`; collective where ranks sync. Returns the BackwardSync in use from
-        here on.
+        """Begin a forward with `local_sgd`; collective if replicas sync. Returns the `BackwardSync` to use
+        from here on.
         """
         if self._warmup is not None and self._warmup.is_over(is_training=is_training):
             self._end_warmup()
@@ -859,10 +863,10 @@ class WrappedModel:
     def check_replicas(self, optimizer: Any = None) -> None:
         """Raise on every rank if the model is not the same, to the bit, on all of them. Collective.
 
-        It finds what averaging gradients does not show: a rank that has skipped `optimizer.step()`, has
-        another learning rate, or has written to a weight. Call it between two steps, or let
-        check_replicas_every=100 do it at the end of each hundredth backward. It reads all parameters once,
-        at the speed of memory, and exchanges 8 bytes.
+        It detects differences that averaging gradients does not show: a rank that has skipped
+        `optimizer.step()`, has another learning rate, or has written to a weight. Call it between two steps,
+        or pass check_replicas_every=100 to run it at the end of each hundredth backward. It reads all
+        parameters once, at the speed of memory, and exchanges 8 bytes.
 
         It compares the parameters, and the buffers that backward synchronises. Buffers that are "local", and
         all buffers with broadcast_buffers=False, are left out.
@@ -896,12 +900,12 @@ class WrappedModel:
         """Which gradients are averaged together, and in which order: one entry per bucket. Not collective.
 
         Buckets are listed in the order in which a backward is expected to complete them, which is the order
-        in which they are averaged; the plan is the same on every rank. Wrapping plans for gradients in the
-        reverse order of registration. The first synchronised backward shows the true order, and the buckets
-        are planned anew for it; `register_comm_hook` plans anew, too. So ask after the first backward, for
-        example to choose `bucket_cap_mb`.
+        in which they are averaged; the plan is the same on every rank. The first plan assumes that gradients
+        arrive in the reverse order of registration. The first synchronised backward shows the true order, and
+        the buckets are planned again for it; `register_comm_hook` plans again, too. So call this after the
+        first backward, for example to choose `bucket_cap_mb`.
 
-        A parameter with sparse gradients is in no bucket: its rows are exchanged beside them.
+        A parameter with sparse gradients is in no bucket: its rows are exchanged separately.
 
         Returns:
             Empty for a single rank, which averages nothing.
@@ -924,11 +928,11 @@ class WrappedModel:
         """Inside this context, parameters that are shared may be changed in place.
 
         Collective with share_parameters=True; otherwise it does nothing, and parameters may be changed at
-        any time. What a rank changes, it alone sees until the end of the block; others go on with the old
-        values. At the end all ranks meet: then the changes count for all, on each host, or, if any rank has
-        raised, for none. Either all ranks make the same changes, as in code that was written for unshared
-        parameters, or one rank of each host makes them. Within the block, each rank has copies of the pages
-        that it changes.
+        any time. Until the end of the block only the rank that makes a change sees it; the others see the old
+        values. At the end all ranks sync: the changes then take effect for all ranks of each host or, if any
+        rank has raised, for none. Either all ranks make the same changes, as in code that was written for
+        unshared parameters, or one rank of each host makes them. Within the block, each rank has private
+        copies of the pages that it changes.
 
         Any optimizer can step here, on every rank, as it would without shared parameters.
 
@@ -936,7 +940,7 @@ class WrappedModel:
             ConfigError: A backward is running.
             ReplicaError: Another rank has raised; nothing was written.
             ReplicasDifferError: Ranks have written different values; nothing was written.
-            DeadlineError: A rank did not come to the end of its block; names it.
+            DeadlineError: A rank did not reach the end of its block; names it.
 
         Example:
             On two ranks; both then see weights between -1 and 1:
@@ -951,14 +955,14 @@ class WrappedModel:
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Record what all ranks do in the context, and write it as a timeline. Collective at both ends.
 
-        The file is in Chrome's trace event format, which https://ui.perfetto.dev reads:
-        per rank the forward, the backward, each bucket, the waiting and for whom, optimizer steps and batches
-        of data loaders; over several hosts, by one clock. Rank 0 writes it when all ranks have left the
-        context. The last 262,144 records of each rank are kept, some thousands of backward passes.
-        `paceline run --trace out.json` does the same for a whole job.
+        The file is in Chrome's trace event format, which https://ui.perfetto.dev reads. For each rank it
+        shows the forward, the backward, each bucket, waits and the ranks waited for, optimizer steps and
+        batches of data loaders; the ranks of several hosts have one clock. Rank 0 writes it when all ranks
+        have left the context. The last 262,144 records of each rank are kept, some thousands of backward
+        passes. `paceline run --trace out.json` does the same for a whole job.
 
         Args:
-            path: The file; rank 0's counts.
+            path: The file. The path on rank 0 is used.
 
         Raises:
             ConfigError: Rank 0 can't write the file; on every rank, before anything is recorded.
@@ -978,11 +982,11 @@ class WrappedModel:
         with recorded(self._backward_sync.communicator, path):
             yield
 
-    # --- what trainers read of the frameworks' own classes ---
+    # --- attributes that trainers read from the frameworks' own classes ---
 
     @property
     def device_ids(self) -> list[Any] | None:
-        """The argument; None where it was empty."""
+        """The argument; None if it was empty."""
         ids = self._arguments["device_ids"]
         return list(ids) if ids else None
 
@@ -1025,15 +1029,15 @@ class WrappedModel:
                 stacklevel=2,
             )
 
-    # --- what is known of its backward passes ---
+    # --- statistics ---
 
     @property
     def num_good_passes(self) -> int:
         """How many synchronised backward passes replaced the gradients by their mean so far; 0 for one rank.
 
-        A backward counts when everything that belongs to it is done and it is about to return. Those in
-        `no_sync()` and those that raised do not count. In `finish()` and `join()`, each backward of the
-        others counts in which this rank took part without data. The number is the same on all ranks then.
+        A backward counts when all its work is done and it is about to return. Those in `no_sync()` and those
+        that raised do not count. In `finish()` and `join()`, each backward counts in which this rank took
+        part without data, so that the number is the same on all ranks.
 
         Example:
             Two ranks have made three steps of two micro-batches, the first of each in `no_sync()`: 3 on both.
@@ -1041,9 +1045,9 @@ class WrappedModel:
         return 0 if self._backward_sync is None else self._backward_sync.good_backwards
 
     def stats(self) -> Statistics:
-        """All figures so far in one frozen object: who waited for whom, who works how long.
+        """All statistics so far in one frozen object: which ranks waited for which, and how long each worked.
 
-        Not collective, and free: each rank learns of the others with every backward.
+        Not collective, and free: each backward exchanges the figures of all ranks.
 
         Example:
             Rank 1 of two is slower; on both ranks:
@@ -1072,17 +1076,18 @@ class WrappedModel:
 
     @property
     def bits(self) -> str:
-        """Which runs give gradients of the same bits, from the same gradients of each rank.
+        """Which runs give mean gradients with the same bits, from the same gradients of each rank.
 
-        "world": all with as many ranks, whatever the hosts and the bucket sizes. Always so on one host, and
-        with `deterministic="world"`; else, on several, if sums in each host and then over the hosts are the
-        sum over all ranks, for example with ranks 0 to 3 on one and 4 to 7 on the other.
-        "layout": all with the same ranks on the same hosts, whatever the bucket sizes.
-        "buckets": all with the same ranks on the same hosts, and the same bucket sizes: with
-        `compress_between_hosts`, which encodes values together.
-        "engine": a process group or a communication hook sums, and its order depends on the bucket sizes.
+        "world": all runs with as many ranks, whatever the hosts and the bucket sizes. Always so on one host,
+        and with `deterministic="world"`; on several hosts also if summing within each host and then over the
+        hosts gives the bits of the sum over all ranks, for example with ranks 0 to 3 on one host and 4 to 7
+        on the other.
+        "layout": all runs with the same ranks on the same hosts, whatever the bucket sizes.
+        "buckets": all runs with the same ranks on the same hosts, and the same bucket sizes: with
+        `compress_between_hosts`, which encodes several values together.
+        "engine": a process group or a communication hook sums, in an order that depends on the bucket sizes.
         Gloo gives the same bits in every run with the same ranks; NCCL does if it chooses the same algorithm.
-        In each case all ranks have the same bits in one run.
+        Within one run, all ranks always have the same bits.
         """
         if self._outer_sync is not None:
             return self._outer_sync.bits
@@ -1098,9 +1103,9 @@ class _Hidden:
 
 
 def hide_inherited(cls: type, framework: type, kept: Container[str] = ()) -> None:
-    """Hide what `cls` inherits from the framework's class, but for dunders and the names in `kept`.
+    """Hide the names that `cls` inherits from the framework's class, except dunders and the names in `kept`.
 
-    What it replaces stays.
+    Names that `cls` defines itself stay.
     """
     for name in vars(framework):
         is_own = getattr(cls, name, None) is not getattr(framework, name)
@@ -1117,7 +1122,7 @@ def _check_after_backward(owner: str, after_pass: Callable[[], object] | None) -
 def checked_norms(max_norm: Any, norm_type: Any) -> tuple[Any, float]:
     check = Arguments("clip_grad_norm_")
     shape = getattr(max_norm, "shape", (0,))
-    if not (hasattr(max_norm, "backward") and math.prod(shape) == 1):  # may be on a GPU, and not known yet
+    if not (hasattr(max_norm, "backward") and math.prod(shape) == 1):  # a value on a GPU is not known yet
         hint = "for example max_norm=1.0; math.inf to clip nothing"
         max_norm = check.number("max_norm", max_norm, least=0, is_finite=False, hint=hint)
     if isinstance(norm_type, str) and norm_type in ("inf", "-inf"):

@@ -1,7 +1,7 @@
-"""A wrapper of the framework around ours, or ours around one: both average, in an order that timing decides.
+"""Detects a wrapper of the framework around ours, or ours around one: both would average the gradients.
 
-What one of them reads may be a mean of the other already, or this rank's own gradient: 1 and 2 give 1.25 as
-well as 1.5. So it is refused, with the line to remove.
+Each wrapper may read a mean of the other or this rank's own gradient, depending on timing: with gradients 1
+and 2 the result may be 1.25 as well as 1.5. So the model is refused, and the error names the line to remove.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.errors import ConfigError
 
 
 def inner_error(ours: str, theirs: str, name: str, *, by: str = "", cure: str = "") -> ConfigError:
-    """The module that is to be wrapped is, or has in it, a wrapper of the framework."""
+    """The error if the module to be wrapped is, or contains, a wrapper of the framework."""
     where = f"at '{name}'" if name else "around the whole model"
     return ConfigError(
         f"{ours}: the model is wrapped already, by {theirs}, {where}; its gradients would be averaged twice.",
@@ -26,7 +26,7 @@ def inner_error(ours: str, theirs: str, name: str, *, by: str = "", cure: str = 
 
 
 def outer_error(ours: str, theirs: str, seen: str, *, by: str = "", cure: str = "") -> ConfigError:
-    """A wrapper of the framework is around ours."""
+    """The error if a wrapper of the framework is around ours."""
     return ConfigError(
         f"{theirs} is around a model that {ours} has wrapped already; its gradients would be averaged twice.",
         seen=seen,
@@ -41,7 +41,7 @@ def outer_error(ours: str, theirs: str, seen: str, *, by: str = "", cure: str = 
 
 
 def callers(codes: Collection[CodeType]) -> Iterator[object]:
-    """The `self` of each call of these functions on this thread's stack, the innermost first."""
+    """The `self` of each call of these functions on this thread's stack, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code in codes:

@@ -1,5 +1,6 @@
-"""Arguments that both front ends' wrappers have, checked alike. An argument is honoured, or refused with a
-sentence; none is silently ignored.
+"""The constructor arguments that the wrappers of both frameworks share, and their checks.
+
+Every argument is honoured or refused with an error; none is silently ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MIB = 1 << 20
 REDUCE_THROUGH = ("auto", "memory", "group")
 NONFINITE_POLICIES = ("warn", "raise", "ignore")
 HOSTS = "hosts"
-"""What `reduce_through` may be besides, in a front end that has such a communicator."""
+"""A further value of `reduce_through`, in a front end that has a communicator between hosts."""
 REDUCE = ("mean", "scatter")
 DETERMINISTIC = ("world",)
 
@@ -54,7 +55,7 @@ SHARED_NAMES = (
     "warn_after_s",
     "weight",
 )
-"""Arguments of both wrappers that mean the same."""
+"""Arguments that have the same meaning in both wrappers."""
 
 
 _WITH_VIRTUAL_RANKS: Mapping[str, tuple[Any, ...]] = {
@@ -70,42 +71,43 @@ _WITH_VIRTUAL_RANKS: Mapping[str, tuple[Any, ...]] = {
     "skip_all_reduce_unused_params": (False,),
     "static_graph": (False,),
 }
-"""What these arguments may be beside virtual_ranks."""
+"""The values that these arguments may have together with virtual_ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrapperOptions:
-    """What a wrapped model was asked to do: what the configurations of both front ends have in common.
+    """The checked options of a wrapped model that both front ends share.
 
     Attributes:
-        bucket_cap_bytes: The largest bucket.
-        first_bucket_bytes: The largest first bucket, whose gradients come last in backward's order.
-        bucket_caps_bytes: The largest first, second, ... bucket, used instead of both, if there are any.
+        bucket_cap_bytes: Largest size of a bucket.
+        first_bucket_bytes: Largest size of the first bucket.
+        bucket_caps_bytes: Largest sizes of the first, second, ... bucket; if not empty, they replace both.
         init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
         init_sync_buffers: Broadcast buffers (and running statistics), too, when wrapping.
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         syncs_forward: Give them at the start of training forwards, too.
-        buffers: What is done with buffers whose name matches a pattern.
-        gradients_in_buffer: Gradients live in the memory where they are averaged.
+        buffers: The policy of buffers, by name pattern.
+        gradients_in_buffer: Gradients live in the gradient buffer, where they are averaged.
         skip_unused: Don't send buckets that no rank used in the backward before.
         allow_unused: A parameter without a gradient contributes 0.
-        static_graph: The same parameters are unused in every backward, or it raises.
+        static_graph: The same parameters are unused in every backward; else backward raises.
         weight: The weight of this rank's gradients; a function computes it from forward's arguments.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
-        reduce_through: "memory" that the ranks share, the process "group", within each of the "hosts" and
-            then between them, or the best of what needs no such wish ("auto").
+        reduce_through: Where gradients are averaged: in "memory" that the ranks share, over the process
+            "group", within each of the "hosts" and then between them, or where it is best ("auto").
         timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
-        check_replicas_every: Compare replicas after so many backward passes; None: where there is a reason;
-            0: never.
+        check_replicas_every: Compare replicas after so many backward passes; None: only if ranks have written
+            to their parameters a different number of times; 0: never.
         compress_between_hosts: How gradients are encoded between hosts, a key of ENCODINGS; None: not at all.
         deterministic: "world": the bits of one host, wherever the ranks are; None: no such promise.
-        local_sgd: How hosts train on their own, and when they meet; None: they average in each step.
-        scatters: Each mean gradient comes to the ranks that own it, and to no others.
+        local_sgd: How replicas train on their own, and how often they sync; None: ranks average in each step.
+        scatters: Each mean gradient is written only on the ranks that own it.
         share_parameters: The ranks of each host have one copy of the parameters.
         precision: The dtypes of parameters in forward, of averaged gradients, of buffers.
-        virtual_ranks: Over how many micro-batches each step averages; None: over the ranks.
-        virtual_buffers: What was asked for as `buffers` beside virtual_ranks, where that is "broadcast" only.
+        virtual_ranks: Number of micro-batches over which each step averages; None: it averages over ranks.
+        virtual_buffers: With virtual_ranks, the argument `buffers`; the field `buffers` is then "broadcast"
+            for each pattern.
     """
 
     bucket_cap_bytes: int
@@ -136,7 +138,9 @@ class WrapperOptions:
     virtual_buffers: Mapping[str, str]
 
     def agreed_options(self) -> dict[str, str]:
-        """Those that must be the same on all ranks, or their collectives would not match."""
+        """The options that must be the same on all ranks, because their collectives would not match
+        otherwise.
+        """
         return {
             "bucket_cap_mb": str(self.bucket_cap_bytes / MIB),
             "mixed_precision": str(self.precision),
@@ -248,7 +252,7 @@ class WrapperArguments:
     def shared(
         self, arguments: Mapping[str, Any], precision: Precision[Any], cap_bytes: int, first_bytes: int
     ) -> dict[str, Any]:
-        """The fields of `WrapperOptions`, from checked arguments."""
+        """The fields of `WrapperOptions`, from the arguments, which are checked here."""
         given, check = SimpleNamespace(**arguments), self.check
         broadcast_buffers, forward_sync_buffers = self.one_buffer_switch(
             given.broadcast_buffers, given.forward_sync_buffers
@@ -308,7 +312,9 @@ class WrapperArguments:
         }
 
     def virtual_ranks(self, value: int | None, arguments: Mapping[str, Any]) -> int | None:
-        """virtual_ranks, refused beside what would make the result depend on the number of processes."""
+        """Check virtual_ranks, and refuse arguments that make the result depend on the number of
+        processes.
+        """
         name = "virtual_ranks"
         if value is None:
             return None
@@ -326,7 +332,7 @@ class WrapperArguments:
         return value
 
     def scatters(self, value: str, arguments: Mapping[str, Any], *, in_other_dtype: bool) -> bool:
-        """reduce: whether each mean comes to the rank that owns it, and to no other."""
+        """Check `reduce`; True: each mean is written only on the ranks that own it."""
         if self.check.choice("reduce", value, REDUCE) == "mean":
             return False
         for holds, other in (
@@ -351,7 +357,7 @@ class WrapperArguments:
             if isinstance(value, (str, bytes)):
                 raise TypeError
             return tuple(self.mebibytes(name, cap) for cap in value)
-        except (TypeError, ValueError, RuntimeError):  # ours among them, which shows a single cap
+        except (TypeError, ValueError, RuntimeError):  # also the ConfigError of a single cap
             expected = "positive numbers of MiB: of the first bucket, of the second, ..., of all others"
             raise self.check.refuse(name, value, expected, f"for example {name}=[1, 25]") from None
 
