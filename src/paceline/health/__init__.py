@@ -1,5 +1,5 @@
-"""Who is alive, late or dead during training, and why.
+"""Detects dead and late ranks during training, and reports why a rank failed. Not public.
 
-`peer_monitor` is what the rest asks: over the memory of a host, or over the `control_channel` between hosts.
-`lifetime` reports that this rank raises or exits. Not public.
+The rest of Paceline asks `peer_monitor`, which works over the shared memory of one host or over the
+`control_channel` between hosts. `lifetime` reports to the other ranks that this one raises or exits.
 """

@@ -1,11 +1,11 @@
 """Measures for how long nothing has come from another host, over any TCP connection with it.
 
-A slow link with a deep queue delays the messages of the control channel by many seconds, while gradients go
-on arriving. So every segment from the address of a neighbour is a sign of life, over whichever connection of
-this host it comes.
+A slow network with a deep queue delays the messages of the control channel by many seconds, while gradients
+still arrive. So every segment from the address of a neighbour is a sign of life, over whichever connection
+of this host it comes.
 
-After losses on such a link, or after a short cut, TCP may wait for longer than the silence that is allowed
-before it sends anything again. So in a silence a new connection is tried as well.
+After losses on such a network, or after a short cut, TCP may wait for longer than the allowed silence before
+it retransmits. So during a silence a new connection is attempted as well.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-_SUSPICIOUS_S = 1.0  # after which the other connections are looked at, and a new one is tried
-_LATE_S = 0.5  # how much later than it is due a look may come
-_TRIED_FOR_S = 0.9  # less than it takes the kernel to try again by itself
+_SUSPICIOUS_S = 1.0  # of silence, after which other connections are checked and a new one is attempted
+_LATE_S = 0.5  # how much later than scheduled a check may run
+_TRIED_FOR_S = 0.9  # less than the kernel takes to retry by itself
 _ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 _INFO_BYTES = 144  # of struct tcp_info in linux/tcp.h, up to the number of segments
 _LAST_RECEIVED = struct.Struct("=2I")  # milliseconds since the last data and the last acknowledgement
@@ -70,16 +70,16 @@ class _Host:
 
 
 class _Trial:
-    """A connection that is tried, to see whether its other end answers."""
+    """A connection attempt, to see whether the other end answers."""
 
     def __init__(self, family: int, address: tuple[Any, ...], now: float) -> None:
         self.began_s = now
-        self._socket: socket.socket | None = None  # None: this host can't even try
-        with contextlib.suppress(OSError):  # no descriptor is left
+        self._socket: socket.socket | None = None  # None: this host cannot even try
+        with contextlib.suppress(OSError):  # no file descriptor is free
             self._socket = socket.socket(family, socket.SOCK_STREAM)
             self._socket.setblocking(False)
-            # Where this host has no route to the other any more, the call fails by itself, and nothing of it
-            # is left to be seen at the socket.
+            # If this host has no route to the other any more, the call itself fails, and the socket shows
+            # nothing of it afterwards.
             if self._socket.connect_ex(address) not in (errno.EINPROGRESS, *_ANSWERS):
                 self.close()
 
@@ -99,7 +99,7 @@ class _Trial:
 
 
 class Arrivals:
-    """What comes from the other ends of some connections, and from their hosts."""
+    """Tracks what arrives from the other ends of some connections, and from their hosts."""
 
     def __init__(
         self, connections: Mapping[int, socket.socket], hosts: Sequence[Sequence[int]], now: float
@@ -118,7 +118,7 @@ class Arrivals:
         self._hosts = [host for host in self._hosts if host.neighbours]
 
     def silent(self, silence_s: float, now: float) -> list[int]:
-        """Look at all connections; returns the ranks of the hosts of which nothing has come for so long."""
+        """Check all connections; returns the ranks of the hosts that have been silent for `silence_s`."""
         suspicious_s = min(_SUSPICIOUS_S, silence_s / 2)
         for host in self._hosts:
             if (came_s := _last_arrival_s(host, now)) is not None:
@@ -138,7 +138,7 @@ def _last_arrival_s(host: _Host, now: float) -> float | None:
         segments = _segments_of(each.connection)
         if segments != each.segments:
             each.segments = segments
-            # The kernel dates data and acknowledgements, but not what it drops, such as data sent again.
+            # The kernel dates data and acknowledgements, but not what it drops, such as retransmitted data.
             came_s = now - quiet_s(each.connection)
             found = max(came_s if came_s > host.looked_at_s else now, found or 0.0)
     return found
@@ -149,7 +149,7 @@ def _suspect(host: _Host, now: float, suspicious_s: float) -> None:
     for address in {each.address[0] for each in host.neighbours.values()}:
         elsewhere |= _segments_from(address)
     if host.trial is None:
-        # Where this process could not look for long: what came elsewhere meanwhile is not known.
+        # If this process could not check for long, it does not know what came over other connections.
         host.since_s = max(host.since_s, now - suspicious_s - _LATE_S)
     elif host.trial.is_answered() or _has_grown(host.elsewhere, elsewhere):
         host.note(now)
@@ -165,7 +165,7 @@ def _has_grown(before: Mapping[tuple[int, int], int], now: Mapping[tuple[int, in
 
 
 def quiet_s(connection: socket.socket) -> float:
-    """Seconds since data or an acknowledgement has come over a connection, which may have ended."""
+    """Seconds since data or an acknowledgement came over a connection, which may have ended."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         return float(min(_LAST_RECEIVED.unpack_from(info, _LAST_RECEIVED_AT))) / 1000
@@ -179,7 +179,7 @@ def unconfirmed_bytes(connection: socket.socket) -> int:
 
 
 def _segments_of(connection: socket.socket) -> int:
-    """How many segments have come; 0: the kernel does not say (Linux before 4.2), or it has ended."""
+    """How many segments have come; 0 if the kernel does not say (Linux before 4.2), or if it has ended."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
         return int(_SEGMENTS.unpack_from(info, _SEGMENTS_AT)[0])
@@ -188,12 +188,12 @@ def _segments_of(connection: socket.socket) -> int:
 
 
 def _segments_from(address: str) -> dict[tuple[int, int], int]:
-    """How many segments have come from an address, by the ports; empty: the kernel does not say."""
+    """How many segments have come from an address, by ports; empty if the kernel does not say."""
     plain = address.removeprefix("::ffff:").partition("%")[0]
     try:
         if ":" in plain:
             return _dump(socket.AF_INET6, plain)
-        # A program may use an address of version 4 as it is, or as one of version 6.
+        # A program may use an IPv4 address as it is, or mapped into IPv6.
         return _dump(socket.AF_INET, plain) | _dump(socket.AF_INET6, f"::ffff:{plain}")
     except (OSError, struct.error):
         return {}

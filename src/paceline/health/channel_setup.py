@@ -1,10 +1,11 @@
-"""How the ranks of several hosts come to the hub of their control channel, and who is refused there.
+"""How the ranks of several hosts connect to the hub of their control channel, and which ones it refuses.
 
-Rank 0 listens on a free port until all have come, and tells the others where, over the group that they have
-already; each tries all addresses of that host, because which of them it can reach only it can find out. In a
-tree (`channel_tree`) the first rank of each host receives those of its host in the same way, then goes to the
-hub with what all of them have reported, and welcomes them once the hub has welcomed it. An unknown peer's
-connection is dropped; a rank of this group that does not fit ends the start of all, with words on every rank.
+Rank 0 listens on a free port until all ranks have connected, and sends its addresses to the others over the
+group that exists already. Each rank tries all of them, because only that rank can find out which ones it can
+reach. In a tree (`channel_tree`) the first rank of each host receives the ranks of its host in the same way.
+It then connects to the hub with the facts of all of them, and welcomes them once the hub has welcomed it. The
+connection of an unknown peer is dropped. A rank of this group that does not match ends the start-up of all
+ranks, with the reason on every rank.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ if TYPE_CHECKING:  # not every Python has `ssl`, and not every job needs it
 
 _CONNECT_WITHIN_S = 2.0
 _RETRY_S = 0.05
-_GRACE_S = 5.0  # the hub knows who is missing: the others give it this long to say so
-_SHARE_OF_A_HOST = 0.8  # of the time until all have come: so long the first rank of a host waits for its own
+_GRACE_S = 5.0  # the hub knows which ranks are missing: the others wait this long for its report
+_SHARE_OF_A_HOST = 0.8  # of the time until all have connected: how long a host's first rank waits
 _FACTS_BYTES = 2048
 _CHANNEL_BYTES = 16
 
@@ -82,7 +83,7 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Else it waits for the other end's part of the handshake."""
+        """False while the other end's part of the TLS handshake is outstanding."""
         return self._tls is None or self._tls.is_open
 
     def say(self, kind: Frame, text: bytes) -> bytes:
@@ -90,11 +91,11 @@ class Connection:
         return data if self._tls is None else self._tls.encrypt(data)
 
     def decrypt(self, piece: bytes) -> tuple[bytes, bytes]:
-        """What has come in clear, for `receive`; and what is to be sent because of it."""
+        """The plain text, for `receive`, and the bytes to be sent in reply."""
         return (piece, b"") if self._tls is None else (self._tls.decrypt(piece), self._tls.encrypt(b""))
 
     def receive(self, plain: bytes) -> Iterator[tuple[Frame, bytes]]:
-        """The frames that are whole with this."""
+        """The frames that are complete with this data."""
         for kind, payload in self._stream.feed(plain):
             yield kind, self._hears.open(kind, payload)
 
@@ -104,9 +105,9 @@ class Place:
     """Where the hub listens.
 
     Attributes:
-        channel: Random bytes that tell this channel from others.
+        channel: Random bytes that identify this channel.
         port: The port.
-        addresses: All that lead to its host from somewhere.
+        addresses: All addresses through which other hosts may reach this one.
     """
 
     channel: bytes
@@ -123,7 +124,7 @@ def meet(
     """Connect all ranks with their neighbours. Collective; blocks at most `timeout_s` and some seconds.
 
     Returns:
-        The connections of this rank, by the rank at their other end, and all members.
+        The connections of this rank, by the rank at the other end, and all members.
     """
     deadline = Deadline(timeout_s)
     listener = None
@@ -134,7 +135,7 @@ def meet(
             listener, own = _listen()
         reported = exchange.all_gather(own, timeout_s)
         for rank, offer in enumerate(reported):
-            if offer:  # each rank that cannot listen ends this on all ranks, whoever would ask it
+            if offer:  # a rank that cannot listen ends this on all ranks, not only on those that need it
                 _read_place(reported, rank)
         way = None
         if neighbours.parent is not None:
@@ -202,19 +203,19 @@ class _Reception:
         self._host_of = {rank: list(ranks) for ranks in hosts for rank in ranks}
         self._secret, self._deadline = secret, deadline
         self._came: dict[int, tuple[socket.socket, Handshake]] = {}
-        self._facts_of: list[Facts] = []  # of all that have come, or stand behind those
+        self._facts_of: list[Facts] = []  # of all ranks that have connected, and of those behind them
         self._acceptor = Acceptor(listener, facts.world_size, self._longest_hello, self._challenge)
         self._certificate: Certificate | None = None
-        self._refusal = b""  # what every rank receives, once the start has failed
+        self._refusal = b""  # what every rank receives, once the start-up has failed
         self._told: set[int] = set()
 
     def receive_all(
         self, way: Callable[..., tuple[dict[int, Connection], tuple[Member, ...]]] | None
     ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
         """Receive all ranks below this one, then join the parent."""
-        # The hub is to hear who is missing here before it gives up.
+        # The hub must receive which ranks are missing here before its own deadline passes.
         until = self._deadline if way is None else Deadline(_SHARE_OF_A_HOST * self._deadline.left_s())
-        if self._secret:  # while the others come
+        if self._secret:  # made while the others connect
             with contextlib.suppress(ImportError):
                 from paceline.health import tls
 
@@ -247,7 +248,7 @@ class _Reception:
         return nonce
 
     def _admit(self, link: socket.socket, nonce: bytes, kind: Frame, raw: bytes) -> bool:
-        """Raises RendezvousError if it is, and does not fit."""
+        """Whether this is a rank of the group. Raises RendezvousError if it is one that does not match."""
         try:
             is_hello = kind in (Frame.HELLO, Frame.FAILED)
             reported, rank_nonce, membership, proof = split_payloads(raw if is_hello else b"", 4)
@@ -313,9 +314,9 @@ class _Reception:
         self._refusal = self._refusal or reported.pack()
         for rank, (link, _) in self._came.items():
             self._refuse(link, rank)
-        is_ours = isinstance(error, PacelineError)  # else the user wants to end it, with Ctrl-C say
+        is_ours = isinstance(error, PacelineError)  # else the user wants to end it, for example with Ctrl-C
         if way is not None and is_ours:
-            with contextlib.suppress(RendezvousError):  # which repeats what the hub was told
+            with contextlib.suppress(RendezvousError):  # it repeats what was just reported to the hub
                 way([self._facts], deadline=Deadline(_GRACE_S), problem=Mismatch.unpack(self._refusal))
         deadline = Deadline(_GRACE_S)
         while is_ours and len(self._told) < len(self._below) and not deadline.is_over():
@@ -352,7 +353,7 @@ def refusal(own: Facts, problem: Mismatch, where: str) -> RendezvousError:
 
 
 def _try_send(link: socket.socket, kind: Frame, payload: bytes) -> None:
-    with contextlib.suppress(OSError):  # whoever is gone need not be told
+    with contextlib.suppress(OSError):  # a rank that is gone needs no message
         send_frame(link, kind, payload, Deadline(1.0))
 
 
@@ -368,7 +369,7 @@ def _join(
     problem: Mismatch | None = None,
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
     facts = reported[0]
-    reasons: dict[str, list[str]] = {}  # by address, the first one and the last one that differs from it
+    reasons: dict[str, list[str]] = {}  # by address: the first reason, and the last one that differs from it
     while True:
         for address in place.addresses:
             try:
@@ -413,12 +414,12 @@ def _introduce(
     deadline: Deadline,
     problem: Mismatch | None,
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
-    """Raises OSError or MessageError where another process listens."""
+    """Raises OSError or MessageError if another process listens there."""
     kind, raw = receive_frame(link, Deadline(_CONNECT_WITHIN_S), LONGEST_HELLO)
     hub_nonce = read_challenge(raw if kind is Frame.CHALLENGE else b"", place.channel)
     handshake = Handshake(secret, place.channel, hub_nonce, secrets.token_bytes(NONCE_BYTES))
     facts = replace(reported[0], clock_s=time.time())
-    # One row for each; JSON has no line breaks of its own.
+    # One row for each rank; JSON has no line breaks of its own.
     own = b"\n".join(each.pack() for each in (facts, *(reported[1:] if problem is None else (problem,))))
     hello = join_payloads([own, handshake.rank_nonce, handshake.membership, handshake.prove("rank", own)])
     send_frame(link, Frame.HELLO if problem is None else Frame.FAILED, hello, deadline)
@@ -438,7 +439,7 @@ def _introduce(
     members = read_members(table, facts.world_size)
     try:
         tls = _encrypt(link, fingerprint, deadline) if fingerprint else None
-    except OSError as error:  # not to be tried again: the other end takes this rank for one that has come
+    except OSError as error:  # not retried: the other end counts this rank as connected already
         raise RendezvousError(
             f"Rank {facts.rank} of {facts.world_size} on host {facts.host} could not encrypt its connection "
             f"to rank {parent}.",
@@ -452,12 +453,12 @@ def _introduce(
 
 
 def _encrypt(link: socket.socket, fingerprint: bytes, deadline: Deadline) -> Tls:
-    """Raises ConnectionError (OSError) where that is not the hub."""
+    """Raises ConnectionError (an OSError) if the other end is not the hub."""
     from paceline.health import tls
 
     ours, piece = tls.Tls(), b""
     while not ours.is_open:
-        ours.decrypt(piece)  # which begins, with nothing
+        ours.decrypt(piece)  # the first call, with no data, begins the handshake
         link.settimeout(max(deadline.left_s(), 1e-3))
         link.sendall(ours.encrypt(b""))
         if not ours.is_open and not (piece := link.recv(LONGEST_HELLO)):

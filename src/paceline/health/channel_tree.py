@@ -7,8 +7,8 @@ r"""Which ranks of a control channel are connected with which: a star, or for ma
                                   /|\  |\         the other ranks of a host
                                  5 6 7 9 10
 
-The hub should have one connection for each host, and not for each rank; within a host the way
-is short, and no link can be cut. Pure.
+The tree gives the hub one connection for each host instead of one for each rank. Within a host the extra hop
+is short, and no network link can be cut. Pure functions.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass
 
 HUB = 0
 MOST_IN_A_STAR = 64
-"""Ranks. Up to there a star is the simplest: nobody's news depend on a third rank but the hub."""
+"""Ranks. Up to this number a star is simplest: reports pass through no third rank except the hub."""
 
 
 @dataclass(frozen=True)
 class Neighbours:
-    """With whom a rank is connected.
+    """The ranks that a rank is connected with.
 
     Attributes:
-        parent: The rank that it goes to; None: it is the hub.
-        below: For each rank that comes to it, that rank and all that reach the hub through it.
+        parent: The rank that it connects to; None for the hub.
+        below: For each rank that connects to this one, that rank and all ranks that reach the hub through it.
     """
 
     parent: int | None
@@ -35,7 +35,7 @@ class Neighbours:
 
 
 def neighbours_of(rank: int, hosts: Sequence[Sequence[int]]) -> Neighbours:
-    """A pure function, the same on all ranks.
+    """The neighbours of a rank. Computes the same tree on all ranks.
 
     Example:
         >>> neighbours_of(2, [[0, 1], [2, 3]])

@@ -1,7 +1,7 @@
-"""The TCP connections that a process group has made between ranks, as sockets of our own, to end them.
+"""The TCP connections that a process group has made between ranks, duplicated so that they can be ended.
 
-A call that blocks cannot be ended otherwise. And a connection that is closed is reset by whatever comes
-afterwards, and forgets what the other side has not got.
+A call that blocks in the process group cannot be ended otherwise. A plain close() would not do: data that
+arrives at a closed connection resets it, and what the other side has not received yet is lost.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any
 from paceline.health import lifetime
 from paceline.rendezvous.exchange import Exchange
 
-_ARRIVES_WITHIN_S = 10.0  # what is in this machine's buffers, over a slow link
+_ARRIVES_WITHIN_S = 10.0  # for what is in this machine's buffers, over a slow network
 _LOOK_S = 0.001
 Ends = tuple[Any, Any]
 """The addresses of both ends of a connection."""
 
 
 def connected_sockets() -> dict[Ends, int]:
-    """This process's TCP connections: the descriptor of each."""
+    """This process's TCP connections, with the file descriptor of each."""
     found: dict[Ends, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -38,7 +38,7 @@ def connected_sockets() -> dict[Ends, int]:
             with socket.socket(fileno=os.dup(int(name))) as each:
                 if each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6):
                     found[_address(each.getsockname()), _address(each.getpeername())] = int(name)
-        except OSError:  # closed meanwhile, or it listens
+        except OSError:  # closed meanwhile, or a listening socket
             continue
     return found
 
@@ -48,7 +48,7 @@ def _address(reported: Any) -> tuple[str, int]:
 
 
 def send_at_once(connections: Mapping[Ends, int], but: Container[Ends]) -> None:
-    """Let connections send small packets at once (TCP_NODELAY), all but some."""
+    """Set TCP_NODELAY on all connections except those in `but`."""
     for ends, descriptor in connections.items():
         if ends not in but:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
@@ -58,9 +58,9 @@ def send_at_once(connections: Mapping[Ends, int], but: Container[Ends]) -> None:
 def sockets_to(
     exchange: Exchange, peers: Sequence[int], before: Container[Ends], timeout_s: float
 ) -> list[socket.socket]:
-    """The connections to peers that were made since. Collective, over all ranks of the exchange.
+    """The connections to peers that were made since `before`. Collective over all ranks of the exchange.
 
-    Another thread may have made a connection meanwhile; so one counts only if a peer has its other end.
+    Another thread may have made connections meanwhile, so one counts only if a peer has its other end.
     """
     made = {ends: fd for ends, fd in connected_sockets().items() if ends not in before}
     reported = exchange.all_gather(json.dumps(list(made)).encode(), timeout_s)
@@ -70,9 +70,9 @@ def sockets_to(
 
 
 def copy_of(descriptor: int, ends: Ends) -> socket.socket | None:
-    """A socket of our own for the connection between these ends; None: the engine has closed it meanwhile.
+    """A socket of our own for the connection between these ends.
 
-    Its descriptor may stand for something else by then.
+    None if the process group has closed it meanwhile: its descriptor may then refer to something else.
     """
     with contextlib.suppress(OSError):
         each = socket.socket(fileno=os.dup(descriptor))
@@ -84,23 +84,24 @@ def copy_of(descriptor: int, ends: Ends) -> socket.socket | None:
 
 
 def stop_receiving(sockets: Sequence[socket.socket]) -> None:
-    """Let this side find connections at their end, once it has read what came before; it may still write.
+    """Make these connections look ended to this side, once it has read what came before. It may still write.
 
-    An engine whose own thread writes to a connection that is shut down may end the process, as Paddle's Gloo
-    does: nobody catches the thread's exception. So reading ends first, and the engine closes its side then.
+    In some process groups, such as Paddle's Gloo, a thread that writes to a connection that is shut down
+    raises an exception that nothing catches, which ends the process. So only reading ends here, and the
+    process group then closes its side.
     """
     _shut_down(sockets, socket.SHUT_RD)
 
 
 def shut_down(sockets: Sequence[socket.socket]) -> None:
-    """What was written before still arrives."""
+    """Shut down both directions. What was written before still arrives."""
     _shut_down(sockets, socket.SHUT_RDWR)
 
 
 def close_once_arrived(sockets: Sequence[socket.socket]) -> None:
-    """Close connections when the other machines have all that was written to them. Does not block.
+    """Close connections once the other machines have received all that was written to them. Does not block.
 
-    The end of the process waits for it, for ten seconds at most.
+    The end of the process waits for this, for ten seconds at most.
     """
     if not any(map(_bytes_on_their_way, sockets)):
         _close(sockets)
@@ -143,11 +144,11 @@ _partings = _Partings()
 
 
 def _bytes_on_their_way(connection: socket.socket) -> int:
-    """What was written to a connection and the other machine has not confirmed; 0 also if it has ended."""
+    """Bytes written that the other machine has not acknowledged; 0 also if the connection has ended."""
     watched = select.poll()
     try:
         watched.register(connection, 0)
-        if watched.poll(0):  # an error, or both sides have ended it
+        if watched.poll(0):  # an error, or both sides have closed it
             return 0
         (found,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
     except (OSError, ValueError):  # it is closed

@@ -1,25 +1,25 @@
-"""The control channel between the hosts of a job: who is alive, and why one of them is not any more.
+"""The control channel between the hosts of a job: detects dead and unreachable ranks, and reports why.
 
-A star of TCP connections, one from each rank to the hub (rank 0), or for many ranks a tree (`channel_tree`),
-made once for each process group; gradients do not travel here. Kernels watch the connections, not threads:
-a process that ends is reported by its kernel at once, whatever ends it. If a link is cut, or a host stops, no
-segment comes from it any more, neither an answer to the hub's beats nor to the kernel's probes, over any
-connection of this host (`arrivals`); after the silence that is allowed, both ends give the connection up. A
-process that computes, is paused or holds Python's lock for long is none of these, because its kernel goes on
-answering; the deadline of the backward finds it.
+It is a star of TCP connections, one from each rank to the hub (rank 0), or a tree if there are many ranks
+(`channel_tree`). Each process group makes one at start-up; gradients do not travel here. The kernels watch
+the connections, not threads: when a process ends, for whatever reason, its kernel reports it at once. When a
+network link is cut or a host stops, no segment arrives from that host any more, over any connection of this
+host (`arrivals`): neither an answer to the hub's heartbeats nor one to the kernel's probes. After the allowed
+silence, both ends drop the connection. A process that computes, is paused or holds the GIL for long is not
+silent in this sense, because its kernel goes on answering; the deadline of the backward finds it.
 
-    rank 3 dies, raises or leaves    its kernel, or the rank itself, tells the hub
-    a host is silent                 whoever gives up says so before it resets the connection: the other end
-                                     may hear it, if the link is cut in one direction only
+    rank 3 dies, raises or leaves    its kernel, or the rank itself, notifies the hub
+    a host is silent                 the end that drops the connection says so before it resets it: the other
+                                     end may receive that, if the link is cut in one direction only
     the hub                          reports to all others, then ends its own waits
-    every rank                       keeps the first failure; whoever waits asks for it, or is called
+    every rank                       keeps the first failure; code that waits polls it or registers a callback
 
-    what a rank has done, for who    goes to the hub once in a second, and is dropped where there is no room
-    watches the job
-    who is late                      is asked of all at a deadline (`liveness_check`)
+    figures of a rank's progress     go to the hub once a second, for its monitor; they are dropped if the
+                                     connection has no room
+    which ranks are late             is asked of all ranks at a deadline (`liveness_check`)
 
-What a rank owes to a backward it may have sent before it died, so callbacks come a moment after a death; an
-exception has no such moment. After a failure the channel goes on, but keeps to the first.
+A rank may have sent its data for a backward before it died, so callbacks run a moment after a death. After an
+exception they run at once. After a failure the channel goes on, but keeps the first failure.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ from paceline.trace.far_ranks import FarRanks
 
 BEAT_S = 0.25
 _SILENCE_S = 3.0
-_ANSWER_S = 5.0  # a rank's own beats only tell the hub that somebody reads
-_STALLED_S = 15.0  # after which the hub leaves it to the kernel's probes, before its buffers are full
+_ANSWER_S = 5.0  # between heartbeats of the other ranks, which only show the hub that their threads run
+_STALLED_S = 15.0  # without a message: heartbeats stop, which would fill the buffers; the kernel still probes
 _FORM_WITHIN_S = 60.0
-_LEAVE_WITHIN_S = 2.0  # of ranks that have just come, until they can hear a goodbye
+_LEAVE_WITHIN_S = 2.0  # for ranks still in the handshake, until they can read a goodbye
 _LOOK_S = 0.005
 _GRACE_S = 0.1  # for what a dead rank had sent before
 _RESET_GRACE_S = 0.2  # until the other connections of that host are reset as well, if the network does it
 _CONFIRM_EVERY_S = 0.05
-# Nothing came for so long before a connection ended: the link was interrupted, since beats and the kernel's
-# probes are answered more often.
+# If nothing came for this long before a connection ended, the network was interrupted: heartbeats and the
+# kernel's probes are answered more often.
 _QUIET_S = 1.6
-_NEVER_MS = 86_400_000  # the kernel must not give up: it knows of one connection only
+_NEVER_MS = 86_400_000  # the kernel must not drop a connection: it knows of one connection only
 _RECEIVE_BYTES = 1 << 16
 _MOST_UNSENT_BYTES = 1 << 18
 _UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
@@ -102,16 +102,17 @@ def form_channel(
     """Connect the ranks of several hosts. Collective; blocks at most a minute, or `timeout_s` if it is less.
 
     Args:
-        exchange: Connects the ranks already.
-        facts: What this rank reports of itself.
+        exchange: An exchange that already works between the ranks.
+        facts: What this rank reports about itself.
         hosts: The ranks of each host.
-        secret: The job's; empty: it has none.
-        timeout_s: How long.
+        secret: The job's secret; empty if it has none.
+        timeout_s: The time-out, in seconds.
 
     Raises:
-        RendezvousError: A rank did not come or does not fit (other versions, another secret); on every rank.
-        ConfigError: PACELINE_SILENCE_S is no time.
-        RegionError: This process may have no further thread; the channel reports to the others.
+        RendezvousError: A rank did not connect or does not match (other versions, another secret); raised on
+            every rank.
+        ConfigError: PACELINE_SILENCE_S is not a valid time.
+        RegionError: This process cannot start another thread; the channel reports that to the other ranks.
     """
     silence_s = allowed_silence_s()
     connections, members = meet(exchange, facts, hosts, secret, min(timeout_s, _FORM_WITHIN_S))
@@ -142,10 +143,10 @@ class _Reset:
 
 
 class ControlChannel:
-    """One rank's end of the channel; `form_channel` makes it. Ends when nothing holds it any more.
+    """One rank's end of the channel, made by `form_channel`. It closes when it is no longer referenced.
 
     Attributes:
-        failure: The first failure that another rank has reported, or that was seen of one, or None.
+        failure: The first failure of another rank that was reported or detected, or None.
     """
 
     def __init__(
@@ -164,25 +165,25 @@ class ControlChannel:
         self._pid = os.getpid()
         self._connections = dict(connections)
         self._unsent = dict.fromkeys(connections, b"")
-        self._num_said = dict.fromkeys(connections, 0)  # bytes so far, with those that are unsent
+        self._num_said = dict.fromkeys(connections, 0)  # bytes so far, including unsent ones
         self._to_say: deque[tuple[int, Frame, bytes]] = deque()
         self._is_sending = False
         now = time.monotonic()
         self._received_at_s = dict.fromkeys(connections, now)
-        self._reset: dict[int, _Reset] = {}  # of ranks whose connections were reset
+        self._reset: dict[int, _Reset] = {}  # ranks whose connections were reset
         self._judges_at_s = math.inf
-        self._reset_while_sending: set[int] = set()  # the kernel tells it once, and recv() an end afterwards
-        self._left: dict[int, str] = {}  # and what each was in
+        self._reset_while_sending: set[int] = set()  # send() saw the reset; recv() then reports a plain end
+        self._left: dict[int, str] = {}  # ranks that have left, with their last activity
         self._has_reported = self._is_leaving = self._is_closed = False
         self._has_failed = threading.Event()
         self._watcher: FarRanks | None = None
         self._callbacks: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
         self._calls_at_s: float | None = None
         self._beats_at_s = self._looks_at_s = now
-        # A signal handler that raises may tell, while its thread is here.
+        # Reentrant: a signal handler that raises may report the failure while its thread holds the lock.
         self._lock = threading.RLock()
         everybody = [each for ranks in hosts for each in ranks]
-        send = weakref.WeakMethod(self._send)  # it must not keep the channel
+        send = weakref.WeakMethod(self._send)  # must not keep the channel alive
 
         def send_answers(to: int, kind: Frame, text: bytes) -> None:
             if (method := send()) is not None:
@@ -208,12 +209,12 @@ class ControlChannel:
         try:
             start_thread(self._thread)
         except RegionError as error:
-            self.report_failure(error)  # the others take this rank for one that has come
+            self.report_failure(error)  # the other ranks count this rank as connected already
             raise
 
     def report_failure(self, error: BaseException) -> None:
-        """Report to all ranks that this one fails, unless they know of a failure. Does not block."""
-        if os.getpid() != self._pid:  # a forked child, whose copy of the lock may be taken for ever
+        """Report to all ranks that this one fails, unless a failure is known already. Does not block."""
+        if os.getpid() != self._pid:  # a forked child, whose copy of the lock may never be released
             return
         with self._lock:
             if self._has_reported or self._is_closed or self.failure is not None:
@@ -228,10 +229,10 @@ class ControlChannel:
         return self.failure
 
     def at_failure(self, call: Callable[[BaseException], object]) -> None:
-        """Call this method with the failure, as long as its object lives.
+        """Call this method with the failure of another rank, as long as its object lives. It must not block.
 
-        In a thread of the channel, at once if another rank has raised, and a moment later if it has died.
-        Before this returns, if that has been. It must not block.
+        A thread of the channel calls it: at once if the other rank raised, and a moment later if it died. If
+        the failure was reported before, this call makes the callback before it returns.
         """
         with self._lock:
             self._callbacks = [each for each in self._callbacks if each() is not None]
@@ -250,8 +251,8 @@ class ControlChannel:
             self._pass_on(self._rank.to_bytes(_RANK_BYTES, "little") + figures)
 
     def watch(self, watcher: FarRanks) -> None:
-        """At the hub: call this watcher, which must not block, with what the ranks report and
-        which are gone.
+        """At the hub: call this watcher with what the ranks report and with the ranks that are gone. The
+        watcher must not block.
         """
         with self._lock:
             self._watcher = watcher
@@ -261,12 +262,12 @@ class ControlChannel:
         return tuple(self.members[rank] for rank in sorted(self._left))
 
     def last_activity_of(self, rank: int) -> str:
-        """What a rank that has left was in."""
+        """The last activity of a rank that has left."""
         return self._left.get(rank, "")
 
     @property
     def activity(self) -> Activity:
-        """What this rank is in, for others that find it late. Nothing is sent."""
+        """What this rank is doing, for other ranks that find it late. Setting it sends nothing."""
         return self._liveness.activity
 
     @activity.setter
@@ -274,11 +275,11 @@ class ControlChannel:
         self._liveness.activity = activity
 
     def late(self, *, is_silent: bool = False) -> LateRanks | None:
-        """Ranks for which the others wait: those that do not answer, else those that wait for no rank.
+        """Ranks for which the others wait: those that do not answer, else those that do not wait themselves.
 
-        For a rank whose deadline has passed. Not collective; blocks at most half a second, or, where the
-        question does not reach a host, until it does or that host is known to be lost, at most 2 s. None also
-        if there is a `failure` meanwhile, which says more.
+        For a rank whose deadline has passed. Not collective; blocks at most half a second. If the question
+        does not reach a host, blocks until it does or until that host is known to be lost, at most 2 s.
+        Returns None if nothing is known, or if a new `failure` was reported meanwhile, which says more.
         """
         if os.getpid() != self._pid or self._is_closed:
             return None
@@ -296,10 +297,10 @@ class ControlChannel:
         return late_ranks(seen, self.members, own)
 
     def close(self) -> None:
-        """Leave in good order: the others are told, and go on. Not collective.
+        """Leave in good order: the other ranks are notified, and go on. Not collective.
 
-        Blocks for two seconds at most, and only while the handshake of a rank that has just come is not over:
-        it could not hear the goodbye, and would take the end of the connection for a death.
+        Blocks for two seconds at most, and only while another rank is still in the handshake: that rank could
+        not read the goodbye, and would take the end of the connection for a death.
         """
         self._leave(is_served=threading.current_thread() is not self._thread)
 
@@ -325,7 +326,7 @@ class ControlChannel:
                     connection.socket.shutdown(socket.SHUT_RDWR)  # which wakes the thread
 
     def __del__(self) -> None:
-        if hasattr(self, "_thread"):  # which holds the channel in its turns only, so it is in none
+        if hasattr(self, "_thread"):  # the thread holds the channel only during a turn, so it is in none now
             self._leave(is_served=False)
             self._release()
 
@@ -383,7 +384,7 @@ class ControlChannel:
         if now >= self._judges_at_s:
             self._judges_at_s = math.inf
             for rank in list(self._reset):
-                if rank in self._reset:  # else it was judged with another rank of its host
+                if rank in self._reset:  # else it was judged together with another rank of its host
                     self._judge_reset(rank, now)
         if now < self._looks_at_s:
             return
@@ -405,11 +406,11 @@ class ControlChannel:
         try:
             piece = connection.socket.recv(_RECEIVE_BYTES)
             if not piece:
-                with self._lock:  # another thread may be in send(), and has not noted yet what it was told
+                with self._lock:  # another thread may be in send(), and has not recorded the reset yet
                     if rank in self._reset_while_sending:
                         raise ConnectionResetError(errno.ECONNRESET, "reset while a beat was sent")
                 raise ConnectionResetError
-            with self._lock:  # other threads say something meanwhile
+            with self._lock:  # other threads may send meanwhile
                 plain, answer = connection.decrypt(piece)
                 if answer:
                     self._put(rank, answer)
@@ -437,7 +438,7 @@ class ControlChannel:
                 loss = Loss.unpack(text)
                 self._check_speaker(rank, loss.ranks)
                 self._send_all(kind, text, but=rank)
-                self._lose_sight(loss.ranks)  # also where this is not the first failure
+                self._lose_sight(loss.ranks)  # even if this is not the first failure
                 self._fail(loss.error(self.members, self._rank, self._silence_s), _GRACE_S)
             if kind not in (Frame.FAILED, Frame.LEFT):
                 return
@@ -452,7 +453,7 @@ class ControlChannel:
                 self._fail(self._reported_failure(about, words.decode(errors="replace")), 0.0)
 
     def _receive_figures(self, rank: int, text: bytes) -> None:
-        """What a rank has done: keep it, or pass it on towards the hub."""
+        """Keep what a rank reports it has done, or forward it towards the hub."""
         about = int.from_bytes(text[:_RANK_BYTES], "little")
         if rank == self._parent or len(text) > _RANK_BYTES + _MOST_FIGURES_BYTES:
             raise ValueError("figures that are not for this rank")
@@ -490,17 +491,18 @@ class ControlChannel:
                 self._lose(rank, How.ENDED)
             elif self._drop(rank):
                 beside = [other for other in self._ranks_beside(rank) if other in self._connections]
-                for other in beside:  # what resets a connection does so when it sees a segment
+                for other in beside:  # a firewall that resets connections does so when it sees a segment
                     self._send(other, Frame.BEAT, b"")
                 said = {other: self._num_said[other] for other in beside}
                 self._reset[rank] = _Reset(time.monotonic(), said)
                 self._judges_at_s = min(self._judges_at_s, self._reset[rank].at_s + _RESET_GRACE_S)
 
     def _judge_reset(self, rank: int, now: float) -> None:
-        """A process that dies with data unread resets its connection; a firewall those of all its host.
+        """Decide whether a reset connection means that the process died.
 
-        So does the other end of a link that is cut in one direction, when it gives up. It is a death where
-        the kernel of that host acknowledges what is sent to the other ranks there.
+        A process that dies with unread data resets its connection. A firewall resets all connections of the
+        host, and so does the other end when it drops them because the link is cut in one direction. It is a
+        death if the kernel of that host acknowledges what is sent to the other ranks there.
         """
         reset = self._reset[rank]
         others = [
@@ -530,7 +532,7 @@ class ControlChannel:
                 return
             lost = [rank]
             if how is How.SILENT:
-                # What does not answer is a host's kernel, and so all of its ranks.
+                # Silence means that a host's kernel does not answer, so all of its ranks are lost.
                 lost = [each for each in self._ranks_beside(rank) if each not in self._left]
                 for other in lost:
                     self._give_up(other)
@@ -538,16 +540,16 @@ class ControlChannel:
             self._report_loss(Loss(lost, how.value, self._rank, said))
 
     def _give_up(self, rank: int) -> None:
-        """Tell the other end why its connection ends, which may still hear it if this end hears nothing.
+        """Notify the other end why its connection ends; it may receive that if this end receives nothing.
 
-        All connections with a host end so, and together: an end that is left over would hear its kernel send
-        again what cannot be confirmed, and take a rank for alive that has given up.
+        All connections with a host must end this way, and together. If one end were left over, its kernel
+        would send unacknowledged data again, which would look like a sign of life from a dropped rank.
         """
         if rank not in self._connections:
             return
         self._send(rank, Frame.GAVE_UP, b"")
         with contextlib.suppress(OSError):
-            reset = struct.pack("ii", 1, 0)  # at once, instead of trying to send the rest for minutes
+            reset = struct.pack("ii", 1, 0)  # reset at once; do not try to send the rest for minutes
             self._connections[rank].socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
 
     def _drop(self, rank: int) -> bool:
@@ -576,7 +578,7 @@ class ControlChannel:
             self._liveness.stop_asking()
 
     def _reported_failure(self, rank: int, text: str) -> CollectiveError:
-        """What another rank has said of its failure, with the hosts of those to blame."""
+        """The failure that another rank has reported, with the hosts of the ranks that it blames."""
         teller = self.members[rank] if rank < len(self.members) else Member(rank, "?", 0)
         error = unpack_failure(PeerLostError("", seen=text), f"told by {teller.describe()}")
         others = [*error.fields.get("lost", ()), *error.fields.get("late", ())]
@@ -590,7 +592,7 @@ class ControlChannel:
     # --- sending; under the lock ---
 
     def _progress_to(self, rank: int) -> Progress | None:
-        """How far what was said to a neighbour has come; see `LivenessCheck`."""
+        """How many bytes sent to a neighbour have arrived; see `LivenessCheck`."""
         said = self._num_said[rank]
         if rank in self._reset:
             return Progress(said, 0)
@@ -601,7 +603,7 @@ class ControlChannel:
         )
 
     def _send_all(self, kind: Frame, text: bytes, but: int = -1) -> None:
-        """To all neighbours but the one that it came from, so that it reaches every rank in a tree."""
+        """Send to all neighbours except the one that it came from; in a tree this reaches every rank."""
         for rank in list(self._connections):
             if rank != but:
                 self._send(rank, kind, text)
@@ -611,7 +613,7 @@ class ControlChannel:
             self._send(self._parent, Frame.FIGURES, figures)
 
     def _send(self, rank: int, kind: Frame, text: bytes) -> None:
-        """Now; or, for a signal handler that has come in the midst of sending, after what it interrupted."""
+        """Send now. In a signal handler that interrupted a send: queue it to follow that one."""
         self._to_say.append((rank, kind, text))
         while self._to_say and not self._is_sending:
             self._is_sending = True
@@ -638,11 +640,11 @@ class ControlChannel:
             self._unsent[rank] = self._unsent[rank][sent:]
         except ConnectionResetError:
             self._reset_while_sending.add(rank)
-        except OSError:  # full: at the next beat; broken: the thread will see it
+        except OSError:  # full: sent with the next heartbeat; broken: the thread will notice
             pass
 
     def forget_in_child(self) -> None:
-        """A forked child must not keep the connections open: they end with the process of the rank."""
+        """A forked child must not keep the connections open: they must end with the process of the rank."""
         self._release()
         self._connections = {}
 
@@ -663,7 +665,7 @@ def _prepare(connection: socket.socket) -> None:
     options = (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _NEVER_MS),
-        # The kernel probes where nothing is sent: from a rank to the hub, and to a rank that does not read.
+        # The kernel probes where nothing is sent: from a rank to the hub, and to a rank that reads nothing.
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1),
         (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1),

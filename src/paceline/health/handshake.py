@@ -1,4 +1,4 @@
-"""What two ends of a control connection tell each other first, and how each shows that it knows the secret.
+"""The handshake of two ends of a control connection, in which each proves that it knows the job's secret.
 
     hub                                          rank
     CHALLENGE  protocol, channel's digest, nonce  ->
@@ -7,11 +7,11 @@
     WELCOME    all members, certificate, proof    ->         (checks the proof)
     TLS 1.3, if there is a certificate           <->         (checks that it is this one)
 
-A proof is an HMAC-SHA256 with the job's secret over who speaks, the channel, both nonces and all that is
-said, so it is of no use at another time, for another rank, or for the other direction. Afterwards each frame
-carries a code over its kind, text and number, with a key made of both nonces: nothing can be altered, left
-out or repeated. `tls` encrypts it all, if there is a secret. A job without one has an empty one: then the
-same steps keep unknown peers out that mean no harm, and no others.
+A proof is an HMAC-SHA256 with the job's secret over the sender's role, the channel, both nonces and the whole
+message, so it is useless at another time, for another rank, or in the other direction. After the handshake
+each frame carries a code over its kind, text and number, with a key derived from both nonces: no frame can be
+altered, left out or repeated. If there is a secret, `tls` encrypts everything. A job without a secret uses an
+empty one: the same steps then keep out unknown peers that connect by mistake, but no attacker.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paceline.rendezvous.messages import (
 PROTOCOL = 3
 NONCE_BYTES = 16
 MOST_CLOCK_OFFSET_S = 600.0
-"""Logs and time stamps of checkpoints are of no use any more; training would not mind."""
+"""Above this, logs and time stamps of checkpoints are useless; training itself would not be affected."""
 _CODE_BYTES = 16
 _ONE_JOB = "give each process a rank of its own, and each job a MASTER_PORT of its own"
 _ONE_VERSION = "install the same versions on all hosts"
@@ -42,20 +42,20 @@ _ONE_VERSION = "install the same versions on all hosts"
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank reports of itself when it comes.
+    """What a rank reports about itself when it connects.
 
     Attributes:
         rank: In the group that the channel serves.
-        world_size: Number of ranks there.
+        world_size: Number of ranks in that group.
         host: The name of its host.
-        pid: Its number there.
+        pid: Its process id on that host.
         local_ranks: The ranks of its host, as it sees them.
         paceline: Version.
         framework: Name and version: "torch 2.13.0".
-        job: A digest of what its launcher calls the job; "": it does not say.
-        generation: How often its launcher has restarted it; agents of torchrun count each for itself.
+        job: A digest of the launcher's id of the job; "" if it has none.
+        generation: How often its launcher has restarted it; each agent of torchrun counts its own restarts.
         clock_s: Seconds since 1970.
-        has_secret: Whether it was given one.
+        has_secret: Whether it was given a secret.
     """
 
     rank: int
@@ -78,7 +78,7 @@ class Facts:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Facts:
-        """Raises MessageError: these are none."""
+        """Raises MessageError if `raw` does not hold facts."""
         facts = cls(**read_object(raw, _FIELDS))
         if not all(type(each) is int for each in facts.local_ranks):
             raise MessageError("local_ranks holds something else than numbers")
@@ -105,8 +105,8 @@ class Handshake:
     """What both ends of a connection know before they prove anything.
 
     Attributes:
-        secret: The job's; empty: it has none.
-        channel: Random bytes that the ranks of the group have exchanged over it.
+        secret: The job's secret; empty if it has none.
+        channel: Random bytes that the ranks have exchanged over their group.
         hub_nonce: Chosen by the hub for this connection.
         rank_nonce: Chosen by the rank for it.
     """
@@ -118,7 +118,7 @@ class Handshake:
 
     @property
     def membership(self) -> bytes:
-        """That a process is of this group, and no unknown peer, even if it has another secret."""
+        """Proves that a process is of this group and no unknown peer, even if it has another secret."""
         return hmac.digest(self.channel, self.hub_nonce + self.rank_nonce, "sha256")
 
     def prove(self, speaker: str, text: bytes) -> bytes:
@@ -133,7 +133,7 @@ class Handshake:
 
 
 class Seal:
-    """The codes of one direction of a connection, for its two ends to make and to check."""
+    """Makes and checks the codes of one direction of a connection; each of its ends has one."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -146,7 +146,7 @@ class Seal:
         return code + text
 
     def open(self, kind: Frame, payload: bytes) -> bytes:
-        """The text. Raises ConnectionError if it is not what the other end has said next."""
+        """The text. Raises ConnectionError if it is not the other end's next message."""
         code, text = payload[:_CODE_BYTES], payload[_CODE_BYTES:]
         if not hmac.compare_digest(code, self._code(kind, text)):
             raise ConnectionError("a message of the control channel was altered, repeated or left out")
@@ -163,7 +163,7 @@ def write_challenge(channel: bytes, hub_nonce: bytes) -> bytes:
 
 
 def read_challenge(raw: bytes, channel: bytes) -> bytes:
-    """Raises MessageError: it is none, of another version, or of another channel."""
+    """The hub's nonce. Raises MessageError if `raw` is no challenge, or of another version or channel."""
     protocol, digest, nonce = split_payloads(raw, 3)
     if protocol != b"%d" % PROTOCOL or len(nonce) != NONCE_BYTES:
         raise MessageError("who listens there speaks another version of Paceline's protocol")
@@ -186,7 +186,7 @@ class Mismatch:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Mismatch:
-        """Raises MessageError: it is none."""
+        """Raises MessageError if `raw` is not a mismatch."""
         return cls(**read_object(raw, {"seen": str, "hint": str}))
 
 
@@ -206,7 +206,7 @@ def secret_mismatch(hub: Facts, came: Facts) -> Mismatch:
 def mismatch(
     hub: Facts, came: Facts, members: Sequence[Facts], ranks_of_host: Sequence[int]
 ) -> Mismatch | None:
-    """Why a rank that has come is none of this job; None: it is one."""
+    """Why a rank that has connected does not belong to this job; None if it does."""
     one, other = hub.describe(), came.describe()
     if came.world_size != hub.world_size or not 0 <= came.rank < hub.world_size:
         return Mismatch(
@@ -254,7 +254,7 @@ def write_members(members: Sequence[Facts] | Sequence[Member]) -> bytes:
 
 
 def read_members(raw: bytes, world_size: int) -> tuple[Member, ...]:
-    """By rank. Raises MessageError: it is no such list."""
+    """The members by rank. Raises MessageError if `raw` is no such list."""
     try:
         rows: list[Any] = json.loads(raw)
         found = sorted(

@@ -1,7 +1,7 @@
-"""A rank that raises or exits says so, at once, on every group that it is in.
+"""Reports to the other ranks, on every group of this process, that this rank raises or exits.
 
-Without this, the others would learn of an uncaught exception only from the end of the process (which takes a
-second to come, in a process with torch in it) and never learn its text.
+Without this, the others would notice an uncaught exception only at the end of the process (which takes a
+second in a process with torch in it), and would never receive its text.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()
 _exit_warnings: list[weakref.WeakMethod[Callable[[], object]]] = []
 _last_exit_warnings: list[weakref.WeakMethod[Callable[[], object]]] = []
 _at_failure: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
-_installed_in = 0  # the process; a forked child loses multiprocessing's list of what to do at its end
+_installed_in = 0  # a process id; a forked child loses multiprocessing's list of finalizers
 
 
 def watch(core: _core.HostGroup) -> None:
-    """Close the group when this process exits, and tell it when this process dies of an exception."""
+    """Close the group when this process exits, and abort it when an exception ends this process."""
     install()
     _live.add(core)
 
 
 def announce(error: BaseException) -> None:
-    """Tell the other ranks of all groups that this one raised: they raise too, quoting it.
+    """Report to the other ranks of all groups that this one raised: they raise too, quoting it.
 
     For code that catches exceptions of a rank's program and ends it, as a launcher's worker does. Not
-    collective; does not block. A group that is over already keeps its first reason.
+    collective; does not block. A group that was aborted already keeps its first reason.
     """
     if _leaves_in_good_order(error):
         return
@@ -61,7 +61,7 @@ def _leaves_in_good_order(error: BaseException) -> bool:
 def at_failure(report: Callable[[BaseException], object]) -> None:
     """Call this method when an exception ends this rank's program, as long as its object lives.
 
-    For what reaches ranks that share no memory with this one. It must not block.
+    For reports to ranks that share no memory with this one. It must not block.
     """
     install()
     _at_failure[:] = [each for each in _at_failure if each() is not None]
@@ -69,7 +69,7 @@ def at_failure(report: Callable[[BaseException], object]) -> None:
 
 
 def close_all() -> None:
-    """Not collective."""
+    """Close all groups of this process. Not collective."""
     for core in list(_live):
         core.close()
 
@@ -77,7 +77,8 @@ def close_all() -> None:
 def before_leaving(exit_warning: Callable[[], object], *, is_last: bool = False) -> None:
     """Call this method at the end of the process, unless an exception ends it, as long as its object lives.
 
-    While the groups of the process are still open, and in the order in which the methods came here.
+    Methods are called while the groups of the process are still open, in the order of registration; those
+    with `is_last` come after all others.
     """
     exit_warnings = _last_exit_warnings if is_last else _exit_warnings
     exit_warnings[:] = [known for known in exit_warnings if known() is not None]
@@ -85,26 +86,26 @@ def before_leaving(exit_warning: Callable[[], object], *, is_last: bool = False)
 
 
 def _end() -> None:
-    # what one exit warning raises must not keep the others from being given
+    # an exception in one exit warning must not keep the others from being called
     with contextlib.ExitStack() as rest:
         rest.callback(close_all)
         if getattr(sys, "last_value", None) is None:
-            # the last callback is called first
+            # an ExitStack calls its last callback first
             for known in reversed((*_exit_warnings, *_last_exit_warnings)):
                 if (exit_warning := known()) is not None:
                     rest.callback(exit_warning)
 
 
 def _leave() -> None:
-    """At the end of the interpreter: no thread may still be inside of the core when it is gone."""
-    _end()  # which ends the calls of other threads
+    """At the end of the interpreter: no thread may still be inside the core when it is unloaded."""
+    _end()  # this ends the calls of other threads
     deadline = Deadline(2.0)
     while _core.calls_under_way() and not deadline.is_over():
         time.sleep(0.001)
 
 
 def install() -> None:
-    """More calls change nothing."""
+    """Install the hooks; repeated calls do nothing."""
     global _installed_in
     if _installed_in == os.getpid():
         return
@@ -118,5 +119,5 @@ def install() -> None:
 
     sys.excepthook = excepthook
     atexit.register(_leave)
-    # Children of multiprocessing end without atexit, and catch what their target raises.
+    # Children of multiprocessing end without atexit, and multiprocessing catches what their target raises.
     multiprocessing.util.Finalize(None, _end, exitpriority=100)

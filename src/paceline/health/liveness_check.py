@@ -1,22 +1,22 @@
-"""Which ranks of a control channel answer, and what those that do are in: asked when a call of all is late.
+"""Asks all ranks of a control channel whether they answer and what they are doing, when a collective is late.
 
-The thread of the channel answers for its rank, whatever the rank's program does. So a rank that computes is
-told from one that does not answer, because its process is stopped or holds Python's lock. The kernel of such
-a process acknowledges the question. Where none does, the question has not arrived: the link is cut or slow,
-or the host is gone. The hub asks for all ranks, in one round for all that ask meanwhile. Nothing is sent
-unless a rank asks.
+The thread of the channel answers for its rank, whatever the rank's program does. So a rank that computes can
+be distinguished from one that does not answer because its process is stopped or holds the GIL. The kernel of
+such a process still acknowledges the question. If no kernel does, the question has not arrived: the network
+is cut or slow, or the host is gone. The hub asks all ranks, in one round for all that ask at the same time.
+Nothing is sent unless a rank asks.
 
-    a rank that asks            ASK to its parent; in a tree that goes on to the hub
+    a rank that asks            ASK to its parent; in a tree the parent forwards it to the hub
     the hub                     ASK to all, with the number of the round
-    every rank                  ANSWER to the hub: what it is in
-    the hub                     SEEN to all: who has not answered in time, and who is not waiting
-    in a tree, a rank between   SEEN to its own, that the hub does not answer, where it hears nothing
+    every rank                  ANSWER to the hub: what it is doing
+    the hub                     SEEN to all: the ranks that have not answered in time, and all answers
+    in a tree, a rank between   SEEN to the ranks below it, saying that the hub is silent, if no SEEN arrives
 
-So a rank without SEEN knows that its parent does not answer.
+So a rank that receives no SEEN knows that its parent does not answer.
 
 A rank whose deadline has passed gives up, and may be ending its process while others still wait. It does not
-answer then, and is not to blame. So for a while its last answer stands for the one that is missing; where it
-was the hub that gave up, the others take what its last round has shown.
+answer then, but is not to blame. So for a while its last answer replaces the missing one. If it was the hub
+that gave up, the others use the result of its last round.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.messages import MessageError, read_object, write_object
 
 ASK_WITHIN_S = 0.5
-"""Most seconds that a rank waits for what the hub has seen. Other ranks of its host must not give up
-meanwhile, so they wait longer (`between_hosts.peer_waits`)."""
+"""Most seconds that a rank waits for the hub's result. Other ranks of its host must not give up meanwhile, so
+they wait longer (`between_hosts.peer_waits`)."""
 ASK_AGAIN_WITHIN_S = 1.5
-"""Most seconds after which it asks again where the question has not arrived. As a rule it is known by then
+"""For so many seconds a rank asks again if the question has not reached a host. As a rule it is known by then
 whether that host is lost."""
-_ANSWER_WITHIN_S = 0.35  # of ASK_WITHIN_S, the hub waits so long
-_COUNTS_FOR_S = 30.0  # so long the last answer of a rank that has given up stands for a missing one
+_ANSWER_WITHIN_S = 0.35  # the part of ASK_WITHIN_S for which the hub waits
+_COUNTS_FOR_S = 30.0  # how long the last answer of a rank that has given up replaces a missing one
 _MOST_RANKS = 32
 _LONGEST_WORDS = 160
 
 
 class Progress(NamedTuple):
-    """How far what was said to a neighbour has come.
+    """How many of the bytes sent to a neighbour have arrived.
 
     Attributes:
-        said: Bytes so far.
-        confirmed: Of which the kernel of its host has acknowledged so many.
+        said: Bytes sent or queued so far.
+        confirmed: How many of them the kernel of its host has acknowledged.
     """
 
     said: int
@@ -59,11 +59,11 @@ class Progress(NamedTuple):
 
 
 class Activity(NamedTuple):
-    """What a rank is in.
+    """What a rank is doing.
 
     Attributes:
         text: In words: "in backward of iteration 3".
-        is_waiting: Whether it waits for others, or has given up on them: it is none to blame.
+        is_waiting: Whether it waits for others, or has given up on them: then it is not to blame.
         has_given_up: Whether its deadline has passed.
     """
 
@@ -86,7 +86,7 @@ class Answer:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Answer:
-        """Raises MessageError: it is none."""
+        """Raises MessageError if `raw` is not an answer."""
         fields = {
             "rank": int,
             "round": int,
@@ -100,11 +100,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a round has shown.
+    """The result of a round.
 
     Attributes:
         silent: The ranks that have not answered, although their kernels have acknowledged the question.
-        answers: What the others have said.
+        answers: The answers of the others.
         unreached: The ranks that have not answered, and whose kernels have not acknowledged the question.
     """
 
@@ -127,7 +127,7 @@ class Seen:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Seen:
-        """Raises MessageError: it is none."""
+        """Raises MessageError if `raw` is not a result."""
         reported = read_object(raw, {"silent": list, "answers": list, "unreached": list})
         if not all(type(rank) is int for rank in [*reported["silent"], *reported["unreached"]]):
             raise MessageError("silent or unreached holds something else than ranks")
@@ -140,11 +140,11 @@ class Seen:
 
 
 class LivenessCheck:
-    """One rank's part in asking and answering. All but `ask` is called under the channel's lock.
+    """One rank's part in asking and answering. The caller holds the channel's lock, except in `ask`.
 
     Attributes:
-        activity: What this rank is in, for others.
-        ends_at_s: When `end_round` has something to do.
+        activity: What this rank is doing, for others.
+        ends_at_s: The time at which `end_round` has something to do.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class LivenessCheck:
         self.ends_at_s = math.inf
         self._rank, self._parent, self._below = rank, neighbours.parent, neighbours.below
         self._ranks, self._send, self._progress_to = ranks, send, progress_to
-        self._asked: dict[int, int] = {}  # what had been said to a neighbour with the last question to it
+        self._asked: dict[int, int] = {}  # bytes sent to each neighbour, up to and with the last question
         self._news = threading.Condition(lock)
         self._seen, self._num_seen, self._seen_at_s = Seen(), 0, -math.inf
         self._num_stopped = 0
@@ -168,11 +168,11 @@ class LivenessCheck:
         self._liveness: dict[int, Answer] = {}
         self._last_answers: dict[
             int, tuple[float, Answer]
-        ] = {}  # at the hub: what each rank said last, and when
+        ] = {}  # at the hub: the last answer of each rank, and when it came
         self._gone: frozenset[int] = frozenset()
 
     def ask(self, gone: Callable[[], frozenset[int]]) -> Seen:
-        """What all ranks are in. Blocks `ASK_WITHIN_S` at most."""
+        """What all ranks are doing. Blocks `ASK_WITHIN_S` at most."""
         with self._news:
             before, stopped = self._num_seen, self._num_stopped
             if self._parent is None:
@@ -186,7 +186,7 @@ class LivenessCheck:
             )
             if self._num_seen != before:
                 return self._without_own(self._seen)
-            if self._parent is None:  # the thread of the channel has not come to it
+            if self._parent is None:  # the thread of the channel has not ended the round yet
                 return self._without_own(self._close())
             return self._without_own(self._seen_of_parent())
 
@@ -204,7 +204,7 @@ class LivenessCheck:
             self.begin_round(gone())
         elif kind is Frame.ASK and self._parent is not None:
             self._ask(self._parent, b"")
-            # Later than the hub ends its round, and before those that ask give up.
+            # After the hub ends its round, and before the ranks that ask give up.
             self.ends_at_s = min(self.ends_at_s, time.monotonic() + (_ANSWER_WITHIN_S + ASK_WITHIN_S) / 2)
         elif kind is Frame.ANSWER and not is_from_parent:
             self._take(rank, text)
@@ -224,7 +224,7 @@ class LivenessCheck:
         self._end_if_all_are_there()
 
     def end_round(self, now: float) -> None:
-        """Tell what was seen, if it is time: at the hub, and in a tree between it and those that ask."""
+        """Publish the result if it is time: at the hub, and in a tree at ranks between it and the others."""
         if now < self.ends_at_s:
             return
         if self._parent is None:
@@ -252,7 +252,7 @@ class LivenessCheck:
         self._asked[neighbour] = 0 if progress is None else progress.said
 
     def _is_reached(self, neighbour: int) -> bool | None:
-        """Whether the kernel of its host has acknowledged the last question to it; None: it has ended."""
+        """Whether that host's kernel has acknowledged the last question; None if the connection has ended."""
         progress = self._progress_to(neighbour)
         return None if progress is None else progress.confirmed >= self._asked[neighbour]
 
@@ -279,7 +279,7 @@ class LivenessCheck:
     def _close(self) -> Seen:
         self.ends_at_s = math.inf
         missing = [rank for rank in self._awaited() if rank not in self._liveness]
-        # Who speaks through a silent rank may have answered.
+        # A rank whose answers pass through a silent rank may have answered.
         hidden = {rank for child in missing for rank in self._below.get(child, ()) if rank != child}
         self._liveness[self._rank] = self._own(self._round)
         for rank in missing:

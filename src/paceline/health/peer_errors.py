@@ -1,12 +1,13 @@
-"""What is said of ranks that are dead, late or have left, in the same words wherever it was found out.
+"""Errors about ranks that are dead, late or have left, in the same words whichever detector found them.
 
-The memory of a host knows the state of its ranks' processes and what each is in (`records` of the core); the
-control channel between hosts knows which connections were lost and how (`Loss`), and what ranks answer when
-one is late (`Seen`). Here each of these becomes an error, or the ranks that an error names (`LateRanks`).
+The memory of a host holds the state of its ranks' processes and what each is doing (`records` of the core).
+The control channel between hosts knows which connections were lost and how (`Loss`), and what ranks answer
+when one is late (`Seen`). This module turns each of these into an error, or into the ranks that an error
+names (`LateRanks`).
 
-A failure travels as text: the ranks of a host report it to each other through an abort word in their memory,
-those of several hosts over the control channel. Both carry the same text (`pack_failure`), so that an error
-is the same wherever it came from.
+A failure travels as text: the ranks of a host report it through an abort word in their memory, those of
+several hosts over the control channel. Both carry the same text (`pack_failure`), so that an error is the
+same wherever it came from.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from paceline.stacks import STOPPED, process_state
 
 SILENCE_VARIABLE = "PACELINE_SILENCE_S"
 ACTIVITY_BYTES = 127
-"""Of what a rank publishes at most."""
+"""Most bytes of the activity that a rank publishes."""
 RAISED = "raised "
-"""Begins the activity of a rank whose last call of Paceline raised."""
+"""Prefix of the activity of a rank whose last call of Paceline raised."""
 FAILURE_BYTES = 1016
-"""Bytes of such a text at most. It fits into the message that the ranks of a host publish to each other."""
+"""Most bytes of a packed failure. It fits into the message that the ranks of a host publish to each other."""
 _PREFIX = "between hosts: "
 _KINDS = {kind.__name__: kind for kind in (CollectiveError, PeerLostError, DeadlineError, MismatchError)}
 _FIELDS = ("lost", "late")
@@ -52,16 +53,16 @@ _SIGNS_OF_A_LOST_PEER = (
 _SIGNS_OF_A_LATE_PEER = ("TIMEOUT", "Timed out", "Application timeout")
 
 
-# --- what a process group says itself ---
+# --- the process group's own errors ---
 
 
 def is_of_a_lost_peer(text: str) -> bool:
-    """Whether an engine's own words report a connection that broke."""
+    """Whether the process group's own error reports a connection that broke."""
     return any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
 
 
 def is_of_a_late_peer(text: str) -> bool:
-    """Whether an engine's own words report its deadline."""
+    """Whether the process group's own error reports its deadline."""
     return any(sign in text for sign in _SIGNS_OF_A_LATE_PEER)
 
 
@@ -79,7 +80,7 @@ class LateRanks:
 def late_error(
     who: str, late: LateRanks, doing: str, where: str, text: str = "", after: str = ""
 ) -> DeadlineError:
-    """The error for ranks that are known to be late."""
+    """The error that names late ranks."""
     fields: dict[str, Any] = {"late": late.ranks} if late.ranks else {}
     whom = f"for {format_ranks(late.ranks)} " if late.ranks else ""
     return DeadlineError(
@@ -102,9 +103,9 @@ def late_by_records(records: Sequence[dict[str, Any]]) -> LateRanks:
 
 
 def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) -> LateRanks | None:
-    """Whom to name after a round; None: nothing is known.
+    """The ranks to name after a liveness check; None if nothing is known.
 
-    Who does not answer is named alone: the others that compute may be waiting for it in a way of their own.
+    Ranks that do not answer are named alone: the others that compute may be waiting for them in some way.
     """
     silent = [members[rank] for rank in seen.silent if 0 <= rank < len(members)]
     unreached = [members[rank] for rank in seen.unreached if 0 <= rank < len(members)]
@@ -178,7 +179,7 @@ def _words(answer: Answer) -> str:
     )
 
 
-# --- dead, or gone ---
+# --- dead, or left ---
 
 
 def died_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:
@@ -192,15 +193,16 @@ def died_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostErro
 
 
 def activity_of(error: PacelineError) -> str:
-    """What a rank publishes whose call raises before it has come to the others: they quote it if they wait
-    for this rank, unless it goes on.
+    """What a rank publishes if its call raises before it has reached the others.
+
+    They quote it if they wait for this rank, unless it goes on.
     """
     text = f"{RAISED}{type(error).__name__}: {error.summary} {error.seen}".replace("\n", " ").strip()
     return text.encode("ascii", "replace")[:ACTIVITY_BYTES].decode()
 
 
 def why_left(seen: str, otherwise: str) -> str:
-    """The likely cause of what was seen of ranks that have left."""
+    """The likely cause why ranks have left."""
     return (
         "the error that it raised; its script has caught that, and ended"
         if f"; {RAISED}" in seen
@@ -219,21 +221,21 @@ def left_error(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostErro
 
 
 class How(Enum):
-    ENDED = "ended"  # by the kernel of a process that has died
-    SILENT = "silent"  # nothing comes from that host, or nothing comes to it
-    RESET = "reset"  # by that host, or by something between
+    ENDED = "ended"  # the kernel of a process that has died closed it
+    SILENT = "silent"  # nothing comes from that host, or nothing reaches it
+    RESET = "reset"  # that host, or something between, reset it
     UNREADABLE = "unreadable"  # what came over it cannot be read
 
 
 @dataclass(frozen=True)
 class Loss:
-    """What a rank reports of ranks with which the connection is lost.
+    """What a rank reports about ranks with which the connection is lost.
 
     Attributes:
         ranks: All of one host.
         how: A value of `How`.
         by: The rank that saw it.
-        said: What it saw; "": as `how` says.
+        said: What it saw; "" if `how` says it all.
     """
 
     ranks: list[int]
@@ -246,7 +248,7 @@ class Loss:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Loss:
-        """Raises MessageError: it is none."""
+        """Raises MessageError if `raw` is not a loss."""
         loss = cls(**read_object(raw, {"ranks": list, "how": str, "by": int, "said": str}))
         How(loss.how)
         return loss
@@ -299,7 +301,7 @@ class Loss:
         )
 
 
-# --- rows ---
+# --- rows of error texts ---
 
 
 def ranks_of(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
@@ -347,7 +349,7 @@ def pack_failure(error: BaseException, rank: int) -> str:
 
 
 def is_packed(error: CollectiveError) -> bool:
-    """Whether it carries a report of `pack_failure`, which is not meant to be read as it is."""
+    """Whether the error carries a report of `pack_failure`, which is not meant to be shown as it is."""
     return error.seen.startswith(_PREFIX)
 
 
@@ -360,7 +362,7 @@ def unpack_failure(received: CollectiveError, by: str = "") -> CollectiveError:
         kind, its_fields = _KINDS[facts["kind"]], facts["fields"].items()
         summary = facts["summary"]
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        return received  # words of another program: shown as they are
+        return received  # text of another program: shown as it is
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in its_fields

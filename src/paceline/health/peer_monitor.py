@@ -1,8 +1,8 @@
-"""Detects dead and late ranks where gradients go over a process group (Gloo, NCCL, MPI).
+"""Detects dead and late ranks when gradients go over a process group (Gloo, NCCL, MPI).
 
-A process group names no rank. But the ranks of one host share memory in which a death is marked by the
-kernel, an exception leaves its text, and each rank says what it does; those of several hosts have a control
-channel.
+Errors of a process group name no rank. But the ranks of one host share memory: the kernel marks a death
+there, a rank that raises leaves the text of its exception, and each rank publishes what it does. Ranks of
+several hosts have a control channel.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _log = logging.getLogger("paceline")
 
 
 class Publish(Protocol):
-    """Publishes what this rank does, and how many forwards since its last backward."""
+    """Publishes what this rank does, and how many forwards it has made since its last backward."""
 
     def __call__(self, activity: str, forwards: int = 0, /) -> None: ...
 
 
 class ChannelSource:
-    """What the ranks of several hosts know of each other."""
+    """What the ranks of several hosts know about each other, through their control channel."""
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
@@ -71,18 +71,18 @@ class ChannelSource:
 
 
 class MemorySource:
-    """What the ranks of one host know of each other.
+    """What the ranks of one host know about each other, through its shared memory.
 
     Args:
         core: A group of all ranks that train the model, in the same order. No gradient is sent over it.
-        ranks: The numbers of its ranks, where others know them by others; None: they are those of the group.
+        ranks: The rank numbers to use in errors, by rank of `core`; None: those of `core` itself.
     """
 
     def __init__(self, core: _core.HostGroup, ranks: Sequence[int] | None = None) -> None:
         self.core = core
         self.tell: Callable[[str, int], None] = core.set_activity
         self._ranks = range(core.world_size) if ranks is None else ranks
-        self._said = Activity(), 0  # what this rank was in before it waited
+        self._said = Activity(), 0  # what this rank was doing before it waited
 
     def say(self, activity: Activity, forwards: int) -> None:
         text = _WAITING if activity.is_waiting else activity.text
@@ -103,7 +103,7 @@ class MemorySource:
             try:
                 self.core.check_usable()
             except GroupClosedError:
-                return None  # by this rank: it has no more to see
+                return None  # closed by this rank, so there is nothing more to report
             except CollectiveError as error:
                 return error
             if time.monotonic() >= until:
@@ -120,12 +120,12 @@ class MemorySource:
             died = [facts for facts in suspects if facts["state"] == "dead"]
             left = [facts for facts in suspects if facts["state"] == "left"]
             if left and not died:
-                # Asked again: a rank may have died between the two looks, and has not left then.
+                # Check again: a rank may have died between the two checks, and then it has not left.
                 if (error := self.lost(0.0)) is not None:
                     return error
                 return left_error(ranks_of(left), self.core.world_size, record_rows(left))
             if time.monotonic() > until:
-                # Whoever looks after the group's memory tells a death with more words, a moment later.
+                # The group's own monitor of its memory reports a death in more detail, a moment later.
                 return died_error(ranks_of(died), self.core.world_size, record_rows(died)) if died else None
             time.sleep(_NAP_S)
 
@@ -136,7 +136,7 @@ class MemorySource:
         return late_by_records(found) if found else None
 
     def _suspects(self) -> list[dict[str, Any]]:
-        """Ranks that neither wait nor have given up."""
+        """Ranks that are neither waiting nor have given up."""
         own = self._ranks[self.core.rank]
         return [each for each in self._records() if each["rank"] != own and each["activity"] not in _INNOCENT]
 
@@ -145,17 +145,17 @@ class MemorySource:
 
 
 Source: TypeAlias = MemorySource | ChannelSource
-"""Where a rank learns of the others, and they of it."""
+"""Where a rank publishes its state, and reads that of the others."""
 
 
 class PeerMonitor:
-    """What one rank can learn of the others, and tells them, beside the process group.
+    """Publishes the state of this rank and detects dead and late ranks, beside the process group.
 
     Args:
         source: Of all ranks that train the model: the memory of their host, or their control channel.
-        on_host: The memory of this host, where its ranks make calls of their own: which of them is late is
-            looked for there. Of a failure `source` says more: the host, and what other hosts have met. None:
-            all ranks make these calls.
+        on_host: The memory of this host, if only its ranks make these calls (and not all ranks of `source`):
+            late ranks are looked for there. Failures still come from `source`, which knows the host and what
+            other hosts have seen. None: all ranks make these calls.
     """
 
     def __init__(self, source: Source, on_host: MemorySource | None = None) -> None:
@@ -175,54 +175,54 @@ class PeerMonitor:
                 each.tell(activity, forwards)
 
     def publish_waiting(self) -> None:
-        """This rank has done its part and waits for the process group."""
+        """Publish that this rank has done its part and waits for the process group."""
         if not self._has_given_up:
             self._before = [each.said() for each in self._sources]
             for each, (activity, forwards) in zip(self._sources, self._before):
                 each.say(Activity(activity.text, is_waiting=True), forwards)
 
     def publish_done(self) -> None:
-        """What it waited for has come: it goes on with what it was in."""
+        """Publish that the wait is over: the rank goes on with its earlier activity."""
         if not self._has_given_up:
             for each, before in zip(self._sources, self._before):
                 each.say(*before)
 
     def give_up(self) -> None:
-        """This rank is about to raise because of another one: no rank should blame it from now on.
+        """This rank is about to raise because of another one: from now on no rank should blame it.
 
-        Who raises first says why, and others do not speak after that.
+        The rank that raises first gives the reason; the state of this rank does not change after that.
         """
         self._has_given_up = True
         for each in self._sources:
             each.say(Activity(_GAVE_UP, is_waiting=True, has_given_up=True), 0)
 
     def fail(self, error: BaseException) -> None:
-        """This rank has raised, and makes none of the calls that the others wait for: they raise, quoting it.
+        """Report that this rank has raised and will not make the calls that the others wait for.
 
-        Not collective, does not block.
+        The others raise, quoting the error. Not collective, does not block.
         """
         self._source.fail(error)
 
     def lost(self, within_s: float = 0.0) -> CollectiveError | None:
-        """The error that names a rank that has died or raised; None: there is none in time."""
+        """The error that names a rank that has died or raised; None if there is none within `within_s`."""
         return self._source.lost(within_s)
 
     def find_lost(self, within_s: float) -> CollectiveError | None:
-        """As `lost`, or a rank that left, once a connection has broken. Blocks at most `within_s`.
+        """Like `lost`, but also finds a rank that left, after a connection has broken. Blocks at most
+        `within_s`.
 
-        A rank that has left is none to blame before that: in the last backward it may be the first to be
-        done.
+        A rank that has left is not to blame before that: in the last backward it may be the first to finish.
         """
         return self._source.find_lost(within_s)
 
     def late(self) -> LateRanks | None:
-        """Ranks that are not waiting, as this one is; None: none are known. Blocks 0.5 s at most."""
+        """Ranks that are not waiting, unlike this one; None if none are known. Blocks 0.5 s at most."""
         if self._on_host is None:
             return self._source.late()
         return self._on_host.late() or self.silent()
 
     def silent(self) -> LateRanks | None:
-        """As `late`, but only ranks whose processes do not run."""
+        """Like `late`, but only ranks whose processes do not run."""
         return self._source.late(is_silent=True)
 
 

@@ -1,7 +1,7 @@
-"""Signals that ask the job to stop: SIGTERM, and SIGUSR1, by which schedulers warn.
+"""Signals that ask the job to stop: SIGTERM, and SIGUSR1, which schedulers send as a warning.
 
-The handler only notes the signal. This rank reports it with its next backward, and from that on all ranks
-know that they stop, after the same step: see `BackwardSync.is_stopping`.
+The handler only records the signal. This rank reports it with its next backward. All ranks then know that
+they stop, after the same step: see `BackwardSync.is_stopping`.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any, final
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_STATUS = os.EX_TEMPFAIL
-"""Of a job that was stopped by them and can be resumed; 75, as in sysexits.h."""
+"""Of a job that such a signal stopped and that can be resumed; 75, as in sysexits.h."""
 
 
 @final
 class StopSignals:
-    """Notes the signals while anything listens; see `stop_signals`.
+    """Records the signals while any object listens; see `stop_signals`.
 
-    A signal that comes again changes nothing: service managers send SIGTERM to each process of a job, the
-    launcher passes it on as well, and Slurm repeats it. The program's own handler is called after this one.
+    A repeated signal changes nothing: service managers send SIGTERM to each process of a job, the launcher
+    passes it on as well, and Slurm repeats it. The program's own handler is called after this one.
 
     Attributes:
-        received: The first of them; 0: none has come.
+        received: The first signal; 0 if none was received.
     """
 
     def __init__(self) -> None:
@@ -36,12 +36,12 @@ class StopSignals:
         self._looks_at_forks = False
 
     def listen(self) -> None:
-        """Catch the signals from now on, if this is the main thread, which alone can."""
+        """Catch the signals from now on, if this is the main thread; no other thread can."""
         self._listeners += 1
         if not self._looks_at_forks:
             self._looks_at_forks = True
-            # Not in processes that never listen, such as launchers: what the handler of a signal raises
-            # during a fork, a KeyboardInterrupt too, is dropped if such a function runs then.
+            # Not in processes that never listen, such as launchers: if a signal handler raises while such a
+            # function runs during a fork, Python drops the exception, even a KeyboardInterrupt.
             os.register_at_fork(
                 before=self._before_fork,
                 after_in_parent=self._restore_mask,
@@ -51,14 +51,14 @@ class StopSignals:
             self._before = {signum: signal.signal(signum, self._note) or signal.SIG_DFL for signum in SIGNALS}
 
     def leave(self) -> None:
-        """What has called `listen` is gone: after the last one, all is as it was."""
+        """Undo one `listen`. After the last one, the program's handlers are restored."""
         self._listeners -= 1
         if not self._listeners and threading.current_thread() is threading.main_thread():
             self._stop_catching()
 
     def _stop_catching(self) -> None:
         for signum, before in self._before.items():
-            if signal.getsignal(signum) == self._note:  # else the program has put its own there since
+            if signal.getsignal(signum) == self._note:  # else the program has installed its own since
                 signal.signal(signum, before)
         self._before, self.received = {}, 0
 
@@ -68,8 +68,8 @@ class StopSignals:
         if callable(before):
             before(signum, frame)
 
-    # A forked child, such as a worker of a loader, ends by the signals as it did. Python forgets those that
-    # come to it before it runs, so they are held back until it has its own handlers.
+    # A forked child, such as a DataLoader worker, must end by these signals as it would without this class.
+    # Python drops signals that arrive before the child runs, so they are blocked until it has its handlers.
 
     def _before_fork(self) -> None:
         if self._before:
@@ -86,4 +86,4 @@ class StopSignals:
 
 
 stop_signals = StopSignals()
-"""Of this process."""
+"""The stop signals of this process."""

@@ -1,9 +1,10 @@
-"""Which ranks of a framework's process group do not answer, when something over it has failed or is late.
+"""Finds out which ranks of a framework's process group do not answer, after a failed or late collective.
 
-A process group does not say, but the store through which it was formed does: a rank that notices a failure
-requests a check there, every rank in the same call sees that within a moment and answers, and those that do
-not are missing. Ranks of one host also look whether the process of a missing rank is dead or stopped. While
-all goes well only the place of each process is written, once; the store is read only in calls that take long.
+A process group does not report this, but the store through which it was formed can. A rank that notices a
+failure requests a check there; every rank in the same call sees the request within a moment and answers, and
+those that do not are missing. Ranks of one host also check whether the process of a missing rank is dead or
+stopped. As long as all goes well, each process only writes its place, once; the store is read only in calls
+that take long.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _LONGEST_NAP_S = 0.002
 
 
 class Work(Protocol):
-    """A call over the process group that is on its way."""
+    """A call over the process group that is in progress."""
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not. Does not block for long."""
@@ -51,7 +52,7 @@ class Missing:
 
     Attributes:
         rank: In the group.
-        state: What is known of it: "has died", "is stopped", ...
+        state: What is known about it: "has died", "is stopped", ...
     """
 
     rank: int
@@ -59,9 +60,7 @@ class Missing:
 
 
 class StoreChecks:
-    """The ranks of one process group, and the key store where they answer. Writes down where this
-    process is.
-    """
+    """The ranks of one process group, and the key store where they answer. Writes this process's place."""
 
     def __init__(
         self, key_store: KeyStore | None, rank: int, world_size: int, holder: int | None, words: str
@@ -73,9 +72,9 @@ class StoreChecks:
         self.prefix = f"paceline/check/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._words = words
         self._calls = 0
-        self._failures = 0  # what was written for one must not count for the next
+        self._failures = 0  # part of the keys: what was written for one failure must not count for the next
         if key_store is not None:
-            # If that fails, the call that follows will say what is wrong.
+            # If this fails, the call that follows reports what is wrong.
             with contextlib.suppress(RuntimeError, TimeoutError):
                 call_within(1.0, lambda: key_store.write(self.place_of(rank), f"{_host()}/{os.getpid()}"))
 
@@ -87,7 +86,7 @@ class StoreChecks:
         return StoreCheck(self, f"{self.prefix}/{self._failures}/{self._calls}")
 
     def fail(self) -> None:
-        """Keep what will be written from now on apart from what was written for the call that has failed."""
+        """Keep what will be written from now on apart from what was written for the failed call."""
         self._failures += 1
 
     def complete(self, start: Callable[[], Work], call: str, timeout_s: float, deadline: float) -> None:
@@ -96,7 +95,7 @@ class StoreChecks:
         with self.begin() as check:
             try:
                 work = start()
-                # Polled, because a wait with a time-out is ignored by some engines and aborts others.
+                # Polled, because some process groups ignore the time-out of a wait, and others abort.
                 nap_s = _SHORTEST_NAP_S
                 while not work.is_completed():
                     if time.monotonic() > deadline:
@@ -163,11 +162,11 @@ class StoreCheck:
         self._is_over.set()
 
     def is_requested(self) -> bool:
-        """Does not block; ask again and again."""
+        """Whether another rank has requested a check. Does not block; to be called repeatedly."""
         if self._checks.key_store is None or time.monotonic() < self._begun + _QUIET_S:
             return False
         if self._watcher is None:
-            # In a thread: a store whose process is stopped answers nobody, and does not time out either.
+            # In a thread: a store whose process is stopped neither answers nor times out.
             key_store = self._checks.key_store
             self._watcher = threading.Thread(
                 target=self._watch, args=(key_store,), name="paceline-store-check", daemon=True
@@ -176,7 +175,7 @@ class StoreCheck:
         return self._is_requested.is_set()
 
     def missing(self) -> list[Missing]:
-        """Request the check; the ranks that did not answer, as far as is known. Blocks 4 s at most."""
+        """Request the check; returns the ranks that did not answer, as far as known. Blocks 4 s at most."""
         self._checks.fail()
         self._is_over.set()
         found: list[Missing] = []
@@ -196,7 +195,7 @@ class StoreCheck:
     # --- in threads of their own ---
 
     def _watch(self, key_store: KeyStore) -> None:
-        with contextlib.suppress(RuntimeError):  # a store that is gone: the call itself will fail
+        with contextlib.suppress(RuntimeError):  # the store is gone: the call itself will fail
             while not self._is_over.wait(_LOOK_EVERY_S):
                 if key_store.read(f"{self._prefix}/requested") is not None:
                     self._is_requested.set()
@@ -212,14 +211,14 @@ class StoreCheck:
         deadline = time.monotonic() + _ANSWER_WITHIN_S
         while True:
             seen = {r: self._state_of(key_store, r) for r in silent(ranks, "answer")}
-            # Asked again after the look at the processes: one that has died since may have answered before.
+            # Asked again after the processes were checked: one that died since may have answered before.
             states = {r: seen[r] for r in silent(seen, "answer")}
             if all(is_certain for _, is_certain in states.values()) or time.monotonic() > deadline:
                 break
             time.sleep(_NAP_S)
         yield from (Missing(r, state) for r, (state, _) in states.items())
         key_store.write(f"{self._prefix}/done/{own}", "1")
-        if self._checks.holder == own:  # whoever is slower still reads there
+        if self._checks.holder == own:  # slower ranks still read from the store in this process
             answered = [r for r in ranks if r not in states]
             deadline = time.monotonic() + _LINGER_S
             while time.monotonic() < deadline and silent(answered, "done"):
@@ -248,13 +247,13 @@ class StoreCheck:
 def _host() -> str:
     try:
         return f"{_boot_id()}/{os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError:  # no /proc, by which another process could be looked up
+    except OSError:  # no /proc, so other processes cannot be looked up
         return secrets.token_hex(8)
 
 
 def _boot_id() -> str:
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:  # a sandbox may not have it; hosts of one name were hardly started in the same second
+    except OSError:  # a sandbox may lack it; hosts of one name have hardly booted in the same second
         started = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(encoding="ascii"), re.MULTILINE)
         return f"{os.uname().nodename}/{started[1] if started else ''}"

@@ -1,8 +1,8 @@
 """TLS 1.3 for the control channel, so that no other process can read it.
 
-A job has a secret and no certificates. So the hub makes a certificate for this run, and the ranks receive its
-fingerprint with a proof that only the secret makes (`handshake`). The ranks need none: each frame carries a
-code made with the secret. Nothing here touches a socket.
+A job has a secret but no certificates. So the hub makes a certificate for this run, and the ranks receive its
+fingerprint with a proof that only the secret can make (`handshake`). The ranks need no certificate: each
+frame carries a code made with the secret. This module touches no socket.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 _MAKE_WITHIN_S = 20.0
 _PIECE_BYTES = 1 << 16
-# In place of the one that an installation may lack, or fill with rules of its own.
+# Used instead of the installation's own file, which may be missing or contain other rules.
 _OPENSSL_CONF = "[req]\ndistinguished_name = name\n[name]\n"
 _COMMAND = (
     "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout - -subj /CN=paceline "
@@ -39,7 +39,7 @@ class Certificate:
 
 @functools.cache
 def own_certificate() -> Certificate | None:
-    """This process's certificate, made by the program `openssl` at the first call; None: it could not be.
+    """This process's certificate, made by the program `openssl` at the first call; None if that failed.
 
     Starts that program, and blocks for at most 20 s.
     """
@@ -67,8 +67,8 @@ def own_certificate() -> Certificate | None:
 def _load(pem: str) -> Certificate:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.num_tickets = 0  # a connection that ends is not resumed
-    fd = os.memfd_create("paceline-key", os.MFD_CLOEXEC)  # `ssl` reads keys from files alone
+    context.num_tickets = 0  # connections are never resumed
+    fd = os.memfd_create("paceline-key", os.MFD_CLOEXEC)  # `ssl` reads keys only from files
     with open(fd, "wb") as file:
         file.write(pem.encode())
         file.flush()
@@ -86,17 +86,17 @@ def _say_why_not(reason: str) -> None:
 
 
 class Tls:
-    """Not for several threads at once."""
+    """One end of an encrypted connection. Not for several threads at once."""
 
     def __init__(self, certificate: Certificate | None = None) -> None:
         self.is_open = False
         self._coming, self._going = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._held = b""  # said before the other end has the key
+        self._held = b""  # data to be sent once the other end has the key
         context = _rank_context() if certificate is None else certificate.context
         self._ends = context.wrap_bio(self._coming, self._going, server_side=certificate is not None)
 
     def encrypt(self, data: bytes) -> bytes:
-        """What is to be sent now; `data` comes later, if the other end has no key yet."""
+        """The bytes to send now. Holds `data` back if the other end has no key yet."""
         self._held += data
         if self.is_open and self._held:
             held, self._held = self._held, b""
@@ -104,7 +104,7 @@ class Tls:
         return self._going.read()
 
     def decrypt(self, piece: bytes) -> bytes:
-        """Afterwards `encrypt(b"")` may have an answer to be sent."""
+        """The plain text in these bytes. Afterwards `encrypt(b"")` may return an answer to be sent."""
         self._coming.write(piece)
         said = b""
         try:
@@ -119,7 +119,7 @@ class Tls:
         return said
 
     def check(self, fingerprint: bytes) -> None:
-        """Raises ConnectionError unless this is the certificate of the other end."""
+        """Raise ConnectionError unless the other end's certificate has this fingerprint."""
         shown = hashlib.sha256(self._ends.getpeercert(binary_form=True) or b"").digest()
         if not hmac.compare_digest(shown, fingerprint):
             raise ConnectionError("the other end shows another certificate than it has announced")
@@ -130,5 +130,5 @@ def _rank_context() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # `check` knows better than any authority
+    context.verify_mode = ssl.CERT_NONE  # `check` compares the fingerprint instead
     return context
