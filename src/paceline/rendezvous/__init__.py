@@ -1,5 +1,5 @@
-"""How processes find each other, and which of them share a host.
+"""How processes find each other at start-up, and which of them share a host. Not public.
 
-An `Exchange` hands bytes around between ranks that have nothing in common yet but an address; `shared_memory`
-turns it into memory that the ranks of a host share. Not public.
+An `Exchange` gathers bytes from ranks that have nothing in common yet but an address. `shared_memory` uses it
+to set up the memory that the ranks of a host share.
 """

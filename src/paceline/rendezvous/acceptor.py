@@ -1,8 +1,8 @@
 """Accepts the connections of a listening socket, and reads the first frame of each.
 
-Every process that reaches the socket can connect to it, as often as it wants, and say nothing. So nobody is
-waited for: the queue is emptied at once, processes of other users are turned away first of all, and where too
-many connections are silent, the oldest is told to come again.
+Every process that reaches the socket can connect to it, as often as it wants, and send nothing. So no single
+connection is waited for: the queue is emptied at once, processes of other users are rejected first, and if
+too many connections are silent, the oldest one is asked to retry.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.rendezvous.limits import OUT_OF_ROOM
 T = TypeVar("T")
 
 RETRY_S = 0.01
-"""After how long whoever found no room tries again."""
+"""Seconds after which a client that found no room retries."""
 FLOODED = "another process, perhaps of another user, connects to this socket without end"
 FLOODED_HINT = (
     "`ss -xlp` shows sockets whose queue is full, and `ss -xp` who has connected; end that process, or start "
@@ -41,7 +41,7 @@ class Caller(Generic[T]):
 
 
 class Acceptor(Generic[T]):
-    """The connections to a listening socket that have not said their first frame. Not for several threads."""
+    """The connections to a listening socket that have not sent their first frame. Not for several threads."""
 
     def __init__(
         self, listener: socket.socket, expected: int, longest: int, greet: Callable[[socket.socket], T]
@@ -51,7 +51,7 @@ class Acceptor(Generic[T]):
         self._most_silent = expected + _MOST_UNKNOWN_PEERS
         self._longest, self._greet = longest, greet
         self._is_local = listener.family == socket.AF_UNIX
-        # The oldest first. PollSelector needs no descriptor of its own.
+        # The oldest first. PollSelector needs no file descriptor.
         self._silent: dict[socket.socket, tuple[T, FrameReader]] = {}
         self._selector = selectors.PollSelector()
         self._selector.register(listener, selectors.EVENT_READ)
@@ -71,7 +71,7 @@ class Acceptor(Generic[T]):
         self._selector.close()
 
     def poll(self, timeout_s: float | None) -> Iterator[Caller[T]]:
-        """Those whose first frame is there; waits until something comes, but no longer than given.
+        """Connections whose first frame has arrived; waits up to `timeout_s` until something arrives.
 
         Yields nothing, at once, when the listener is shut down.
         """
@@ -92,7 +92,7 @@ class Acceptor(Generic[T]):
                 if error.errno in OUT_OF_ROOM and not self._drop_oldest():
                     self.no_room = error
                     time.sleep(RETRY_S)
-                return  # or the caller has gone again
+                return  # or the caller has disconnected already
             self.no_room = None
             if not self._is_welcome(peer):
                 peer.close()
@@ -102,7 +102,7 @@ class Acceptor(Generic[T]):
             peer.setblocking(False)
             self._silent[peer] = self._greet(peer), FrameReader(self._longest)
             self._selector.register(peer, selectors.EVENT_READ)
-            yield from self._read(peer)  # a rank speaks at once
+            yield from self._read(peer)  # a rank sends its first frame at once
 
     def _is_welcome(self, peer: socket.socket) -> bool:
         if not self._is_local:

@@ -1,4 +1,4 @@
-"""Which address a host name stands for, over which interface this host reaches it, and whether a process
+"""Resolves host names: the address, the interface over which this host reaches it, and whether a process
 listens there.
 """
 
@@ -20,19 +20,19 @@ _SIOCGIFADDR = 0x8915
 _SAY_EVERY_S = 10.0
 _RETRY_S = 0.1
 _CONNECT_WITHIN_S = 3.0
-_ANY_PORT = 9  # no packet is sent there: connect() of a datagram socket only chooses the way
+_ANY_PORT = 9  # no packet is sent: connect() of a datagram socket only chooses the route
 
 
 @dataclass(frozen=True)
 class Way:
-    """How this host reaches a name.
+    """The route from this host to a name.
 
     Attributes:
         name: As it was asked for.
-        address: What it stands for here.
-        own_address: Where this host's packets to it come from: another host answers there.
-        interface: The network interface of that address; "" where it is not known (IPv6).
-        is_own: The address is one of this host's.
+        address: The address that the name resolves to on this host.
+        own_address: The source address of this host's packets to it; another host answers to it.
+        interface: The network interface of that address; "" if it is not known (IPv6).
+        is_own: Whether `address` is one of this host's.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Way:
 
 
 def means_this_host(name: str) -> bool:
-    """Whether a name or an address says outright that it is each host's own: "localhost", "127.0.0.1".
+    """Whether a name or an address always means each host itself: "localhost", "127.0.0.1".
 
-    Another name that stands for such an address may be one of a host that others reach elsewhere.
+    Another name that resolves to such an address may be that of a host which others reach elsewhere.
     """
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(name).is_loopback
@@ -62,7 +62,7 @@ def means_this_host(name: str) -> bool:
 
 
 def find_way(name: str, what: str) -> Way:
-    """How this host reaches `name`."""
+    """The route from this host to `name`. Raises ConfigError if there is none."""
     here = socket.gethostname()
     try:
         family, _, _, _, where = socket.getaddrinfo(name, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
@@ -93,7 +93,7 @@ def find_way(name: str, what: str) -> Way:
 def wait_for_listener(
     way: Way, port: int, timeout_s: float, *, what: str, who: str, likely: str, hint: str
 ) -> None:
-    """Wait until a process listens at a port; say every 10 s on standard error what is waited for."""
+    """Wait until a process listens at a port; every 10 s, print to standard error what it waits for."""
     begun = said = time.monotonic()
     while True:
         try:
@@ -131,7 +131,7 @@ def check_rendezvous_address(
     serves: bool,
     what: str = "MASTER_ADDR",
 ) -> None:
-    """Raise unless the ranks of this host can meet the others at the address of rank 0."""
+    """Raise unless the ranks of this host can reach the others at the address of rank 0."""
     here = socket.gethostname()
     others = {name: own for name, own in own_addresses().items() if not own.startswith("127.")}
     has = ", ".join(f"{own} ({name})" for name, own in others.items()) or "none but 127.0.0.1"
@@ -158,9 +158,9 @@ def check_rendezvous_address(
 
 
 def interface_for_gloo(way: Way) -> tuple[str, str]:
-    """The interface that Gloo has to be told, and why; ("", ""): it finds the right one itself.
+    """The interface to configure for Gloo, and the reason; ("", "") if Gloo finds the right one itself.
 
-    Gloo listens where the name of this host leads to, and silently at 127.0.0.1 if it leads nowhere.
+    Gloo listens at the address of this host's name, and silently at 127.0.0.1 if the name does not resolve.
     """
     problem = _own_name_problem(way)
     if not problem:
@@ -180,7 +180,7 @@ def interface_for_gloo(way: Way) -> tuple[str, str]:
 
 
 def interface_problems(names: str) -> tuple[str, str]:
-    """What is wrong with the interfaces that Gloo is to use: for this host, and for others that reach it.
+    """Problems of the interfaces configured for Gloo: first for this host, then for hosts that connect to it.
 
     Example:
         interface_problems("lo") is ("", "GLOO_SOCKET_IFNAME=lo (127.0.0.1) is reached by no other host").
@@ -198,7 +198,7 @@ def interface_problems(names: str) -> tuple[str, str]:
 
 
 def configured_interface(names: str) -> tuple[str, str]:
-    """The address where Gloo will listen because it was told an interface, and words about it.
+    """The address at which Gloo will listen because an interface is configured, and a description of it.
 
     Example:
         On a host of two interfaces, configured_interface("eth1") is ("10.88.0.2", "GLOO_SOCKET_IFNAME=eth1
@@ -213,7 +213,7 @@ def configured_interface(names: str) -> tuple[str, str]:
 
 
 def no_way_to(address: str) -> str:
-    """Why this host reaches no other one at an IPv4 address, as far as its kernel knows; "": it may."""
+    """Why this host cannot reach another one at an IPv4 address, as far as its kernel knows; "" if it may."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, _ANY_PORT))
@@ -223,9 +223,9 @@ def no_way_to(address: str) -> str:
 
 
 def _own_name_problem(way: Way) -> str:
-    """Why other hosts could not answer to what this host's own name stands for; empty: they could.
+    """Why other hosts could not reach the address of this host's own name; empty if they could.
 
-    Gloo listens there, unless it is told an interface.
+    Gloo listens there, unless an interface is configured.
     """
     here = socket.gethostname()
     try:
@@ -270,15 +270,15 @@ def _is_own(family: int, address: str) -> bool:
 
 
 def addresses_for_others() -> list[str]:
-    """Where others may reach this host; the likeliest first."""
+    """Addresses at which other hosts may reach this one; the likeliest first."""
     interfaces = own_addresses()
     found = [interfaces[_gloo_interface()]] if _gloo_interface() in interfaces else []
     for name in filter(None, (os.environ.get("MASTER_ADDR"), socket.gethostname())):
-        with contextlib.suppress(PacelineError):  # it stands for nothing here
+        with contextlib.suppress(PacelineError):  # the name does not resolve here
             found.append(find_way(name, "").own_address)
     found += interfaces.values()
     unique = dict.fromkeys(found)
-    return sorted(unique, key=lambda address: address.startswith("127."))  # on this host alone
+    return sorted(unique, key=lambda address: address.startswith("127."))  # loopback works on this host only
 
 
 def _gloo_interface() -> str:

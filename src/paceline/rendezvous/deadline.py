@@ -1,4 +1,4 @@
-"""A point in time until which one may wait, also for calls that know none."""
+"""Deadlines, also for calls that take no time-out."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Deadline:
 
 
 def call_within(seconds: float, function: Callable[[], object]) -> None:
-    """Call `function`, which may block for ever, in a thread, and wait for its end for some seconds.
+    """Call `function`, which may block forever, in a thread, and wait for its end for `seconds`.
 
     Raises:
-        TimeoutError: It has not ended. The thread goes on, and its result is dropped.
-        BaseException: What `function` raised.
+        TimeoutError: It has not ended in time. The thread goes on, and its result is dropped.
+        BaseException: The exception that `function` raised.
     """
     errors: list[BaseException] = []
 

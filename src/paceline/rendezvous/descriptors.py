@@ -1,7 +1,7 @@
-"""Descriptors of files without a name, from one rank to the others of its host, over abstract Unix sockets.
+"""Sends descriptors of unnamed files from one rank to the others of its host, over abstract Unix sockets.
 
-A rank shows that it belongs to the job by a key, which it has from the exchange between the ranks, and gets
-the descriptor at once.
+A rank proves that it belongs to the job with a key from the exchange between the ranks, and gets the
+descriptor at once.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _log = logging.getLogger("paceline")
 _KEY_BYTES = 16
 _TRY_S = 0.5
 SHARE_OF_TAKING = 0.8
-"""Part of the time that a group has left to form; in the rest, all ranks learn whose time was over."""
+"""The part of a group's remaining time in which ranks take descriptors; in the rest they report failures."""
 _WARN_AFTER_S = 10.0
 
 
 class DescriptorServer:
-    """Where a rank hands out a descriptor: a socket, and a thread that serves it until the server closes."""
+    """Hands out a descriptor: a socket, and a thread that serves it until the server closes."""
 
     def __init__(self, world_size: int) -> None:
         self.address = ""
@@ -62,7 +62,7 @@ class DescriptorServer:
                 raise
 
     def serve(self, fd: int) -> None:
-        """Hand out `fd`, which stays the caller's and must stay open, to the ranks that ask."""
+        """Send `fd` to the ranks that ask. It stays the caller's, and must stay open meanwhile."""
         thread = threading.Thread(target=self._hand_out, args=(fd,), name="paceline-server", daemon=True)
         start_thread(thread)
         self._thread = thread
@@ -106,8 +106,8 @@ def take_descriptor(address: str, deadline: Deadline, rank: int) -> int:
     """The descriptor that the server at this address hands out.
 
     Raises:
-        RendezvousError: That rank refused, or others kept its socket busy until the deadline.
-        OSError: It can't be reached, or this process may open no more files.
+        RendezvousError: That rank refused, or other connections kept its socket busy until the deadline.
+        OSError: The server can't be reached, or this process may open no more files.
     """
     name, _, key = address.partition("/")
     began_s, is_reported = time.monotonic(), False
@@ -141,7 +141,7 @@ def _try_to_take(name: str, key: str, deadline: Deadline) -> int | None:
         return None
     with peer:
         check_same_user(peer)
-        with contextlib.suppress(ConnectionError):  # what the server said before can still be read
+        with contextlib.suppress(ConnectionError):  # an answer that the server sent before can still be read
             send_frame(peer, Frame.HELLO, key.encode(), deadline)
         kind, text, fd = _receive_answer(peer, deadline)
     if kind is Frame.FULL:
@@ -154,8 +154,8 @@ def _try_to_take(name: str, key: str, deadline: Deadline) -> int | None:
 
 
 def _receive_answer(peer: socket.socket, deadline: Deadline) -> tuple[Frame, bytes, int]:
-    """The descriptor is close-on-exec from the start, as socket.recv_fds cannot have it: another thread may
-    be starting a program just now.
+    """Receives a descriptor that is close-on-exec from the start, because another thread may be starting a
+    program at this moment; socket.recv_fds cannot do that.
     """
     reader, fds = FrameReader(LONGEST_HELLO), array.array("i")
     try:
@@ -167,7 +167,7 @@ def _receive_answer(peer: socket.socket, deadline: Deadline) -> tuple[Frame, byt
             for level, kind, data in messages:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                     fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-            if not fds and flags & socket.MSG_CTRUNC:  # how the kernel says that there is no number left
+            if not fds and flags & socket.MSG_CTRUNC:  # the kernel's sign that no descriptor is free
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             if not piece:
                 raise ConnectionError("the other end closed the connection")

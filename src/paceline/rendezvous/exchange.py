@@ -1,7 +1,7 @@
-"""The one thing a rendezvous needs: every rank hands in some bytes, and gets every rank's.
+"""All that a rendezvous needs: an all-gather of bytes.
 
-Whatever can do that (our Unix-socket hub, an existing group, torch's store, torch's process group) can
-form a group.
+Any implementation (our Unix-socket hub, an existing group, torch's store, torch's process group) can form a
+group.
 """
 
 from __future__ import annotations
@@ -22,6 +22,6 @@ class Exchange(Protocol):
         """Return the payloads of all ranks, by rank. Collective; blocks at most `timeout_s`.
 
         Raises:
-            RendezvousError: A rank did not hand in its payload in time; names it.
+            RendezvousError: A rank did not send its payload in time; the error names it.
         """
         ...

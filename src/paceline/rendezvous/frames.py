@@ -37,8 +37,8 @@ class Frame(IntEnum):
     ASK = 12
     ANSWER = 13
     SEEN = 14
-    FULL = 15  # too many connections wait: come again
-    GAVE_UP = 16  # nothing has come from this end
+    FULL = 15  # too many connections wait: retry
+    GAVE_UP = 16  # the sender receives nothing from this end
 
 
 def frame(kind: Frame, payload: bytes) -> bytes:
@@ -46,7 +46,7 @@ def frame(kind: Frame, payload: bytes) -> bytes:
 
 
 def send_frame(peer: socket.socket, kind: Frame, payload: bytes, deadline: Deadline) -> None:
-    """Raises OSError (TimeoutError at the deadline) when the peer does not take it."""
+    """Raises OSError (TimeoutError at the deadline) if the peer does not receive it."""
     peer.settimeout(max(deadline.left_s(), 1e-3))
     peer.sendall(frame(kind, payload))
 
@@ -65,7 +65,7 @@ class FrameStream:
         self._bytes = bytearray()
 
     def feed(self, piece: bytes) -> list[tuple[Frame, bytes]]:
-        """The frames that are whole now. Raises ConnectionError if what has come can't become one."""
+        """The frames that are complete now. Raises ConnectionError if the bytes cannot become a frame."""
         self._bytes += piece
         found = []
         while len(self._bytes) >= _HEAD.size:
@@ -88,7 +88,7 @@ class FrameReader:
         return _HEAD.size + self._longest + 1 - len(self._bytes)
 
     def feed(self, piece: bytes) -> tuple[Frame, bytes] | None:
-        """The frame once it is whole, else None. Raises ConnectionError if it can't become one."""
+        """The frame once it is complete, else None. Raises ConnectionError if the bytes cannot become one."""
         self._bytes += piece
         if len(self._bytes) < _HEAD.size:
             return None
@@ -125,7 +125,7 @@ def peer_credentials(peer: socket.socket) -> tuple[int, int]:
 
 
 def check_same_user(peer: socket.socket) -> None:
-    """Only processes of the same user may speak with us."""
+    """Raise unless the peer is a process of the same user."""
     pid, uid = peer_credentials(peer)
     if uid != os.getuid():
         raise RendezvousError(
@@ -149,16 +149,16 @@ def listen(address: str, backlog: int = QUEUE) -> socket.socket:
 
 
 def connect_local(address: str, timeout_s: float) -> socket.socket:
-    """Connect to an abstract Unix address; waits at most so long for a place in the listener's queue.
+    """Connect to an abstract Unix address; waits at most `timeout_s` for room in the listener's queue.
 
     Raises:
         BlockingIOError: The queue was full all the time.
-        OSError: No process listens there, or this process can have no socket.
+        OSError: No process listens there, or this process can open no socket.
     """
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     try:
-        # A blocking connect(), which the kernel wakes for the next free place. One that does not block fails
-        # at once where the queue is full, and to try again and again would seldom win a place in a flood.
+        # A blocking connect(), which the kernel wakes when there is room. One that does not block fails at
+        # once if the queue is full, and retrying would seldom win a place while others flood the socket.
         peer.settimeout(None)
         whole, micros = divmod(max(int(timeout_s * 1e6), 1000), 1_000_000)
         peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(whole, micros))
@@ -171,7 +171,7 @@ def connect_local(address: str, timeout_s: float) -> socket.socket:
 
 
 def _check_connected(peer: socket.socket) -> None:
-    """Where a signal ended connect() before it had a place, Python takes the socket for connected."""
+    """Python takes a socket for connected if a signal ended connect() while it waited in the queue."""
     try:
         peer.getpeername()
     except OSError as error:

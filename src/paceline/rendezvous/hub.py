@@ -1,9 +1,9 @@
 """An Exchange for the ranks of one host, over an abstract Unix socket: rank 0 is the hub.
 
-Used where nothing else connects the ranks (`paceline.init` under `paceline run`, torchrun, Slurm on one
-host). The address comes from the job, every connection tells its rank, world size and job id, and whoever
-does not fit is refused with the reason; rank 0 raises where the whole job can't work. There is no thread:
-the hub works inside rank 0's own calls.
+Used if nothing else connects the ranks yet (`paceline.init` under `paceline run`, torchrun, Slurm on one
+host). The address is derived from the job. Every connection sends its rank, world size and job id, and a
+process that does not match is refused with the reason; rank 0 raises if the whole job cannot work. There is
+no thread: the hub works inside rank 0's own calls.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from paceline.rendezvous.messages import (
 )
 from paceline.rendezvous.rendezvous_address import hub_address, taken_error, unknown_peer_error
 
-# Rank 0 knows who is missing: the others give it this long to say so after their own deadline.
+# Rank 0 knows which ranks are missing: after their own deadline, the others wait this long for its report.
 _GRACE_S = 5.0
 _SAY_EVERY_S = 10.0
-# So long a rank waits for a place in rank 0's queue before it looks whether its time is over.
+# How long a rank waits for room in rank 0's queue before it checks its deadline.
 _DIAL_S = 0.5
 
 
@@ -56,15 +56,15 @@ class HubExchange:
         rank: The rank of this process.
         world_size: Number of ranks.
         key: What the ranks of a job have in common: "host:port", or the job id.
-        job_id: Refuses unknown peers that meet at the same key.
+        job_id: Refuses unknown peers that use the same key.
         name: The name of the group that is being formed.
-        timeout_s: For every rank to have connected.
-        secret: Known to the ranks of this job alone, so that no other process can compute the address.
-        note: What this rank says behind those for whom it waits.
+        timeout_s: Seconds within which every rank must have connected.
+        secret: Known only to the ranks of this job, so that no other process can compute the address.
+        note: Appended to the message that says for which ranks this one waits.
 
     Raises:
-        RendezvousError: The address is in use, a rank is missing at the deadline (it is named), or this
-            rank does not fit the job.
+        RendezvousError: The address is in use, a rank is missing at the deadline (the error names it), or
+            this rank does not match the job.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class HubExchange:
             return self._gather_and_spread(payload, deadline)
         hub = self._peers[0]
         try:
-            # Rank 0 may have failed and closed; what it said before can still be read.
+            # Rank 0 may have failed and closed; a report that it sent before can still be read.
             with contextlib.suppress(ConnectionError):
                 send_frame(hub, Frame.PAYLOAD, payload, deadline)
             kind, answer = receive_frame(hub, Deadline(deadline.left_s() + _GRACE_S))
@@ -147,7 +147,7 @@ class HubExchange:
             _try_send(peer, Frame.WELCOME, b"", deadline)
 
     def _admit_all(self, acceptor: Acceptor[None], deadline: Deadline) -> None:
-        """Until all ranks have come. A connection that says nothing, or garbage, delays none."""
+        """Wait until all ranks have connected. Connections that send nothing, or garbage, delay no rank."""
         while len(self._peers) < self.world_size - 1:
             if deadline.is_over():
                 self._fail_missing(deadline, acceptor)
@@ -157,7 +157,7 @@ class HubExchange:
                 self._admit(caller.peer, caller.kind, caller.raw)
 
     def _admit(self, peer: socket.socket, kind: Frame, raw: bytes) -> None:
-        """Take a connection in, or refuse it; raises only where the whole job can't work."""
+        """Accept a connection, or refuse it; raises only if the whole job cannot work."""
         hello = None
         with contextlib.suppress(MessageError):
             hello = read_hello(raw) if kind is Frame.HELLO else None
@@ -248,13 +248,13 @@ class HubExchange:
     def _connect(self, address: str, deadline: Deadline) -> None:
         hello = write_object(asdict(self._hello))
         kind = Frame.FULL
-        while kind is Frame.FULL:  # too many others have connected and say nothing
+        while kind is Frame.FULL:  # too many other connections have sent nothing yet
             self._peers[0] = hub = self._dial(address, deadline)
             try:
                 pid, uid = peer_credentials(hub)
                 if uid != os.getuid():
                     raise unknown_peer_error(pid, uid, self.rank, self.world_size, self._where())
-                with contextlib.suppress(ConnectionError):  # what rank 0 said before can still be read
+                with contextlib.suppress(ConnectionError):  # an answer that rank 0 sent before can be read
                     send_frame(hub, Frame.HELLO, hello, deadline)
                 kind, answer = receive_frame(hub, Deadline(deadline.left_s() + _GRACE_S))
             except OSError as error:
@@ -287,7 +287,7 @@ class HubExchange:
                 if deadline.is_over():
                     raise self._not_found(error, deadline) from error
             self._say_for_whom_it_waits("rank 0 to come on this host")
-            time.sleep(RETRY_S)  # an abstract address can't be watched for
+            time.sleep(RETRY_S)  # there is no way to be notified of an abstract address
 
     def _not_found(self, error: OSError, deadline: Deadline) -> RendezvousError:
         likely = "rank 0 did not start, died, is on another host, or has another address or job id"
@@ -339,7 +339,7 @@ class HubExchange:
 
 
 def _failure_in(kind: Frame, answer: bytes) -> RendezvousError:
-    """Raises MessageError if the answer holds none."""
+    """The failure in an answer. Raises MessageError if it holds none."""
     if kind is not Frame.FAILED:
         raise MessageError(f"an unexpected {kind.name} message")
     return read_failure(answer)
@@ -349,7 +349,7 @@ def _try_send(peer: socket.socket, kind: Frame, payload: bytes, deadline: Deadli
     try:
         send_frame(peer, kind, payload, deadline or Deadline(1.0))
     except OSError:
-        return  # it is gone, or does not listen: the next exchange with it will say so
+        return  # it is gone, or does not read: the next exchange with it reports that
 
 
 def _no_greeting(_: socket.socket) -> None: ...

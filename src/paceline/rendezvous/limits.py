@@ -1,4 +1,4 @@
-"""Why the kernel refuses memory, files or sockets: which limit of this process it is, and how to lift it."""
+"""Explains why the kernel refuses memory, files or sockets: which limit was reached, and how to raise it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Callable
 
 from paceline.errors import RegionError
 
-# No room for another file or socket; it may be there again when somebody closes one.
+# No room for another file or socket; there may be some again when another one is closed.
 OUT_OF_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 START_OF_THREAD = "starting a thread"
 _MEMFD = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 
 
 def explain(number: int, call: str = "") -> tuple[str, str]:
-    """The likely cause of an error of the kernel and what to do; ("", "") where it is no limit of ours.
+    """The likely cause of an error of the kernel, and a hint; ("", "") if no known limit is the reason.
 
     Example:
         explain(errno.EMFILE) with `ulimit -n 1024`: ("the limit of open files and sockets of this process,
@@ -115,7 +115,7 @@ def start_thread(thread: threading.Thread) -> None:
     """Start a thread that a group needs."""
     try:
         thread.start()
-    except RuntimeError as error:  # the interpreter's own words do not say why
+    except RuntimeError as error:  # its text does not say why
         likely, hint = explain(errno.EAGAIN, START_OF_THREAD)
         raise RegionError(
             f"The thread {thread.name!r} could not be started.", seen=str(error), likely=likely, hint=hint

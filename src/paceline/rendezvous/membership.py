@@ -1,8 +1,8 @@
-"""Who has come to a job, before the framework forms a group: mismatched ranks raise at once.
+"""Checks the ranks of a job before the framework forms a group: ranks that do not match raise at once.
 
-A framework that is told different world sizes, or the same rank twice, waits for a process that will never
-come. Here each rank writes down who it is, reads what all have written, and judges it: all read the same, so
-all come to the same verdict.
+If a framework is given different world sizes, or the same rank twice, it waits for a process that never
+comes. Here each rank writes its facts into a store, reads those of all ranks, and checks them. All ranks read
+the same facts, so all come to the same result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, KeyStore
 _SHORTEST_NAP_S = 0.002
 _LONGEST_NAP_S = 0.05
 _LINGER_S = 2.0
-_ANSWER_WITHIN_S = 5.0  # after the deadline: by then a store that answers has let the rank say who is late
+_ANSWER_WITHIN_S = 5.0  # after the deadline: by then a working store has shown the rank which others are late
 _LONGEST_ARRIVAL = 4096  # characters
 _SAY_EVERY_S = 10.0
 _ONE_VERSION = "install the same versions on all hosts"
@@ -31,26 +31,26 @@ _ONE_VERSION = "install the same versions on all hosts"
 
 class MembershipStore(KeyStore, Protocol):
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0; its new value."""
+        """Add to a counter, which begins at 0; returns its new value."""
         ...
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One process that has come.
+    """One process that has arrived.
 
     Attributes:
         rank: The rank that it claims.
         world_size: The number of ranks that it expects.
         host: The name of its host.
-        pid: Its number there.
-        job: A digest of what its launcher calls the job; "": it does not say.
+        pid: Its process id on that host.
+        job: A digest of the launcher's id of the job; "" if it has none.
         paceline: Its version of Paceline.
         framework: Name and version: "torch 2.13.0".
-        problem: Why it goes no further, in words; "": nothing keeps it.
-        unreachable: Why no other host could reach it; "": nothing is known.
-        address: Where it was told to listen; "": it was not told.
-        interface: Words about that.
+        problem: Why it cannot go on, in words; "" if it can.
+        unreachable: Why no other host could reach it; "" if no reason is known.
+        address: The address at which it was configured to listen; "" if none was configured.
+        interface: A description of that.
     """
 
     rank: int
@@ -106,13 +106,13 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Membership:
-    """All ranks of a job that has come together, and where they did.
+    """All ranks of a job, once they have arrived, and the store that they used.
 
     Attributes:
         membership_store: Shared by all ranks.
         prefix: Begins the keys.
         own: This process.
-        arrivals: All ranks, as they came.
+        arrivals: All ranks, in the order of arrival.
         signatures: Make and check the codes of what is written there.
     """
 
@@ -127,13 +127,13 @@ class Membership:
         return sorted(each.rank for each in self.arrivals if each.host == self.own.host)
 
     def latecomer(self) -> RendezvousError | None:
-        """Why a process that has come since does not fit, or None. Blocks 5 s at most.
+        """Why a process that has arrived since does not match, or None. Blocks 5 s at most.
 
-        Jobs without an id that meet at one address look the same.
+        Two jobs without an id that use the same master address can only be told apart in this way.
         """
         found: list[str | None] = [None]
         key = f"{self.prefix}/arrival/{len(self.arrivals) + 1}"
-        with contextlib.suppress(TimeoutError, RuntimeError):  # the store is gone, which others will say
+        with contextlib.suppress(TimeoutError, RuntimeError):  # the store is gone: other calls report that
             call_within(_ANSWER_WITHIN_S, lambda: found.append(self.membership_store.read(key)))
         came = None if found[-1] is None else self._rank_in(key, found[-1])
         return None if came is None else mismatch(self.own, [*self.arrivals, came])
@@ -152,20 +152,21 @@ class Membership:
 def attend(
     membership_store: MembershipStore, prefix: str, own: Arrival, timeout_s: float, secret: bytes = b""
 ) -> Membership:
-    """Wait until all ranks have come, and fit together. Collective; blocks at most `timeout_s` and 5 s more.
+    """Wait until all ranks have arrived, and check that they match.
 
-    Rank 0 says every 10 s on standard error for whom it waits.
+    Collective; blocks at most `timeout_s` and 5 s more. Every 10 s, rank 0 prints to standard error for which
+    ranks it waits.
 
     Raises:
         RendezvousError: Two processes claim one rank, or expect different numbers of ranks, or have different
-            secrets or versions, or are of different jobs; one of them goes no further; a rank has not come in
-            time; something else has written into the membership store; or the membership store does not
+            secrets or versions, or are of different jobs; one of them cannot go on; a rank has not arrived in
+            time; an unknown peer has written into the membership store; or the membership store does not
             answer.
     """
     arrivals: list[Arrival] = []
     signatures = Signatures(secret, "membership")
     try:
-        # Calls of the membership store block for ever while the process that serves it is stopped.
+        # Calls of the membership store block forever while the process that serves it is stopped.
         call_within(
             timeout_s + _ANSWER_WITHIN_S,
             lambda: _see_all_reached(membership_store, prefix, own, timeout_s, arrivals, signatures),
@@ -187,9 +188,9 @@ def _see_all_reached(
     arrivals: list[Arrival],
     signatures: Signatures,
 ) -> None:
-    """As `_see_all_come`; and, where some rank was told where to listen, that all others have a way there.
+    """Like `_see_all_come`. If a rank has a configured address, also check that all other hosts can reach it.
 
-    Which ways there are, each host knows for itself. So all come a second time, with what is wrong.
+    Only each host itself knows its routes. So all ranks arrive a second time, with the problems found.
     """
     _see_all_come(membership_store, prefix, own, timeout_s, arrivals, signatures)
     others = {each.address: each for each in arrivals if each.host != own.host and each.address}
@@ -218,7 +219,7 @@ def _see_all_come(
     signatures: Signatures,
     num_sure: int = 0,
 ) -> None:
-    """Append each rank that comes to `arrivals`, until all are there. `num_sure` ranks are known to come."""
+    """Append each rank that arrives to `arrivals`, until all have. `num_sure` ranks are known to arrive."""
     key = f"{prefix}/arrival/{membership_store.add(f'{prefix}/arrivals', 1)}"
     membership_store.write(key, signatures.sign(key, own.write().encode()).decode())
     begun = said = time.monotonic()
@@ -249,7 +250,7 @@ def _see_all_come(
 
 
 def _read(own: Arrival, signatures: Signatures, key: str, text: str) -> Arrival:
-    """Raises RendezvousError: a process without the secret of this rank has written this."""
+    """Raises RendezvousError if a process without this rank's secret has written this."""
     raw, foreign = text.encode(errors=LOSSLESS), None
     try:
         raw = signatures.read(key, raw)
@@ -286,7 +287,7 @@ def _say_who_is_missing(own: Arrival, arrivals: Sequence[Arrival], waited_s: flo
 
 def mismatch(own: Arrival, arrivals: Sequence[Arrival]) -> RendezvousError | None:
     by_rank: dict[int, Arrival] = {}
-    # In the order of ranks, so that the words do not depend on who came first.
+    # In the order of ranks, so that the error does not depend on the order of arrival.
     arrivals = sorted(arrivals, key=lambda each: each.rank)
     for each in arrivals:
         first = arrivals[0]
@@ -414,11 +415,11 @@ def _unanswered(own: Arrival, arrivals: Sequence[Arrival], timeout_s: float) -> 
 
 
 def _leave(membership_store: MembershipStore, prefix: str, own: Arrival, num_sure: int) -> None:
-    """Let the others read, too, before rank 0 ends, and the store with it."""
+    """Let the other ranks read the store, too, before rank 0 ends, which ends the store."""
     left = membership_store.add(f"{prefix}/left", 1)
     deadline = time.monotonic() + _LINGER_S
-    # For all that have come or are known to come, and not only for those whom this rank had read when it
-    # found one that does not fit.
+    # Wait for all ranks that have arrived or are known to arrive, not only for those that this rank had read
+    # when it found one that does not match.
     while (
         own.rank == 0
         and left < max(num_sure, membership_store.add(f"{prefix}/arrivals", 0))

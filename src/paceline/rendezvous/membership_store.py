@@ -1,7 +1,7 @@
-"""Words and counters that all ranks of a job share over TCP, before a framework has a store that could.
+"""A TCP store of text values and counters for all ranks of a job, before a framework has a store of its own.
 
-The process of rank 0 serves them to every process that connects: a request is one line of JSON, and so is the
-answer. What is written there is not secret and not trusted: each writer signs (`signatures`).
+The process of rank 0 serves it to every process that connects: a request is one line of JSON, and so is the
+answer. Its content is neither secret nor trusted: ranks sign what they write (`signatures`).
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from paceline.rendezvous.limits import start_thread
 
 _LONGEST_LINE = 1 << 16
 _MOST_BYTES = 1 << 26
-"""Keys and words, so that an unknown peer cannot fill the memory; a rank takes some 10 kB."""
+"""Of keys and values, so that an unknown peer cannot fill the memory; a rank takes some 10 kB."""
 _MOST_UNKNOWN_PEERS = 64
-"""Connections beyond one of each rank, so that an unknown peer cannot take all descriptors."""
+"""Connections beyond one for each rank, so that an unknown peer cannot take all file descriptors."""
 _BACKLOG = 1024
 _LARGEST_AMOUNT = 1 << 31
 _RETRY_S = 0.05
 
 
 class MembershipServer:
-    """Serves a membership store until the process ends, by a thread of its own."""
+    """Serves a membership store in a thread of its own, until `close` or the end of the process."""
 
     def __init__(self, port: int, world_size: int) -> None:
         self._listener = socket.create_server(("", port), backlog=_BACKLOG)
@@ -41,7 +41,7 @@ class MembershipServer:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._most_connections = world_size + _MOST_UNKNOWN_PEERS
         self._unread: dict[socket.socket, bytes] = {}
-        # Those that have asked for nothing yet, the oldest first.
+        # Connections without a request so far, the oldest first.
         self._silent: dict[socket.socket, None] = {}
         self._words: dict[str, str] = {}
         self._counters: Counter[str] = Counter()
@@ -49,13 +49,13 @@ class MembershipServer:
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._pid = os.getpid()
-        # A child that outlives this process would hold the port, and answer nobody.
+        # A child that outlives this process would hold the port without answering.
         os.register_at_fork(after_in_child=self._listener.close)
         self._thread = threading.Thread(target=self._serve, name="paceline-membership store", daemon=True)
         start_thread(self._thread)
 
     def close(self) -> None:
-        """A forked child's copy does nothing."""
+        """Stop serving. Does nothing in a forked child."""
         if os.getpid() == self._pid and self._thread.is_alive():
             self._wake.send(b"\0")
             self._thread.join()
@@ -77,7 +77,7 @@ class MembershipServer:
     def _accept(self) -> None:
         try:
             connection, _ = self._listener.accept()
-        except OSError:  # it has gone; or there are no descriptors left, and then it is still there
+        except OSError:  # it has gone; or there are no descriptors left, and then it is still queued
             time.sleep(_RETRY_S)
             return
         if len(self._unread) >= self._most_connections:
@@ -86,7 +86,7 @@ class MembershipServer:
                 return
             self._drop(next(iter(self._silent)))
         connection.settimeout(0.0)
-        with contextlib.suppress(OSError):  # it has gone, as its first words will tell
+        with contextlib.suppress(OSError):  # it has gone; the next read will show that
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._unread[connection] = b""
         self._silent[connection] = None
@@ -108,15 +108,15 @@ class MembershipServer:
                 raise ValueError
             self._unread[connection] = rest
             for line in lines:
-                # Small, to somebody who waits for it: it fits into the socket, or whoever is there is none
-                # of ours.
+                # The answer is small and its reader waits, so it fits into the socket's buffer; a peer for
+                # which it does not is no rank.
                 connection.sendall(json.dumps(self._answer(json.loads(line))).encode() + b"\n")
                 self._silent.pop(connection, None)
         except (OSError, ValueError, TypeError, RecursionError):
             self._drop(connection)
 
     def _answer(self, request: Any) -> Any:
-        """Raises ValueError or TypeError: it is no request."""
+        """Raises ValueError or TypeError if it is not a request."""
         match request:
             case ["add", str(key), int(amount)] if abs(amount) <= _LARGEST_AMOUNT:
                 if key not in self._counters:
@@ -139,7 +139,7 @@ class MembershipServer:
 
 
 class MembershipClient:
-    """One rank's connection to the server; a `paceline.rendezvous.membership.MembershipStore`.
+    """One rank's connection to the server; implements `paceline.rendezvous.membership.MembershipStore`.
 
     Example:
         Rank 1 calls write("a", "b"); then read("a") is "b" on rank 0. Both call add("n", 1): one of them
@@ -166,7 +166,7 @@ class MembershipClient:
         return None if found is None else str(found)
 
     def _ask(self, *request: str | int) -> Any:
-        """Raises RuntimeError: the server has gone, or does not answer; the connection is over then."""
+        """Raises RuntimeError if the server is gone or does not answer; the connection is closed then."""
         deadline, answer = Deadline(self._timeout_s), b""
         try:
             with self._lock:
@@ -180,7 +180,7 @@ class MembershipClient:
                     answer += found
             return json.loads(answer)
         except OSError as error:
-            self.close()  # an answer that is late would be taken for that of the next request
+            self.close()  # a late answer would be taken for that of the next request
             raise RuntimeError(error.strerror or str(error) or "no answer in time") from error
         except ValueError as error:
             self.close()

@@ -1,7 +1,7 @@
-"""What ranks tell each other while a group forms, as bytes and back: JSON objects, and lists of byte strings.
+"""Encodes and decodes what ranks send while a group forms: JSON objects, and lists of byte strings.
 
-Whatever bytes come, reading them gives values of the expected kinds or raises one error that says what is
-wrong with them: an unknown peer's bytes must not end a job, and another rank's must be told as that rank's.
+Reading arbitrary bytes gives values of the expected types, or raises one error that says what is wrong with
+them. An unknown peer's bytes must not end a job, and a rank's bad bytes must be reported as that rank's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class MessageError(ValueError): ...
 
 @dataclass(frozen=True)
 class Hello:
-    """What a rank says when it connects."""
+    """What a rank sends when it connects."""
 
     rank: int
     world_size: int
@@ -43,10 +43,10 @@ def write_object(values: Mapping[str, Any]) -> bytes:
 
 
 def read_object(raw: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
-    """The values of a JSON object that has these fields, of these types, and no others."""
+    """The values of a JSON object that has exactly these fields, with these types."""
     try:
         values = json.loads(raw)
-    except (ValueError, RecursionError) as error:  # also of bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # ValueError: also for bytes that are not UTF-8
         raise MessageError(f"{_quote(raw)} is not JSON ({type(error).__name__})") from error
     if type(values) is not dict or values.keys() != fields.keys():
         raise MessageError(f"{_quote(raw)} is no object with {', '.join(fields)}")
@@ -57,7 +57,7 @@ def read_object(raw: bytes, fields: Mapping[str, type]) -> dict[str, Any]:
 
 
 def read_hello(raw: bytes) -> Hello:
-    """Raises MessageError if it is none."""
+    """Raises MessageError if `raw` is no hello."""
     hello = Hello(**read_object(raw, _HELLO_FIELDS))
     if not all(abs(number) < _LARGEST_NUMBER for number in (hello.rank, hello.world_size, hello.pid)):
         raise MessageError(f"{_quote(raw)} holds a number that is too large")
@@ -69,7 +69,7 @@ def write_failure(error: RendezvousError) -> bytes:
 
 
 def read_failure(raw: bytes) -> RendezvousError:
-    """Rank 0's error, as it was there. Raises MessageError if it is none."""
+    """The error as rank 0 raised it. Raises MessageError if `raw` holds none."""
     reported = read_object(raw, {"text": str, "missing": list})
     if not all(type(rank) is int for rank in reported["missing"]):
         raise MessageError(f"{_quote(raw)} does not name ranks")
@@ -84,7 +84,7 @@ def join_payloads(payloads: Sequence[bytes]) -> bytes:
 
 
 def split_payloads(joined: bytes, count: int) -> list[bytes]:
-    """What `join_payloads` joined. Raises MessageError if it is not `count` of them."""
+    """Inverse of `join_payloads`. Raises MessageError if there are not exactly `count` payloads."""
     payloads: list[bytes] = []
     at = 0
     for _ in range(count):
@@ -99,18 +99,18 @@ def split_payloads(joined: bytes, count: int) -> list[bytes]:
 
 
 def gather_objects(exchange: Exchange, values: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
-    """Every rank's `values`, by rank; they have the same fields and types on all ranks. Collective."""
+    """Every rank's `values`, by rank; fields and types must be the same on all ranks. Collective."""
     payloads = exchange.all_gather(write_object(values), timeout_s)
     fields = {name: type(value) for name, value in values.items()}
     return read_of_ranks(payloads, lambda payload: read_object(payload, fields))
 
 
 def read_of_ranks(payloads: Sequence[bytes], read: Callable[[bytes], T]) -> list[T]:
-    """What `read` makes of the payloads of all ranks, by rank."""
+    """The results of `read` for the payloads of all ranks, by rank; the error names the first bad rank."""
     results: list[T] = []
     try:
         for payload in payloads:
-            results.append(read(payload))  # noqa: PERF401 (how many were read tells whose could not be)
+            results.append(read(payload))  # noqa: PERF401 (the error needs the number of those read)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise unreadable(len(results), len(payloads), error) from error
     return results

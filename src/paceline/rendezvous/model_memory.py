@@ -1,8 +1,8 @@
 """Memory for the one copy of a model that the ranks of each host share.
 
-A file without a name of its own, beside the region: it is as large as the model, and outlives the group. Each
-rank puts memory behind its share of it, in the order of ranks: so a sharded optimizer, which deals parameters
-in the same order, writes to the NUMA node of its rank.
+It is a file without a name, separate from the region: it is as large as the model, and outlives the group.
+Each rank reserves the memory of its own shard, and shards are in the order of ranks. A sharded optimizer
+deals parameters in the same order, so each rank writes to memory of its own NUMA node.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def share_model_memory(
     """Map one file of zeros on each host. Collective over the ranks of all hosts; blocks at most `timeout_s`.
 
     Raises:
-        RegionError: There is not enough memory, or a rank met a limit of its own; on every rank.
+        RegionError: There is not enough memory, or a rank reached a limit of its own; on every rank.
         RendezvousError: A rank did not take part in time.
     """
     deadline, first = Deadline(timeout_s), host_ranks[0]

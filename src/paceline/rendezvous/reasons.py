@@ -1,4 +1,4 @@
-"""Why a rank can't share memory. It says so in the next exchange, and all ranks raise the same error."""
+"""Why a rank cannot share memory: it is reported in the next exchange, and all ranks raise the same error."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _ALLOW = 'let them do so (SCM_RIGHTS); or reduce_through="group", which needs no
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a rank can't go on; no problem: it can.
+    """Why a rank cannot go on; an empty `problem` means that it can.
 
     Attributes:
-        owner: The rank whose memory this one did not get; -1: it is no matter of another rank.
+        owner: The rank whose memory this one did not get; -1 if the problem concerns no other rank.
     """
 
     problem: str = ""
@@ -55,9 +55,9 @@ class Reason:
 
 
 def raise_limits(everybodys: Sequence[Mapping[str, Any]], what: str) -> None:
-    """The error of all ranks, if one of them has met a limit."""
+    """Raise the same error on all ranks if one of them has reached a limit."""
     met = [rank for rank, each in enumerate(everybodys) if each["is_limit"]]
-    # Where a rank could not make its memory, that others did not get it is no news.
+    # If a rank could not create its memory, do not also name the ranks that therefore did not get it.
     failed = [rank for rank in met if everybodys[rank]["owner"] not in met]
     if failed:
         raise RegionError(

@@ -1,7 +1,8 @@
-"""The abstract socket name where the ranks of a job meet on their host, and who sits there if not rank 0.
+"""The abstract socket name that is a job's rendezvous address on a host, and which process holds it if not
+rank 0.
 
-An abstract name has no owner: the process that binds it first has it. So it is made from a secret where the
-launcher has given the job one, and where another process holds it, all ranks say which and how to go on.
+An abstract name has no owner: the first process that binds it has it. So it is made from a secret if the
+launcher has given the job one. If another process holds it, all ranks report which one, and how to go on.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ _HOW_TO_GO_ON = (
 
 
 def hub_address(key: str, name: str, secret: str = "") -> str:
-    """Abstract socket name for the group `name` of the job that meets at `key`.
+    """Abstract socket name for the group `name` of the job whose ranks share `key`.
 
     Example:
         >>> hub_address("127.0.0.1:29500", "world") != hub_address("127.0.0.1:29500", "world", "5f0c")
         True
     """
-    # surrogatepass: a variable of the environment may hold bytes that are no UTF-8.
+    # surrogatepass: an environment variable may hold bytes that are not UTF-8.
     words = "\0".join((key, name, secret)).encode(errors="surrogatepass")
     digest = hashlib.sha256(words).hexdigest()[:32]
     return f"paceline-{os.getuid()}-{digest}"

@@ -1,7 +1,7 @@
-"""The secret of a job, by which its ranks recognise each other.
+"""The secret of a job, with which its ranks recognise each other.
 
-It lies in a file of mode 0600 or in memory that a launcher hands on to its ranks, and crosses no network:
-each side answers the other's challenge (`handshake`).
+It is in a file of mode 0600, or in memory that a launcher passes on to its ranks. It is never sent over a
+network: each side answers the other's challenge (`handshake`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 FILE_VARIABLE = "PACELINE_SECRET_FILE"
 TEXT_VARIABLE = "PACELINE_SECRET"
 MEMORY_VARIABLE = "PACELINE_SECRET_FD"
-"""The number of a descriptor, which is no secret."""
+"""The number of a file descriptor; the number is no secret."""
 _LEAST_BYTES = 16
 _MOST_BYTES = 4096
 _MADE_BYTES = 32
@@ -30,10 +30,10 @@ _HINT = (
 
 @dataclass(frozen=True)
 class JobSecret:
-    """A secret, and where it is from.
+    """A secret, and where it comes from.
 
     Attributes:
-        key: The bytes; empty: there is none.
+        key: The bytes; empty if there is no secret.
         source: In words, for messages.
     """
 
@@ -46,15 +46,15 @@ class JobSecret:
 
 NO_SECRET = JobSecret(b"", "no secret")
 
-_inherited = b""  # of this process, whose program may close what it does not know
+_inherited = b""  # this process's secret, kept here because its program may close unknown descriptors
 
 
 def find_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
     """The secret of this process's job; NO_SECRET if it has none.
 
-    A file that the user names in PACELINE_SECRET_FILE comes before the text of PACELINE_SECRET, and both
-    before what `paceline run`, `spawn` or `paceline.ray.run` has made, which programs that a rank starts do
-    not have.
+    A file that the user names in PACELINE_SECRET_FILE comes before the text of PACELINE_SECRET. Both come
+    before a secret that `paceline run`, `spawn` or `paceline.ray.run` has made; programs that a rank starts
+    do not inherit that one.
 
     Example:
         >>> find_secret({"PACELINE_SECRET": "correct horse battery staple"}).source
@@ -72,28 +72,28 @@ def find_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
 
 
 def adopt_secret(secret: JobSecret) -> None:
-    """Use the secret that this process's launcher has handed to it, unless the user names one here."""
+    """Use the secret that this process's launcher has passed to it, unless the user names one here."""
     global _inherited
     _inherited = secret.key
 
 
 def users_secret(environ: Mapping[str, str]) -> JobSecret:
-    """The one that the user gave; NO_SECRET if there is none. Raises as `find_secret`."""
+    """The secret that the user gave; NO_SECRET if there is none. Raises like `find_secret`."""
     if path := environ.get(FILE_VARIABLE, ""):
         return _checked(_read_private(path), f"{FILE_VARIABLE}={path}")
     if text := environ.get(TEXT_VARIABLE, ""):
-        return _checked(os.fsencode(text), TEXT_VARIABLE)  # its bytes, whatever they are
+        return _checked(os.fsencode(text), TEXT_VARIABLE)  # its bytes, even if they are not UTF-8
     return NO_SECRET
 
 
 def new_secret(source: str) -> JobSecret:
-    """A secret that no process has yet."""
+    """A new random secret."""
     return JobSecret(os.urandom(_MADE_BYTES).hex().encode(), source)
 
 
 def make_secret() -> int:
-    """A new secret in anonymous memory that cannot be changed any more; a descriptor that is not
-    inherited.
+    """Write a new secret into anonymous memory that cannot be changed any more; returns a close-on-exec
+    descriptor.
     """
     fd = os.memfd_create("paceline-secret", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -111,16 +111,16 @@ def _read_inherited(text: str) -> bytes:
     try:
         if fd < 0 or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             return b""
-        fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)  # programs that this one starts need it not
+        fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)  # programs that this one starts do not need it
         key = os.pread(fd, _MOST_BYTES, 0)
-    except (OSError, OverflowError):  # another file, or none: the variable came further than the memory
+    except (OSError, OverflowError):  # another file, or none: the variable was inherited without the memory
         return b""
     return key if len(key) == 2 * _MADE_BYTES else b""
 
 
 def _read_private(path: str) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # which does not wait at a pipe
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # so that a pipe does not block
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"The job's secret cannot be read from {path!r}.",

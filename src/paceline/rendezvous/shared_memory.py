@@ -1,11 +1,11 @@
-"""Which ranks share a host, found out by sharing memory; and that memory.
+"""Finds out which ranks share a host, by sharing memory between them, and sets up that memory.
 
 Ranks with the same hint (boot id, network namespace, user) are on one host. The lowest rank of each host
-makes a region and hands its descriptor out over a Unix socket, and the nonce that it announced through the
-Exchange proves that the memory is its own. Where a rank does not get it, all ranks raise: as a host of its
-own it would train over another path, with other last bits. Only where the boot id cannot be read may the hint
-be equal on two machines. There, a rank that does not get the memory becomes a host of its own with a warning,
-and the rest try again without it.
+creates a region and sends its descriptor over a Unix socket. The nonce that this rank announced through the
+Exchange proves that the memory is its own. If a rank does not get the memory, all ranks raise: if it went on
+as a host of its own, it would train over another path, with other last bits. The hint can only be equal on
+two machines if the boot id cannot be read. In that case a rank that does not get the memory becomes a host of
+its own, with a warning, and the others try again without it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _reported: set[tuple[str, str]] = set()
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The region that this rank's host shares, and who is on which host.
+    """The region that this rank's host shares, and the ranks of each host.
 
     Attributes:
         host_group: This rank's end of its host's region; ranks in it count from 0, in rank order.
@@ -51,7 +51,7 @@ class HostMemory:
     hosts: tuple[tuple[int, ...], ...]
 
     def of_all_ranks(self) -> _core.HostGroup | None:
-        """The memory, if all ranks share it; None: they are on several hosts, and it is given back."""
+        """The memory if all ranks share it. If there are several hosts, release it and return None."""
         if len(self.hosts) == 1:
             return self.host_group
         self.host_group.close()
@@ -75,7 +75,7 @@ def share_memory(
         ConfigError: PACELINE_ISA names no instruction set.
     """
     _core.best_isa()  # raises now, not in the middle of the first collective
-    answer_requests()  # whoever will wait for this rank may ask where it is
+    answer_requests()  # ranks that wait for this one may ask for its stack
     deadline = Deadline(timeout_s)
     place, reason = _host_hint()
     is_certain = not reason.problem
@@ -141,7 +141,7 @@ def share_memory(
 
 
 def _report_split(hosts: Mapping[str, Sequence[int]]) -> None:
-    """Say once why ranks of one machine count as several hosts, which nobody may have meant."""
+    """Warn once if ranks of one machine count as several hosts, which may be unintended."""
     machines: dict[str, list[tuple[str, Sequence[int]]]] = {}
     for place, ranks in hosts.items():
         boot_id, _, rest = place.partition("/")
@@ -197,7 +197,10 @@ def _all_gather(exchange: Exchange, facts: dict[str, Any], deadline: Deadline) -
 
 
 def _host_hint() -> tuple[str, _Reason]:
-    """Equal on ranks that can share memory over an abstract Unix socket, and why it may be so on others."""
+    """A hint that is equal on ranks that can share memory, and the reason if it is not certain.
+
+    Memory is shared over an abstract Unix socket. With a reason, the hint may be equal on other ranks too.
+    """
     reason, boot_id = _Reason(), ""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -245,6 +248,6 @@ def _region_fd(
 
 
 def _check_nonce(fd: int, nonce: str) -> None:
-    """The proof that the memory is shared with the rank that announced it."""
+    """Prove that the memory comes from the rank that announced it."""
     if _core.region_nonce(fd).hex() != nonce:
         raise RegionError("The memory does not hold the announced nonce.")

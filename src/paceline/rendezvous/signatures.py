@@ -1,8 +1,9 @@
-"""Codes on the values that ranks write into a framework's store, which is open to every process that reaches
-its port.
+"""Signs the values that ranks write into a framework's store, which is open to every process that reaches its
+port.
 
-Each value carries a code over itself and its key, made with the job's secret; values with none, or a wrong
-one, are ignored. Counters carry none: a process that changes those can make ranks wait, up to their deadline.
+Each value carries a code over itself and its key, made with the job's secret. Values without a code, or with
+a wrong one, are ignored. Counters are not signed: a process that changes them can make ranks wait, up to
+their deadline.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class ForeignValueError(ValueError):
     """A value that no rank with this rank's secret has written.
 
     Attributes:
-        value: What it says; for messages only.
-        reason: Why it is foreign, in words of which the subject is whoever wrote it; "": it is nothing that
-            Paceline writes.
+        value: The unsigned value; for messages only.
+        reason: Why it is foreign, as a predicate of the process that wrote it ("has no secret, ..."); "" if
+            it is nothing that Paceline writes.
     """
 
     def __init__(self, value: bytes, reason: str) -> None:
@@ -42,24 +43,24 @@ class Signatures:
     """Makes and checks the codes of one job.
 
     Attributes:
-        secret: The job's; empty: it has none, so values carry no code, and every rank's are taken.
-        scope: Keeps values apart whose keys are the same: the group that a key belongs to. A key itself has
-            to tell the attempt of a job that is restarted, and the rank, unless the value does.
+        secret: The job's secret; if it is empty, values carry no code, and those of every rank are accepted.
+        scope: The group that a key belongs to; it separates equal keys of different groups. The key must
+            identify the attempt of a restarted job, and the rank, unless the value does.
 
     Example:
-        Signatures(b"secret of the job", "world").sign("place/1", b"node0/4711") is what such an object of
-        another rank reads as b"node0/4711"; at another key, or after a change, it raises.
+        Signatures(b"secret of the job", "world").sign("place/1", b"node0/4711") is read by an equal object of
+        another rank as b"node0/4711". At another key, or after a change, reading it raises.
     """
 
     secret: bytes = field(repr=False)
     scope: str
 
     def sign(self, key: str, value: bytes) -> bytes:
-        """ASCII, a space, the value."""
+        """The code in ASCII, a space, and the value."""
         return (self._code(key, value) if self.secret else _NO_CODE) + b" " + value
 
     def read(self, key: str, raw: bytes) -> bytes:
-        """The value. Raises ForeignValueError: a rank of this job did not write it there."""
+        """The value. Raises ForeignValueError if no rank of this job wrote it at this key."""
         code, space, value = raw.partition(b" ")
         if not space or (code != _NO_CODE and len(code) != 2 * _CODE_BYTES):
             raise ForeignValueError(raw, "")
@@ -79,20 +80,20 @@ class Signatures:
 
 
 class KeyStore(Protocol):
-    """A framework's store: words by key, for all ranks.
+    """A framework's store: text by key, for all ranks.
 
-    Both calls may raise RuntimeError (the store is gone), and may block for ever if the process that serves
+    Both calls may raise RuntimeError (the store is gone), and may block forever if the process that serves
     the store is stopped.
     """
 
     def write(self, key: str, value: str) -> None: ...
 
     def read(self, key: str) -> str | None:
-        """What was written at `key`; None: nothing yet. Does not wait for it."""
+        """The text at `key`; None if there is none yet. Does not wait for it."""
 
 
 class SignedKeyStore:
-    """A `KeyStore` where words of unknown peers count as not written; the first of them is told in
+    """A `KeyStore` in which text of unknown peers counts as not written; the first such text is reported in
     a warning.
     """
 

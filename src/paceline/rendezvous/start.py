@@ -1,7 +1,7 @@
 """The start of a job, before the framework forms a group: how a rank reaches rank 0, and what it reports.
 
-What a framework would wait for in silence, or meet as an error without a name, is found here: on this rank,
-or once all have come (`membership`).
+It finds problems for which a framework would wait in silence, or raise an error without a name: on this rank
+alone, or once all ranks have arrived (`membership`).
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.membership import Arrival, Membership, MembershipStore, attend
 from paceline.rendezvous.secret import NO_SECRET, find_secret
 
-_LEAST_S = 1.0  # for whoever has come only just in time
+_LEAST_S = 1.0  # for a rank that has arrived only just in time
 
 
 @dataclass(frozen=True)
 class Start:
-    """What one rank knows before it has met the others.
+    """What one rank knows before it has contacted the others.
 
     Attributes:
         who: This rank in words: "Rank 1 of 4 on host node1".
-        what: The variable with the address of rank 0.
-        way: To that address.
+        what: The name of the variable with the address of rank 0.
+        way: The route to that address.
         port: Where rank 0, or its launcher, listens there.
-        deadline: When all have to have come.
+        deadline: By which all ranks must have arrived.
         arrival: What this rank reports to the others.
-        secret: The job's; empty: it has none, or this rank could not read it.
+        secret: The job's secret; empty if it has none, or if this rank could not read it.
     """
 
     who: str
@@ -86,7 +86,7 @@ def prepare(
     way = find_way(place.master_addr, what)
     # Kubeflow gives the pod of rank 0 the address localhost, and the others its name.
     is_right_here = is_in_pod(os.environ) and place.rank < (place.local_world_size or 1)
-    # Torch's agents have met at a loopback address: each counts its own ranks, and all are on this host.
+    # torch's agents meet at a loopback address: each counts its own ranks, and all are on this host.
     is_one_host = means_this_host(way.name) and "TORCHELASTIC_RUN_ID" in os.environ and not is_right_here
     local_world_size = place.local_world_size
     if local_world_size is None or is_one_host:
@@ -104,7 +104,7 @@ def prepare(
     listens = ("", "")
     try:
         secret = find_secret()
-    except ConfigError as error:  # reported to all, who would wait for this rank
+    except ConfigError as error:  # reported to the other ranks, which would wait for this one
         problem = str(error)
     if over_gloo and (spans_hosts or (may_span_hosts(place) and not way.is_loopback)):
         _configure_gloo(way, owner)
@@ -117,7 +117,7 @@ def prepare(
         place.world_size,
         socket.gethostname(),
         os.getpid(),
-        # What is in the membership store crosses the network in the clear, and the id may be a secret.
+        # The membership store is sent over the network in the clear, and the id may be a secret.
         hashlib.sha256(place.job_id.encode()).hexdigest()[:8] if place.job_id else "",
         version("paceline"),
         framework,
@@ -130,9 +130,9 @@ def prepare(
 
 
 def refuse_latecomers(membership: Membership | None) -> None:
-    """Raise if a process has come since the group was formed, and claims a place in it.
+    """Raise if a process has arrived since the group was formed, and claims a place in it.
 
-    For a rank that begins to train: until then two jobs that meet at one address may have mixed their ranks.
+    For a rank that begins to train: two jobs with the same master address may have mixed their ranks before.
     """
     error = None if membership is None else membership.latecomer()
     if error is not None:
