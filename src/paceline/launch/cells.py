@@ -1,6 +1,8 @@
-"""Its one idea: such code is in no file. A rank that was sent a function of a cell would show a traceback
-without lines, and with file names that say nothing ("/tmp/ipykernel_81/2685509415.py"). So the lines travel
-with the call, and what comes back says "Cell In[2]", as IPython does.
+"""Sends the source of notebook cells to ranks, so that their tracebacks show it.
+
+Code of a cell is in no file. Without its source, the traceback of a rank that runs a function of a cell has
+no source lines, and meaningless file names ("/tmp/ipykernel_81/2685509415.py"). So the lines are sent with
+the call, and file names in the output of ranks become "Cell In[2]", as in IPython.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ def typed_sources() -> dict[str, list[str]]:
     return {
         name: list(entry[2])
         for name, entry in list(linecache.cache.items())
-        # (size, time of change, lines, path): what is in no file has no time. Shorter ones are not read yet.
+        # (size, time of change, lines, path): code that is in no file has no time. Shorter entries are not
+        # loaded yet.
         if len(entry) == 4 and entry[1] is None and not os.path.exists(name)
     }
 
@@ -29,7 +32,7 @@ def remember_sources(sources: dict[str, list[str]]) -> None:
 
 
 def with_cell_names(text: str) -> str:
-    """`text` with the name of each notebook cell in place of its file's."""
+    """`text`, with the file names of notebook cells replaced by the names of the cells."""
     shell = _shell()
     if shell is None:
         return text
@@ -37,7 +40,7 @@ def with_cell_names(text: str) -> str:
     def renamed(found: re.Match[str]) -> str:
         try:
             name = shell.compile.format_code_name(found[1])
-        except Exception:  # another program's class, of any version
+        except Exception:  # IPython's class, of any version
             return found[0]
         return " ".join(name) if name else found[0]
 

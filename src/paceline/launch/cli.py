@@ -1,4 +1,4 @@
-"""`paceline run`: its arguments, and what is checked before anything starts."""
+"""`paceline run`: its arguments, and the checks before anything starts."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from paceline.replacing import VARIABLE, check_value
 
 _AUTO = "auto"
 _STARTUP = Path(__file__).with_name("startup")
-"""Holds the module that Python imports when it starts a rank of `--replace-ddp`."""
-_NPROCS = ("-n", "--nprocs", "-np", "--nproc-per-node", "--nproc_per_node")  # mpirun's and torchrun's, too
+"""Contains the module that Python imports when it starts a rank of `--replace-ddp`."""
+_NPROCS = ("-n", "--nprocs", "-np", "--nproc-per-node", "--nproc_per_node")  # also mpirun's and torchrun's
 _USAGE = """paceline run [options] script.py [arguments ...]
        paceline run [options] -m module [arguments ...]"""
 _EPILOG = """\
@@ -50,7 +50,7 @@ and 130 after Ctrl-C (a second Ctrl-C kills at once).
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; the command itself is cut off by `split_command` before."""
+    """Declare the options; `split_command` has cut off the command before."""
     parser.usage = _USAGE
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -161,11 +161,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def split_command(
     arguments: Sequence[str], declare: Callable[[argparse.ArgumentParser], None] = add_arguments
 ) -> tuple[list[str], list[str]]:
-    """Cut the launcher's options from the command that follows them.
+    """Separate the launcher's options from the command that follows them.
 
     Args:
-        arguments: All of the command line.
-        declare: Declares the options; those of `paceline run`.
+        arguments: The whole command line.
+        declare: Declares the options; the default are those of `paceline run`.
 
     Raises:
         ConfigError: There is no such option.
@@ -192,9 +192,9 @@ def split_command(
 
 
 def _check_option(word: str, known: Collection[str]) -> None:
-    """Raise unless the word begins with an option; argparse names no option that was meant instead."""
+    """Raise unless the word begins with an option. Unlike argparse, the error suggests the right option."""
     name = word.partition("=")[0]
-    # "-n2" is -n with its value; "-nnodes" is --nnodes with a dash too few, and "nnodes" is no value.
+    # "-n2" is -n with its value; "-nnodes" is --nnodes with a dash missing, since "nodes" is no value.
     is_short = word[:2] in known and not word.startswith("--") and f"-{name}" not in known
     if name in known or is_short:
         return
@@ -217,7 +217,7 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
         The exit status of the job.
 
     Raises:
-        ConfigError: Something is wrong with the options or the command; nothing was started.
+        ConfigError: The options or the command are invalid; nothing was started.
     """
     open_missing_streams()
     check_command(command, is_module=parsed.is_module)
@@ -257,7 +257,7 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def _nprocs_behind(command: Sequence[str]) -> str:
-    """A number of ranks that was given to the script, as far as one can tell; "": none was.
+    """The number of ranks that was given to the script by mistake, as it seems; "" if there is none.
 
     Example:
         ["train.py", "-n", "2"] -> "-n 2"
@@ -271,7 +271,7 @@ def _nprocs_behind(command: Sequence[str]) -> str:
 
 
 def _use_answer(parsed: argparse.Namespace, command: Sequence[str]) -> Sequence[str]:
-    """Take ranks and threads from the last answer of `paceline tune`, and say so; the command to run.
+    """Set ranks and threads from the last answer of `paceline tune`, and print them; returns the command.
 
     Raises:
         ConfigError: There is no answer for this script on this machine, or its arguments can't be divided.
@@ -302,7 +302,7 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
     """Run torch's agent for this host.
 
     Raises:
-        ConfigError: An option is missing, or is of a launch on one host only.
+        ConfigError: An option is missing, or is only for a launch on one host.
     """
     missing = [name for name in ("nnodes", "rdzv") if getattr(parsed, name) is None]
     alone = argparse.ArgumentParser(add_help=False)
@@ -343,7 +343,7 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
         node_rank=parsed.node_rank,
     )
     environment = dict(environment_of_ranks(parsed.replace_ddp))
-    users_secret(environment)  # which is told here, before the ranks of all hosts are started
+    users_secret(environment)  # raises here, before the ranks of all hosts are started
     if parsed.threads is not None:
         environment["OMP_NUM_THREADS"] = str(parsed.threads)
     run_elastic(elastic, (*(("-m",) if parsed.is_module else ()), *command), environment)
@@ -355,10 +355,10 @@ def check_command(command: Sequence[str], *, is_module: bool, name: str = "run")
     Args:
         command: The script or module and its arguments.
         is_module: Whether it is a module.
-        name: The command of `paceline` that was given it.
+        name: The subcommand of `paceline` that was called.
 
     Raises:
-        ConfigError: It would not; the message says what is there instead.
+        ConfigError: Python would not find it; the message says what is there instead.
     """
     if not command:
         what = "module" if is_module else "script"
@@ -403,10 +403,10 @@ def _script_hint(command: Sequence[str]) -> str:
 
 
 def environment_of_ranks(replace_ddp: str | None) -> Mapping[str, str]:
-    """What the ranks inherit.
+    """The environment that the ranks inherit.
 
     Raises:
-        ConfigError: They would not do what --replace-ddp asks.
+        ConfigError: --replace-ddp would have no effect.
     """
     if replace_ddp is None:
         return os.environ
@@ -429,7 +429,7 @@ def environment_of_ranks(replace_ddp: str | None) -> Mapping[str, str]:
 
 
 def _is_installed() -> bool:
-    from importlib import metadata  # imports much, and only --replace-ddp asks
+    from importlib import metadata  # imports many modules, and is needed for --replace-ddp only
 
     try:
         metadata.distribution("paceline")

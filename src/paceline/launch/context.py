@@ -1,6 +1,6 @@
 """Ranks that `spawn` started, seen from the process that called it.
 
-Its one idea: the guardian reports over a pipe, in lines of JSON; when the pipe ends, so has every rank.
+The guardian reports over a pipe, in lines of JSON. The end of the pipe means that every rank has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.launch.plan import Plan
 from paceline.launch.process import wait_readable
 
 _STARTED_WITHIN_S = 60.0
-_ENDED_WITHIN_S = 20.0  # once the lifeline is cut
+_ENDED_WITHIN_S = 20.0  # after the lifeline is closed
 
 
 class SpawnContext:
@@ -40,7 +40,7 @@ class SpawnContext:
         self._plan = plan
         self._guardian = guardian
         self._report_fd = report_fd
-        self._lifeline = lifeline  # the guardian ends the job when we close it, or cease to be
+        self._lifeline = lifeline  # the guardian ends the job when this is closed, also by our death
         self._relays = relays
         self._received = b""
         self._is_over = False
@@ -48,7 +48,7 @@ class SpawnContext:
         atexit.register(self._at_exit)
 
     def pids(self) -> list[int]:
-        """Process ids of the ranks, by rank.
+        """Process ids of the ranks, by rank. Blocks until they are started.
 
         Raises:
             LaunchError: They could not be started.
@@ -67,10 +67,10 @@ class SpawnContext:
         """Wait until every rank has finished.
 
         Args:
-            timeout: Seconds to wait, or a timedelta; None: as long as it takes.
+            timeout: Seconds to wait, or a timedelta; None: wait without a limit.
 
         Returns:
-            True when all have finished, False when some still run after `timeout`.
+            True if all have finished, False if some still run after `timeout`.
 
         Raises:
             LaunchError: A rank failed; the others have been stopped.
@@ -87,12 +87,12 @@ class SpawnContext:
         """Stop the ranks that still run, and wait until they have ended.
 
         Args:
-            signum: What to send first; SIGTERM and SIGKILL follow, each after a grace.
+            signum: The first signal; SIGTERM and SIGKILL follow, each after a grace period.
         """
         if self._is_over:
             return
         self._guardian.send_signal(signum)
-        # SIGINT, then SIGTERM, then SIGKILL, each after a grace; past that the lifeline ends it.
+        # SIGINT, then SIGTERM, then SIGKILL, each after a grace period; then the lifeline is closed.
         deadline = time.monotonic() + 3 * self._plan.options.grace_s + 10.0
         while not self._is_over and self._receive(deadline):
             pass
@@ -118,7 +118,7 @@ class SpawnContext:
         os.close(self._report_fd)
         try:
             self._guardian.wait(_ENDED_WITHIN_S)
-        except subprocess.TimeoutExpired:  # somebody has stopped it
+        except subprocess.TimeoutExpired:  # the guardian is stopped (SIGSTOP)
             self._guardian.kill()
             self._guardian.wait()
         for relay in self._relays:

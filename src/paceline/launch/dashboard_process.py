@@ -1,6 +1,6 @@
-"""The launcher's end of `--dashboard`: starts the process that serves the page, and ends it with the job.
+"""The launcher's side of `--dashboard`: starts the process that serves the page, and ends it with the job.
 
-Whatever goes wrong with the page, the job goes on.
+A failure of the dashboard does not affect the job.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from paceline.errors import ConfigError
 from paceline.launch.process import python_command
 
 TOKEN_VARIABLE = "PACELINE_DASHBOARD_TOKEN"
-"""A token of the user's, for programs that ask again and again; without it, each job has another one."""
+"""The user's token, for programs that poll the dashboard; without it, each job has a new one."""
 _SHORTEST_TOKEN = 16
 _ENDS_WITHIN_S = 3.0
-_MOST_WAITING = 4096  # connections; one more would try again after a second
+_MOST_WAITING = 4096  # connections; further ones would retry after a second
 
 
 def check_dashboard(port: str, inherited: Mapping[str, str]) -> tuple[int, str]:

@@ -1,9 +1,9 @@
 """`paceline run --nnodes 2 --rdzv HOST:PORT`: the ranks of several hosts, started by torch's elastic agent.
 
-torch's agent on each host starts the ranks of that host, and the agents agree who they are. The launcher
-passes each agent what it would have to guess (whether it serves the others, and at which address others reach
-it), and reports what it waits for in silence: a rendezvous address that does not exist yet, or other hosts.
-Two shells of one machine may be two hosts: the first launcher there serves.
+torch's agent on each host starts the ranks of that host, and the agents agree on the ranks of each. The
+launcher passes each agent what it would have to guess (whether it serves the store, and at which address
+other hosts reach it). It also reports what the agent waits for in silence: a rendezvous address that does not
+exist yet, or other hosts. Two shells of one machine may be two hosts: the first launcher there serves.
 """
 
 from __future__ import annotations
@@ -51,18 +51,18 @@ _SAY_EVERY_S = 10.0
 
 @dataclass(frozen=True)
 class Elastic:
-    """What the user asks of a launch on several hosts, the same on each of them.
+    """The user's options for a launch on several hosts, the same on each of them.
 
     Attributes:
         nnodes: Number of hosts.
-        rdzv: "host:port" where the agents meet: a host of the job, and a free port of it.
+        rdzv: Rendezvous address "host:port" of the agents: a host of the job, and a free port of it.
         nprocs: Number of ranks on this host.
         timeout_s: How long to wait for the other hosts.
-        log_dir: A folder that gets the output of each rank, too.
+        log_dir: A folder to which the output of each rank is also written.
         threads: OMP_NUM_THREADS of each rank.
-        trace: A file for the timeline of this host's ranks, which gets its name; None: nothing is written.
-        dashboard: The port of a page on this host; "0": a free one; None: there is none.
-        node_rank: Which host this is, from 0 on, whose ranks are the first; None: the agents decide.
+        trace: A file for the timeline of this host's ranks; the host's name is added. None: none is written.
+        dashboard: The port of the dashboard on this host; "0": a free one; None: no dashboard.
+        node_rank: Which host this is; the ranks of host 0 come first. None: the agents decide.
     """
 
     nnodes: int
@@ -80,14 +80,14 @@ def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[s
     """Run torch's agent for this host, once the rendezvous address can be reached.
 
     Args:
-        elastic: What was asked.
+        elastic: The user's options.
         command: The script or module, with `-m` before it, and its arguments.
         environment: What the ranks inherit.
 
     Raises:
-        ConfigError: An option is wrong, torch is not installed, the host's name stands for nothing here, or
+        ConfigError: An option is wrong, torch is not installed, the host's name does not resolve here, or
             another program has the port.
-        RendezvousError: Nobody listened at the rendezvous address in time.
+        RendezvousError: No process listened at the rendezvous address in time.
     """
     checked = check(elastic)
     host, port = split_address(checked.rdzv, "--rdzv")
@@ -143,13 +143,13 @@ def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[s
 
 @dataclass(frozen=True)
 class _Watch:
-    """Who looks at the ranks of this host, and at those of all hosts where rank 0 is here.
+    """What the launcher records of the ranks of this host (and of all hosts, if rank 0 is here).
 
     Attributes:
-        recording: What is recorded.
-        dashboard: The page about it; None: there is none.
-        trace: The timeline; None: nothing is written.
-        variables: What the ranks get in their environment.
+        recording: The recording.
+        dashboard: The dashboard that shows it; None if there is none.
+        trace: The timeline; None if none is written.
+        variables: Environment variables for the ranks.
     """
 
     recording: JobRecording
@@ -162,7 +162,7 @@ def _watch_of(elastic: Elastic, command: Sequence[str], inherited: Mapping[str, 
     """Choose where the ranks record.
 
     Raises:
-        ConfigError: Nothing can be written there, or the page's port or token is none.
+        ConfigError: Nothing can be written there, or the dashboard's port or token is invalid.
     """
     dashboard = None if elastic.dashboard is None else check_dashboard(elastic.dashboard, inherited)
     trace: HostTrace | None = None
@@ -182,11 +182,7 @@ def _watch_of(elastic: Elastic, command: Sequence[str], inherited: Mapping[str, 
 
 
 class _RendezvousPoint:
-    """Says what the agent waits for in silence, as long as it has started no rank.
-
-    Args:
-        elastic: What was asked.
-    """
+    """Reports what the agent waits for in silence, until it has started a rank."""
 
     def __init__(self, elastic: Elastic) -> None:
         self._elastic = elastic
@@ -195,11 +191,11 @@ class _RendezvousPoint:
         self._is_over = elastic.nnodes == 1
 
     def seconds_to_look(self) -> float:
-        """When the next look is due, counted from now."""
+        """Seconds until the next call of `look`."""
         return math.inf if self._is_over else _LOOK_S
 
     def look(self, agent: int) -> None:
-        """Say it, if it is time to. The agent runs, or has ended and was not waited for."""
+        """Report it if it is time to. The agent runs, or is an unreaped zombie."""
         if self._is_over or descendants(agent) or has_had_children(agent):
             self._is_over = True
         elif time.monotonic() >= self._say_at_s:
@@ -211,8 +207,8 @@ class _RendezvousPoint:
             )
 
     def end(self, status: int) -> None:
-        """The agent has ended: say what that means, if it has given up before there was any rank."""
-        # One that has seen a rank fail at once ends as early as it likes.
+        """The agent has ended: report if it gave up before there was any rank."""
+        # An agent whose rank failed at once may end before the time-out.
         has_given_up = time.monotonic() - self._began_s >= self._elastic.timeout_s
         if self._is_over or status == 0 or not has_given_up:
             return
@@ -228,7 +224,7 @@ class _RendezvousPoint:
 
 
 def _pass_on(agent: int, signum: int) -> None:
-    """Give the ranks of an agent a signal that schedulers send as a warning; no process ends by it."""
+    """Send an agent's ranks a signal that schedulers send as a warning, except ranks that it would end."""
     ranks = children(agent)
     deaf = pass_on(ranks, signum)
     if not ranks:
@@ -240,18 +236,17 @@ def _pass_on(agent: int, signum: int) -> None:
 def _run_watched(
     words: Sequence[str], environment: Mapping[str, str], watch: _Watch, rendezvous: _RendezvousPoint
 ) -> int:
-    """Run the agent as a child, and report what is seen of its ranks. Returns its exit status.
+    """Run the agent as a child, and report what its ranks record. Returns its exit status.
 
     A Ctrl-C reaches the agent from the terminal; other signals are passed on. If this process is killed, the
-    agent is asked to stop. If the agent is killed, its ranks become children of this process, which kills
-    them.
+    agent gets a SIGTERM. If the agent is killed, its ranks become children of this process, which kills them.
     """
     own_pid = os.getpid()
     adopt_orphans()
     watch.recording.begin()
     if watch.dashboard is not None:
         watch.dashboard.begin()
-    warnings = (signal.SIGUSR1, signal.SIGUSR2)  # blocked up to here
+    warnings = (signal.SIGUSR1, signal.SIGUSR2)  # blocked until here
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, warnings)
@@ -262,7 +257,7 @@ def _run_watched(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda received, _: agent.send_signal(received))
-    for signum in warnings:  # the agent would end by them
+    for signum in warnings:  # they would end the agent
         signal.signal(signum, lambda received, _: _pass_on(agent.pid, received))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, warnings)
     while not wait_readable([ended], min(watch.recording.seconds_to_look(), rendezvous.seconds_to_look())):
@@ -288,10 +283,10 @@ def _run_watched(
 
 
 def check(elastic: Elastic) -> Elastic:
-    """Raise unless the numbers and the address can be meant.
+    """Raise unless the numbers and the address are valid.
 
     Raises:
-        ConfigError: One of them can't.
+        ConfigError: One of them is not.
     """
     arguments = Arguments("")
     hint = "--nnodes 2 --rdzv node0:29400 on both hosts"
@@ -332,10 +327,10 @@ def agent_command(elastic: Elastic, way: Way, port: int, *, serves: bool) -> lis
 
 @contextmanager
 def _claim_port(port: int) -> Iterator[bool]:
-    """Keep a name of this machine that belongs to a port; gives whether no other launcher here has it.
+    """Reserve a port among the launchers of this machine; yields whether no other launcher has reserved it.
 
-    The port itself says it too late: an agent takes seconds until it listens, and the launcher of another
-    shell may come meanwhile. An abstract name of a socket ends with its process.
+    Binding the port itself would not do: the agent takes seconds until it listens, and the launcher of
+    another shell may start meanwhile. So this binds an abstract socket name, which ends with its process.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as claim:
         try:

@@ -1,10 +1,9 @@
 """Ranks that are forked from one interpreter that has imported torch, instead of importing it one by one.
 
-Most of a rank's start is torch's own import, some 1.5 s of processor time in each rank.
-Where a script does nothing before it imports torch, nobody can tell who has imported it. So one process does,
-the *template*, becomes all ranks by fork, and ends; the supervisor, a subreaper, inherits them as its
-children. What a rank then sees is what a Python of its own would show it: arguments, environment, streams,
-`__main__`.
+Most of a rank's start is torch's own import, some 1.5 s of processor time in each rank. If a script does
+nothing before it imports torch, it makes no difference which process has imported it. So one process, the
+*template*, imports it, forks all ranks, and ends. The supervisor, a subreaper, then inherits the ranks as its
+children. A rank sees what its own Python would show it: arguments, environment, streams, `__main__`.
 
 This file is the supervisor's side; `template.py` runs in the other processes.
 """
@@ -36,11 +35,11 @@ from paceline.launch.process import (
 
 VARIABLE = "PACELINE_FORK_RANKS"
 _TEMPLATE = Path(__file__).with_name("template.py")
-_IMPORTED_WITHIN_S = 300.0  # from a slow network disk, say
+_IMPORTED_WITHIN_S = 300.0  # a network disk may be slow
 _MOST_SOURCE_BYTES = 1 << 20
 SHARED = ("torch", "paceline.torch")
 BY_OPTIMIZERS = "torch._dynamo"
-"""What torch imports when the first optimizer is made: as long as torch itself, and 100 MB in each rank."""
+"""What torch imports for the first optimizer: takes as long as torch itself, and 100 MB in each rank."""
 
 
 class StoppedError(Exception):
@@ -58,24 +57,24 @@ class Shared:
 def shared_start(
     argv: Sequence[str], nprocs: int, num_cores: int, inherited: Mapping[str, str]
 ) -> Shared | None:
-    """What one process can import for all ranks of a script; None: each rank starts by itself."""
+    """What one process can import for all ranks of a script; None if each rank must start by itself."""
     if nprocs < 2 or inherited.get(VARIABLE, "1") in ("", "0"):
         return None
     if inherited.get("PACELINE_REPLACE_DDP", "0") not in ("", "0") or sys.flags.interactive:
-        return None  # each rank reports what was replaced; or the user wants to look at it afterwards
+        return None  # each rank reports what was replaced; or the user wants an interactive session
     modules = modules_before_all(Path(argv[0]))
     if "torch" not in modules or importlib.util.find_spec("torch") is None:
         return None
-    # Ranks that have a core each import it at the same time, and are no later by it.
+    # Ranks with a core each import it at the same time, so sharing the import would not make them faster.
     if nprocs > num_cores and makes_optimizers(Path(argv[0])):
         modules += (BY_OPTIMIZERS,)
     return Shared(tuple(argv), modules)
 
 
 def modules_before_all(script: Path) -> tuple[str, ...]:
-    """What of `SHARED` a script imports before it does anything but import the standard library.
+    """The modules of `SHARED` that a script imports before anything but imports of the standard library.
 
-    Anything else, a variable of the environment above all, may change what these imports do.
+    Other statements, above all changes of the environment, may affect these imports.
 
     Example:
         `import os`, then `import torch`: torch. `os.environ["OMP_NUM_THREADS"] = "1"` between them: nothing.
@@ -85,7 +84,7 @@ def modules_before_all(script: Path) -> tuple[str, ...]:
         if isinstance(statement, ast.Import):
             names = [alias.name for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom) and not statement.level:
-            # A module, or a name in one.
+            # The name may be a module, or an attribute of one.
             names = [f"{statement.module}.{alias.name}" for alias in statement.names]
         elif number == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
             continue  # the docstring
@@ -100,8 +99,8 @@ def modules_before_all(script: Path) -> tuple[str, ...]:
 
 
 def makes_optimizers(script: Path) -> bool:
-    """Whether a script names optimizers, and none of the variables that torch reads when it makes
-    the first.
+    """Whether a script mentions optimizers, and none of the variables that torch reads when it makes the
+    first one.
     """
     named = False
     for node in ast.walk(_parsed(script)):
@@ -124,11 +123,11 @@ def _parsed(script: Path) -> ast.Module:
 def fork_ranks(
     shared: Shared, command: Sequence[str], starts: Sequence[RankStart], wakeup: int
 ) -> list[ForkedRank] | None:
-    """Start all ranks of a script; call it from the main thread of a subreaper that has no other.
+    """Start all ranks of a script. Call it from the main thread of a subreaper that has no other threads.
 
     Returns:
-        None: there is none. Torch could not be imported, and each rank will tell why; or this is no place
-        for it.
+        The ranks. None if there are none: torch could not be imported (each rank will then report why), or
+        ranks cannot be forked in this place.
     """
     supervisor = os.getpid()
     reply, written = os.pipe()
@@ -162,10 +161,10 @@ def fork_ranks(
         template.wait()  # it ends at once
         if all(map(_is_child, pids)):
             return [ForkedRank(pid) for pid in pids]
-    # Or there is no subreaper here, or something stands between that is called Python: ranks that find
-    # another parent than the supervisor have ended by themselves.
-    kill_descendants()  # a rank that nobody knows of must not run
-    template.returncode = template.returncode or 1  # it was reaped there
+    # Or there is no subreaper here, or a wrapper stands between this process and Python: ranks with another
+    # parent than the supervisor have ended themselves.
+    kill_descendants()  # a rank that is not returned must not run
+    template.returncode = template.returncode or 1  # kill_descendants() has reaped it
     return None
 
 

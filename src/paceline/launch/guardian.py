@@ -1,10 +1,10 @@
-"""The process that the user sees, and the reason why nothing is left behind.
+"""The process that the user sees, and that leaves no process behind.
 
-Two processes watch each other. The guardian (this one, whose pid the user knows) starts the supervisor,
-passes signals on to it, and at the end ends whatever is left below itself: as a child subreaper it inherits
-every process whose parent has died, also those that made themselves a session of their own. If the supervisor
-is killed, the guardian cleans up; if the guardian is killed, the kernel tells the supervisor, which does; if
-both are killed at once, the kernel still kills every rank.
+Two processes watch each other. The guardian (this one, whose pid the user knows) starts the supervisor and
+passes signals on to it. At the end it ends all processes that are left below itself: as a child subreaper it
+inherits every process whose parent has died, also those in a session of their own. If the supervisor is
+killed, the guardian cleans up. If the guardian is killed, the kernel signals the supervisor, which cleans up.
+If both are killed at once, the kernel still kills every rank.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from paceline.launch.supervise import Supervisor
 
 _PASSED_ON = (signal.SIGWINCH, signal.SIGUSR1, signal.SIGUSR2)
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGTSTP, *_PASSED_ON)
-# Wrappers pass on a Ctrl-C that the terminal has sent us too, and timeout(1) signals both us and our group;
-# a second one from a person takes longer.
+# Wrappers pass on a Ctrl-C that the terminal has also sent to this process, and timeout(1) signals both this
+# process and its group. A person takes longer for a second Ctrl-C.
 _SECOND_SIGNAL_AFTER_S = 0.3
 
 
@@ -45,6 +45,10 @@ def run_guarded(plan: Plan, lifelines: Sequence[int] = ()) -> int:
     """Run a plan to its end, and leave no process behind.
 
     Call it from the main thread of a process that does nothing else.
+
+    Args:
+        plan: What to run.
+        lifelines: Descriptors; when one of them becomes readable or ends, the job is killed.
 
     Returns:
         The exit status of the job.
@@ -54,11 +58,11 @@ def run_guarded(plan: Plan, lifelines: Sequence[int] = ()) -> int:
 
 
 def guard(plan_fd: int, lifeline: int, parent: int) -> None:
-    """As long as the process that called `spawn` lives."""
+    """Run a plan as long as the process that called `spawn` lives; the entry point of its guardian."""
     plan: Plan = pickle.loads(read_memory_file(plan_fd))
     lifelines = [lifeline]
-    # A fork of the parent may hold the other end of the lifeline; its pidfd speaks of the parent alone.
-    with suppress(OSError):  # Linux before 5.3, or the parent has ended, which the lifeline says too
+    # A fork of the parent may hold the other end of the lifeline; a pidfd refers to the parent alone.
+    with suppress(OSError):  # Linux before 5.3, or the parent has ended, which the lifeline shows too
         lifelines.append(os.pidfd_open(parent))
     if os.getppid() != parent:
         sys.exit(1)
@@ -84,7 +88,7 @@ class _Guardian:
                 return 128 + signal.SIGKILL
             for signum in os.read(wakeup, 512):
                 self._on_signal(signum)
-        unkillable = kill_descendants()  # none is there, unless the supervisor was killed
+        unkillable = kill_descendants()  # none is left, unless the supervisor was killed
         if unkillable:
             say(f"paceline: could not end {', '.join(map(describe, unkillable))}")
         return self._exit_status()
@@ -99,7 +103,7 @@ class _Guardian:
         elif self._first_stop_at is None:
             self._first_stop_at = time.monotonic()
             send(self._supervisor, signum)
-        # Schedulers send SIGTERM again at the end of the time that they leave a job to save its work.
+        # Schedulers repeat SIGTERM at the end of the time that they allow a job to save its work.
         elif signum != signal.SIGTERM and time.monotonic() - self._first_stop_at > _SECOND_SIGNAL_AFTER_S:
             kill_descendants()
             say(f"paceline: second {signal.Signals(signum).name}: every rank was killed")
@@ -119,9 +123,9 @@ def _catch_signals(signals: Sequence[int]) -> int:
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for signum in signals:
-        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a shell's background job
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # ignored by nohup, or a shell's background job
             signal.signal(signum, _nothing)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # `paceline run` has blocked some up to here
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # `paceline run` has blocked some until here
     return wakeup
 
 
@@ -134,7 +138,7 @@ def _fork_supervisor(plan: Plan) -> int:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # Python was started without it
             stream.flush()
-    # Until the supervisor listens itself, a signal for it would be written to our own wake-up pipe.
+    # Until the supervisor has its own handlers, a signal to it would be written to our wake-up pipe.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
     pid = os.fork()
     if pid == 0:
@@ -150,13 +154,13 @@ def _fork_supervisor(plan: Plan) -> int:
 
 
 def _supervise(plan: Plan, guardian: int, terminal_group: int) -> int:
-    os.setpgid(0, 0)  # the terminal's Ctrl-C comes through the guardian, once
-    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # and writing to the terminal must not stop us
+    os.setpgid(0, 0)  # so that the terminal's Ctrl-C arrives once, through the guardian
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # and writing to the terminal does not stop us
     signal.signal(signal.SIGTSTP, signal.SIG_DFL)
     adopt_orphans()
 
     def on_sigterm(signum: int, frame: FrameType | None) -> None:
-        # Runs even while a full pipe blocks our output.
+        # Runs even while a full pipe blocks this process's output.
         if os.getppid() != guardian:
             kill_descendants()
             os._exit(128 + signal.SIGKILL)
@@ -167,7 +171,7 @@ def _supervise(plan: Plan, guardian: int, terminal_group: int) -> int:
 
 
 def _terminal_group(plan: Plan) -> int:
-    """0: no terminal is read."""
+    """The process group that reads the terminal; 0 if no terminal is read."""
     if not plan.passes_stdin:
         return 0
     with suppress(OSError):

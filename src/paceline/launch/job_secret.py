@@ -1,5 +1,5 @@
-"""A secret for a job of one host, in memory that its ranks inherit: the environment and command lines can be
-read by others, a descriptor cannot.
+"""A secret for a job on one host, in memory that its ranks inherit: other processes can read the environment
+and command lines, but not a file descriptor.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL})
 
 
 def with_secret(plan: Plan, inherited: Mapping[str, str] | None = None) -> Plan:
-    """The plan of a job that has a secret; the user's own, if there is one.
+    """Add a new secret to a plan, unless the user has given one.
 
-    The last of the plan's `inherited_fds` holds it then; the caller closes that when it has started the job.
-    Where the kernel refuses such memory, the plan stays as it is, and the job has no secret.
+    The last of the plan's `inherited_fds` then holds it; the caller closes that descriptor after starting the
+    job. If the kernel refuses such memory, the plan is unchanged, and the job has no secret.
     """
     if users_secret(os.environ if inherited is None else inherited) is not NO_SECRET:
         return plan

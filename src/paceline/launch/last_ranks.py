@@ -1,8 +1,8 @@
-"""Reports ranks that go on after the others have ended well, and says when they have hung for too long.
+"""Reports ranks that go on after the others have ended well, and detects when they have hung for too long.
 
-A rank that hangs in `destroy_process_group` or at exit would hold the job without a word. A rank that works,
-such as rank 0 in a last evaluation, is reported as well and may take as long as it likes: only time in which
-it used no processor counts towards the time-out.
+Otherwise a rank that hangs in `destroy_process_group` or at exit would silently keep the job from ending. A
+rank that works, such as rank 0 in a last evaluation, is reported as well, but may take as long as it needs:
+only time in which it used no processor counts towards the time-out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _IDLE_SHARE = 0.01  # of one core: less than any evaluation, upload or compilati
 class LastRanks:
     """Watches the ranks that are left when others have ended without an error.
 
-    As long as most of the job runs, ranks that work are not reported: they may have more data.
+    As long as most ranks run, ranks that work are not reported: they may have more data.
     """
 
     def __init__(
@@ -31,14 +31,14 @@ class LastRanks:
         self._timeout_s = timeout_s
         self._now = now
         self._used = used
-        self._since: float | None = None  # None: all of the job runs
+        self._since: float | None = None  # when the last rank ended; None: all ranks run
         self._is_most = False  # most of the job runs
         self._idle_since = 0.0
-        self._sample = (0.0, 0.0)  # when, and the processor time used by then
+        self._sample = (0.0, 0.0)  # a time, and the processor time used until then
         self._num_reports = 0
 
     def begin(self, pids: Sequence[int], *, is_most: bool = False) -> None:
-        """Another rank has ended, and these are left, which may be most of all."""
+        """Call this when another rank has ended; `pids` are left, `is_most`: they are most of the ranks."""
         now = self._now()
         self._since = self._idle_since = now
         self._sample = (now, self._used(pids))
@@ -46,21 +46,21 @@ class LastRanks:
         self._is_most = is_most
 
     def seconds_to_look(self) -> float | None:
-        """When `look` has something to do, counted from now; None: never, as far as is known."""
+        """Seconds until `look` has something to do; None: never, as far as is known."""
         if self._since is None:
             return None
         due = min(self._since + self._next_report_s(), self._idle_since + self._timeout_s)
         return max(0.0, due - self._now())
 
     def look(self, pids: Sequence[int], *, is_unread: bool = False) -> tuple[float | None, bool]:
-        """See how these ranks are, if it is time to.
+        """Check these ranks, if it is time to.
 
         Args:
-            is_unread: Their output waits to be read, and perhaps they do: such time is not idle.
+            is_unread: Their output is not read, so they may be blocked: such time does not count as idle.
 
         Returns:
-            After how many seconds they must be reported now (None: not now), and whether they were idle for
-            the whole time-out.
+            The number of seconds after which to report them, if a report is due now (else None), and whether
+            they were idle for the whole time-out.
         """
         if self._since is None or self.seconds_to_look() != 0.0:
             return None, False

@@ -1,4 +1,4 @@
-"""Anonymous files in memory that children inherit: no name, no disk, gone with the last one that holds it."""
+"""Anonymous files in memory that children inherit: no name, no disk, freed with their last process."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def _open(name: str) -> int:
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
-    # A kernel or a seccomp filter without memfd_create: a file that has no name, or loses it at once.
+    # Without memfd_create (kernel, seccomp filter): a file without a name, or one that is unlinked at once.
     with tempfile.TemporaryFile(buffering=0) as file:
         return os.dup(file.fileno())
 
 
 def read_memory_file(fd: int) -> bytes:
-    """Its position is shared with whoever inherited it, and left alone."""
+    """The content. Leaves the position alone, which is shared with all processes that inherited the file."""
     data, size = bytearray(), os.fstat(fd).st_size
-    # In pieces, for each of which Python takes memory before it reads: addresses may be limited.
+    # In chunks: Python allocates each before it reads, and address space may be limited.
     while piece := os.pread(fd, min(_PIECE_BYTES, size - len(data)), len(data)):
         data += piece
     return bytes(data)

@@ -1,8 +1,8 @@
 """Output of several ranks on one terminal or file: whole lines, each with its rank, and one progress bar.
 
-A line of one rank never cuts a line of another in two. Rank 0 on a terminal is the exception that makes
-progress bars work: its bytes pass as they are, and lines of other ranks are put above what it has written of
-its current line. The launcher never waits for the reader of its output while the job runs.
+A line of one rank never interrupts a line of another. Rank 0 on a terminal is an exception, so that progress
+bars work: its bytes are passed on unchanged, and lines of other ranks are put above its unfinished line. The
+launcher never waits for the reader of its output while the job runs.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from contextlib import suppress
 _READ_WITHIN_S = 1.0
 _UNREAD_S = 10.0
 _LONGEST_LINE = 1 << 20
-_LONGEST_TRACEBACK = 1000  # lines; a RecursionError folds its own
+_LONGEST_TRACEBACK = 1000  # lines; Python shortens that of a RecursionError itself
 _LONGEST_REDRAWN = 1 << 14
-# How rich, tqdm and others go back to the top of several rows that they draw again.
+# How rich, tqdm and others move back to the top of several rows that they redraw.
 _REDRAW = re.compile(rb"\r?(?:\x1b\[2K)?(?:\x1b\[1A(?:\x1b\[2K)?)+")
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 
 
 class LineBuffer:
-    """Cuts bytes into lines as a terminal would show them in the end.
+    """Splits bytes into lines as a terminal would finally show them.
 
-    Of a progress bar that redraws itself with carriage returns, the last state is the line.
+    For a progress bar that redraws itself with carriage returns, the line is its last state.
     """
 
     def __init__(self) -> None:
@@ -49,15 +49,15 @@ class LineBuffer:
 
 
 class TracebackKeeper:
-    """Holds back a traceback, and what comes after it: the launcher's report may show it instead.
+    """Holds back a traceback and what comes after it, because the launcher's report may show it instead.
 
     Ranks often raise the same error at the same moment. Only when a rank has ended is it known whether a
-    traceback was the last of it, or was logged and survived.
+    traceback ended it, or was logged and survived.
     """
 
     def __init__(self) -> None:
         self.held_since: float | None = None
-        """When the first line that is held came, by time.monotonic()."""
+        """When the first held line arrived, by time.monotonic()."""
         self._held: list[bytes] = []
 
     def feed(self, lines: Sequence[bytes]) -> list[bytes]:
@@ -76,7 +76,7 @@ class TracebackKeeper:
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """What is visible after the carriage returns in `line`, with the one that may end it."""
+    """What is visible after the carriage returns in `line`; a final carriage return is kept."""
     if b"\r" not in line:
         return line
     end = b"\r" if line.endswith(b"\r") else b""
@@ -85,16 +85,16 @@ def _last_drawn(line: bytes) -> bytes:
 
 
 def say(text: str) -> None:
-    """Write to standard error, unless the disk is full or no process reads it: no job waits for that."""
+    """Write to standard error, unless the disk is full or no process reads it: no job may wait for that."""
     with suppress(OSError):
         if _is_writable(2, _READ_WITHIN_S):
             os.write(2, text.encode(errors="replace") + b"\n")
 
 
 class Screen:
-    """The launcher's standard output and error, written by nobody else while the job runs.
+    """The launcher's standard output and error; nothing else writes to them while the job runs.
 
-    What a reader does not take yet is kept, and written by `write_kept`.
+    Output that a reader does not accept yet is kept, and written by `write_kept`.
     """
 
     def __init__(self, stdout_fd: int = 1, stderr_fd: int = 2) -> None:
@@ -102,14 +102,14 @@ class Screen:
         self._kept: dict[int, deque[bytes]] = {1: deque(), 2: deque()}
         if _is_same_file(stdout_fd, stderr_fd):
             self._kept[2] = self._kept[1]
-        self._read_at = 0.0  # when standard output took something, or nothing was kept for it
+        self._read_at = 0.0  # when standard output accepted something, or nothing was kept for it
         self._is_unread_reported = False
         self._is_terminal = {stream: _is_terminal(fd) for stream, fd in self._fds.items()}
         self._has_colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
         self._drawn = b""  # rank 0's unfinished last line, or the rows that it redraws together
-        self._rows_above = 0  # of those rows, how many stand above the last
+        self._rows_above = 0  # how many of those rows are above the last one
         self.has_lost_reader = False  # no process reads our standard output any more
-        self._failed: set[int] = set()  # streams that could not be written, which was reported
+        self._failed: set[int] = set()  # streams with a write error that was reported
 
     def is_terminal(self, stream: int) -> bool:
         return self._is_terminal[stream]
@@ -136,7 +136,7 @@ class Screen:
         for redraw in _REDRAW.finditer(drawn):
             self._rows_above = redraw.group().count(b"\x1b[1A")
         rows = _REDRAW.split(drawn)[-1].split(b"\n")
-        if len(rows) > self._rows_above + 1:  # it draws no more, or something longer
+        if len(rows) > self._rows_above + 1:  # it has stopped redrawing, or redraws more rows
             rows, self._rows_above = rows[-1:], 0
         if b"\r" in rows[-1]:
             rows[-1] = b"\r" + _last_drawn(rows[-1])
@@ -151,17 +151,17 @@ class Screen:
         self._write(2, text.encode(errors="replace") + b"\n")
 
     def blocked(self) -> dict[int, int]:
-        """The streams that wait for their reader, and their descriptors."""
+        """The streams that wait for their reader, with their file descriptors."""
         return {stream: self._fds[stream] for stream, kept in self._kept.items() if kept}
 
     def seconds_to_report(self) -> float | None:
-        """When `report_unread` has something to say, counted from now; None: never, as far as is known."""
+        """Seconds until `report_unread` has something to report; None: never, as far as is known."""
         if not self._kept[1] or self._kept[2] or self._is_unread_reported:
             return None
         return max(0.0, self._read_at + _UNREAD_S - time.monotonic())
 
     def report_unread(self) -> None:
-        """Once, if standard output has not been read for long."""
+        """Report once if standard output has not been read for long."""
         if self.seconds_to_report() == 0.0:
             self._is_unread_reported = True
             self.say(
@@ -170,7 +170,7 @@ class Screen:
             )
 
     def write_kept(self) -> None:
-        """Write what was kept, as far as the readers take it."""
+        """Write what was kept, as far as the readers accept it."""
         for stream in (1, 2):
             self._write_kept(stream)
 
@@ -186,11 +186,11 @@ class Screen:
             try:
                 if not _is_writable(fd):
                     return
-                # So much fits into a pipe that is writable.
+                # A pipe that is writable has room for this much.
                 num_written = os.write(fd, memoryview(kept[0])[: select.PIPE_BUF])
             except BlockingIOError:  # another process made the shared pipe non-blocking
                 return
-            except OSError as error:  # go on reading the ranks, so that none blocks
+            except OSError as error:  # keep reading the ranks, so that none blocks
                 kept.clear()
                 self._report(stream, error)
                 return
@@ -213,7 +213,7 @@ class Screen:
 
 
 def _is_writable(fd: int, within_s: float = 0.0) -> bool:
-    """Whether a write can tell something: that it is done, or why not."""
+    """Whether a write would return at once, with success or an error."""
     writable = select.poll()
     writable.register(fd, select.POLLOUT)
     return bool(writable.poll(1000 * within_s))

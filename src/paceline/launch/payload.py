@@ -1,6 +1,8 @@
-"""Its one idea: pickle what can be found by name, as multiprocessing does, and take cloudpickle for what
-can't: what was defined in a notebook, a REPL, or inside another function. The bytes travel in an anonymous
-memory file that only our own children inherit; no network is involved.
+"""Pickles the call that `spawn` makes in its ranks.
+
+Functions that can be found by name are pickled as multiprocessing does it. cloudpickle is used for others:
+those defined in a notebook, a REPL, or inside another function. The bytes are passed in an anonymous memory
+file that only our own children inherit; no network is involved.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from paceline.launch.cells import remember_sources, typed_sources
 
 @dataclass
 class InheritedFd:
-    """`detach` is what multiprocessing calls."""
+    """multiprocessing calls `detach`."""
 
     fd: int
 
@@ -45,16 +47,16 @@ class _Inheritance:
 @dataclass(frozen=True)
 class Payload:
     data: bytes
-    fds: tuple[int, ...]  # that the other process must inherit
+    fds: tuple[int, ...]  # descriptors that the other process must inherit
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Payload:
-    """Make a call portable.
+    """Pickle a call.
 
     Args:
         function: What to call.
         args: Its arguments after the rank. Queues and locks of multiprocessing's "spawn" context, and tensors
-            where torch is loaded, are shared; anything else is copied.
+            if torch is loaded, are shared; anything else is copied.
     """
     preparation = _preparation()
     inheritance = _Inheritance()
@@ -69,15 +71,15 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Payload:
 
 
 def unpack(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Imports the main script of the parent first, as `__mp_main__`, so that what it defines is found."""
+    """Unpickle a call. Imports the parent's main script first, as `__mp_main__`, so that its names exist."""
     from multiprocessing import resource_tracker, spawn
 
     stream = io.BytesIO(data)
     preparation, tracker_fd, sources = pickle.load(stream)
     remember_sources(sources)
     if tracker_fd is not None:
-        # As multiprocessing does it: one tracker for the whole family, else ours would unlink what others
-        # still use.
+        # As in multiprocessing: one tracker for the whole family, otherwise ours would unlink what other
+        # processes still use.
         resource_tracker._resource_tracker._fd = tracker_fd  # type: ignore[attr-defined]
     spawn.prepare(preparation)
     function, args = pickle.load(stream)
@@ -121,7 +123,7 @@ def _cloudpickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> by
         make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
         return _code_from, (make, parts, code.co_filename)
 
-    # The table must be the class's: the pickler reads it when it is made, and no later.
+    # The table must belong to the class: the pickler reads it only when it is created.
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         dispatch_table: ClassVar = ChainMap(
             {types.CodeType: reduce_code},
@@ -143,7 +145,7 @@ def _cloudpickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> by
 
 
 def _code_from(make: Callable[..., types.CodeType], parts: tuple[Any, ...], filename: str) -> types.CodeType:
-    """Code as cloudpickle makes it, which since 3.1.3 forgets its file: tracebacks show the cell by that."""
+    """Code from cloudpickle, which since 3.1.3 drops the file name: tracebacks need it to show the cell."""
     return make(*parts).replace(co_filename=filename)
 
 

@@ -1,6 +1,8 @@
-"""Its one idea: cut the list of usable CPUs, ordered so that neighbours share caches and memory, into one run
-of neighbours per rank. Where it costs no rank a CPU, no run goes beyond a NUMA node: the kernel gives a rank
-memory of the node that it runs on.
+"""Assigns CPUs to ranks.
+
+The usable CPUs are ordered so that neighbours share caches and memory, and cut into one range of neighbours
+for each rank. Unless it costs a rank a CPU, no range crosses a NUMA node: the kernel gives a rank memory of
+the node on which it runs.
 """
 
 from __future__ import annotations
@@ -12,12 +14,12 @@ from itertools import groupby, pairwise
 
 @dataclass(frozen=True, order=True)
 class Cpu:
-    """One logical CPU; the order of the fields is the order of nearness."""
+    """One logical CPU; sorting by these fields puts near CPUs beside each other."""
 
     node: int  # NUMA node
     package: int
-    core: int  # the hyper-threads of a core share it
-    cpu: int  # what sched_setaffinity takes
+    core: int  # shared by the hyper-threads of a core
+    cpu: int  # the number for sched_setaffinity
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Machine:
     """What this process may use of the machine."""
 
     cpus: tuple[Cpu, ...]  # of the affinity mask
-    quota: float | None  # CPUs that the cgroup pays for; None: all
+    quota: float | None  # the cgroup's CPU quota; None: no limit
 
     @property
     def num_cores(self) -> int:
@@ -34,12 +36,12 @@ class Machine:
 
     @property
     def is_cut_by_quota(self) -> bool:
-        """The quota gives less than the mask shows: other jobs are on the same CPUs."""
+        """The quota is smaller than the mask: other jobs run on the same CPUs."""
         return self.num_cores < len(self.cpus)
 
 
 def threads_per_rank(num_cores: int, nprocs: int) -> int:
-    """Threads for each rank so that all of them together fit the cores.
+    """Threads for each rank, so that all of them together fit the cores.
 
     Example:
         >>> threads_per_rank(8, 3), threads_per_rank(2, 8)
@@ -49,10 +51,10 @@ def threads_per_rank(num_cores: int, nprocs: int) -> int:
 
 
 def assign_cores(cpus: Iterable[Cpu], nprocs: int) -> list[frozenset[int]] | None:
-    """Disjoint sets of CPUs, one per rank, that cover all CPUs; None when there are more ranks than CPUs.
+    """Disjoint sets of CPUs, one per rank, that cover all CPUs; None if there are more ranks than CPUs.
 
-    Hyper-threads of one core go to one rank where there are enough cores. Sizes differ by one core at most,
-    unless ranks of larger sets can each stay in one NUMA node while the smallest set is as large as before.
+    Hyper-threads of one core go to one rank if there are enough cores. Sizes differ by one core at most,
+    unless ranks with larger sets can each stay in one NUMA node while the smallest set stays as large.
     """
     ordered = sorted(cpus)
     if nprocs > len(ordered):
@@ -71,9 +73,9 @@ def assign_cores(cpus: Iterable[Cpu], nprocs: int) -> list[frozenset[int]] | Non
 
 
 def assign_nodes(cpus: Iterable[Cpu], nprocs: int) -> list[frozenset[int]] | None:
-    """For more ranks than CPUs: all CPUs of one NUMA node for each rank; None where there is one node only.
+    """For more ranks than CPUs: all CPUs of one NUMA node for each rank; None if there is only one node.
 
-    Unbound, such a rank would be moved between nodes, away from its memory.
+    Otherwise the kernel would move such a rank between nodes, away from its memory.
     """
     nodes = [
         frozenset(cpu.cpu for cpu in node) for _, node in groupby(sorted(cpus), key=lambda cpu: cpu.node)
@@ -85,13 +87,13 @@ def assign_nodes(cpus: Iterable[Cpu], nprocs: int) -> list[frozenset[int]] | Non
 
 
 def _seats(sizes: Sequence[int], nprocs: int) -> list[int]:
-    """How many ranks each node gets, at least one, so that the rank with the least has as much as it can.
+    """The number of ranks on each node, at least one; maximizes the CPUs of the rank with the fewest.
 
     Source: the method of highest averages, D'Hondt 1882.
     """
     seats = [1] * len(sizes)
     for _ in range(nprocs - len(sizes)):
-        # Of equals the first: ranks are numbered node by node.
+        # Of equal nodes the first one: ranks are numbered node by node.
         seats[max(range(len(sizes)), key=lambda node: sizes[node] / (seats[node] + 1))] += 1
     return seats
 

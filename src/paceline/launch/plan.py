@@ -1,6 +1,6 @@
-"""What is to be started, decided before anything is: one frozen value per launch.
+"""The plan of a launch: one frozen value that is made before anything is started.
 
-Its one idea: everything that can be wrong is checked here, while there is nothing to clean up.
+All errors in the options are found here, while there is nothing to clean up.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from paceline.rendezvous.limits import explain
 from paceline.trace import jobs
 from paceline.trace.ring_file import FOLDER_VARIABLE
 
-MAX_NPROCS = 128  # as _core.MAX_RANKS, which a launcher does not load: it brings numpy
+MAX_NPROCS = 128  # same as _core.MAX_RANKS; a launcher does not load the core, which imports numpy
 
-# What the launcher opens: for each rank its two streams, its log, its file for exceptions; for itself pipes,
-# an epoll, the secret, the call and the plan of `spawn`, and those of the rank that is just being started.
+# What the launcher opens. For each rank: two streams, the log, the file for exceptions. For itself: pipes, an
+# epoll, the secret, the call and the plan of `spawn`, and descriptors of the rank that is just being started.
 _DESCRIPTORS_PER_RANK = 4
 _OWN_DESCRIPTORS = 19
 
@@ -41,7 +41,7 @@ _PLACEMENT_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "O
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks of the launcher, the same for `paceline run` and `spawn`."""
+    """The user's options for the launcher, the same for `paceline run` and `spawn`."""
 
     nprocs: int | None = None  # None: as many as there are cores
     master_addr: str = "127.0.0.1"
@@ -53,7 +53,7 @@ class Options:
     timeout_s: float | None = None
     grace_s: float = 5.0
     preempt_s: float = 30.0  # from a SIGTERM for the job to SIGKILL
-    exit_timeout_s: float = 1800.0  # how long the last ranks may be idle; as a process group's time-out
+    exit_timeout_s: float = 1800.0  # how long the last ranks may be idle; like a process group's time-out
     trace: str | None = None  # a file for the timeline of all ranks
     dashboard: str | None = None  # the port of a page about the job; "0": a free one
 
@@ -62,7 +62,7 @@ class Options:
 class Plan:
     """One launch, ready to start. Pickles."""
 
-    name: str  # what messages call it: "train.py"
+    name: str  # the name in messages: "train.py"
     command: tuple[str, ...]  # the same for every rank
     environments: tuple[Mapping[str, str], ...]  # one per rank
     cores: tuple[frozenset[int] | None, ...]  # one per rank; None: not bound
@@ -73,9 +73,9 @@ class Plan:
     error_fds: tuple[int, ...] = ()
     report_fd: int | None = None
     recording: Path = Path()  # the folder in which ranks record
-    owns_recording: bool = False  # else it is the user's
+    owns_recording: bool = False  # else the folder is the user's
     dashboard: tuple[int, str] | None = None  # port and token of the page
-    shared: Shared | None = None  # what one process does for all ranks; None: each starts by itself
+    shared: Shared | None = None  # what one process imports for all ranks; None: each starts by itself
 
     @property
     def nprocs(self) -> int:
@@ -91,18 +91,18 @@ def make_plan(
     machine: Machine | None = None,
     script: Sequence[str] | None = None,
 ) -> Plan:
-    """Check the options and decide everything that they leave open.
+    """Check the options, and choose everything that they leave open.
 
     Args:
-        name: What messages call the job.
+        name: The name of the job in messages.
         command: The command line of every rank.
-        options: What the user asks.
+        options: The user's options.
         inherited: The environment that ranks inherit; None: this process's.
         machine: What the ranks may use; None: read from the machine.
         script: The script with its arguments, if that is what the command runs.
 
     Raises:
-        ConfigError: An option is out of range, or the port is taken.
+        ConfigError: An option is invalid, or the port is taken.
     """
     _check_descriptors(options.nprocs)  # first: the machine is read from files
     machine = read_machine() if machine is None else machine
@@ -138,18 +138,18 @@ def make_plan(
         recording=Path({**inherited, **recorded}[FOLDER_VARIABLE]),
         owns_recording=FOLDER_VARIABLE in recorded,
         dashboard=None if options.dashboard is None else check_dashboard(options.dashboard, inherited),
-        # Drivers of GPUs may not be forked.
+        # Processes that have loaded GPU drivers must not be forked.
         shared=shared_start(script, nprocs, machine.num_cores, inherited) if script and not has_gpu else None,
     )
 
 
 def _check_descriptors(nprocs: int | None) -> None:
-    """Raise unless the launcher may open as many files as so many ranks need.
+    """Raise unless the launcher may open as many files as the ranks need.
 
     Raises:
-        ConfigError: It may not. Told before anything is started, which would fail half-way.
+        ConfigError: It may not. Raised now, because a launch would fail half-way.
     """
-    if nprocs is None or nprocs not in range(1, MAX_NPROCS + 1):  # wrong, which is told later
+    if nprocs is None or nprocs not in range(1, MAX_NPROCS + 1):  # an invalid number is reported later
         nprocs = min(len(os.sched_getaffinity(0)), MAX_NPROCS)
     may, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -159,7 +159,7 @@ def _check_descriptors(nprocs: int | None) -> None:
         raise ConfigError(
             "The launcher cannot see its own process.", seen=str(error), likely=likely, hint=hint
         ) from error
-    except OSError:  # not even that one
+    except OSError:  # not even one more file
         has = may
     needs = has + _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * nprocs
     if needs > may:
@@ -202,7 +202,7 @@ def _checked_options(options: Options) -> Options:
 
 
 def launch_seconds(check: Arguments, name: str, value: float | timedelta) -> float:
-    """How long the launcher waits: 0 is at once, and for ever is said by leaving it out."""
+    """Check a time of the launcher: 0 means at once; an infinite one is expressed by leaving it out."""
     return check.seconds(name, value, may_be_zero=True, is_finite=True)
 
 
@@ -229,10 +229,10 @@ def _make_log_dir(path: str, nprocs: int) -> None:
 
 
 def _what_is_no_log(path: Path) -> str:
-    """What is found in the place of a log that another user may have put there; "": nothing is wrong."""
+    """What another user may have put in the place of a log; "" if nothing is wrong."""
     try:
         mode = path.lstat().st_mode
-    except OSError:  # nothing is there, or opening it will say what is wrong
+    except OSError:  # there is nothing, or opening it will report what is wrong
         return ""
     if stat.S_ISLNK(mode):
         return f"a link to {os.readlink(path)}"

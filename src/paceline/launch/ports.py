@@ -1,7 +1,7 @@
-"""Ports: finding free ones for a job, and saying who holds a taken one.
+"""Finds free ports for a job, and reports which process holds a taken one.
 
-Its one idea: a port below the range that the kernel hands to outgoing connections stays free between the
-moment we look and the moment rank 0 listens on it, unless somebody asks for that very number.
+A port below the range that the kernel uses for outgoing connections stays free between this check and the
+moment when rank 0 listens on it, unless another process asks for exactly that number.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _LOWEST = 15000
 
 
 def free_ports(count: int) -> list[int]:
-    """Different ports that nobody listens on now, on any interface."""
+    """Different ports on which no process listens now, on any interface."""
     span = range(_LOWEST, _first_ephemeral_port())
     ports: list[int] = []
-    with ExitStack() as held:  # keeps each, so that none is found twice
+    with ExitStack() as held:  # keeps each one bound, so that none is found twice
         for _ in range(100 * count):
-            # Not the global generator: a user's seed must not make two jobs choose alike.
+            # Not the global generator: if users set a seed, two jobs must not choose the same ports.
             port = span[int.from_bytes(os.urandom(4), "big") % len(span)]
             listener = held.enter_context(socket.socket())
             if _binds(listener, port):
@@ -52,16 +52,16 @@ def check_port_is_free(
     likely: str = "another job runs with the same --master-port",
     hint: str = "leave --master-port out: each launch then finds a free port",
 ) -> None:
-    """Raise unless `port` of `address` can be listened on, by rank 0 or by torch's agent.
+    """Raise unless rank 0, or torch's agent, can listen on `port` of `address`.
 
     Args:
         address: A name or an address of this machine.
-        port: The port; 0: only the address is looked at.
-        likely: Why it might be taken.
-        hint: What to do then.
+        port: The port; 0: only the address is checked.
+        likely: The likely cause if it is taken.
+        hint: The hint in that case.
 
     Raises:
-        ConfigError: The port is taken (by whom, where that can be seen), or `address` is not this host's.
+        ConfigError: The port is taken (by which process, if visible), or `address` is not this host's.
     """
     try:
         infos = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
@@ -73,7 +73,7 @@ def check_port_is_free(
         ) from None
     family, kind, protocol, _, where = infos[0]
     with socket.socket(family, kind, protocol) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # although a job has just used it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a job may have just used the port
         try:
             listener.bind(where)
             listener.listen()
@@ -104,7 +104,7 @@ def _taken(address: str, port: int, error: OSError, likely: str, hint: str) -> C
 
 
 def who_listens(port: int) -> str | None:
-    """The process that listens on `port`, as "pid 123 (python train.py)"; None if it can't be seen."""
+    """The process that listens on `port`, as "pid 123 (python train.py)"; None if it is not visible."""
     inodes = _listening_inodes(port)
     for folder in Path("/proc").glob("[0-9]*") if inodes else ():
         if not inodes.isdisjoint(_links(folder / "fd")):
@@ -113,9 +113,9 @@ def who_listens(port: int) -> str | None:
 
 
 def _links(folder: Path) -> set[str]:
-    """What the descriptors of a process refer to; those that can't be read are left out."""
+    """Targets of a process's file descriptors; those that can't be read are left out."""
     links = set()
-    with suppress(OSError):  # ended meanwhile, or another user's
+    with suppress(OSError):  # the process has ended, or is another user's
         for fd in folder.iterdir():
             with suppress(OSError):  # closed meanwhile
                 links.add(os.readlink(fd))

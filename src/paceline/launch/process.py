@@ -1,5 +1,7 @@
-"""Its one idea: a process tree whose every member can be found and ended. The kernel kills a rank with its
-parent (PR_SET_PDEATHSIG), and gives orphans to us and not to init (PR_SET_CHILD_SUBREAPER).
+"""A process tree in which every process can be found and ended.
+
+The kernel kills a rank with its parent (PR_SET_PDEATHSIG), and reparents orphans to this process instead of
+init (PR_SET_CHILD_SUBREAPER).
 """
 
 from __future__ import annotations
@@ -16,10 +18,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-WITHOUT_FOLDER = "import sys; sys.path[:1] = filter(None, sys.path[:1])"  # as `python -P`, of 3.11 and newer
+WITHOUT_FOLDER = "import sys; sys.path[:1] = filter(None, sys.path[:1])"  # like `python -P` of 3.11 and newer
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-# Helpers of a rank's own, such as multiprocessing's resource tracker, need a moment to see that it has ended.
+# Helper processes of a rank, such as multiprocessing's resource tracker, need a moment to notice its end.
 _LEFTOVER_GRACE_S = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -30,25 +32,25 @@ def interpreter() -> tuple[str, ...]:
 
 
 def python_command(code: str) -> tuple[str, ...]:
-    """A command line that runs `code` where this very package is found.
+    """A command line that runs `code` with this copy of the package.
 
-    The current folder, which `python -c` searches first, is left out: a `pickle.py` that lies there would run
-    in the place of the standard library's.
+    The current folder, which `python -c` searches first, is left out: a `pickle.py` there would be imported
+    instead of the standard library's.
     """
     root = str(Path(__file__).resolve().parents[2])
     return (*interpreter(), "-c", f"{WITHOUT_FOLDER}; sys.path.append({root!r}); {code}")
 
 
 def open_missing_streams() -> None:
-    """Give this process a standard input, output and error where it was started without (cron, `>&-`).
+    """Open a standard input, output and error if this process was started without them (cron, `>&-`).
 
-    Otherwise the next file that it opens gets the number 0, 1 or 2: a rank would read the plan of the job as
-    its input, or print into it.
+    Otherwise the next file that it opens gets the number 0, 1 or 2, and a rank would read the plan of the job
+    as its input, or print into it.
     """
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
-        except OSError:  # noqa: PERF203  # the lowest number that is free, so this very one
+        except OSError:  # noqa: PERF203  # open() takes the lowest free number, which is this one
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
 
 
@@ -64,7 +66,7 @@ def adopt_orphans() -> None:
 
 @dataclass(frozen=True)
 class Streams:
-    """File descriptors that a rank gets as its standard input, output and error; `subprocess.DEVNULL`."""
+    """File descriptors for a rank's standard input, output and error; stdin may be `subprocess.DEVNULL`."""
 
     stdin: int
     stdout: int
@@ -96,20 +98,20 @@ class RankStart:
         os.setpgid(0, self.process_group)
         signal.signal(signal.SIGTTOU, signal.SIG_DFL)
         if self.cores is not None:
-            with suppress(OSError):  # a core went offline since: slower, not wrong
+            with suppress(OSError):  # a core has gone offline since: slower, not wrong
                 os.sched_setaffinity(0, self.cores)
 
 
 @dataclass
 class ForkedRank:
-    """A rank that another process has started for us; as much of a `Popen` as is needed."""
+    """A rank that another process has started for us; has the parts of `Popen` that are needed."""
 
     pid: int
     returncode: int | None = None
 
 
 def start_rank(command: Iterable[str], start: RankStart) -> subprocess.Popen[bytes]:
-    """Start one rank; call it from the main thread of a process that has no other."""
+    """Start one rank. Call it from the main thread of a process that has no other threads."""
     parent = os.getpid()
     return subprocess.Popen(
         list(command),
@@ -136,13 +138,13 @@ def descendants(ancestor: int) -> list[int]:
 
 
 def has_had_children(pid: int) -> bool:
-    """Whether a process, which may have ended, has waited for a child that used 10 ms of a processor."""
+    """Whether a process, which may have ended, has waited for a child that used 10 ms of CPU time."""
     fields = _stat_of(pid)
     return bool(fields) and int(fields[13]) + int(fields[14]) > 0  # cutime and cstime
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """The processor time that processes have used, with that of all below them."""
+    """The processor time that these processes and all their descendants have used."""
     ticks = 0
     for pid in pids:
         for member in (pid, *descendants(pid)):
@@ -152,7 +154,7 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 
 def pass_on(pids: Iterable[int], signum: int) -> list[int]:
-    """Send a signal to the processes that do not end by it; returns the others."""
+    """Send a signal to those processes that it would not end; returns the others."""
     deaf = []
     for pid in pids:
         if _survives(pid, signum):
@@ -176,23 +178,23 @@ def children(parent: int) -> list[int]:
 
 
 def _live_parent(pid: str) -> int | None:
-    """None for a zombie."""
+    """The parent's pid; None for a zombie, or if the process is gone."""
     fields = _stat_of(pid)
     return None if not fields or fields[0] in (b"Z", b"X") else int(fields[1])
 
 
 def _stat_of(pid: int | str) -> list[bytes]:
-    """What the kernel says of a process, from its state on; empty: it is gone. See proc_pid_stat(5)."""
+    """The fields of /proc/PID/stat from the state on; empty if it is gone. See proc_pid_stat(5)."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            # The name in brackets may itself hold brackets and spaces.
+            # The name in brackets may itself contain brackets and spaces.
             return file.read().rpartition(b")")[2].split()
     except OSError:
         return []
 
 
 def describe(pid: int) -> str:
-    """A process as people know it: "pid 123 (sleep 100)"."""
+    """A process for messages: "pid 123 (sleep 100)"."""
     try:
         with open(f"/proc/{pid}/cmdline", "rb") as file:
             command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
@@ -207,17 +209,17 @@ def send(pid: int, signum: int) -> None:
 
 
 def wait_readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
-    """All `fds` that can be read or have ended, any number of them; empty when none could in time."""
+    """Those of `fds` (any number) that can be read or have ended; empty if there are none in time."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
-    # The kernel takes 31 bits: 24 days.
+    # The kernel's time-out has 31 bits of milliseconds: 24 days.
     limit_ms = None if timeout_s is None else min(max(0.0, timeout_s) * 1000, 2**31 - 1)
     return {fd for fd, _ in poll.poll(limit_ms)}
 
 
 def end_leftovers(wakeup: int) -> list[str]:
-    """End what ended ranks have left below this process; return what had to be killed, as people know it."""
+    """End the processes that ended ranks have left below this one; returns those that had to be killed."""
     deadline = time.monotonic() + _LEFTOVER_GRACE_S
     while descendants(os.getpid()) and time.monotonic() < deadline:
         if wait_readable([wakeup], deadline - time.monotonic()):
@@ -229,9 +231,9 @@ def end_leftovers(wakeup: int) -> list[str]:
 
 
 def kill_descendants(within_s: float = 10.0) -> list[int]:
-    """End every process below this one that `adopt_orphans` keeps in reach; return those that would not.
+    """Kill every process below this one that `adopt_orphans` keeps in reach; returns those still alive.
 
-    Kills in rounds: a process that was just being started when its parent died is ours in the next round.
+    Kills in rounds: a process that was just being started when its parent died is found in the next round.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -241,11 +243,11 @@ def kill_descendants(within_s: float = 10.0) -> list[int]:
         reap_children()
         if not alive or time.monotonic() > deadline:
             return alive
-        time.sleep(0.005)  # called in every state of our signal handlers, so nothing is sure to wake us
+        time.sleep(0.005)  # callers may have any signal handlers, so nothing is sure to wake this process
 
 
 def reap_children() -> dict[int, int]:
-    """Negative for a signal, as `Popen.returncode`."""
+    """Reap all children that have ended: pid to status, negative for a signal as in `Popen.returncode`."""
     ended: dict[int, int] = {}
     with suppress(ChildProcessError):
         while True:

@@ -1,8 +1,8 @@
-"""Which rank failed first, and why.
+"""Finds out which rank failed first, and why.
 
-Its one idea: the root cause is rarely what ended first. Survivors of a dead rank raise within milliseconds,
-while the dead one may take longer to be torn down; so an end that is a consequence (an error that names a
-lost peer, a signal that the launcher sent) yields to one that is not, and only then does the time count.
+The root cause is often not the rank that ended first: survivors of a dead rank raise within milliseconds,
+while the dead one may take longer to be torn down. So ends that are consequences (an error that names a lost
+peer, a signal from the launcher) rank behind ends that are not, and only among equals does the time count.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _CHAIN = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
-# What C++ says when the interpreter, at its end, unwinds a thread of a library that asks for its lock.
+# What C++ prints when the interpreter, at its end, unwinds a library's thread that asks for the GIL.
 _TERMINATED = "terminate called without an active exception"
 _LATE_THREAD = (
     "abort: most likely the program had ended, and a thread of a library was still at work when the "
     "interpreter ended; torch's Gloo does so, pytorch#190489"
 )
-_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # that torch puts before each line of a traceback
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # torch's prefix of each line of a traceback
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LAST_LINES = 20
-_AT_ONCE_S = 0.1  # the launcher sees the ranks' output no better: which came first is not known
-TIMED_OUT = 124  # exit status of a job stopped for being late, as that of timeout(1)
+_AT_ONCE_S = 0.1  # the launcher cannot resolve shorter times between outputs: their order is not known
+TIMED_OUT = 124  # exit status of a job that was stopped at its time-out, like that of timeout(1)
 
-# What a rank raises because of another one: ours, and those of torch's own backends.
+# Exceptions that a rank raises because of another one: ours, and those of torch's own backends.
 _CONSEQUENCE = re.compile(
     r"paceline\.errors\.(PeerLostError|DeadlineError|GroupClosedError)\b"
     r"|Connection (was |is )?(closed|reset)( by peer)?"
@@ -46,9 +46,9 @@ _CONSEQUENCE = re.compile(
 class RankEnd:
     rank: int
     pid: int
-    status: int  # as Popen.returncode: negative for a signal
+    status: int  # like Popen.returncode: negative for a signal
     after_s: float  # from the start to its last traceback, or to its end if it left none
-    stopped_by: int = 0  # the last signal that the launcher sent it before, 0 if none
+    stopped_by: int = 0  # the last signal that the launcher sent it before its end; 0 if none
     output: str = ""  # the end of its standard error, or the traceback that spawn caught
 
     @property
@@ -63,7 +63,7 @@ class RankEnd:
     def is_stopped_by_launcher(self) -> bool:
         if not self.stopped_by:
             return False
-        # Also programs that catch the signal, clean up, and say so with a status of their own.
+        # Also programs that catch the signal, clean up, and exit with the corresponding status.
         return self.signal in (
             signal.SIGINT,
             signal.SIGTERM,
@@ -81,13 +81,13 @@ class RankEnd:
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The rank that is to blame; None when none failed."""
+    """The rank to blame; None if none failed."""
     failures = [end for end in ends if end.is_failure]
     return min(failures, key=lambda end: (_severity(end), end.after_s), default=None)
 
 
 def is_consequence(end: RankEnd) -> bool:
-    """Whether the rank raised because of another one: an error of ours or of torch's that says so."""
+    """Whether the rank raised because of another one, according to its error (ours or torch's)."""
     return not end.signal and _CONSEQUENCE.search(exception_line(traceback_of(end))) is not None
 
 
@@ -99,7 +99,7 @@ def _severity(end: RankEnd) -> int:
 
 
 def describe_end(end: RankEnd) -> str:
-    """One line: what became of a rank."""
+    """One line that says how a rank ended."""
     if end.is_stopped_by_launcher:
         return f"stopped by the launcher ({signal_name(end.stopped_by)})"
     if end.signal == signal.SIGABRT and _TERMINATED in end.output:
@@ -147,10 +147,10 @@ def exception_line(traceback: str) -> str:
 
 
 def find_traceback(output: str) -> str:
-    """The last traceback in `output`, with the exceptions that it was raised from; "" without one.
+    """The last traceback in `output`, with the exceptions in its chain; "" if there is none.
 
-    Also Python's "Fatal Python error" with the stacks after it, and a SyntaxError of the script itself, which
-    Python prints without a header.
+    Also finds Python's "Fatal Python error" with the stacks after it, and a SyntaxError of the script itself,
+    which Python prints without a header.
     """
     lines = _plain(output).splitlines()
     starts = [index for index, line in enumerate(lines) if _is_header(line)]
@@ -164,7 +164,7 @@ def find_traceback(output: str) -> str:
 
 
 def _plain(output: str) -> str:
-    """Without colours, and without what torch puts before the lines of a traceback."""
+    """`output` without colours, and without torch's prefix of each line of a traceback."""
     return _RANK_PREFIX.sub("", _ANSI.sub("", output))
 
 
@@ -173,9 +173,10 @@ def _is_header(line: str) -> bool:
 
 
 def traceback_of(end: RankEnd) -> str:
-    """The traceback that ended the rank; "" if it did not end by one.
+    """The traceback that ended the rank; "" if no exception ended it.
 
-    Python's status after an exception is 1; with another, a traceback was logged and survived.
+    Python's exit status after an exception is 1. With another status, the traceback was logged, and the rank
+    survived it.
     """
     text = find_traceback(end.output)
     return text if end.status == 1 or (end.signal and text.startswith(_FATAL)) else ""
@@ -227,7 +228,7 @@ def render(
     held: Collection[int] = (),
     log_dir: str | None = None,
 ) -> str:
-    """The launcher's last words about a failed job: the first failure stands last, where people look."""
+    """The launcher's report about a failed job. The first failure comes last, where people look."""
     first = first_failure(ends)
     assert first is not None
     parts = []
@@ -237,7 +238,7 @@ def render(
         parts.append("\n".join(["paceline: the other ranks:", *(f"  {line}" for line in rest)]))
     causes = {describe_end(end): end for end in ends if end.rank in held and not _severity(end)}
     shown = [end for end in causes.values() if end not in same]
-    if not any(end.rank in raw for end in same):  # else it stands right above
+    if not any(end.rank in raw for end in same):  # else it was shown directly above
         shown.append(first)
     for end in shown:
         if said := evidence(end):

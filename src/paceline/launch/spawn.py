@@ -1,6 +1,7 @@
-"""Its one idea: everything that `paceline run` does for a script (environment, placement, output, the first
-failure, nothing left behind) is done by the same guardian process for a function; this process only sends the
-call, and waits for the report.
+"""`paceline.spawn`: calls a function on several ranks.
+
+The guardian process of `paceline run` does the work here too (environment, placement, output, finding the
+first failure, leaving nothing behind). This process only sends it the call, and waits for the report.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ def spawn(
     """Call `fn(rank, *args)` in `nprocs` new processes, each one rank of a job.
 
     Each rank has the environment that `paceline run` gives, so `paceline.init()` and torch's `env://` work in
-    it. When one fails, the others are stopped. The ranks die with this process, however it ends.
+    it. When a rank fails, the others are stopped. The ranks die with this process, however it ends.
 
     Args:
-        fn: What to call. Where it can't be imported by name (a notebook, a REPL, a function inside another)
-            cloudpickle must be installed.
-        args: Arguments after the rank. Copied, except tensors (where torch is loaded) and the queues and
-            locks of multiprocessing's "spawn" context, which are shared.
+        fn: What to call. If it cannot be imported by name (defined in a notebook, a REPL, or another
+            function), cloudpickle must be installed.
+        args: Arguments after the rank. Copied, except tensors (if torch is loaded) and the queues and locks
+            of multiprocessing's "spawn" context, which are shared.
         nprocs: Number of ranks; None: as many as there are cores.
         join: Wait for the ranks; else return at once.
         daemon: With join=False: stop the ranks, instead of waiting for them, when this process ends.
@@ -70,12 +71,12 @@ def spawn(
         threads: OMP_NUM_THREADS of each rank; None: as set, else cores divided by ranks.
         bind: "cores": each rank runs only on cores of its own. "none": ranks run on any core. "auto": like
             "cores" if there are enough cores, otherwise like "none".
-        prefix: "always", "never" or "auto": whether "[rank 1]" stands before each line of output.
-        log_dir: A folder that gets each rank's output too, as rankN.log.
+        prefix: "always", "never" or "auto": whether each line of output begins with "[rank 1]".
+        log_dir: A folder; each rank's output is also written to rankN.log in it.
         timeout_s: Stop the job after so many seconds, or a timedelta.
         grace_s: After a failure: seconds until SIGTERM, then until SIGKILL.
-        exit_timeout_s: Stop the last ranks when all others have ended and they have used no processor for so
-            many seconds, or a timedelta.
+        exit_timeout_s: Stop the last ranks when all others have ended and they have used no processor time
+            for so many seconds, or a timedelta.
         trace: A file for a timeline of all ranks, for ui.perfetto.dev; written when the last rank has ended.
 
     Returns:
@@ -83,7 +84,7 @@ def spawn(
 
     Raises:
         ConfigError: An argument is wrong; nothing was started.
-        RegionError: No thread can be started that shows the output of the ranks (in a notebook).
+        RegionError: The thread that shows the output of the ranks (in a notebook) cannot be started.
         LaunchError: A rank failed. It carries the first failing rank, its traceback, exit status and signal.
 
     Example:
@@ -105,7 +106,7 @@ def spawn(
         log_dir=str(log_dir) if isinstance(log_dir, os.PathLike) else log_dir,
         timeout_s=None if timeout_s is None else launch_seconds(_arguments, "timeout_s", timeout_s),
         grace_s=(grace := launch_seconds(_arguments, "grace_s", grace_s)),
-        preempt_s=grace,  # a SIGTERM is our own, from SpawnContext
+        preempt_s=grace,  # a SIGTERM can only come from SpawnContext
         exit_timeout_s=launch_seconds(_arguments, "exit_timeout_s", exit_timeout_s),
         trace=str(trace) if isinstance(trace, os.PathLike) else trace,
     )
@@ -115,7 +116,7 @@ def spawn(
     try:
         context.join()
     except LaunchError as error:
-        # Without our frames: what matters is the rank's traceback, which the message holds.
+        # Without our frames: the rank's traceback matters, and the message holds it.
         raise error.with_traceback(None) from None
     except BaseException as error:  # Ctrl-C, in a notebook too
         context.stop(signal.SIGINT)
@@ -141,7 +142,7 @@ def _check_call(fn: Callable[..., Any], start_method: str) -> None:
 def _start(
     fn: Callable[..., Any], args: tuple[Any, ...], options: Options, *, is_daemon: bool
 ) -> SpawnContext:
-    # The plan first: it checks what the rest relies on.
+    # The plan comes first: it checks what the rest relies on.
     plan = make_plan(getattr(fn, "__qualname__", repr(fn)), (), options)
     call = payload.pack(fn, args)
     payload_fd = write_memory_file("paceline-call", call.data)
@@ -186,9 +187,9 @@ def _start(
 def _start_guardian(
     command: tuple[str, ...], fds: tuple[int, ...]
 ) -> tuple[subprocess.Popen[bytes], list[threading.Thread]]:
-    """Start it in a session of its own, so that the terminal's Ctrl-C comes to us alone.
+    """Start it in a session of its own, so that the terminal's Ctrl-C reaches only this process.
 
-    Where Python's output is not the process's own (a notebook, a test), threads carry the output there.
+    If sys.stdout or sys.stderr is not the process's own (a notebook, a test), threads relay the output there.
     """
     streams = (sys.stdout, sys.stderr)
     is_relayed = sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__
@@ -215,9 +216,9 @@ def _start_guardian(
 
 
 def _relay(pipe: Any, stream: TextIO | None) -> None:
-    """Write what comes, at once and in whole lines; many together where they come fast.
+    """Write what arrives, at once and in whole lines; lines that arrive together are written together.
 
-    A stream that cannot be written is reported once. The pipe is read on, or the ranks would wait.
+    A stream that cannot be written is reported once. The pipe is still read, because the ranks would block.
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     started: list[str] = []  # pieces of a line: a long one is joined once
@@ -245,7 +246,7 @@ def _show(text: str, stream: TextIO | None) -> None:
 
 
 def _say_it_is_lost(error: OSError | ValueError) -> None:
-    """On the process's own standard error: the stream that Python has now may be the one that fails."""
+    """Reports it on the process's own standard error: the present sys.stderr may be the one that fails."""
     reason = getattr(error, "strerror", None) or str(error)
     with suppress(OSError, ValueError, AttributeError):  # Python was started without it
         print(

@@ -1,6 +1,6 @@
-"""A rank of `spawn`: makes the call that it inherited.
+"""The rank's side of `spawn`: makes the call that it inherited.
 
-Begins as `python -c`, so that it has inherited no thread and no lock.
+It starts as `python -c`, so that it inherits no thread and no lock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _is_importing_main = False
 
 
 def is_importing_main() -> bool:
-    """This process is a rank that is importing the script which called `spawn`."""
+    """Whether this process is a rank that is importing the script which called `spawn`."""
     return _is_importing_main
 
 
@@ -33,7 +33,7 @@ def _report_to_other_ranks(error: BaseException) -> None:
 def _show_without_our_frames(
     kind: type[BaseException], error: BaseException, frames: TracebackType | None
 ) -> None:
-    """Show what ends a rank (Ctrl-C, for one) as Python does, but the user's own function first."""
+    """Show an exception that ends a rank (such as Ctrl-C) as Python does, from the user's function on."""
     ours = frames
     while ours is not None and ours.tb_frame.f_code is not run_rank.__code__:
         ours = ours.tb_next
@@ -54,7 +54,7 @@ def run_rank(payload_fd: int) -> None:
         raise
     except BaseException as error:
         _report_to_other_ranks(error)
-        # Without this frame: the user's own function comes first.
+        # Without this frame, so that the traceback begins with the user's function.
         leave_out_inner_frames(error)
         frames = error.__traceback__ and error.__traceback__.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames))

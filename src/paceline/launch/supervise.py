@@ -1,7 +1,7 @@
 """Starts the ranks, relays their output, and ends the job when one of them fails.
 
-Runs in a process of its own below guardian.py. Its one idea: one loop that waits in `selectors` for output,
-for signals (SIGCHLD among them), for the next deadline and for the next look at the ranks' totals.
+Runs in a process of its own below the guardian: one loop that waits in `selectors` for output, for signals
+(SIGCHLD among them), for the next deadline and for the next check of the ranks' totals.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from paceline.launch.wiring import Channel, RankLog, Wiring, connect, copy_windo
 _STOPS = frozenset((signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 _KILLED_WITHIN_S = 30.0
 _WRITING = "paceline/checkpoint/writer_process.py"  # in the stacks of a rank that waits for its writer
-_SHOWN_STACKS = 4  # one would often do, and those of 128 ranks would bury the report
+_SHOWN_STACKS = 4  # one is often enough, and those of 128 ranks would bury the report
 
 
 @dataclass
@@ -55,12 +55,12 @@ class _Rank:
     started_at: float
     stopped_by: int = 0  # the last signal that we sent it
     end: report.RankEnd | None = None
-    is_traceback_held: bool = False  # what ended it is left to the report
+    is_traceback_held: bool = False  # the traceback that ended it is left to the report
 
 
 @dataclass(frozen=True)
 class _Stop:
-    """The way down, each step taken only if ranks are left by then."""
+    """How ranks are stopped: a sequence of signals, each sent only if ranks still run by then."""
 
     exit_status: int | None  # None: the first failing rank's
     steps: tuple[int, ...]  # signals still to send
@@ -78,7 +78,7 @@ class Supervisor:
         self._stop: _Stop | None = None
         self._started_at = time.monotonic()
         self._wakeup = -1
-        self._blocked: dict[int, int] = {}  # streams whose reader takes nothing now, with their descriptors
+        self._blocked: dict[int, int] = {}  # streams whose reader accepts nothing now, with their descriptors
         self._last_ranks = LastRanks(plan.options.exit_timeout_s)
         self._is_asked_to_stop = False  # by a signal
         self._is_given_up = False  # a rank did not even end by SIGKILL
@@ -136,7 +136,7 @@ class Supervisor:
         forked = fork_ranks(plan.shared, plan.command, starts, self._wakeup)
         for rank, wiring in enumerate(wirings):
             self._start(rank, wiring, None if forked is None else forked[rank])
-        self._on_ended()  # a rank that has ended by now has sent its signal before
+        self._on_ended()  # the SIGCHLD of a rank that has ended by now was read before the rank was known
 
     def _connect(self, rank: int) -> Wiring:
         return connect(self._screen, rank, self._plan.nprocs, self._plan.options.prefix, self._open_log(rank))
@@ -173,7 +173,7 @@ class Supervisor:
         os.set_blocking(self._wakeup, False)
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the guardian blocked them for us up to here
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the guardian blocked them until here
         self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
 
     def _on_signals(self) -> None:
@@ -189,7 +189,7 @@ class Supervisor:
                 self._on_request_to_stop(signum)
 
     def _pass_on(self, signum: int) -> None:
-        """Give ranks a signal that schedulers send as a warning; no rank ends by it."""
+        """Send ranks a signal that schedulers send as a warning, except ranks that it would end."""
         ranks = {rank.process.pid: rank.rank for rank in self._running()}
         deaf = [ranks[pid] for pid in pass_on(ranks, signum)]
         if deaf:
@@ -197,8 +197,8 @@ class Supervisor:
 
     def _on_request_to_stop(self, signum: int) -> None:
         if signum == signal.SIGTERM and self._stop is not None and self._stop.exit_status == 128 + signum:
-            # As from a service manager that sends it to all processes of a job: we get it twice, and a rank
-            # that saves its work must not be interrupted once more.
+            # A service manager sends it to all processes of a job, so it arrives twice, and a rank that saves
+            # its work must not be interrupted again.
             return
         self._is_asked_to_stop = True
         name, options = signal.Signals(signum).name, self._plan.options
@@ -209,11 +209,11 @@ class Supervisor:
         self._begin_stop(128 + signum, signum, options.preempt_s if signum == signal.SIGTERM else None)
 
     def _on_ended(self) -> None:
-        ended = reap_children()  # of the ranks, and of the orphans that they left us
+        ended = reap_children()  # the ranks, and orphans that they have left
         for rank in self._running():
             status = ended.get(rank.process.pid)
             if status is not None:
-                rank.process.returncode = status  # Popen did not see it
+                rank.process.returncode = status  # Popen did not reap it
                 self._on_rank_ended(rank, status)
 
     def _on_rank_ended(self, rank: _Rank, status: int) -> None:
@@ -224,7 +224,7 @@ class Supervisor:
             if channel.is_error_output:
                 output = output or channel.tail.decode(errors="replace")
                 if status == 1 and channel.traceback_at is not None:
-                    ended_at = channel.traceback_at  # what came after it is the interpreter's way out
+                    ended_at = channel.traceback_at  # the time after it is the interpreter's shutdown
         end = rank.end = report.RankEnd(
             rank=rank.rank,
             pid=rank.process.pid,
@@ -239,7 +239,7 @@ class Supervisor:
             else:
                 channel.show_held()
         if end.is_failure and self._stop is None:
-            # The others normally raise by themselves within milliseconds: give them the time to say so.
+            # The others normally raise within milliseconds: give them the time to print their errors.
             options = self._plan.options
             grace_s = options.preempt_s if status == PREEMPTED else options.grace_s
             self._stop = _Stop(None, (signal.SIGTERM, signal.SIGKILL), ended_at + grace_s, grace_s)
@@ -262,7 +262,7 @@ class Supervisor:
         return read_memory_file(self._plan.error_fds[rank]).decode(errors="replace")
 
     def _mind_readers(self) -> None:
-        """Read what ranks write to a stream only while it is read itself: else they wait for the reader."""
+        """Read what ranks write to a stream only while that stream is read itself; otherwise they block."""
         blocked = self._screen.blocked()
         if blocked == self._blocked:
             return
@@ -294,13 +294,13 @@ class Supervisor:
         if self._screen.has_lost_reader and self._stop is None:
             self._begin_stop(128 + signal.SIGPIPE, signal.SIGTERM)
 
-    # The way down
+    # Stopping
 
     def _begin_stop(self, exit_status: int, signum: int, grace_s: float | None = None) -> None:
-        """Send `signum` now, and stronger ones to those that are left after each grace."""
+        """Send `signum` now, and stronger signals to the remaining ranks after each grace period."""
         grace_s = self._plan.options.grace_s if grace_s is None else grace_s
         if self._stop is not None:
-            # A failure stays the reason.
+            # A failure remains the reason.
             self._stop = replace(self._stop, steps=self._steps_after(signum), grace_s=grace_s)
         else:
             self._stop = _Stop(exit_status, self._steps_after(signum), 0.0, grace_s)
@@ -339,12 +339,12 @@ class Supervisor:
         assert self._stop is not None
         for rank in self._running():
             rank.stopped_by = signum
-            # The terminal has sent its Ctrl-C to rank 0 already, and a second one would break its clean-up.
+            # The terminal has sent its Ctrl-C to rank 0 already, and a second one would disturb its clean-up.
             if not (signum == signal.SIGINT and rank.rank == 0 and self._terminal_group):
                 send(rank.process.pid, signum)
-            send(rank.process.pid, signal.SIGCONT)  # a stopped process takes nothing but SIGKILL
+            send(rank.process.pid, signal.SIGCONT)  # a stopped process reacts to nothing but SIGKILL
         grace_s = self._stop.grace_s
-        if signum == signal.SIGKILL:  # to give back much memory takes long
+        if signum == signal.SIGKILL:  # freeing much memory takes long
             grace_s = max(grace_s, _KILLED_WITHIN_S)
         self._stop = replace(self._stop, next_at=time.monotonic() + grace_s)
 
@@ -440,7 +440,7 @@ class Supervisor:
         return exit_status
 
     def _wait_for_readers(self) -> None:
-        """Wait until all output is read, as any program does; but after a signal to stop not for long."""
+        """Wait until all output is read, as any program does; but not for long after a signal to stop."""
         waits = select.poll()
         waits.register(self._wakeup, select.POLLIN)
         is_stopped = self._is_asked_to_stop

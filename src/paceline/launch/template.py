@@ -1,7 +1,7 @@
 """Imports torch once, and becomes all ranks of a script by fork; see `forked`.
 
-Run as a program, by the supervisor. Everything that this process has and a rank would not have is put right
-after the fork: what it has imported itself stays, and does no harm.
+The supervisor runs it as a program. After the fork, each rank undoes everything that its own Python would not
+have; the modules that this process has imported stay, and do no harm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 _LOOK_S = 0.001
-_path = list(sys.path)  # the first entry is this file's folder, where Python puts the script's
+_path = list(sys.path)  # the first entry is this file's folder, where Python would put the script's
 
 
 def main() -> None:
@@ -33,22 +33,22 @@ def main() -> None:
 
     spec, reply = map(int, os.environ["PACELINE_TEMPLATE"].split(","))
     shared, command, starts, supervisor = pickle.loads(read_memory_file(spec))
-    gc.disable()  # imports make 250,000 objects and next to no garbage
+    gc.disable()  # imports create 250,000 objects and almost no garbage
     try:
         for name in shared.modules:
             importlib.import_module(name)
     except Exception:
-        os._exit(1)  # each rank will try itself, and tell
-    gc.freeze()  # a collection in a rank would write to what it shares with the others
+        os._exit(1)  # each rank will import by itself, and report the error
+    gc.freeze()  # otherwise a collection in a rank would write to memory that it shares with the others
     gc.enable()
     template, pids = os.getpid(), []
-    gate, held = os.pipe()  # shut until the template ends: then nobody holds the other end
+    gate, held = os.pipe()  # reading blocks until the template ends: then no process holds the other end
     for number in range(len(starts)):
         pid = os.fork()
         if pid == 0:
             for fd in (spec, reply, held):
                 os.close(fd)
-            os.read(gate, 1)  # and no core is busy with the looks of many ranks at whether it has forked all
+            os.read(gate, 1)  # so that ranks keep no core busy by polling whether all have been forked
             os.close(gate)
             _become(starts, number, template, supervisor)
             _run(shared.argv, command)
@@ -60,7 +60,7 @@ def main() -> None:
 
 def _become(starts: Sequence[Any], number: int, template: int, supervisor: int) -> None:
     own = starts[number]
-    while (parent := os.getppid()) == template:  # it ends, but the kernel has not moved its children yet
+    while (parent := os.getppid()) == template:  # it is ending, but the kernel has not moved its children yet
         time.sleep(_LOOK_S)
     if parent != supervisor:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -71,7 +71,7 @@ def _become(starts: Sequence[Any], number: int, template: int, supervisor: int) 
         os.close(fd)
     os.environ.clear()
     os.environ.update(own.environment)
-    # Generators that nobody seeds differ between ranks; `random` sees to it by itself.
+    # Generators without a seed must differ between ranks; `random` reseeds itself after a fork.
     sys.modules["torch"].default_generator.seed()
     if (random := sys.modules.get("numpy.random")) is not None:
         random.seed()
@@ -80,7 +80,7 @@ def _become(starts: Sequence[Any], number: int, template: int, supervisor: int) 
 def _run(argv: Sequence[str], command: Sequence[str]) -> None:
     script = os.path.abspath(argv[0])
     sys.argv[:], sys.orig_argv[:] = argv, command
-    # Python puts the script's folder there, unless it was told to put none (-P).
+    # Python puts the script's folder first, unless it was started with -P.
     folder = [] if getattr(sys.flags, "safe_path", False) else [os.path.dirname(os.path.realpath(script))]
     sys.path[:] = [*folder, *(_path if getattr(sys.flags, "safe_path", False) else _path[1:])]
     sys.path_importer_cache.clear()
@@ -99,11 +99,11 @@ def _run(argv: Sequence[str], command: Sequence[str]) -> None:
 
 
 _kept: list[types.ModuleType] = []
-"""This module, whose functions run, although another one is `__main__` now."""
+"""Keeps this module alive, whose functions run, although another one is `__main__` now."""
 
 
 def _hide_own_frames() -> None:
-    """Let the traceback of an exception that ends the program begin in the script, as it would without us."""
+    """Make the traceback of an exception that ends the program begin in the script, as without us."""
     show = sys.excepthook
 
     def show_without_ours(kind: type[BaseException], error: BaseException, trace: Any) -> None:

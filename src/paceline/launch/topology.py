@@ -12,7 +12,7 @@ from paceline.launch.placement import Cpu, Machine
 
 
 def read_machine(root: Path = Path("/")) -> Machine:
-    """`root` is where proc/ and sys/ are."""
+    """`root` is the folder that contains proc/ and sys/."""
     nodes = _node_of_cpu(root)
     cpus = tuple(_read_cpu(root, cpu, nodes.get(cpu, 0)) for cpu in sorted(os.sched_getaffinity(0)))
     return Machine(cpus=cpus, quota=read_quota(root))
@@ -27,7 +27,7 @@ def read_processor(root: Path = Path("/")) -> str:
 
 
 def parse_cpu_list(text: str) -> set[int]:
-    """CPUs of the kernel's list format."""
+    """CPUs in the kernel's list format ("0-3,8")."""
     cpus: set[int] = set()
     for begin, end in re.findall(r"(\d+)(?:-(\d+))?", text):
         cpus.update(range(int(begin), int(end or begin) + 1))
@@ -35,13 +35,13 @@ def parse_cpu_list(text: str) -> set[int]:
 
 
 def read_quota(root: Path = Path("/")) -> float | None:
-    """CPUs that the cgroup of this process and those above it pay for; None without a limit."""
+    """The smallest CPU quota of this process's cgroup and those above it; None without a limit."""
     quotas = [quota for quota in _quotas(root) if quota is not None]
     return min(quotas, default=None)
 
 
 def read_memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes that the cgroup of this process and those above it still give; None without a limit."""
+    """Bytes that the cgroup of this process and those above it still allow; None without a limit."""
     left = []
     for folder, is_first_version in _control_groups(root, "memory"):
         names = ("limit_in_bytes", "usage_in_bytes") if is_first_version else ("max", "current")
@@ -61,7 +61,7 @@ def _quotas(root: Path) -> Iterator[float | None]:
 
 
 def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
-    """Folders of this process's cgroups that a controller limits, and whether they are of version 1."""
+    """This process's cgroups with a controller, as folders, and whether they are of cgroup version 1."""
     mount = root / "sys/fs/cgroup"
     for line in read_or_empty(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -72,7 +72,7 @@ def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """In a container, only the mount itself may exist."""
+    """A cgroup's folder and those above it. In a container, only the mount itself may exist."""
     folder = mount / path.strip("/")
     while folder != mount:
         yield folder

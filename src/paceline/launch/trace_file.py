@@ -1,7 +1,7 @@
-"""What the launcher does about the recording of its job: a folder before, a trace file after.
+"""Prepares the folder in which the ranks of a job record, and writes the trace file at its end.
 
-A recording never keeps a job from training. What is wrong with the file of `--trace` is told
-before anything starts; what goes wrong later is a line on the screen.
+A recording never keeps a job from training. Problems with the file of `--trace` are reported before anything
+starts; later problems are only printed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOKS_EVERY_S = 5.0
 
 
 def trace_variables(inherited: Mapping[str, str], folder: Path, *, is_whole: bool) -> dict[str, str]:
-    """What the ranks must be told, to record."""
+    """Environment variables that make the ranks record."""
     variables = {} if inherited.get(FOLDER_VARIABLE) else {FOLDER_VARIABLE: str(folder)}
     return variables | (
         {CAPACITY_VARIABLE: str(TRACE_RECORDS)} if is_whole and not inherited.get(CAPACITY_VARIABLE) else {}
@@ -38,7 +38,7 @@ def trace_variables(inherited: Mapping[str, str], folder: Path, *, is_whole: boo
 
 
 def check_output(path: str, nprocs: int) -> None:
-    """Raise unless the trace can be written there, and what the ranks record where they record it."""
+    """Raise unless the trace can be written to `path`, and the ranks have room to record."""
     chrome.check(Path(path))
     _check_room(jobs.users_folder().parent, nprocs, "make room there, or set TMPDIR to another folder")
 
@@ -86,7 +86,7 @@ class JobRecording:
         return max(0.0, self._look_at - time.monotonic())
 
     def look(self) -> None:
-        """Say it, if a rank has become slow."""
+        """Report ranks that have become slow, if it is time to check."""
         if self.seconds_to_look():
             return
         self._look_at = time.monotonic() + _LOOKS_EVERY_S
@@ -94,9 +94,9 @@ class JobRecording:
             self._say(f"paceline: {sentence}")
 
     def _totals(self) -> list[RankRecording]:
-        """The totals of the ranks, without what an earlier job has left in a folder of the user's.
+        """The totals of the ranks, without those that an earlier job has left in the user's folder.
 
-        On the host of rank 0 those of all hosts; on the others none, because they know of no other ranks.
+        On the host of rank 0, those of all hosts. On other hosts none, because they know no other ranks.
         """
         found: dict[int, RankRecording] = {}
         for path in paths_in(self._folder):
@@ -113,9 +113,9 @@ class JobRecording:
         return list(found.values())
 
     def end(self, exit_status: int) -> None:
-        """Say which ranks were slow; write the trace, or say how a failed job can be looked at.
+        """Report which ranks were slow; write the trace, or print how to look at a failed job.
 
-        Nothing is left of a job that ended well.
+        Removes all files of a job that ended well.
         """
         try:
             if exit_status == 0:
@@ -144,11 +144,10 @@ class JobRecording:
 
 
 class HostTrace:
-    """The recording of the ranks of one host, where torch's agent starts them on several.
+    """The recording of the ranks of one host, when torch's agent starts them on several.
 
-    The files carry the name of the host, because all hosts may use the same network folder. What the ranks
-    have recorded stays beside the timeline, for `paceline trace` of all hosts.
-
+    The file names contain the host's name, because all hosts may use the same network folder. The ranks'
+    recordings stay beside the timeline, so that `paceline trace` can join those of all hosts.
     Example:
         On host node0, for --trace out.json: out.node0.json, and the folder out.node0.rings.
     """
@@ -160,7 +159,7 @@ class HostTrace:
         self._nprocs = nprocs
 
     def begin(self, inherited: Mapping[str, str]) -> dict[str, str]:
-        """Make the folder, without what an earlier job has left; returns what the ranks must be told."""
+        """Create the folder, and remove an earlier job's recordings; returns variables for the ranks."""
         chrome.check(self.output)
         _check_room(self.output.parent, self._nprocs, "make room there, or name a file on another disk")
         try:

@@ -1,8 +1,8 @@
-"""What `paceline tune` has found out, in a file for each script, and what `paceline run -n auto` makes of it.
+"""Stores the results of `paceline tune`, in a file for each script, for `paceline run -n auto`.
 
-An answer is about one script on one kind of machine. A machine is its processor and its
-usable cores, so that the nodes of a cluster with a common home folder share an answer if they are alike, and
-have answers of their own if they are not.
+An answer is about one script on one kind of machine, which is identified by its processor and its number of
+usable cores. So the nodes of a cluster with a common home folder share an answer if they are alike, and have
+answers of their own if they are not.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Tuned:
 
     Attributes:
         layout: The layout to use.
-        place: Where it was measured.
-        script: The script's whole path, or "-m module".
+        place: The machine where it was measured.
+        script: The script's absolute path, or "-m module".
         arguments: The arguments that it was measured with.
         time_s: Seconds since 1970.
-        gain: Its samples per second as a multiple of those of one rank; None: one rank was not measured.
-        reservation: Why to doubt it, in words; "": there is no reason.
+        gain: Its samples per second as a multiple of those of one rank; None if one rank was not measured.
+        reservation: Why the answer may be wrong, in words; "" if there is no such reason.
     """
 
     layout: Layout
@@ -78,9 +78,9 @@ def name_of_script(command: Sequence[str], *, is_module: bool) -> str:
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:
-    """The XDG base directory specification."""
+    """Follows the XDG base directory specification."""
     given = environment.get("XDG_CACHE_HOME", "")
-    # The specification: a relative path is to be ignored.
+    # The specification says to ignore a relative path.
     folder = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
     return folder / "paceline"
 
@@ -130,7 +130,7 @@ def tune_command(options: Sequence[str], command: Sequence[str]) -> str:
 
 
 def fill_in(arguments: Sequence[str], ranks: int) -> list[str] | None:
-    """The arguments of a script, with "{256/ranks}" and "{ranks}" replaced; None: that is no whole number.
+    """A script's arguments, with "{256/ranks}" and "{ranks}" replaced; None if the result is not whole.
 
     Example:
         >>> fill_in(["--batch", "{256/ranks}"], 2)

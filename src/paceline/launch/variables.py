@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MasterAddress:
-    """Where the ranks of one launch meet, and the name that keeps two launches apart."""
+    """The master address of one launch, and the id that distinguishes it from other launches."""
 
     master_addr: str
     master_port: int
@@ -23,11 +23,11 @@ def new_job_id() -> str:
 
 
 def rank_variables(rank: int, nprocs: int, master_address: MasterAddress) -> dict[str, str]:
-    """What torch, Paddle and Paceline read, for one rank of a launch on one host.
+    """The variables of torch, Paddle and Paceline for one rank of a launch on one host.
 
     Example:
-        Rank 1 of 2 gets RANK=1, LOCAL_RANK=1, WORLD_SIZE=2, PADDLE_TRAINER_ID=1, ...; rank 0 the same
-        MASTER_ADDR, MASTER_PORT and PACELINE_JOB_ID.
+        Rank 1 of 2 gets RANK=1, LOCAL_RANK=1, WORLD_SIZE=2, PADDLE_TRAINER_ID=1, ...; MASTER_ADDR,
+        MASTER_PORT and PACELINE_JOB_ID are the same for rank 0.
     """
     endpoints = [f"{master_address.master_addr}:{port}" for port in master_address.paddle_ports]
     return {
@@ -74,11 +74,11 @@ def rank_environment(
     Args:
         rank: The rank.
         nprocs: Number of ranks.
-        master_address: Where they meet.
+        master_address: The master address of the launch.
         inherited: The launcher's own environment.
         num_threads: Threads for this rank's kernels.
-        is_threads_given: The user asked for `num_threads`; else OMP_NUM_THREADS wins where it is set.
-        has_gpu: The machine has one; else Paddle is told to use Gloo, without which it makes no group.
+        is_threads_given: The user asked for `num_threads`; otherwise OMP_NUM_THREADS takes precedence.
+        has_gpu: The machine has a GPU; otherwise Paddle must use Gloo, or it makes no process group.
     """
     environment = {name: value for name, value in inherited.items() if not _is_stale(name)}
     environment.update(rank_variables(rank, nprocs, master_address))
@@ -91,6 +91,6 @@ def rank_environment(
 
 
 def _is_stale(name: str) -> bool:
-    # Those of a torchrun around us: they would make rank 0 expect a store that the agent serves. And the
-    # descriptor of a job around us, whose secret is not this one's.
+    # Variables of an enclosing torchrun would make rank 0 expect a store that the agent serves. The
+    # descriptor of an enclosing job holds another secret.
     return name.startswith("TORCHELASTIC_") or name == "PACELINE_SECRET_FD"

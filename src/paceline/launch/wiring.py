@@ -1,4 +1,7 @@
-"""Its one idea: a rank writes where no other process does, and we read it without ever blocking."""
+"""Connects the output streams of ranks to the launcher, which reads them without ever blocking.
+
+Each stream has a pipe or a pseudo-terminal to which no other rank writes.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,20 @@ from paceline.launch.output import LineBuffer, Screen, TracebackKeeper
 _READ_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 16
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
-_HELD_S = 10.0  # a rank that has raised has ended by then, or has caught the error, or hangs
-_DRAINED_READS = 64  # more than a pipe holds: a grandchild that never stops writing must not keep us
+_HELD_S = 10.0  # after a traceback; by then the rank has ended, or has caught the error, or hangs
+_DRAINED_READS = 64  # more than a pipe holds: a grandchild that never stops writing must not block us
 
 
 class RankLog:
-    """A file that gets all output of one rank; where it cannot be written, this is said once and no more."""
+    """A file with all output of one rank; a write error is reported once."""
 
     def __init__(self, path: Path, screen: Screen) -> None:
         self._path = path
         self._screen = screen
         self._is_reported = False
         self._fd: int | None = None
-        # In a folder that others can write to, a link may lead to any file of ours, and a pipe without a
-        # reader would make us wait.
+        # In a folder that others can write to, a link may lead to any of our files, and opening a pipe
+        # without a reader would block.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
             self._fd = os.open(path, flags, 0o666)
@@ -61,7 +64,7 @@ class RankLog:
 
 
 class Channel:
-    """One output stream of one rank: reads it, shows it, keeps its end for the report."""
+    """One output stream of one rank: reads it, shows it, and keeps its end for the report."""
 
     def __init__(
         self, screen: Screen, fd: int, stream: int, prefix: bytes | None, log: RankLog | None, rank: int
@@ -70,7 +73,7 @@ class Channel:
         self.fd = fd
         self.is_open = True
         self.is_error_output = stream == 2
-        self.tail = b""  # of error output only
+        self.tail = b""  # the end of error output
         self.traceback_at: float | None = None  # when the last traceback in it began
         self._screen = screen
         self.stream = stream
@@ -81,7 +84,7 @@ class Channel:
         self._tracebacks = TracebackKeeper()
 
     def is_unread(self) -> bool:
-        """Whether the rank has written something that was not read yet: it may wait for that."""
+        """Whether the rank has written something that was not read yet: it may be blocked by that."""
         unread = array.array("i", [0])
         return self.is_open and not ioctl(self.fd, termios.FIONREAD, unread) and unread[0] > 0
 
@@ -123,9 +126,9 @@ class Channel:
         return True
 
     def close(self) -> None:
-        """Show an unfinished last line, and give the descriptor back; only the first call counts.
+        """Show an unfinished last line, and close the descriptor; further calls do nothing.
 
-        A traceback that is held back stays so: the end of the stream comes before that of the rank.
+        A traceback that is held back stays so: the stream may end before the rank does.
         """
         if self.fd < 0:
             return
@@ -157,10 +160,10 @@ class Wiring:
     stdout: int
     stderr: int
     channels: list[Channel]
-    pty_master: int | None = None  # where rank 0 sees a terminal
+    pty_master: int | None = None  # if rank 0 sees a terminal
 
     def close_rank_ends(self) -> None:
-        """Once the rank has its copies: else its end of file would never come."""
+        """Call this once the rank has its copies; otherwise the streams would never end."""
         os.close(self.stdout)
         os.close(self.stderr)
 
@@ -168,9 +171,9 @@ class Wiring:
 def connect(screen: Screen, rank: int, nprocs: int, prefix: str, log: RankLog | None) -> Wiring:
     """Open the streams of a rank.
 
-    Bytes of the only rank, and of rank 0 on a terminal, pass as they are: its progress bars draw themselves.
-    So that they know there is a terminal, they get a pseudo-terminal; one for both streams, to keep their
-    order.
+    Output of the only rank, and of rank 0 on a terminal, is passed on unchanged, so that progress bars can
+    draw themselves. They get a pseudo-terminal, so that they know that there is a terminal; one for both
+    streams, to keep their order.
     """
     fds: dict[int, int] = {}
     channels: dict[int, Channel] = {}

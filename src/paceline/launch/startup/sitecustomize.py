@@ -1,6 +1,6 @@
-"""Watches for torch and Paddle in the ranks of `paceline run --replace-ddp`, and in all that they start.
+"""Watches for imports of torch and Paddle in ranks of `paceline run --replace-ddp`, and in their children.
 
-Python imports a module of this name when it starts. The launcher puts this folder on the PYTHONPATH of these
+Python imports a module of this name at start-up. The launcher puts this folder on the PYTHONPATH of these
 ranks; no other process finds it.
 """
 
@@ -11,12 +11,12 @@ from importlib.util import module_from_spec
 
 try:
     from paceline.import_hook import import_front_end, watch_imports
-except ImportError:  # a rank has started another Python, which has no Paceline
+except ImportError:  # a rank has started another Python, which does not have Paceline
     pass
 else:
     watch_imports(import_front_end)
 
-# Run the environment's own sitecustomize, which this module hides, and leave sys.path as it would be.
+# Run the environment's own sitecustomize, which this module hides, and restore sys.path.
 _folder = os.path.dirname(os.path.abspath(__file__))
 sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _folder]
 _spec = PathFinder.find_spec(__name__)
