@@ -1,9 +1,9 @@
-"""One backward pass after the other, for every framework.
+"""The state machine of averaged backward passes, for any framework.
 
-`BackwardSync` begins and ends each backward, judges it, and copies the means back; it gives up those that an
-exception broke off. A framework provides a `FrontEnd`. Other parts are `Planning` (where gradients are
-averaged), `UnusedParameters` (what no hook has handed over), `BackwardStatistics` and `BackwardLog`.
-`BackwardSync._end` is the end of a backward from top to bottom.
+`BackwardSync` begins and ends each backward, checks its outcome on all ranks, and copies the means back. It
+also ends a backward that an exception interrupted. A framework provides a `FrontEnd`. `Planning` decides
+where gradients are averaged, `UnusedParameters` handles gradients that no hook handed over, and
+`BackwardStatistics` and `BackwardLog` keep figures. `BackwardSync._end` is the whole end of a backward.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from paceline.trace.records import Event
 _log = logging.getLogger("paceline")
 _NOT_FINITE = int(Outcome.NONFINITE | Outcome.OVERFLOWED)
 _REPORTED, _FINISHED = int(Outcome.REPORTED), int(Outcome.FINISHED)
-_NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
+_NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # an int, because testing an enumeration's member is slower
 _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
 _BACKWARD_ENDED = int(Event.AVERAGING_ENDED)
-_MOST_INTERRUPTIONS = 100  # of one end of a backward: a timer may raise again and again
-_MOST_TRIES = 5  # of one step of it that raises whenever it is tried
+_MOST_INTERRUPTIONS = 100  # of one end of a backward, since a timer may raise again and again
+_MOST_TRIES = 5  # of one stage that raises each time
 
 
 @final
@@ -71,22 +71,23 @@ class BackwardSync(Generic[AnyAutograd]):
     """Averages the gradients of one model in each backward.
 
     Attributes:
-        planning: Where gradients are averaged, and by whom.
-        statistics: What is known of the backward passes so far.
+        planning: The plan in use: where gradients are averaged, and over which communicator.
+        statistics: Figures of the backward passes so far.
         graphs: The graphs of forwards whose backward is still to come.
-        shares_parameters: Whether the ranks of each host have one copy of the parameters.
-        drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
-        active: Ranks that had data in the last backward. Others shadow it; see `uneven`.
-        good_backwards: How many backward passes have made the gradients means, and all else that a backward
-            does. A backward for which no rank had data averages nothing, and is none of them.
-        among: Who these ranks are, in words, where they have other numbers elsewhere; empty: they have not.
-        member: Whose replicas of the model are the same as this rank's, in words that only these ranks have;
-            empty: those of all ranks.
-        after_good: Called with the weight of this rank after each of those for which some rank had data.
+        shares_parameters: Whether the ranks of each host share one copy of the parameters.
+        drift: Checks that the replicas are still equal, periodically or when there is a reason.
+        active: Ranks that had data in the last backward. The others shadow it; see `uneven`.
+        good_backwards: How many backward passes ended without an error. A backward for which no rank had data
+            averages nothing and is not counted.
+        among: A description of these ranks for errors, if other ranks of the job number them differently;
+            else empty.
+        member: A description of this rank's replica group, if replicas of other groups differ on purpose;
+            else empty.
+        after_good: Called with this rank's weight after each good backward for which some rank had data.
         refuses_uneven: Whether a backward for which some ranks have no data raises, on all of them.
-        is_stopping: Whether a signal had asked some rank to stop when it came to the end of a backward; known
-            to all ranks after the same one.
-        averages_sums: Whether only `average_sums` averages, and no backward of autograd's.
+        is_stopping: Whether some rank had received a stop signal by the end of a backward. All ranks learn it
+            after the same backward.
+        averages_sums: Whether only `average_sums` averages, and a backward of autograd raises.
     """
 
     def __init__(
@@ -142,9 +143,9 @@ class BackwardSync(Generic[AnyAutograd]):
         self._set_config(config)
         self._shared: set[int] = set()
         self._is_complete = False
-        self._is_lost = False  # a backward raised what ends the group, on every rank
+        self._is_lost = False  # a backward raised an error that ends the group on every rank
         self._conclusion: Conclusion | None = None
-        self._armed = 0  # backward passes that were armed, and ones that were given up
+        self._armed = 0  # how many backward passes were armed or given up
         self._backward = 0
         registry.join(self)
         self.refresh_sharing()
@@ -154,7 +155,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self._follow_owners()
 
     def use_config(self, config: BackwardOptions) -> None:
-        """Judge backward passes by other options than before. Not within a backward; on every rank."""
+        """Use other options for the coming backward passes. Call it on every rank; not within a backward."""
         self._set_config(config)
         self.autograd.use_static_graph(config.static_graph)
 
@@ -175,13 +176,13 @@ class BackwardSync(Generic[AnyAutograd]):
         )
 
     def close(self) -> None:
-        """Stop averaging. The memory goes with the last gradient that lies in it."""
+        """Stop averaging. The gradient buffer is freed with the last gradient that lies in it."""
         registry.leave(self)
         self._log.close()
         self.autograd.close()
 
     def end(self) -> None:
-        """Stop averaging; gradients keep their values, and get memory of their own."""
+        """Stop averaging; gradients keep their values and move to memory of their own."""
         self.close()
         self.end_turn()
         self.settle_interrupted()
@@ -189,11 +190,11 @@ class BackwardSync(Generic[AnyAutograd]):
         self.reducer.close()
 
     def end_turn(self) -> None:
-        """Let other models over the same process group make their calls: this backward makes no more."""
+        """Let other models over the same process group make their calls; this backward makes no more."""
         if (order := self.planning.reduction.order) is not None:
             order.end(self)
 
-    # --- what others ask ---
+    # --- queries ---
 
     @property
     def who(self) -> str:
@@ -228,21 +229,21 @@ class BackwardSync(Generic[AnyAutograd]):
         return self._static_graph is not None or self._variety.is_static(self.good_backwards)
 
     def _take_leave(self) -> None:
-        """Warn at the exit of this rank if others still wait for it.
+        """Warn at exit if other ranks still wait for this one.
 
-        Nothing else shows that a rank skipped an iteration as a whole: what it does afterwards is what all
-        do. After an error that ended the group no rank is waited for, although the others may look so: they
-        are in the backward in which this rank has raised.
+        Nothing else reveals that a rank skipped a whole iteration, because its later calls are those that
+        every rank makes. After an error that ended the group no warning is given: the other ranks may look as
+        if they waited, but they are in the backward in which this rank raised.
         """
-        is_made = hasattr(self, "planning") and not self._is_lost  # else making it has raised
+        is_made = hasattr(self, "planning") and not self._is_lost  # no `planning`: the constructor raised
         waiting = self.reducer.waiting_ranks() if is_made and os.getpid() == self.state.pid else []
         if waiting:
             _log.warning("paceline: %s", exit_warning(self.who, waiting, self.among))
 
     def broadcast_model(self, root: int) -> None:
-        """Give every rank the parameters and buffers of the rank `root`. Collective.
+        """Broadcast the parameters and buffers of the rank `root`. Collective.
 
-        Parameters that the ranks of a host share are in step: all have made the last step together.
+        Parameters that the ranks of a host share are skipped: all ranks have made the last step together.
         """
         parameters = [] if self.shares_parameters else self._tensors.all_parameters.values()
         self.communicator.broadcast(list(parameters), root)
@@ -253,7 +254,7 @@ class BackwardSync(Generic[AnyAutograd]):
         buffers = {name: buffer for name, buffer in now.items() if name in in_step}
         return self._front_end.ops.hash_model(self._tensors.all_parameters, buffers, optimizer)
 
-    # --- who else has a say: hooks, other models, owners ---
+    # --- hooks, other models, owners ---
 
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
         self.planning.use_hook(hook, process_group)
@@ -269,7 +270,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self._is_obstructed = self._scatters and (bool(self._shared) or not self.planning.owned)
 
     def _follow_owners(self, changed: set[int] | None = None) -> None:
-        """From now on, bring each mean to the ranks that own it, once all parameters are owned.
+        """From now on, send each mean only to the ranks that own it, once all parameters are owned.
         Collective.
         """
         if changed is not None and changed.isdisjoint(map(id, self.trainable)):
@@ -288,20 +289,20 @@ class BackwardSync(Generic[AnyAutograd]):
         if self._shared:
             raise several_models(shorten([self._names[index] for index in sorted(self._shared)]), self.who)
         without = [n for n, p in zip(self._tensors.all_names, self.trainable) if owners.of(p) is None]
-        if without and is_training:  # else nothing is scattered, and nothing is wrong
+        if without and is_training:  # in evaluation nothing is scattered
             raise globally_unused(shorten(without), self.who)
 
-    # --- what is recorded ---
+    # --- recording ---
 
     def end_forward(self) -> None:
         self._log.records.end_forward(self._backward_id)
 
     def watch_local(self, output: object) -> None:
-        """Note the backward of a forward in no_sync(), too; wrappers call it while all is recorded."""
+        """Record the backward of a forward in no_sync(); called only while everything is recorded."""
         backward = LocalBackward(self._backward_id)
         self.autograd.watch_local(output, backward)
 
-    # --- a backward begins ---
+    # --- the beginning of a backward ---
 
     def begin_forward(
         self,
@@ -312,12 +313,12 @@ class BackwardSync(Generic[AnyAutograd]):
         is_training: bool,
         weight: float | None = None,
     ) -> None:
-        """Note a forward whose gradients will be needed.
+        """Note a forward whose gradients will be averaged or accumulated.
 
         Raises:
             ForkedError: This process is a forked child of the one that wrapped the model.
-            ConfigError: The last backward has been left open.
-            CollectiveError: The last backward ended in an exception here, and a rank was lost since.
+            ConfigError: The last backward was not finalized.
+            CollectiveError: The last backward ended in an exception here, and a rank has been lost since.
         """
         state, autograd = self.state, self.autograd
         state.check_process()
@@ -328,7 +329,7 @@ class BackwardSync(Generic[AnyAutograd]):
         if (state.phase is not IDLE or has_weights) and not in_backward:
             self._give_up_last()
             if has_weights:
-                if self.micro_batches.awaits_end:  # of a backward in no_sync()
+                if self.micro_batches.awaits_end:  # the end of a backward in no_sync()
                     autograd.await_drop(lambda: not self.micro_batches.awaits_end)
                 self.micro_batches.give_up_interrupted()
         if has_weights or weight is not None:
@@ -363,14 +364,14 @@ class BackwardSync(Generic[AnyAutograd]):
         )
 
     def publish_error(self, error: PacelineError) -> None:
-        """Publish why this rank cannot come to the others, for their errors, if it does not go on."""
-        # Of a rank that lost another one the activity stays: it is evidence.
+        """Publish the error that keeps this rank from continuing, for other ranks' error messages."""
+        # A rank that lost a peer keeps its published activity, which is evidence for the others' errors.
         if self._set_activity is not None and not isinstance(error, CollectiveError):
             self._set_activity(activity_of(error))
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Within it, backward passes do not synchronise, whatever their forward was to do.
+        """Within it, backward passes do not synchronise, even of forwards that ran outside of it.
 
         Nor does a later backward of a forward that ran within it.
         """
@@ -388,9 +389,9 @@ class BackwardSync(Generic[AnyAutograd]):
                 state.expect(before or state.is_due, is_forced=was_forced and is_empty)
 
     def expect_backward(self, *, is_syncing: bool) -> None:
-        """The backward of the forwards so far synchronises, or not, whatever they were to do.
+        """Make the backward of the forwards so far synchronise or not, whatever those forwards requested.
 
-        Outside of no_sync() and of a backward. A later forward decides for itself.
+        Call this outside of no_sync() and of a backward. A later forward replaces this choice by its own.
         """
         state = self.state
         if not state.is_local and state.phase < RUNNING:
@@ -403,7 +404,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self.micro_batches.of_forward = None
 
     def _arm(self) -> None:
-        """The first gradient of a backward has come."""
+        """Begin a backward; called at its first gradient."""
         state = self.state
         try:
             if self.averages_sums:
@@ -418,7 +419,7 @@ class BackwardSync(Generic[AnyAutograd]):
                 self._weigh(self.micro_batches.begin())
             if self._shared:
                 self._backward = self.autograd.backward()
-            state.phase = RUNNING  # first: gradients on another device come from another thread
+            state.phase = RUNNING  # first, because gradients on another device come from another thread
             self._armed += 1
             end = functools.partial(self._end_backward, self._armed)
             interrupted = functools.partial(self._interrupt_if_current, self._armed)
@@ -431,7 +432,7 @@ class BackwardSync(Generic[AnyAutograd]):
             if recording.note is not None:
                 self._log.records.begin_backward(self._backward_id)
         except BaseException as error:
-            if state.phase is RUNNING:  # nothing ends this backward any more
+            if state.phase is RUNNING:  # no call at its end will come any more
                 self._interrupt()
             elif state.phase is not INTERRUPTED:
                 self.end_turn()
@@ -444,7 +445,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self.state.rank_weight = weight
         self.reducer.set_weight(weight)
 
-    # --- a backward ends ---
+    # --- the end of a backward ---
 
     def _end_backward(self, armed: int) -> None:
         if armed != self._armed:  # it was given up
@@ -455,7 +456,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self._end_now()
 
     def use_ends_by_hand(self, is_by_hand: bool) -> None:
-        """Whether the coming backward passes end when `end_by_hand` is called, and not by themselves."""
+        """Set whether the coming backward passes end only when `end_by_hand` is called."""
         if self.state.phase >= RUNNING and is_by_hand != self.state.ends_by_hand:
             raise ConfigError(
                 "How a backward ends cannot be changed while one is under way.",
@@ -465,7 +466,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self.state.ends_by_hand = is_by_hand
 
     def end_by_hand(self) -> None:
-        """End the backward that was left open: what the end of a backward does otherwise, with its errors."""
+        """End the backward that was left open. Does and raises what the end of a backward does otherwise."""
         if self.state.phase is not OPEN:
             is_running = self.state.phase >= RUNNING
             raise ConfigError(
@@ -493,30 +494,31 @@ class BackwardSync(Generic[AnyAutograd]):
             if recording.note is not None:
                 now_ns = self._log.records.end_backward(number, has_raised)
                 if now_ns >= recording.next_sample_ns:
-                    # Elsewhere than in memory the norm would be computed for this.
+                    # Gradients outside of shared memory would need a computation for their norm.
                     is_known = not has_raised and self.communicator.path == "memory"
                     self._log.sample(now_ns, number, self.statistics.squared_norm if is_known else None)
             if state.phase is ENDING:  # it raised before the backward was ended
                 self._interrupt()
 
     def _interrupt_if_current(self, armed: int) -> None:
-        """The end of a backward was dropped; perhaps late, when it has been given up already."""
+        """The framework dropped the end of a backward, possibly after that backward was given up."""
         if armed == self._armed and self.state.phase >= RUNNING:
             self._interrupt()
 
     def _interrupt(self) -> None:
-        """An exception has ended the backward, and goes on to the user, who may clear gradients and go on.
+        """Mark the backward as interrupted by an exception, which propagates to the user.
 
-        Until all ranks have ended this backward they may still reduce what this one has handed over of it.
+        The user may catch it, clear gradients and continue. Until all ranks have ended this backward, they
+        may still reduce the gradients that this rank has handed over.
         """
         self._is_complete = False
-        self.state.phase = INTERRUPTED  # whatever begins next gives it up, and the other ranks raise
+        self.state.phase = INTERRUPTED  # the next forward or backward gives it up, and the other ranks raise
         if (note := recording.note) is not None:
             note(_BACKWARD_ENDED, self._backward_id, 1)
         self.gradients.interrupt()
 
     def _end(self) -> None:
-        """Wait for the other ranks, judge, and copy the means back."""
+        """Wait for the other ranks, check the outcome, and copy the means back."""
         state, planning, config = self.state, self.planning, self._config
         reducer, number = planning.reduction.reducer, self._backward_id
         statistics = self.statistics
@@ -558,12 +560,12 @@ class BackwardSync(Generic[AnyAutograd]):
             if conclusion is not None or is_lost:
                 if conclusion is None or conclusion.stage <= stages.CLOSE:
                     self._adopt_errors(is_good=False)
-                # Of a rank that lost another one the activity stays: it is evidence for the others' errors.
+                # A rank that lost a peer keeps its published activity, as evidence for the others' errors.
                 self._close(number, is_published=not is_lost)
             self._fail(error)
             raise
         except BaseException as error:
-            # Of a signal handler, say. If the ranks know no outcome yet, the backward is interrupted.
+            # For example of a signal handler. If the ranks have no outcome yet, the backward is interrupted.
             if self._conclusion is None and (last := reducer.last) is not None and last is not before:
                 self._conclusion = Conclusion(number, self.good_backwards, self.drift.backwards, last)
             if self._conclusion is not None:
@@ -575,11 +577,11 @@ class BackwardSync(Generic[AnyAutograd]):
             self.graphs.end_backward()
 
     def _conclude(self, conclusion: Conclusion) -> None:
-        """All ranks know the outcome now: judge it, copy the means back, get ready for the next backward.
+        """Check the outcome that all ranks know now, copy the means back, and prepare the next backward.
 
-        The others go on, so this rank must come to the end of this, too, whatever a signal handler raises in
-        the middle: called again, it goes on where `conclusion` says. What is made twice then does no harm;
-        what must not be, a call of all ranks or of the user's code, is marked as under way.
+        The other ranks continue, so this rank must complete this too, even if a signal handler raises in the
+        middle. When called again, it resumes at `conclusion.stage`. Repeating most stages is harmless. Those
+        that must not be repeated, because they call all ranks or the user's code, are marked as under way.
         """
         state, planning, result, number = self.state, self.planning, conclusion.result, conclusion.number
         outcome = result.outcome
@@ -644,7 +646,7 @@ class BackwardSync(Generic[AnyAutograd]):
                 self.after_good(state.rank_weight)
             conclusion.stage = stages.NOTES
         if conclusion.stage == stages.NOTES:
-            # Where a rank has no data there may be ranks that make no step until the others have finished.
+            # If a rank has no data, some ranks may make no optimizer step until the others have finished.
             if len(self.active) == self.world_size:
                 drift, differ = self.drift, outcome & _NOTES_DIFFER
                 drift.backwards = conclusion.drift_backwards + 1
@@ -658,19 +660,20 @@ class BackwardSync(Generic[AnyAutograd]):
             conclusion.stage = stages.REST
         if len(self.active) == self.world_size:
             self.notes.begin(self._begun_forwards, self.drift.backwards)
-        state.status.static_graph = False  # all ranks have promised it
+        state.status.static_graph = False  # by now every rank has reported it
         self.autograd.learn()
 
     def _conclude_after(self, error: BaseException, conclusion: Conclusion) -> None:
-        """Something raised in this rank's `_conclude` that the others do not know of: come to its end.
+        """Complete `_conclude` after an exception in it that the other ranks do not know of.
 
-        Where it was in a call of all ranks, nobody knows whether this rank has made it: then all ranks raise.
+        If the exception came during a collective call, it is unknown whether this rank has made the call.
+        Then all ranks raise.
         """
         tries = 0
         for _ in range(_MOST_INTERRUPTIONS):
             if conclusion.stage in stages.OF_ALL_RANKS:
                 if conclusion.stage in (stages.IN_WRITES, stages.IN_DRIFT) and isinstance(error, Warning):
-                    conclusion.stage += 1  # an error by the user's filter, and on all ranks
+                    conclusion.stage += 1  # the user's filter made it an error, on all ranks
                 else:
                     self.give_up(error)
                     self._close(conclusion.number, is_published=False)
@@ -688,8 +691,8 @@ class BackwardSync(Generic[AnyAutograd]):
                 self._fail(found)
                 return
             except BaseException as again:
-                # What cannot be done here is left out: a rank whose gradients are no means is found by its
-                # parameters, at the next backward.
+                # A stage that keeps failing is skipped. If this leaves gradients that are not the means, the
+                # next backward finds the rank by its parameters.
                 tries = tries + 1 if conclusion.stage == before else 0
                 if tries >= _MOST_TRIES:
                     conclusion.stage, tries = stages.AFTER.get(before, before), 0
@@ -718,8 +721,7 @@ class BackwardSync(Generic[AnyAutograd]):
         self.buffers.give_up_backward()
         if isinstance(error, CollectiveError):
             self._is_lost = not isinstance(error, MismatchError)  # after which the group goes on
-            # A rank that was stopped, and whom this one has given up, may still write into the gradient
-            # buffer.
+            # A stopped rank that this one has given up on may still write into the gradient buffer.
             self.gradients.leave_buffer()
 
     def _adopt_errors(self, *, is_good: bool) -> None:
@@ -729,10 +731,10 @@ class BackwardSync(Generic[AnyAutograd]):
             adopt_errors(result.globally_unused if is_good and result is not None else None)
 
     def complete(self, backward: int) -> bool:
-        """Hand over what this backward has left, once.
+        """Hand over the gradients of this backward that are left, once.
 
         Returns:
-            Whether this model takes part in it, and this is the once.
+            Whether this model takes part in the backward and this call was the first.
         """
         is_in_it = self.state.phase >= RUNNING and bool(self._shared) and self._backward == backward
         if not is_in_it or self._is_complete:
@@ -764,7 +766,7 @@ class BackwardSync(Generic[AnyAutograd]):
             self.gradients.write_back(missing)
 
     def _part_overlapping(self, overlapping: Sequence[int]) -> None:
-        """Where gradients share memory, copy their means back into memory of their own."""
+        """Have means of gradients that share memory copied back into memory of their own."""
         state = self.state
         for index in overlapping:
             state.handed.discard(index)
@@ -785,7 +787,7 @@ class BackwardSync(Generic[AnyAutograd]):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether an exception has ended a backward that nobody has given up yet."""
+        """Whether an exception ended a backward that has not been given up yet."""
         state = self.state
         if state.phase in (RUNNING, ENDING) and not self.autograd.is_in_backward():
             self._await_drop()
@@ -795,9 +797,9 @@ class BackwardSync(Generic[AnyAutograd]):
         self.autograd.await_drop(lambda: self.state.phase < RUNNING)
 
     def settle_interrupted(self) -> None:
-        """Where an exception has ended the last backward, let no gradient lie where ranks may still write.
+        """If an exception ended the last backward, move gradients out of memory where ranks may still write.
 
-        The backward is still to be given up.
+        The backward itself still has to be given up.
         """
         state = self.state
         if state.phase in (RUNNING, ENDING):
@@ -806,20 +808,21 @@ class BackwardSync(Generic[AnyAutograd]):
             self.gradients.settle()
 
     def give_up_for_others(self) -> None:
-        """Give the interrupted backward up: other models are to make their calls after its own.
+        """Give up the interrupted backward, because other models make their calls after those of this one.
 
-        An error of it is this model's: where it ends the group, the next backward raises.
+        Errors are suppressed here: they are this model's, and if one ends the group, its next backward
+        raises.
         """
         with contextlib.suppress(PacelineError):
             self._give_up_interrupted()
 
     def _give_up_interrupted(self) -> None:
-        """End a backward that an exception broke off here: the other ranks raise. Collective.
+        """End an interrupted backward of this rank, so that the other ranks raise. Collective.
 
-        This rank raises only if that fails: its script has seen the exception. So every rank has raised once,
-        in this backward, and all go on with the same step.
+        This rank raises only if that fails, because its script has already seen the exception. So every rank
+        has raised once in this backward, and all continue with the same step.
         """
-        self._armed += 1  # what is dropped from now on belongs to no backward
+        self._armed += 1  # ends that are dropped from now on belong to no current backward
         self.gradients.settle()
         if (order := self.planning.reduction.order) is not None:
             order.give_up_before(self)
@@ -838,21 +841,21 @@ class BackwardSync(Generic[AnyAutograd]):
             raise
         finally:
             is_lost = isinstance(sys.exc_info()[1], PacelineError)
-            if is_lost or reducer.last not in (None, before):  # else the ranks do not know yet
+            if is_lost or reducer.last not in (None, before):  # else the other ranks do not know of it yet
                 self.end_turn()
                 self._adopt_errors(is_good=False)
                 self.state.begin_next()
                 self.micro_batches.end()
 
-    # --- steps of virtual ranks: sums that were made beside autograd ---
+    # --- steps of virtual ranks: sums that were made outside of autograd ---
 
     def settle_last(self) -> None:
-        """Before a step: if an exception has ended the last one here, the other ranks raise. Collective."""
+        """Call before a step. If an exception ended the last one here, the other ranks raise. Collective."""
         self.state.check_process()
         self._give_up_last()
 
     def take_local(self) -> tuple[bool, float]:
-        """Forget the backward passes in no_sync() since the last one that was averaged.
+        """Forget the backward passes in no_sync() since the last averaged one.
 
         Returns:
             Whether there was one, and its weight.
@@ -862,10 +865,10 @@ class BackwardSync(Generic[AnyAutograd]):
         return has_any, self.micro_batches.take()
 
     def average_sums(self, sums: Mapping[int, Any], weight: float) -> None:
-        """Average as a backward does, and end as one. Collective.
+        """Average given sums, with the same end as that of a backward. Collective.
 
         Args:
-            sums: What each parameter has of sum(w * g) on this rank, by index; None: zeros.
+            sums: This rank's sum(w * g) of each parameter, by index; None stands for zeros.
             weight: sum(w).
         """
         state = self.state
@@ -889,14 +892,14 @@ class BackwardSync(Generic[AnyAutograd]):
         self._end_now()
 
     def break_off(self) -> None:
-        """An exception, or a `break`, has ended a step: what it left is no gradient to step with."""
+        """Discard a step that an exception or a `break` ended, with its gradients."""
         if self.state.phase is IDLE:
             self.take_local()
             self.gradients.restore({})
             self._interrupt()
 
     def fail_step(self, error: PacelineError) -> NoReturn:
-        """Raise, when the other ranks know that this one does not end the step. Collective."""
+        """Raise the error after the other ranks know that this rank does not end the step. Collective."""
         self.break_off()
         self._give_up_last()
         raise error
@@ -904,20 +907,20 @@ class BackwardSync(Generic[AnyAutograd]):
     # --- a backward without data ---
 
     def shadow(self, *, weight: float) -> bool:
-        """Take part in a backward of the others without gradients; within a `Shadow`. Collective.
+        """Take part in a backward of the other ranks without gradients, within a `Shadow`. Collective.
 
-        The rank gets the means as its gradients as well, for those who step along.
+        This rank gets the means as its gradients too, in case it makes the optimizer's steps as well.
         """
         self.state.check_process()
         self._give_up_last()
-        self.gradients.restore({})  # those of the last such backward
+        self.gradients.restore({})  # drop those of the last shadowed backward
         self.micro_batches.forget_given()
         self.buffers.sync_without_forward()
         self._weigh(weight)
         self.state.status.finished = True
         try:
             self._end_now()
-        finally:  # what it raises may be caught, and training go on
+        finally:  # the caller may catch the error and continue training
             self._weigh(1.0)
         return bool(self.active)
 

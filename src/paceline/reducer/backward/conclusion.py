@@ -1,10 +1,10 @@
-"""How far a rank is in the end of a backward, so that it can go on where an exception has interrupted it."""
+"""The stage that a rank has reached in the end of a backward, so that it can resume after an exception."""
 
 from __future__ import annotations
 
 from paceline.reducer.protocol import BackwardResult
 
-# The stages, in order. Numbers of the module, because to read them from a class costs each step more.
+# The stages, in order. Module-level numbers, because reading them from a class makes each step slower.
 (
     JUDGE,
     IN_WRITES,
@@ -32,11 +32,11 @@ AFTER = {MEANS: STEPS, CLOSE: NEXT}
 
 
 class Conclusion:
-    """How far this rank is in the end of a backward whose outcome all ranks know.
+    """The progress of this rank in the end of a backward whose outcome all ranks know.
 
     Attributes:
-        stage: What comes next, or is under way.
-        seen_order: In which order gradients came, where the plan is to follow it; None: it is not.
+        stage: The stage that comes next, or is under way.
+        seen_order: The order in which gradients came, if the plan is to adopt it; else None.
     """
 
     __slots__ = ("drift_backwards", "good_backwards", "number", "result", "seen_order", "stage")

@@ -1,13 +1,14 @@
-"""Whether the replicas are still the same: compared now and then, and where the ranks' notes differ.
+"""Checks that the replicas are still equal: periodically, and when the ranks' notes differ.
 
 A note is a few bits that travel with a status that is exchanged anyway: how often this rank's parameters were
-written to since the backward before (an optimizer's step writes), a hash of a few bytes of some, and how
-many batches it took from iterate() without a forward. Each may differ for a good reason, so none is an error
-by itself: the first two are reasons to compare the replicas there and then, the third one to say so.
+written to since its previous backward (an optimizer's step writes), a hash of a few bytes of some of them,
+and how many batches it took from iterate() without a forward. Each may differ for a good reason, so none is
+an error by itself. A difference in the first two causes a comparison of the replicas at once; one in the
+third causes a warning.
 
-A difference of bits that no rank made on purpose may still be harmless (processors of different kinds round
-differently in an optimizer), so by default it is a warning, once; it is an error where ranks have also
-written to their parameters differently often, and where the user asked for checks.
+A difference of bits that no rank made on purpose may still be harmless, because processors of different kinds
+round differently in an optimizer. So by default it is a warning, given once. It is an error if ranks have
+also written to their parameters differently often, or if the user asked for checks.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from paceline.reducer.framework_ops import FrameworkOps, nbytes
 from paceline.reducer.replica_check import Entry, Gather, check_replicas
 
 NOTHING = 0
-"""The note of a rank that has nothing to report: it was in no backward, or in one that others shadowed."""
+"""The note of a rank without anything to report: it was in no backward, or in one that others shadowed."""
 
 _SAMPLED_TENSORS = 4
 _SAMPLED_BYTES = 128
-# Ranks may write differently and yet be equal, each time: then it costs a hundredth of a check.
+# Ranks may write differently in each backward and still be equal. Then a comparison is made in one of 100.
 _BACKWARDS_BETWEEN_SUSPICIONS = 100
 
 
@@ -33,10 +34,10 @@ class Note(NamedTuple):
     """What one rank reports.
 
     Attributes:
-        writes: To its parameters, since its previous backward; of large numbers only the last bits.
-        sample: A hash of some bytes of the parameters whose turn it is; 0: they can't be read.
+        writes: How often its parameters were written to since its previous backward; the last bits only.
+        sample: A hash of some bytes of the parameters whose turn it is; 0 if they cannot be read.
         dropped: Batches that it took without running forward.
-        accumulated: Whether it ran a backward of its own, in no_sync(), since its previous backward.
+        accumulated: Whether it ran a backward in no_sync() since its previous backward.
     """
 
     writes: int = 0
@@ -45,12 +46,12 @@ class Note(NamedTuple):
     accumulated: bool = False
 
     def pack(self) -> int:
-        """In 32 bits; of large numbers the last ones, but of `dropped` no more than 255."""
+        """In 32 bits. `dropped` is capped at 255; large numbers in the other fields keep their last bits."""
         return _core.pack_note(*self)
 
     @classmethod
     def unpack(cls, note: int) -> Note | None:
-        """None: it is NOTHING.
+        """None for NOTHING.
 
         Example:
             >>> Note.unpack(Note(writes=2, dropped=1).pack())
@@ -80,7 +81,7 @@ def sampler(ops: FrameworkOps[Any], places: Sequence[tuple[Any, int, int]]) -> C
 
 
 def turns_of(places: Sequence[object]) -> int:
-    """After how many backward passes each place has had its turn."""
+    """After how many backward passes each place has been sampled once."""
     return max(1, -(-len(places) // _SAMPLED_TENSORS))
 
 
@@ -93,7 +94,7 @@ def places_to_sample(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def describe_writes(notes: Sequence[Note]) -> str:
-    """Ranks by how often their parameters were written to; "" if equally often."""
+    """Ranks by how often their parameters were written to; "" if all are equal."""
     counts = _by_count([note.writes for note in notes])
     return f"writes to parameters since the last backward, as an optimizer makes: {counts}" if counts else ""
 
@@ -120,10 +121,10 @@ def _by_count(counts: Sequence[int]) -> str:
 
 
 class DriftWatch:
-    """Looks at the end of each good backward in which all ranks had data; the same on every rank.
+    """Compares replicas at the end of good backward passes in which all ranks had data; alike on every rank.
 
     Args:
-        every: Compare after so many backward passes; None: where there is a reason; 0: never.
+        every: Compare after this many backward passes; None: only when there is a reason; 0: never.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class DriftWatch:
         self._has_warned_of_dropped = False
 
     def check(self, optimizer: Any = None, *, seen: str = "") -> None:
-        """Compare the replicas, and the optimizer's state if there is one. Collective."""
+        """Compare the replicas, and the optimizer's state if one is given. Collective."""
         backwards = f"{self.backwards} backward pass{'es' * (self.backwards != 1)}"
         where = f"the check of replicas after {backwards} of all ranks"
         check_replicas(self._hash_replica(optimizer), self._gather, where=where, seen=seen)
@@ -148,7 +149,7 @@ class DriftWatch:
         return self._every is not None and self._every > 0 and self.backwards % self._every == 0
 
     def look(self, notes: Sequence[int] | None) -> None:
-        """Compare the replicas if there is a reason. Collective then."""
+        """Compare the replicas if there is a reason. Collective if so."""
         if notes is not None:
             reported = [Note.unpack(note) for note in notes]
             known = [note for note in reported if note is not None]
@@ -161,7 +162,7 @@ class DriftWatch:
         writes = describe_writes(notes)
         has_drifted = len({note.sample for note in notes}) > 1
         if self._every != 0 and (writes or has_drifted) and self.backwards >= self._next_suspicion:
-            # Whoever steps in no_sync() may want replicas that differ for a while.
+            # A user who makes steps in no_sync() may want replicas that differ for a while.
             is_error = self._every is not None or (writes and not any(note.accumulated for note in notes))
             if is_error or not self._has_warned_of_drift:
                 self._suspect(writes, is_error=bool(is_error))

@@ -1,14 +1,14 @@
 """The weights of gradients that cross ranks inside a model, in the backward of a layer that sums over ranks.
 
 The reducer weighs a rank's gradients after backward: the mean is sum(w_r * g_r) / sum(w_r). A gradient that
-has crossed ranks before that would have the weight of the rank on which it arrived, instead of that of the
+has crossed ranks before that would get the weight of the rank on which it arrives, instead of that of the
 rank whose loss it comes from. So during a backward the gradients on rank r are in units of 1 / w_r: what
 leaves the rank is multiplied by w_r, and what arrives is divided by it. Then w_r * g_r is exactly rank r's
-part of the gradient of the weighted sum of all losses. Where every weight is 1 nothing is computed.
+part of the gradient of the weighted sum of all losses. If every weight is 1, nothing is computed.
 
-Layers that are not ours exchange without weights, which is right only where all ranks have the same weight.
-They are found in the graph of a weighted backward, by the kinds of its nodes: a function that somebody has
-written in Python is one of them if the code of its backward, or what that calls nearby, names a collective.
+Layers of other libraries exchange gradients without weights, which is right only if all ranks have the same
+weight. They are found by the node types in the graph of a weighted backward: a function written in Python is
+one of them if the code of its backward, or code that it calls, names a collective.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any, final
 from paceline.errors import ConfigError
 from paceline.reducer.backward.micro_batches import SCALE_THE_LOSS, MicroBatchWeights, living
 
-# Names of collectives begin so, whoever spells them: all_gather_into_tensor, Allreduce, _reduce_scatter_base.
+# How names of collectives begin: all_gather_into_tensor, Allreduce, _reduce_scatter_base.
 _COLLECTIVES = ("allgather", "allreduce", "alltoall", "reducescatter", "batchisendirecv")
-# Other things have these names, too.
+# Other functions have these names too, so they count only together with one of the modules.
 _COLLECTIVES_OF_A_MODULE = frozenset(("broadcast", "reduce", "scatter", "gather", "send", "recv", "isend"))
 _MODULES = frozenset(("dist", "distributed", "c10d"))
-# Nothing in these exchanges by itself, but for what is named `distributed`.
+# Code of these libraries exchanges nothing by itself, except in modules named `distributed`.
 _HARMLESS = ("torch", "paddle", "numpy")
 _PLAIN = ("builtins", "numpy")
 _DEPTH = 3  # how many calls are followed
@@ -44,7 +44,7 @@ class ExchangeWeight:
         self._found: list[MicroBatchWeights] = []
 
     def now(self) -> float:
-        """The weight in the backward under way; 1 where no model was ever given one."""
+        """The weight in the backward under way; 1 if no model was ever given one."""
         if not living.is_any_used:
             return 1.0
         self._found = []
@@ -80,7 +80,7 @@ class ExchangeWeight:
         """The sum of all ranks' gradients, each times its rank's weight, in units of this rank's weight."""
         weight = self.now()
         if weight != 1.0:
-            # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
+            # Zeros instead of a product: 0 * NaN would be NaN.
             gradient = gradient * weight if weight else zeros_like(gradient)
         total = sum_over_ranks(gradient)
         own = total if row is None else total[row]
@@ -89,7 +89,7 @@ class ExchangeWeight:
         return own / weight if weight not in (0.0, 1.0) else own
 
     def _refuse_lost(self, rows: str) -> None:
-        """Refuse this backward: the rank has weight 0, so the part of the gradient is lost that comes from
+        """Refuse this backward: this rank has weight 0, so the part of the gradient is lost that comes from
         other ranks' losses through its samples.
         """
         self._refuse(
@@ -101,7 +101,7 @@ class ExchangeWeight:
         )
 
     def _concerns(self, weights: MicroBatchWeights) -> bool:
-        """Whether these gradients flow on to parameters of that model, or belong to its backward."""
+        """Whether these gradients reach parameters of that model, or belong to its backward."""
         if weights is self._owner or weights.reaches(self._upstream):
             return True
         return self._owner is None and weights.is_weighing  # recomputed within a backward of that model
@@ -116,20 +116,20 @@ def _as_it_is(node: Any) -> Any:
 
 
 def nodes_from(roots: Iterable[Any], key: Callable[[Any], Hashable] = _as_it_is) -> Iterator[Any]:
-    """All nodes of a framework's graph that a backward from these comes to, once each, near ones first."""
+    """Each node of the graph that a backward from these roots reaches, once, in breadth-first order."""
     pending = [root for root in roots if root is not None]
     seen = {key(root) for root in pending}
-    for node in pending:  # which grows
+    for node in pending:  # grows while it is iterated
         yield node
         for following in node.next_functions:
-            following = following[0] if isinstance(following, tuple) else following  # with torch, a pair
+            following = following[0] if isinstance(following, tuple) else following  # torch has pairs
             if following is not None and (known := key(following)) not in seen:
                 seen.add(known)
                 pending.append(following)
 
 
 def names_one(name: str) -> bool:
-    """Whether a name is that of a collective."""
+    """Whether a name is that of a collective, whatever its module."""
     return name.replace("_", "").lower().startswith(_COLLECTIVES)
 
 
@@ -140,9 +140,10 @@ def _nothing_else(names: set[str]) -> Iterable[object]:
 def names_a_collective(
     function: object, called: Callable[[set[str]], Iterable[object]] = _nothing_else
 ) -> bool:
-    """Whether the code of a function names one, or that of functions and classes that it calls.
+    """Whether the code of a function, or of functions and classes that it calls, names a collective.
 
-    Those are found by its names, in its module, in what it encloses, and within these.
+    Called functions are looked up by the names in its code: in its module, in its closure, and in the objects
+    found there.
     """
     level, seen = [_unwrapped(function)], set()
     for _ in range(_DEPTH + 1):
@@ -171,7 +172,7 @@ def _names_c10d(names: set[str], values: Iterable[object]) -> bool:
 
 
 def _unwrapped(value: object) -> object:
-    if isinstance(value, type):  # of a class it is apply() that is called, of a function of autograd's
+    if isinstance(value, type):  # an autograd function: calling its apply() runs `forward`
         value = inspect.getattr_static(value, "forward", None)
     while isinstance(value, (staticmethod, classmethod, MethodType)):
         value = value.__func__
@@ -202,7 +203,7 @@ def enclosed_by(function: FunctionType) -> list[object]:
 def _content(cell: CellType) -> object:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing yet
+    except ValueError:  # the cell is still empty
         return None
 
 

@@ -51,13 +51,14 @@ class Tensors(BufferedModel, Protocol):
     """The parameters and buffers of a model.
 
     Attributes:
-        names: The names of the parameters that the plan lists, by index.
-        trainable: Those parameters.
-        all_names: The names of all trained parameters: those, then any whose gradients lie elsewhere.
-        all_trainable: Those parameters.
-        all_parameters: By name, frozen ones too.
+        names: The names of the parameters in the plan, by index.
+        trainable: These parameters.
+        all_names: The names of all trained parameters: first those in the plan, then those whose gradients
+            lie elsewhere.
+        all_trainable: The parameters of `all_names`.
+        all_parameters: By name, including frozen ones.
         delayed: Indices of delay_all_reduce_named_params.
-        frozen_now: Indices of trainable parameters that were frozen when a forward last looked.
+        frozen_now: Indices of trainable parameters that were frozen when a forward last checked.
     """
 
     names: list[str]
@@ -85,7 +86,7 @@ class Gradients(Protocol):
     def specs(self, *, whole: bool) -> list[ParameterSpec]: ...
 
     def adopt(self, reduction: Reduction[Any]) -> None:
-        """Have gradients averaged here from now on; those in a gradient buffer are moved."""
+        """Average gradients by this reduction from now on; gradients in an old gradient buffer are moved."""
         ...
 
     def share(self, indices: set[int]) -> None: ...
@@ -95,9 +96,10 @@ class Gradients(Protocol):
     def hand_over_rest(self, index: int) -> None: ...
 
     def count_unused(self, indices: Collection[int]) -> None:
-        """Let what is left of these parameters count in the means, although this backward has not used them.
+        """Let the gradients left of these parameters count in the means, although this backward has not used
+        the parameters.
 
-        Called after the last gradient of a backward, where none of theirs is in the gradient buffer.
+        Called after the last gradient of a backward, when none of these is in the gradient buffer.
         """
         ...
 
@@ -110,48 +112,48 @@ class Gradients(Protocol):
         ...
 
     def write_back(self, missing: Sequence[int]) -> None:
-        """Make every gradient the mean, where the reducer has not done so itself.
+        """Set every gradient to the mean, unless the reducer has done so itself.
 
-        If the reduction has owners, let what is there in part stand for it.
+        If the reduction has owners, a stand-in takes the place of a gradient that is only there in part.
         """
         ...
 
     def put(self, index: int, gradient: Any) -> None:
-        """Let a tensor of the parameter's form be its gradient."""
+        """Use a tensor with the parameter's shape, dtype and layout as its gradient."""
         ...
 
     def keep(self) -> dict[int, tuple[Any, bool]]:
-        """All gradients, where no backward changes them, and whether they were in the gradient buffer."""
+        """All gradients, in memory that no backward changes, and whether each was in the gradient buffer."""
         ...
 
     def restore(self, kept: dict[int, tuple[Any, bool]]) -> None: ...
 
     def leave_buffer(self, indices: Collection[int] | None = None) -> None:
-        """Give these gradients (None: all) memory of their own, with the values that they have.
+        """Move these gradients (None: all) with their values to memory of their own.
 
         Not collective.
         """
         ...
 
     def interrupt(self) -> None:
-        """After an exception: take gradients out of the gradient buffer, where ranks may still write.
+        """Move gradients out of the gradient buffer after an exception, because ranks may still write there.
 
-        The framework may call this while the user's thread already goes on. Then it does nothing, and
-        `settle` does it.
+        The framework may call this when the user's thread has already continued. Then it does nothing, and
+        `settle` does the work.
         """
         ...
 
     def settle(self) -> None:
-        """What `interrupt` has left to do, before the backward is given up.
+        """Do what `interrupt` has left undone, before the backward is given up.
 
-        Called in the user's thread, or while that waits for a backward.
+        Called in the user's thread, or while that thread waits for a backward.
         """
         ...
 
     def fingerprint(self) -> Fingerprint: ...
 
     def memory(self) -> Memory | None:
-        """Where all are; None: not all where the processor can read them."""
+        """Addresses and sizes of all gradients; None if the CPU cannot read all of them."""
         ...
 
 
@@ -162,7 +164,7 @@ class Sparse(Protocol):
     def __len__(self) -> int: ...
 
     def average(self, weight: float, *, has_data: bool) -> None:
-        """Replace them by their weighted means. Collective."""
+        """Replace the sparse gradients by their weighted means. Collective."""
         ...
 
 
@@ -170,7 +172,7 @@ class Autograd(Protocol):
     def frozen_among(self, indices: Iterable[int]) -> set[int]: ...
 
     def install(self) -> None:
-        """Hook the parameters, as `Gradients` hands them over now."""
+        """Hook the parameters in the way that `Gradients` needs now."""
         ...
 
     def share(self, indices: set[int]) -> None: ...
@@ -180,46 +182,46 @@ class Autograd(Protocol):
     def begin_forward(self, *, is_syncing: bool, good_backwards: int) -> None: ...
 
     def watch(self, output: object) -> None:
-        """Let the backward of these outputs be averaged even if it reaches no parameter."""
+        """Average the backward of these outputs even if it reaches no parameter."""
         ...
 
     def watch_local(self, output: object, backward: LocalBackward) -> None:
-        """Report the backward of what a forward in no_sync() has returned."""
+        """Record the backward of the outputs of a forward in no_sync()."""
         ...
 
     def is_in_backward(self) -> bool:
-        """Whether this thread runs a backward: a forward within it is a recomputation."""
+        """Whether this thread runs a backward; a forward within it is a recomputation."""
         ...
 
     def backward(self) -> int:
-        """Which backward this thread runs: those that begin in the same one end together."""
+        """An identifier of the backward that this thread runs; backwards nested in it share its end."""
         ...
 
     def await_drop(self, is_dropped: Callable[[], bool]) -> None:
         """Wait, for seconds at most, until another thread has dropped the end of a backward that raised.
 
         Args:
-            is_dropped: Whether it has. Not asked where a backward runs in the thread of its caller.
+            is_dropped: Whether it has been dropped. Not called if a backward runs in its caller's thread.
         """
         ...
 
     def prepare(self) -> None: ...
 
     def at_end(self, end: Callable[[], None]) -> None:
-        """Call `end` when the backward that runs is over; drop it where it raises."""
+        """Call `end` when the running backward is over; drop it if the backward raises."""
         ...
 
     def find_swapped(self) -> list[int]:
-        """Parameters whose hooks were lost since this was asked last: they have them again from now on."""
+        """Parameters whose hooks were lost since the last call; this registers their hooks again."""
         ...
 
     def raise_kept(self) -> None:
-        """Raise what a hook would have raised, if it must not."""
+        """Raise the error of a hook that was not allowed to raise it."""
         ...
 
     @property
     def complete(self) -> Callable[[], None] | None:
-        """Hands over gradients that have waited for the end of backward; None: none ever do."""
+        """Hands over gradients that were deferred to the end of backward; None if there never are any."""
         ...
 
     def note_error(self, error: PacelineError) -> None: ...

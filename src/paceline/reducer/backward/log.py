@@ -1,5 +1,6 @@
-"""What one model's backward passes leave in the recording and in the totals of the job. The core notes the
-moments of each backward (`records`), because nothing there may cost a call in Python.
+"""What one model's backward passes write to the recording and to the totals of the job.
+
+The core records the moments of each backward (`records`), because a call in Python would cost too much there.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class BackwardLog:
     """The recording, as the backward passes of one model write to it.
 
     Attributes:
-        records: Notes the moments of each backward. Ask `recording.note` first.
+        records: Records the moments of each backward. Check `recording.note` first.
         totals: What the model adds to the totals of the process.
-        before_first: The backward that ends next has the number after this one.
+        before_first: The number before that of the model's first backward.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class BackwardLog:
             note(_NONFINITE, number, len(pairs) << 32 | min(rank for rank, _ in pairs))
 
     def sample(self, now_ns: int, number: int, squared_norm: Callable[[], float] | None) -> None:
-        """Write what is recorded once a second."""
+        """Record the figures that are sampled once a second."""
         has_norm = recording.sample(now_ns, number) and squared_norm is not None
         if has_norm and squared_norm is not None and (note := recording.note) is not None:
             note(_NORM, number, float_bits(math.sqrt(squared_norm())))
@@ -75,9 +76,7 @@ class BackwardLog:
 
 
 class LocalBackward:
-    """Notes when the backward of one forward in no_sync() begins and ends; nothing else takes
-    notice of it.
-    """
+    """Records the beginning and end of the backward of one forward in no_sync()."""
 
     __slots__ = ("_identity", "_is_open")
 
@@ -86,9 +85,9 @@ class LocalBackward:
         self._is_open = False
 
     def begin(self) -> EndOfBackward | None:
-        """An output has got its gradient; returns what the framework is to call when the backward is over.
+        """Note that an output has got its gradient; returns the callback for the end of the backward.
 
-        None: it has begun before, or nothing is recorded any more.
+        None if the backward has begun before, or nothing is recorded any more.
         """
         note = recording.note
         if self._is_open or note is None:

@@ -1,18 +1,18 @@
-"""The weighted mean, over the micro-batches of one rank: each gradient as their running mean.
+"""The weighted mean over the micro-batches of one rank, kept as a running mean in each gradient.
 
-After micro-batches with weights w_1 ... w_n, the gradient is sum(w_i * g_i) / W with
-W = sum(w_i). A micro-batch of weight w keeps that true: what is there shrinks by W / (W + w) before the
+After micro-batches with weights w_1 ... w_n, the gradient is sum(w_i * g_i) / W with W = sum(w_i). A further
+micro-batch of weight w keeps this true: the present gradient is multiplied by W / (W + w) before the
 framework adds to it, and each incoming gradient by w / (W + w). The reducer then weighs the ranks by their W,
 so the mean over ranks and micro-batches is that of one process with the whole batch. A single micro-batch
-needs no scaling at all.
+needs no scaling.
 
-Where forwards have weights, the weight of a backward is the sum over the forwards that it goes through: a
-forward may never get a backward, or get two, or one in another order. Sums over ranks begin with the first
-bucket, so these forwards must be known before the first gradient. Either the graph of one alone is left, or a
-walk through the graph of the backward finds them. At its end they are compared with those whose outputs have
-got gradients; if these are others, the step is refused on all ranks.
+If forwards have weights, the weight of a backward is the sum over the forwards that it goes through: a
+forward may never get a backward, or get two, or get one in another order. Sums over ranks begin with the
+first bucket, so these forwards must be known before the first gradient. Either the graph of only one forward
+is left, or a walk through the graph of the backward finds them. At the end of the backward they are compared
+with the forwards whose outputs have got gradients; if they differ, the step is refused on all ranks.
 
-Models that were never given a weight pay nothing: the hooks come with the first weight.
+Models that were never given a weight pay nothing, because the hooks are installed at the first weight.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paceline.reducer.backward_errors import Unweighed
 SCALE_THE_LOSS = (
     "give no weight on any rank, and multiply the loss by weight * world size / total weight of the step"
 )
-_LEAST, _MOST = 1e-20, 1e20  # weights multiply gradients in float32, and are added up
+_LEAST, _MOST = 1e-20, 1e20  # weights multiply float32 gradients, and are added up
 
 
 class _Living:
@@ -57,18 +57,19 @@ living = _Living()
 
 
 class MicroBatchWeights(ABC):
-    """The weights of one rank's micro-batches, and what they do to its gradients.
+    """The weights of one rank's micro-batches, and their effect on its gradients.
 
     Args:
         state: The state of the model's backward passes.
 
     Attributes:
-        of_forward: The weight of the forward under way; None: it has none.
+        of_forward: The weight of the forward under way; None if it has none.
         is_used: Whether any weight was ever given.
-        is_open: Whether a backward has begun to weigh, and it was neither ended nor given up since.
-        unweighed: Why the gradients of the backward passes since the last synchronised one are not weighed.
-        shared: Parameters that other wrapped models have, too, in whose backwards nothing is weighed here.
-        count: How many micro-batches with weights there were in no_sync() since.
+        is_open: Whether a backward has begun to weigh, and was neither ended nor given up since.
+        unweighed: Why the gradients since the last synchronised backward are not weighed; None: they are.
+        shared: Parameters that other wrapped models have too. Their gradients are not weighed here in a
+            backward of those models.
+        count: How many weighted micro-batches there were in no_sync() since the last synchronised backward.
     """
 
     def __init__(self, state: BackwardState) -> None:
@@ -77,20 +78,20 @@ class MicroBatchWeights(ABC):
         self.shared: set[int] = set()
         self.count = 0
         living.add(self)
-        self._searched: set[int] = set()  # backwards whose graph was searched for exchanges
+        self._searched: set[int] = set()  # backward passes whose graph was searched for exchanges
         self._state = state
         self._scopes: list[float] = []
         self._once: float | None = None
         self.of_forward: float | None = None
         self._weighs_forwards = False
-        self._forwards: set[weakref.ref[Graph]] = set()  # all that are left of those with weights
-        self._hidden: list[Graph] = []  # of these, those whose backward may pass the known outputs by
-        self._reached: set[Graph] = set()  # those to whose outputs the backward has come
-        self._reached_first: tuple[int, set[Graph]] = -1, set()  # the same before it begins, and which it is
+        self._forwards: set[weakref.ref[Graph]] = set()  # the graphs left of forwards with weights
+        self._hidden: list[Graph] = []  # those of them whose backward may bypass the outputs that were found
+        self._reached: set[Graph] = set()  # those whose outputs the backward has reached
+        self._reached_first: tuple[int, set[Graph]] = -1, set()  # those reached before weighing, by backward
         self._found: tuple[int, weakref.WeakSet[Graph]] | None = None  # by a walk, and in which backward
         self._expected: set[Graph] | None = None  # those whose weights `_weight` adds up
         self.is_open = False
-        self._awaited: object = None  # stands for the end of one in no_sync() that the framework still holds
+        self._awaited: object = None  # stands for the end of a backward in no_sync() that is not over
         self._weight = 0.0
         self._share = 1.0
         self._total = 0.0
@@ -101,69 +102,69 @@ class MicroBatchWeights(ABC):
 
     @abstractmethod
     def _put_last(self) -> None:
-        """Have hooks of the user, registered since, see each gradient before `_share_of_incoming` does."""
+        """Let hooks that the user has registered since see each gradient before `_share_of_incoming` does."""
 
     @abstractmethod
     def _shrink(self, factor: float) -> None:
-        """Multiply what the micro-batches have left; not a gradient from before to which none has added."""
+        """Multiply the gradients that micro-batches have left, except older ones that none has added to."""
 
     @abstractmethod
     def _call_at_end(self, end: Callable[[], None]) -> None:
-        """Call `end` when the backward that runs is over."""
+        """Call `end` when the running backward is over."""
 
     @abstractmethod
     def is_in_backward(self) -> bool:
-        """Whether a backward runs, and not a call that only returns gradients. Asked within one of both."""
+        """Whether the running call is a backward, and not one that only returns gradients."""
 
     @abstractmethod
     def reaches(self, node: object) -> bool:
-        """Whether a backward from this node of the graph (None: there is none) comes to the model."""
+        """Whether a backward from this node of the graph (None: there is none) reaches the model."""
 
     @abstractmethod
     def _mark(self, graph: Graph, output: object) -> bool:
         """Let `_find_forwards` find this graph by the outputs of its forward.
 
         Returns:
-            Whether there is no way around them: all tensors were found, and each has a node in the graph.
+            Whether no backward can bypass them: all tensors were found, and each has a node in the graph.
         """
 
     @abstractmethod
     def _find_forwards(self, left: Iterable[Graph]) -> set[Graph] | None:
-        """Those of these graphs to which the backward leads that runs, the innermost one; None: not known.
+        """Those of these graphs that the running backward (the innermost one) leads to; None if unknown.
 
-        Looks at each node of its graph.
+        Visits each node of its graph.
         """
 
     @abstractmethod
     def through_gradient(self, graph: Graph, gradient: Any) -> Any:
-        """Let a backward of what autograd.grad() returns, with create_graph=True, come to this graph as well.
+        """Let a backward of the result of autograd.grad(create_graph=True) reach this graph as well.
 
         Args:
-            graph: Through which that call goes.
-            gradient: Of an output.
+            graph: A graph that the autograd.grad() call goes through.
+            gradient: The gradient of an output.
 
         Returns:
-            What replaces it; None: nothing does.
+            What replaces the gradient; None: nothing does.
         """
 
     @abstractmethod
     def _backward(self) -> int:
-        """What tells the backward that runs from others, the innermost one. Cheap."""
+        """An identifier of the running backward, the innermost one. Cheap."""
 
     @abstractmethod
     def _find_exchanges(self) -> list[str]:
-        """Names of functions, not of ours, that exchange gradients between ranks in the backward that runs,
-        the innermost one. Looks at each node of its graph.
+        """Names of foreign functions that exchange gradients between ranks in the running backward (the
+        innermost one). Visits each node of its graph.
         """
 
     @property
     def is_weighing(self) -> bool:
-        """Whether a backward is under way that has begun to weigh, and no exception has ended it."""
+        """Whether a backward that has begun to weigh is under way, and no exception has ended it."""
         return self.is_open and (self._state.phase >= RUNNING or self._awaited is not None)
 
     @property
     def current(self) -> float:
-        """The weight of the backward under way, or else of the next one; 1: it has none."""
+        """The weight of the current backward, or else of the next one; 1 if it has none."""
         if self.is_weighing:
             return self._weight
         given = self._given()
@@ -172,22 +173,22 @@ class MicroBatchWeights(ABC):
         return 1.0 if given is None else given
 
     def refuse(self, error: ConfigError) -> None:
-        """Let the end of this step's synchronised backward raise, on every rank."""
+        """Make the end of this step's synchronised backward raise this error, on every rank."""
         if self.unweighed is None or self.unweighed.exchanges:
             self.unweighed = Unweighed(error, [])
 
     @property
     def awaits_end(self) -> bool:
-        """Whether a backward in no_sync() has begun to weigh, and the framework has not dropped its end."""
+        """Whether a backward in no_sync() has begun to weigh, and the framework still holds its end."""
         return self._awaited is not None
 
     def forget_given(self) -> None:
-        """What was given was for a backward that does not come: this rank has no more data."""
+        """Forget the given weight, because this rank has no more data and its backward does not come."""
         self._once = None
 
     def take_over(self, before: MicroBatchWeights) -> None:
-        """Go on where the weights of other backward passes have stopped, which these replace."""
-        self._scopes = before._scopes  # the same list: a scope that is open ends there
+        """Continue with the state of the object that this one replaces."""
+        self._scopes = before._scopes  # the same list, so that an open scope ends here
         self._once = before._once
         self._weighs_forwards = before._weighs_forwards
         self._total, self.count = before._total, before.count
@@ -196,25 +197,25 @@ class MicroBatchWeights(ABC):
             self.use()
 
     def use(self) -> None:
-        """Have the hooks that weighing needs."""
+        """Install the hooks that weighing needs."""
         if not self.is_used:
             self.is_used = living.is_any_used = True
             self._install()
 
     def give(self, weight: float) -> contextlib.AbstractContextManager[None]:
-        """Weigh the next backward; or, if the result is entered, those within."""
+        """Weigh the next backward, or, if the result is entered as a context, the backward passes within."""
         self.use()
         self._once = weight
         return self._scope(weight)
 
     def begin_forward(self, weight: float | None) -> None:
-        """A forward begins, with a weight or (None) without one."""
+        """Note a new forward with its weight, or None."""
         if weight is not None:
             self.use()
         self.of_forward = weight
 
     def add_forward(self, graph: Graph, output: object) -> None:
-        """The forward is over that began with a weight, which counts where a backward comes to its graph."""
+        """End a weighted forward. Its weight counts in each backward that reaches its graph."""
         graph.weight, self.of_forward = self.of_forward, None
         self._weighs_forwards = True
         self._forwards.add(weakref.ref(graph, self._forwards.discard))
@@ -222,7 +223,7 @@ class MicroBatchWeights(ABC):
             self._hidden.append(graph)
 
     def reach(self, graph: Graph) -> None:
-        """A backward has come to an output of this graph's forward."""
+        """Note that a backward has reached an output of this graph's forward."""
         if graph.weight is None:
             return
         if self.is_weighing:
@@ -234,7 +235,7 @@ class MicroBatchWeights(ABC):
         self._reached_first[1].add(graph)
 
     def _ahead(self) -> set[Graph]:
-        """The forwards that the backward goes through that runs, as far as it can be told."""
+        """The forwards that the running backward goes through, as far as known."""
         if len(self._reached) == len(self._forwards) == 1:
             return self._reached.copy()
         now = self._backward()
@@ -245,7 +246,7 @@ class MicroBatchWeights(ABC):
         return set(self._found[1]) or set(self._hidden if len(self._hidden) == 1 else ())
 
     def _expect(self) -> float:
-        """The weight of the forwards that the backward goes through that begins."""
+        """The weight of the forwards that the backward goes through, at its beginning."""
         self._expected = expected = self._ahead()
         if others := [graph for graph in self._hidden if graph not in expected]:
             self.refuse(_hidden_error(others))
@@ -254,7 +255,7 @@ class MicroBatchWeights(ABC):
         return _sum(expected) if expected else 1.0
 
     def check_forwards(self) -> None:
-        """At the end of a backward: refuse it if it has not come to the forwards whose weights it has."""
+        """Refuse the backward at its end if it did not reach the forwards whose weights it used."""
         if self.is_open and self._expected is not None and self._reached != self._expected:
             missed = self._expected.difference(self._reached, self._hidden)
             if missed or not self._reached <= self._expected:
@@ -270,10 +271,10 @@ class MicroBatchWeights(ABC):
             self._scopes.pop()
 
     def begin(self, *, by_parameter: bool = False) -> float:
-        """A backward begins (again to say so does nothing). Returns W of this rank, this backward counted.
+        """Begin a backward, unless it has begun. Returns W of this rank, including this backward.
 
         Args:
-            by_parameter: The hook of a parameter says so, and not that of an output before it.
+            by_parameter: Whether a parameter's hook calls this, and not the hook of an output before it.
 
         Raises:
             ConfigError: Some micro-batches since the last synchronised backward have a weight and others
@@ -296,12 +297,12 @@ class MicroBatchWeights(ABC):
                 hint="give every micro-batch its weight, those in no_sync() too",
             )
         self.is_open = True
-        self._weight, self._once = given, None  # one that is given from now on is of the next backward
+        self._weight, self._once = given, None  # a weight given from now on is for the next backward
         if given != 1.0:
             self._look_for_exchanges()
         total = self._total + given
         if self.count == 0:
-            # A first micro-batch of weight 0 must leave nothing that others are added to.
+            # A first micro-batch of weight 0 must leave no gradient for others to be added to.
             self._share = 1.0 if given or self._state.is_syncing else 0.0
         else:
             self._share = given / total if total else 0.0
@@ -316,9 +317,9 @@ class MicroBatchWeights(ABC):
         return total
 
     def _look_for_exchanges(self) -> None:
-        """Search the graph of the backward that runs for exchanges that do not bear weights, once.
+        """Search the graph of the running backward for exchanges that do not apply weights, once.
 
-        One within another, as that of a block that is recomputed, has a graph of its own.
+        A nested backward, such as that of a recomputed block, has its own graph.
         """
         backward = self._backward()
         if backward in self._searched:
@@ -333,27 +334,27 @@ class MicroBatchWeights(ABC):
         self.unweighed.exchanges.append((self.count, self._weight))
 
     def take(self) -> float:
-        """The weight of the micro-batches in no_sync(), which are taken out; 1: they have none."""
+        """The weight of the micro-batches in no_sync(), which this forgets; 1 if they have none."""
         weight, unweighed = self._total if self.count else 1.0, self.unweighed
         self.end()
         self.unweighed = unweighed
         return weight
 
     def end(self) -> None:
-        """A synchronised backward is over, or given up."""
+        """End a synchronised backward, or give it up."""
         self._close_backward()
         self._hidden.clear()
         self.unweighed = None
         self._total, self.count = 0.0, 0
 
     def give_up_interrupted(self) -> None:
-        """Forget a backward that ended in an exception, and with it what has accumulated."""
+        """Forget a backward that ended in an exception, and the gradients accumulated before it."""
         self._awaited = None
         if self.is_open:
             self._forget()
 
     def _forget_if_awaited(self, end: object) -> None:
-        """The end of a backward was dropped; perhaps late, when another one has begun."""
+        """The framework dropped the end of a backward, possibly after another one has begun."""
         if end is self._awaited:
             self.give_up_interrupted()
 
@@ -362,7 +363,7 @@ class MicroBatchWeights(ABC):
         self._state.accumulated.clear()
 
     def _share_of_incoming(self) -> float:
-        """What a gradient is multiplied by before it is accumulated. 0 takes it out, whatever it holds."""
+        """The factor for each incoming gradient. 0 replaces it by zeros, even if it holds NaN."""
         if not self.is_open:
             self.begin(by_parameter=True)
         elif self._weight != 1.0:
@@ -391,12 +392,12 @@ class MicroBatchWeights(ABC):
 
 
 def as_weight(weight: object, owner: str = "weight") -> float:
-    """A weight as a float.
+    """Convert a weight to a float.
 
     Raises:
         ConfigError: It is not a finite number, or is negative, or too small or large for float32.
     """
-    if type(weight) is float and _LEAST <= weight <= _MOST:  # in each backward of a model that is weighed
+    if type(weight) is float and _LEAST <= weight <= _MOST:  # fast path, taken in each weighted backward
         return weight
     hint = "the number of samples, or of tokens, in the rank's part of the batch"
     arguments = Arguments(owner)
@@ -420,7 +421,7 @@ _GIVE = "or give each backward its weight by weight()"
 
 
 def _other_forwards_error(expected: Iterable[Graph], reached: Iterable[Graph]) -> ConfigError:
-    """Gradients were weighed as if the backward came to other forwards than it did."""
+    """The backward reached other forwards than those whose weights were used."""
     return ConfigError(
         "The weight of this backward is not that of the forwards that it went through.",
         seen=f"forwards with these weights: {_listed(reached)}",
@@ -432,7 +433,7 @@ def _other_forwards_error(expected: Iterable[Graph], reached: Iterable[Graph]) -
 
 
 def _hidden_error(hidden: Sequence[Graph]) -> ConfigError:
-    """Forwards of which nobody knows whether the backward comes to them."""
+    """It is unknown whether the backward reaches these forwards."""
     return ConfigError(
         "The weight of this backward is not known: it may go through other forwards than is seen.",
         seen=f"{len(hidden)} with outputs in objects in which no tensor is found, weights {_listed(hidden)}",
@@ -443,7 +444,7 @@ def _hidden_error(hidden: Sequence[Graph]) -> ConfigError:
 
 
 def _no_forward_error() -> ConfigError:
-    """The backward comes to no forward."""
+    """The backward reaches no forward."""
     return ConfigError(
         "The weight of this backward is not known: it goes through no forward that has one.",
         expected="a backward of what forward has returned: weight= gives each forward a weight",
@@ -453,7 +454,7 @@ def _no_forward_error() -> ConfigError:
 
 
 def _foreign_exchange_error(names: list[str]) -> ConfigError:
-    """The graph of a weighted backward holds functions of others that exchange gradients between ranks."""
+    """Functions of other libraries exchange gradients between ranks in the graph of a weighted backward."""
     return ConfigError(
         "The model or its loss exchanges gradients between ranks, and they do not bear the ranks' weights.",
         seen=f"in the graph of this backward: {', '.join(names)}",

@@ -1,8 +1,8 @@
-"""Where one model's gradients are averaged, and when that is planned anew.
+"""The plan of one model's buckets, and when it is replaced.
 
-A plan, its memory and its reducer are replaced together: after the first good backward (in the order that it
-has shown), for a communication hook, and where owners change. That is collective, and never within a
-backward; gradients, hooks and the recording get the new plan before the old memory goes.
+A plan, its memory and its reducer are replaced together: after the first good backward, to follow the order
+of its gradients, for a communication hook, and when owners change. Replacing is collective and never happens
+within a backward. Gradients, hooks and the recording get the new plan before the old memory is freed.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from paceline.reducer.plan import CappedBuckets, Plan, complete_order, has_one_o
 
 @final
 class Planning:
-    """The plan of one model in use, and what comes of it. Its methods are collective.
+    """The plan of one model in use, with its reduction. Its methods are collective.
 
     Attributes:
-        communicator: Between the ranks that train the model; a communication hook replaces it.
+        communicator: Connects the ranks that train the model; a communication hook replaces it.
         reduction: The reduction of the plan in use.
-        owned: Who gets which part of each mean, for each parameter; empty: all ranks get all.
-        is_order_final: Whether the plan will not change for another order of the gradients any more.
+        owned: Which rank gets which range of each parameter's mean; empty: all ranks get all of it.
+        is_order_final: Whether the plan will no longer change to follow the order of the gradients.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Planning:
             self._replace(self._make_plan(self.reduction.plan.order))
 
     def adopt_order(self, order: Sequence[int]) -> None:
-        """Plan in the order in which gradients came on rank 0, from now on; once."""
+        """Plan by the order in which gradients came on rank 0. Called at most once."""
         self.is_order_final = True
         agreed = agree(self.communicator, complete_order(order, len(self._tensors.names)))
         plan = self._make_plan(agreed)
@@ -72,7 +72,7 @@ class Planning:
         before = self.reduction
         self._statistics.take_over()
         must_move = self._gradients.any_in_buffer or bool(before.owned)
-        # Where the gradient buffer is free there need never be two.
+        # If no gradient lies in the gradient buffer, it is freed first, so that there are never two.
         self.reduction = self._make_reduction(plan, None if must_move else before)
         self._use_reduction()
         if must_move:

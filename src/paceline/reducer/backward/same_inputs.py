@@ -1,9 +1,9 @@
-"""Notices that all ranks train on the same samples: each loader reads the whole data, without a sampler.
+"""Warns if all ranks train on the same samples, because each loader reads the whole data without a sampler.
 
-In the first backward passes each rank reports a digest of what its model was called with. Where all ranks
-had the same inputs, and other ones in each of several backward passes, a warning says so. Inputs that never
-change say nothing, nor do those that a seed may have made: after a program that draws random numbers between
-a backward and the next forward, nothing is reported.
+In the first backward passes each rank reports a digest of its model's inputs. If all ranks had equal inputs,
+and these changed from one backward to the next in several backward passes, a warning says so. Inputs that
+never change are ignored, and so are inputs that a seed may have made: if a program draws random numbers
+between a backward and the next forward, it reports nothing.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from paceline.reducer.protocol import BackwardStatus
 
 _BATCHES = 3
 _MOST_BACKWARDS = 12
-_DEPTH = 4  # of arguments within arguments
+_DEPTH = 4  # of nested containers in the arguments
 _MOST_TENSORS = 8
-_ELEMENTS = 1024  # of a tensor, about
-_LEAST_ELEMENTS = 8  # fewer may be alike by chance
+_ELEMENTS = 1024  # per tensor, approximately
+_LEAST_ELEMENTS = 8  # fewer may be equal by chance
 
 
 class SameInputs:
@@ -37,27 +37,27 @@ class SameInputs:
 
     def __init__(self, ops: FrameworkOps[Any]) -> None:
         self._ops = ops
-        self._digest: int | None = None  # of the first forward since the last backward
+        self._digest: int | None = None  # of the inputs of the first forward since the last backward
         self._same: set[int] = set()
         self._left = _MOST_BACKWARDS
         self._drawn = self._random_state()
 
     def begin_forward(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note what the model is called with, unless it was called since the last backward."""
+        """Digest the inputs of the first forward since the last backward; later ones are ignored."""
         if self._digest is None:
             state = self._random_state()
             is_drawn = state is None or state != self._drawn
             self._digest = 0 if is_drawn else digest_of(self._ops, inputs, kwargs)
 
     def report(self) -> int:
-        """What this rank tells with the backward that ends; 0: nothing."""
+        """The digest that this rank reports at the end of the backward; 0: none."""
         return self._digest or 0
 
     def end_backward(self, statuses: Sequence[BackwardStatus]) -> bool:
-        """Compare what all ranks have told, and warn; False: there is nothing more to compare.
+        """Compare the digests of all ranks, and warn. Returns False if there is nothing more to compare.
 
         Args:
-            statuses: By rank; empty: no rank has told anything.
+            statuses: By rank; empty: no rank has reported a digest.
         """
         self._digest = None
         self._drawn = self._random_state()
@@ -82,7 +82,7 @@ class SameInputs:
         )
 
     def _random_state(self) -> object:
-        """What changes when the program draws random numbers; None: it can't be asked."""
+        """A value that changes when the program draws random numbers; None if the framework has none."""
         state = self._ops.random_state()
         if state is None:
             return None
@@ -91,10 +91,10 @@ class SameInputs:
 
 
 def digest_of(ops: FrameworkOps[Any], inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """A digest of some elements of each tensor that a model is called with; 0: they say nothing.
+    """A digest of some elements of each tensor among the inputs; 0 if they are too few or all equal.
 
     Example:
-        Of model(images, mask=None): one of some thousand of the pixels. Of model(torch.ones(8, 8)): 0.
+        model(images, mask=None) digests about 1024 of the pixels. model(torch.ones(8, 8)) gives 0.
     """
     digest, elements = 0, 0
     for count, tensor in enumerate(_tensors_in((*inputs, *kwargs.values()), ops.tensor, _DEPTH)):
@@ -102,7 +102,7 @@ def digest_of(ops: FrameworkOps[Any], inputs: Sequence[Any], kwargs: Mapping[str
             break
         data = _some_bytes(ops, tensor)
         size = tensor.element_size() if data else 1
-        if data != data[:size] * (len(data) // size):  # else all are the same
+        if data != data[:size] * (len(data) // size):  # a tensor of equal elements is ignored
             digest, elements = zlib.crc32(data, digest), elements + len(data) // size
     return digest % (1 << BackwardStatus.DIGEST_BITS) if elements >= _LEAST_ELEMENTS else 0
 
@@ -117,7 +117,7 @@ def _tensors_in(values: Iterable[Any], kind: type[Any], depth: int) -> Iterator[
 
 
 def _some_bytes(ops: FrameworkOps[Any], tensor: Any) -> bytes:
-    """Elements from all over a tensor, on the host; empty: they can't be read."""
+    """Elements from all over a tensor, on the host; empty if they cannot be read."""
     if not numel(tensor) or not ops.has_values(tensor):
         return b""
     step = max(1, round((numel(tensor) / _ELEMENTS) ** (1 / max(1, sum(size > 1 for size in tensor.shape)))))

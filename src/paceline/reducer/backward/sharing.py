@@ -1,11 +1,11 @@
-"""Parameters that several wrapped models of this process have in common.
+"""Parameters that several wrapped models of this process share.
 
-Each averages the gradient, so none may change it, or read it where it lies, before the last has its copy:
-such gradients are copied to and from the gradient buffer. Where one backward runs through several such
-models, each hands over all that it has before the first writes its means.
+Each model averages the gradient, so none may change it, or read it in place, before the last one has its
+copy. Such gradients are therefore copied to and from the gradient buffer. If one backward runs through
+several such models, each hands over all its gradients before the first one writes its means.
 
-Weights of micro-batches apply to a gradient as a whole. So models that bring parts of one gradient must weigh
-the same, and have no weighted micro-batches in it whose running mean each of them would scale.
+Weights of micro-batches apply to a gradient as a whole. So models that contribute to one gradient must have
+the same weight, and no weighted micro-batches whose running mean each of them would scale.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Registry:
         self._holders: weakref.WeakKeyDictionary[Holder, None] = weakref.WeakKeyDictionary()
 
     def _all(self) -> list[Holder]:
-        """A copy, because a garbage collection may end one of them at any time."""
+        """A copy, because garbage collection may remove a holder at any time."""
         return [holder for find in self._holders.keyrefs() if (holder := find()) is not None]
 
     def join(self, holder: Holder) -> None:
@@ -43,7 +43,7 @@ class _Registry:
             other.refresh_sharing()
 
     def leave(self, holder: Holder) -> None:
-        """One less. The others learn of it at their next forward: a backward may be under way."""
+        """Remove a holder. The others react at their next forward, since a backward may be under way."""
         self._holders.pop(holder, None)
         self.version += 1
 
@@ -55,7 +55,7 @@ class _Registry:
                     holder.micro_batches.refuse(reason)
 
     def begin_replica_group(self, holder: Holder, member: str) -> None:
-        """From now on the replicas of other ranks differ from the holder's on purpose."""
+        """Note that replicas of other ranks differ from the holder's on purpose from now on."""
         holder.member = member
         self.version += 1
 
@@ -68,8 +68,8 @@ class _Registry:
         )
 
     def timeout_of(self, parameters: Iterable[object]) -> float | None:
-        """The `timeout_s` that a user gave to the wrapper of any of these parameters; None: to
-        none of them.
+        """The largest `timeout_s` that a user gave to the wrapper of any of these parameters; None: no
+        wrapper of theirs was given one.
         """
         asked = {each: each.asked_timeout_s for each in self._all()}
         known = {id(parameter) for parameter in parameters} if any(asked.values()) else set()
@@ -86,12 +86,14 @@ class _Registry:
 
 
 def _why_unweighed(holder: Holder, other: Holder, is_within: bool) -> ConfigError | None:
-    """At the end of a backward of the holder's: why gradients that the other brings to, too, are not weighed.
+    """Why gradients of the holder that the other model contributes to are not weighed.
+
+    Called at the end of a backward.
 
     Args:
-        holder: Whose backward ends.
+        holder: The model whose backward ends.
         other: Any other model.
-        is_within: Whether the backward runs through this one, too.
+        is_within: Whether the backward runs through `other`, too.
     """
     weights, others = holder.micro_batches, other.micro_batches
     if not (weights.is_used or others.is_used):

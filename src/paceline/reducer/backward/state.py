@@ -1,15 +1,15 @@
-"""Where one model is in its backward passes, in one object that all who take part in a backward look at.
+"""The state of one model's backward passes, in one object that everything involved in a backward reads.
 
 Hooks ask at each gradient whether it is to be averaged, in C++ too, so the answers are plain attributes that
-are read where they lie. `BackwardState` decides nothing: `BackwardSync` moves it from one phase to the next,
-and hooks and the front end note in it what they have handed over, and what is wrong.
+are read in place. `BackwardState` decides nothing: `BackwardSync` moves it from one phase to the next, and
+hooks and the front end record in it which gradients they handed over and what is wrong.
 
-`Graphs` knows the forwards whose backward is still to come. `loss = wrap(model)(x).sum()` drops the wrapper
-before its backward. So the hooks on the outputs of a forward hold one object, which lives as long as their
-graph, and the model's hooks stay until the wrapper is gone and no such graph is left to be run backward. One
-that has been is no reason to stay: a `loss` that lingers must not make a later backward of the bare model
-wait for other ranks. A backward that runs is known by `EndOfBackward`: the call at its end, or that the call
-was dropped.
+`Graphs` tracks the forwards whose backward is still to come. `loss = wrap(model)(x).sum()` drops the wrapper
+before its backward. So the hooks on the outputs of a forward hold one object that lives as long as their
+graph, and the model's hooks stay until the wrapper is gone and no such graph is left to be run backward. A
+graph that has been run backward does not keep them: otherwise, a `loss` that stays alive would make a later
+backward of the bare model wait for other ranks. `EndOfBackward` represents a running backward: the framework
+calls it at the end, or drops it.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from paceline.reducer.protocol import BackwardStatus
 
 
 class Phase(IntEnum):
-    """Where a model is in a backward that is averaged. From RUNNING on a backward is under way."""
+    """Where a model is in a backward that is averaged. From RUNNING on, a backward is under way."""
 
     IDLE = _core.BACKWARD_PHASES["idle"]
     """No gradient has come since the last backward."""
     INTERRUPTED = _core.BACKWARD_PHASES["interrupted"]
-    """An exception has ended the backward here, of which the other ranks do not know yet."""
+    """An exception ended the backward on this rank, and the other ranks do not know of it yet."""
     RUNNING = _core.BACKWARD_PHASES["running"]
     """Autograd runs the backward, and hooks hand gradients over."""
     OPEN = _core.BACKWARD_PHASES["open"]
-    """Autograd is through with the backward, which waits for `BackwardSync.end_by_hand`."""
+    """Autograd has finished the backward, which now waits for `BackwardSync.end_by_hand`."""
     ENDING = _core.BACKWARD_PHASES["ending"]
-    """This rank ends the backward: it waits for the others, judges, and writes the means back."""
+    """This rank ends the backward: it waits for the others, checks the outcome, and writes the means back."""
 
 
-# Globals, which hooks find sooner than members of a class.
+# Globals, because hooks look them up faster than members of a class.
 IDLE, INTERRUPTED, RUNNING, OPEN, ENDING = Phase
 
 
 class BackwardState:
-    """Where one model is in its backward passes; hooks and the front end share it.
+    """The state of one model's backward passes; hooks and the front end share it.
 
     Attributes:
-        is_syncing: Whether the backward under way, or the next one, is averaged. Only this class writes it: a
-            forward has it be as the wrapper asks (`require_backward_grad_sync`), and `BackwardSync.local`
-            lets no backward within no_sync() be averaged. A backward that comes to the outputs of an earlier
-            forward has it as that forward had, until it is over: see `follow`.
+        is_syncing: Whether the backward under way, or the next one, is averaged. Only this class writes it. A
+            forward sets it to what the wrapper requests (`require_backward_grad_sync`), and
+            `BackwardSync.local` turns it off within no_sync(). A backward that reaches the outputs of an
+            earlier forward takes the value of that forward until it is over; see `follow`.
         is_local: Whether this is within no_sync().
-        is_due: Whether a forward whose backward is to be averaged was made since the last backward. Then a
-            backward that comes to no known output is taken for one to be averaged.
-        is_forward_averaged: Whether the backward of the forward under way is to be.
-        is_forward_counted: Whether `status.forwards` counts it, or the last one.
-        is_forced: Whether the next backward is averaged or not whatever its forward was to do.
+        is_due: Whether there was a forward since the last backward whose backward is to be averaged. If so, a
+            backward that reaches no known output is averaged too.
+        is_forward_averaged: Whether the backward of the forward under way is to be averaged.
+        is_forward_counted: Whether `status.forwards` counts the forward under way, or else the last one.
+        is_forced: Whether `is_syncing` holds for the next backward whatever its forward requested.
         phase: See `Phase`.
-        ends_by_hand: Whether the end of a backward leaves it open, for `BackwardSync.end_by_hand`.
+        ends_by_hand: Whether the end of a backward leaves it open for `BackwardSync.end_by_hand`.
         handed: Gradients handed over in this backward, by parameter, in that order. Keeps the memory alive
             that the reducer reads and writes by pointer.
         staged: The handed gradients whose mean the front end copies back.
         accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised backward.
         rank_weight: The weight of this rank in the backward under way, or the last one.
         arm: Begins a backward; hooks call it at the first gradient.
-        give_up: Ends the backward that an exception broke off; see `give_up_before`.
+        give_up: Ends the backward that an exception interrupted; see `give_up_before`.
         graphs: The graphs of forwards whose backward is still to come.
-        status: What the end of the backward reports to all ranks: the forwards since the last one, and what
-            is wrong. A hook that raised instead would leave the others waiting.
+        status: What this rank reports to all ranks at the end of the backward: the forwards since the last
+            one, and what is wrong. If a hook raised instead, the other ranks would keep waiting.
         refusal: Why the gradient of the parameter `status.refused` cannot be averaged.
         where: "rank 1 of 2", for errors.
     """
@@ -102,7 +102,7 @@ class BackwardState:
         self.is_syncing = True
         self.is_local = self.is_forced = self.is_due = False
         self.is_forward_averaged, self.is_forward_counted = True, False
-        self._usual: bool | None = None  # what `is_syncing` is after the backward that follows its forward
+        self._usual: bool | None = None  # the value of `is_syncing` to restore; see `follow`
         self.phase = IDLE
         self.ends_by_hand = False
         self.handed = _core.HandedGradients()
@@ -117,22 +117,22 @@ class BackwardState:
         self.graphs: Graphs
 
     def expect(self, is_syncing: bool, *, is_forced: bool = False) -> None:
-        """The next backward is averaged, or not, unless it comes to the outputs of another forward.
+        """Set whether the next backward is averaged, unless it reaches the outputs of another forward.
 
         Args:
-            is_forced: Whatever it comes to.
+            is_forced: Ignore which forward's outputs it reaches.
         """
         self.is_syncing, self._usual, self.is_forced = is_syncing, None, is_forced
 
     def begin_forward(self, is_averaged: bool, *, is_training: bool, in_backward: bool) -> None:
-        """A forward begins.
+        """Note a new forward.
 
         Args:
             is_averaged: Whether its backward is to be averaged.
-            is_training: Whether the model is in training mode. Forwards in evaluation mode often have no
-                backward, on some ranks only; such a rank skips nothing, so they are not counted.
-            in_backward: Whether a checkpoint repeats it there, and it has been counted; the backward that
-                runs may be another one's.
+            is_training: Whether the model is in training mode. Forwards in evaluation mode are not counted,
+                because they often have no backward, on some ranks only, and such a rank skips nothing.
+            in_backward: Whether a checkpoint recomputes a forward that has been counted before. The running
+                backward may be that of another model.
         """
         self.is_forward_averaged = is_averaged
         self.is_forward_counted = is_averaged and is_training and not in_backward
@@ -143,41 +143,41 @@ class BackwardState:
             self.expect(self.is_due and not self.is_local)
 
     def take_back_forward(self) -> None:
-        """The last forward, which was counted, can have no backward."""
+        """Uncount the last forward, because it can have no backward."""
         self.is_forward_counted = False
         self.status.forwards -= 1
 
     def give_up_before(self, graph: Graph) -> None:
-        """Give up an interrupted backward before one that is averaged, which has come to this graph.
+        """Give up an interrupted backward before a new averaged one, which has reached this graph.
 
-        Before anything is noted of the one that has come, which this would forget.
+        Called before anything of the new backward is noted, because giving up would forget it.
         """
         is_averaged = self.is_syncing if self.is_forced else graph.is_averaged and not self.is_local
         if self.phase is INTERRUPTED and is_averaged:
             self.give_up()
 
     def is_other(self, graph: Graph) -> bool:
-        """Whether `is_syncing` is wrong for the backward that has come to this graph."""
+        """Whether `is_syncing` is wrong for the backward that has reached this graph."""
         if self.phase >= RUNNING or self.is_forced:
             return False
         return self.is_syncing != (graph.is_averaged and not self.is_local)
 
     def follow(self, graph: Graph) -> None:
-        """Average the backward that has come to this graph, or not, as its forward was to; see `is_other`.
+        """Average the backward that has reached this graph if its forward requested that; see `is_other`.
 
-        Where a backward runs through several graphs it is averaged if any of them is, as in torch.
+        A backward that runs through several graphs is averaged if any of them is, as in torch.
         """
         if self._usual is None:
             self._usual = self.is_syncing
         self.is_syncing = graph.is_averaged and not self.is_local
 
     def unfollow(self) -> None:
-        """The backward is over that `follow` was called in; or there was none."""
+        """Undo `follow` at the end of the backward; does nothing if it was not called."""
         if self._usual is not None:
             self.is_syncing, self._usual = self._usual, None
 
     def begin_next(self) -> None:
-        """Forget the backward that is over."""
+        """Forget the last backward."""
         self.unfollow()
         self.phase = IDLE
         self.is_forced = self.is_due = False
@@ -188,7 +188,7 @@ class BackwardState:
         self.refusal = None
 
     def refuse(self, index: int, error: ConfigError) -> None:
-        """The gradient of a parameter cannot be averaged; raises at once where no backward will end.
+        """Note that a parameter's gradient cannot be averaged; in a local backward, raise at once.
 
         Raises:
             ConfigError: The one given.
@@ -199,12 +199,12 @@ class BackwardState:
             self.status.refused, self.refusal = index, error
 
     def report_unweighed(self, num_parameters: int) -> None:
-        """The gradients of this rank are not weighed, which a number past the last parameter reports."""
+        """Report that this rank's gradients are not weighed, as a `refused` index past the last parameter."""
         if self.refusal is None:
             self.status.refused = num_parameters
 
     def check_process(self) -> None:
-        """Raise ForkedError in a forked child, which has the model but not the memory."""
+        """Raise ForkedError in a forked child, which has the model but not the shared memory."""
         if os.getpid() != self.pid:
             raise ForkedError(
                 "A model wrapped for data-parallel training was used in a forked child.",
@@ -215,16 +215,17 @@ class BackwardState:
 
 
 class Graph:
-    """One forward's. What its outputs' hooks hold, and nothing else.
+    """The autograd graph of one forward. Only its outputs' hooks hold this object.
 
     Args:
-        on_gradient: Called with this graph and an output's gradient; returns what replaces that, or None.
-        is_averaged: Whether a backward through it is; not, if its forward ran in no_sync().
-        counted_in: The backward in whose number of forwards it is, as `Graphs` counts them; None: in none.
+        on_gradient: Called with this graph and an output's gradient; returns a replacement, or None.
+        is_averaged: Whether a backward through it is averaged; not if its forward ran in no_sync().
+        counted_in: The backward whose forward count includes this one, as `Graphs` numbers it; None: no
+            backward's.
         frozen: The parameters that were frozen when it was built.
 
     Attributes:
-        weight: What its forward weighs; None: the forward was given no weight.
+        weight: The weight of its forward; None if it was given none.
     """
 
     __slots__ = ("__weakref__", "_on_gradient", "counted_in", "frozen", "is_averaged", "weight")
@@ -244,7 +245,7 @@ class Graph:
         self.weight: float | None = None
 
     def hook(self, gradient: Any) -> Any:
-        """The hook of each output."""
+        """The hook to register on each output."""
         return self._on_gradient(self, gradient)
 
 
@@ -255,26 +256,26 @@ class Graphs:
         close: Removes the model's hooks.
 
     Attributes:
-        reached: How many forwards the backward under way runs through that were counted since the last one.
+        reached: How many of the forwards counted since the last backward this backward has reached.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
         self._open: set[weakref.ref[Graph]] = set()
-        self._begun: dict[weakref.ref[Graph], frozenset[int]] = {}  # and its `frozen`
+        self._begun: dict[weakref.ref[Graph], frozenset[int]] = {}  # with the graph's `frozen`
         self._backwards = self.reached = 0
         self._has_wrapper = True
         self._is_closed = False
 
     @property
     def is_running(self) -> bool:
-        """Whether a backward has reached a forward's outputs, and its backward is not over."""
+        """Whether a backward has reached a forward's outputs and is not over."""
         return bool(self._begun)
 
     def frozen(self) -> frozenset[int] | None:
-        """The parameters that were frozen in every graph that the backward under way runs through.
+        """The parameters that were frozen in every graph that the current backward runs through.
 
-        None: it has come to no graph, because the outputs of its forwards could not be watched.
+        None if it has reached no graph, because the outputs of its forwards could not be watched.
         """
         return frozenset.intersection(*self._begun.values()) if self._begun else None
 
@@ -286,7 +287,7 @@ class Graphs:
         is_counted: bool,
         frozen: frozenset[int] = frozenset(),
     ) -> Graph:
-        """The graph of a new forward, open until a backward runs through it, or it is dropped."""
+        """The graph of a new forward, open until a backward runs through it or it is dropped."""
         counted_in = self._backwards if is_counted else None
         graph = Graph(on_gradient, is_averaged=is_averaged, counted_in=counted_in, frozen=frozen)
         if is_averaged:  # a local backward needs no hooks
@@ -294,10 +295,10 @@ class Graphs:
         return graph
 
     def check_open(self) -> None:
-        """Before a backward begins.
+        """Check that the hooks are still there, before a backward begins.
 
         Raises:
-            ConfigError: The hooks are gone already.
+            ConfigError: The hooks have been removed.
         """
         if self._is_closed:
             raise ConfigError(
@@ -307,7 +308,7 @@ class Graphs:
             )
 
     def begin(self, graph: Graph) -> None:
-        """The backward under way runs through this graph."""
+        """Note that the current backward runs through this graph."""
         self.check_open()
         self._begun[weakref.ref(graph)] = graph.frozen
         if graph.counted_in == self._backwards:
@@ -315,7 +316,7 @@ class Graphs:
             self.reached += 1
 
     def end_backward(self) -> None:
-        """The backward is over, and the graphs that it ran through with it."""
+        """Forget the graphs that the backward ran through."""
         self._backwards += 1
         self.reached = 0
         self._open.difference_update(self._begun)
@@ -323,7 +324,7 @@ class Graphs:
         self._close_if_last()
 
     def drop_wrapper(self) -> None:
-        """The user holds no wrapper any more."""
+        """Note that the user holds no wrapper any more."""
         self._has_wrapper = False
         self._close_if_last()
 
@@ -336,24 +337,25 @@ class Graphs:
             self.close()
 
     def close(self) -> None:
-        """Remove the model's hooks, whatever is still to be run."""
+        """Remove the model's hooks, even if graphs are left to be run backward."""
         if not self._is_closed:
             self._is_closed = True
             self._close()
 
 
 class EndOfBackward:
-    """The call that a framework makes at the end of a backward, or that never comes, because it raised.
+    """The callback for the end of a backward, which also notices if it is never called.
 
-    To be given to the framework, and not kept: it alone holds the call, together with what else it knows of
-    that backward. An exception drops it all, and that the call goes unmade is how anybody learns that the
-    backward is over. Where a framework runs a backward in a thread of its own, as torch does on devices, this
-    thread may drop it while the user's has the exception already, and goes on.
+    Give it to the framework and keep no reference to it, so that only the framework holds it. If the backward
+    raises, the framework drops the callback without a call, and this is the only sign that the backward is
+    over. If the framework runs a backward in a thread of its own, as torch does on devices, that thread may
+    drop it when the user's thread has already received the exception and continued.
 
     Args:
         end: Called when the backward is over.
-        interrupted: Called when an exception has ended it, within the framework, or its end: it must neither
-            wait nor raise. Before the user has the exception, where no other thread runs the backward.
+        interrupted: Called if an exception has ended the backward, or `end`. It must neither wait nor raise,
+            because the framework calls it. It is called before the user sees the exception, unless another
+            thread runs the backward.
     """
 
     __slots__ = ("_end", "_interrupted", "_is_made")
@@ -365,7 +367,7 @@ class EndOfBackward:
 
     def __call__(self) -> None:
         self._end()
-        self._is_made = True  # else `interrupted` comes, too, and finds what `_end` has left to do
+        self._is_made = True  # if `_end` raised, `interrupted` is called and does what it left undone
 
     def __del__(self) -> None:
         if not self._is_made:

@@ -1,7 +1,7 @@
-"""What is known of the backward passes of one model without any cost: `stats()`, norms, times of waiting.
+"""Figures of one model's backward passes that cost nothing extra: `stats()`, norms, waiting times.
 
-Nothing here looks at a gradient or calls another rank. A reducer goes with its plan: what it has counted
-is taken over before it is closed, so that the figures are those of all backward passes.
+Nothing here reads a gradient or calls another rank. A reducer is replaced with its plan; its counts are taken
+over before it is closed, so that the figures cover all backward passes.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from paceline.reducer.communicator import Communicator, Reduction
 from paceline.reducer.protocol import BackwardResult, BackwardTimes
 
 _CLEARLY = 1.05
-"""A rank that works so many times as long as the others is called slow."""
+"""A rank is called slow if it works this many times as long as the others."""
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """What a rank knows of its backward passes, and of the ranks that it makes them with.
+    """What a rank knows of its backward passes, and of the ranks that take part in them.
 
     Attributes:
         rank: This rank, among those that train the model.
-        world_size: Their number.
+        world_size: The number of these ranks.
         passes: As `num_good_passes`.
         path: As `gradient_path`.
         bits: As `bits`.
         waited_s: Seconds that this rank has waited for others at the end of backward, so far.
-        waited_for_s: How much of that was for each rank, because it came last. The rest was for chunks in the
-            hands of other ranks, or for the network.
-        worked_s: Each rank's median time from the end of a backward to the end of its next backward, without
+        waited_for_s: For each rank, how much of that this rank has waited because that rank came last. The
+            rest was spent on chunks that other ranks were reducing, or on the network.
+        worked_s: Each rank's median time from the end of one backward to the end of its next, without
             waiting, over the last backward passes (64 at most): data, forward, backward and optimizer. Every
-            rank knows all of them. Empty: no two backward passes have been made yet.
-        times_last: In how many backward passes each rank was the last to come to the end, but for the first
+            rank knows all of them. Empty before the second backward.
+        times_last: In how many backward passes each rank was the last to reach the end, except for the first
             ones, in which it is not known how long all have worked. Every rank knows this, too.
-        held_up_s: How much later than the others each rank came when it was the last, in all backward passes;
-            in the mean over the others. What the others would have gained if it had been as fast as they.
+        held_up_s: For each rank, how much later it came than the mean of the other ranks when it was the
+            last, summed over all backward passes. This is what the others would have gained if it had been as
+            fast.
         num_buckets: How many buckets a backward averages.
-        pass_bytes: How many bytes of gradients a backward averages, on each rank, with what aligns them.
-        nonfinite: As `nonfinite()`; empty where none are looked for, too.
+        pass_bytes: How many bytes of gradients a backward averages on each rank, including alignment.
+        nonfinite: As `nonfinite()`; empty if the model does not look for them.
         num_unused: How many parameters this rank left without a gradient in the last backward.
 
     Example:
@@ -70,7 +71,7 @@ class Statistics:
 
     @property
     def slow_rank(self) -> int | None:
-        """The rank that the others wait for: it works longer than their median, by 5 % at least."""
+        """The rank that the others wait for: it works at least 5 % longer than the median of the others."""
         if len(self.worked_s) < 2:
             return None
         slowest = max(range(len(self.worked_s)), key=self.worked_s.__getitem__)
@@ -79,11 +80,11 @@ class Statistics:
 
 
 class FreshGradients:
-    """Whether gradients are still what the last backward made them, so that its norm is theirs.
+    """Detects changes to gradients since the last backward, so that its norm can be reused.
 
-    A gradient that was replaced is another object, and one that was changed by its framework has another
-    version; writes past the framework (through `.data`, numpy or a kernel) are seen in a few lines of memory
-    of each gradient. Such a write that changes a few elements only may go unseen.
+    A gradient that was replaced is another object, and one that the framework changed has another version.
+    Writes past the framework (through `.data`, numpy or a kernel) are detected by sampling a few cache lines
+    of each gradient, so a write to only a few elements may go undetected.
     """
 
     def __init__(self, fingerprint: Callable[[], Fingerprint], memory: Callable[[], Memory | None]) -> None:
@@ -115,13 +116,13 @@ class FreshGradients:
 
 @final
 class BackwardStatistics:
-    """None of its methods is collective.
+    """The figures of one model's backward passes. None of the methods is collective.
 
     Attributes:
-        fresh: Whether gradients are still those of the last backward.
-        result: What the last backward has come to; None: there was none, or it has raised. `BackwardSync`
-            writes it, and clears both at each end.
-        earlier_norm: The squared norm of the last backward, where its reducer has been replaced since.
+        fresh: Detects changes to gradients since the last backward.
+        result: The result of the last backward; None if there was none, or it raised. `BackwardSync` writes
+            it, and clears it and `earlier_norm` at each end.
+        earlier_norm: The squared norm of the last backward, if its reducer has been replaced since.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class BackwardStatistics:
         if not self.fresh.are_unchanged() or self.result is None or self.result.globally_unused:
             return None
         norm = math.sqrt(self.squared_norm())
-        return None if math.isnan(norm) else norm  # of a void backward, too
+        return None if math.isnan(norm) else norm  # NaN for a void backward, too
 
     @property
     def looks_for_nonfinite(self) -> bool:

@@ -1,8 +1,8 @@
-"""Ranks that run out of data before the others, and shadow the backward passes of those who have some.
+"""Ranks that run out of data before the others, and then shadow the others' backward passes.
 
-Such a rank takes part in the backward passes of the others with no gradients and a weight of 0,
-until every rank has none left; each rank says so in the status that ends a backward, so no rank asks. Then it
-gets the model of the rank that went on longest, and its own gradients are again what they were.
+Such a rank takes part in the backward passes of the others with no gradients and a weight of 0, until no rank
+has data left. Each rank reports this in the status that ends a backward, so no further messages are needed.
+Then the rank gets the model of a rank that went on longest, and its own gradients are restored.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from paceline.reducer.backward.backward_sync import BackwardSync
 
 
 class Shadow:
-    """This rank without data: from here to `end` its gradients are those of the others' backward passes.
+    """The time in which this rank has no data: until `end`, its gradients are those of the others' backward.
 
-    Most loops clear gradients after a step, so what is left of the others' would be added to the first
-    gradient of the next epoch. So its own are put aside, and come back.
+    Most loops clear gradients after a step, so the others' gradients would otherwise be added to the first
+    gradient of the next epoch. Therefore this rank's own gradients are set aside and restored by `end`.
     """
 
     def __init__(self, backward_sync: BackwardSync[Any], *, keep_accumulated: bool) -> None:
@@ -43,17 +43,17 @@ def take_part_until_all_finished(
     after_pass: Callable[[], object] | None,
     are_over: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Shadow the others' backward passes, then take over the model of those who went on longest. Collective.
+    """Shadow the others' backward passes, then take over the model of a last active rank. Collective.
 
     Returns:
-        Whether all ranks are finished. Else these backward passes are over, and no model was taken over.
+        Whether all ranks are finished. If not, `are_over` ended the shadowing, and no model was taken over.
     """
     return _take_part(backward_sync, after_pass, weight=0.0, keep_accumulated=False, are_over=are_over)
 
 
 @contextlib.contextmanager
 def joining(backward_sync: BackwardSync[Any], *, divide_by_all: bool, throws: bool) -> Iterator[None]:
-    """Within it, ranks may make different numbers of backward passes. Its end is collective."""
+    """Let ranks make different numbers of backward passes in this context. Leaving it is collective."""
     before, backward_sync.refuses_uneven = backward_sync.refuses_uneven, throws
     try:
         yield
@@ -90,9 +90,7 @@ def _take_part(
 
 
 def take_over_model(backward_sync: BackwardSync[Any], active: Sequence[int]) -> None:
-    """Give the ranks without data, which may have made no step, the model of one that had some.
-    Collective.
-    """
+    """Give ranks without data, which may have made no step, the model of a rank with data. Collective."""
     if 0 < len(active) < backward_sync.world_size:
         backward_sync.broadcast_model(active[0])
 

@@ -1,4 +1,4 @@
-"""Parameters that no hook has handed over when a backward ends: unused, frozen, or accumulated before."""
+"""Gradients that no hook has handed over when a backward ends: unused, frozen, or accumulated earlier."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.reducer.protocol import Reducer
 
 @final
 class UnusedParameters:
-    """Hands over the gradients that no hook has handed over, and leaves out parameters without any.
+    """Hands over the gradients that no hook has handed over, and leaves out parameters that have none.
 
-    Those are gradients that waited for the end, came before in no_sync(), or stayed from an earlier step.
+    Such gradients were deferred to the end, came in no_sync() before, or stayed from an earlier step.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class UnusedParameters:
             missing = [index for index in range(count) if index not in state.handed]
             frozen = state.graphs.frozen()
             if frozen is None:
-                frozen = self._tensors.frozen_now  # of the last forward
-            # One that was frozen after its forward may be unused, too, as where a block is recomputed.
+                frozen = self._tensors.frozen_now  # as of the last forward
+            # A parameter frozen after its forward may be unused too, for example in a recomputed block.
             frozen = frozen | self._autograd.frozen_among(missing)
             self._hand_over_accumulated(missing, frozen)
             if len(state.handed) < count:
@@ -59,7 +59,7 @@ class UnusedParameters:
         self._gradients.check()
 
     def hand_over_nothing(self, reducer: Reducer) -> None:
-        """In place of `hand_over`, on a rank without data: nothing is unused because of it."""
+        """Hand over zeros on a rank without data, so that it makes no parameter count as unused."""
         if not self._allow_unused:
             for index in range(len(self._names)):
                 self._mark_zeros(index, reducer)
@@ -69,21 +69,22 @@ class UnusedParameters:
         return used.intersection(range(len(self._names)))
 
     def _take_swapped(self) -> None:
-        """Hand over gradients that came without a hook, because the parameter is another tensor now."""
+        """Hand over gradients that came without a hook, because the parameter is a different tensor now."""
         state = self._state
         for index in self._autograd.find_swapped():
             if index in state.handed:
                 continue
-            if self._micro_batches.is_used:  # their hooks have not scaled it
+            if self._micro_batches.is_used:  # no hook has scaled this gradient
                 state.refuse(index, swapped_error(self._names[index], state.where))
             elif self._gradients.exists(index):
                 self._gradients.hand_over_rest(index)
 
     def _hand_over_accumulated(self, missing: Sequence[int], frozen: frozenset[int]) -> None:
-        """Hand over gradients that this backward did not touch but that count all the same.
+        """Hand over gradients that this backward did not touch but that count in the mean.
 
-        Those of backward passes in no_sync(); and, where unused parameters are allowed, any gradient that is
-        left from before: the others add to theirs, so it must take part in the mean.
+        These are gradients of backward passes in no_sync(). If unused parameters are allowed, they include
+        any gradient that is left from before: other ranks add to theirs, so this one must take part in the
+        mean.
         """
         accumulated = self._state.accumulated
         for index in missing:
@@ -92,10 +93,10 @@ class UnusedParameters:
                 self._gradients.hand_over_rest(index)
 
     def _leave_out(self, missing: Sequence[int], frozen: frozenset[int], reducer: Reducer) -> None:
-        """These have no gradient; delayed ones have one of zeros, as in torch.
+        """Leave out parameters without a gradient; delayed ones get zeros, as in torch.
 
-        What is left of a frozen parameter stays as it is if no rank hands it over: a rank without data would
-        take its share of the mean away.
+        The gradient left of a frozen parameter stays as it is if no rank hands it over: a rank without data
+        would otherwise take its part of the mean away.
         """
         delayed = [index for index in missing if index in self._tensors.delayed]
         if delayed:
@@ -105,11 +106,11 @@ class UnusedParameters:
         unused = [index for index in missing if index not in self._tensors.delayed]
         self._gradients.leave_out(unused)
         if idle := frozen.intersection(unused):
-            # What is left there stays as it is, while their places become zeros, or get a copy.
+            # Their gradients keep their values, while their places in the buffer get zeros or a copy.
             self._gradients.leave_buffer(idle)
             if self._allow_unused:
                 self._gradients.count_unused(idle)
-            else:  # no rank has used them, or the backward is void
+            else:  # either no rank has used them, or the backward is void
                 self._state.status.frozen = digest_of(sorted(idle))
 
     def _mark_zeros(self, index: int, reducer: Reducer) -> None:
