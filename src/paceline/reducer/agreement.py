@@ -1,7 +1,7 @@
-"""Do all ranks wrap the same model? Compared once, at wrap.
+"""Checks once, at wrapping, that all ranks wrap the same model.
 
-Every rank describes its model as plain data and exchanges a digest of it. Only where digests differ are the
-full descriptions exchanged, as JSON, so that every rank can name the first difference by parameter and rank.
+Every rank describes its model as plain data and exchanges a digest of it. Only if digests differ, the full
+descriptions are exchanged as JSON, so that every rank can name the first difference by parameter and rank.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from paceline.health import lifetime
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import read_of_ranks
 
-_PATIENCE_S = 10.0  # of a rank that only wants to report to the others that it goes no further
+_PATIENCE_S = 10.0  # of a rank that only waits to report its failure to the others
 
 
 @dataclass(frozen=True)
 class TensorDescription:
-    """A parameter or a buffer as all ranks must have it.
+    """A parameter or a buffer, with the properties that must be equal on all ranks.
 
     Attributes:
         device: A kind ("cpu", "cuda"), not a number: ranks may use different GPUs.
-        strides: In elements; empty where the usual row-major ones.
+        strides: In elements; empty for the usual row-major ones.
         requires_grad: None for a buffer.
     """
 
@@ -46,11 +46,11 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What must be the same on all ranks: parameters and buffers in registration order, and options.
+    """What must be equal on all ranks: parameters and buffers in registration order, and options.
 
     Attributes:
-        failure: Why this rank has no model to describe; empty: it has.
-        doing: What the ranks are doing, or could not do therefore, in words; empty: they wrap the model.
+        failure: Why this rank has no model to describe; empty if it has one.
+        doing: What the ranks do, or failed to do, in words; empty: they wrap the model.
     """
 
     parameters: tuple[TensorDescription, ...]
@@ -79,8 +79,8 @@ def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s
 
     Raises:
         ModelMismatchError: Names the first difference and the ranks on each side of it.
-        ConfigError: Some rank has refused its arguments; quotes it.
-        RendezvousError: What a rank sent is no description; names it.
+            ConfigError: Some rank refused its arguments; quotes that rank's error.
+            RendezvousError: A rank sent something that is no description; names the rank.
     """
     payload = description.to_json()
     digests = exchange.all_gather(hashlib.sha256(payload).digest(), timeout_s)
@@ -95,8 +95,8 @@ def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s
 def reporting_to_peers(
     find: Callable[[], tuple[Exchange, float] | None], doing: str = "wrap the model"
 ) -> Iterator[None]:
-    """Report a ConfigError raised within it to the ranks that wait in `check_agreement`, so that they raise
-    at once.
+    """Report a ConfigError raised in this context to the ranks that wait in `check_agreement`, so that they
+    raise at once.
     """
     lifetime.install()
     try:
@@ -126,7 +126,7 @@ def _failure_of(models: Sequence[ModelDescription]) -> ConfigError | None:
 
 
 def first_difference(models: Sequence[ModelDescription]) -> ModelMismatchError:
-    """The error that names the first difference between these models, one per rank."""
+    """The error for the first difference between these models, one per rank."""
     error = _tensors_difference("parameter", [model.parameters for model in models])
     error = error or _tensors_difference("buffer", [model.buffers for model in models])
     doing = models[0].doing or "wrap the model"

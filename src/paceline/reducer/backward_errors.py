@@ -1,10 +1,10 @@
-"""What the outcome of a backward means for the user, in the same words for every framework, on every rank.
+"""The errors and warnings for the outcome of a backward, the same for every framework and on every rank.
 
-`Judge` decides; below it are the errors, with names for indices; at the end the promise of static_graph=True:
-in every backward the same parameters are used. Whether a parameter was used only its own rank knows, because
-a gradient that is left from before (zeros, after zero_grad(set_to_none=False)) is averaged like any other. So
-each rank compares its backward with its first one, and says instead of its counts of forwards that they
-differ; then all tell all.
+`Judge` decides which to raise. After it come the errors, with names in place of indices, and the check of
+static_graph=True, which promises that every backward uses the same parameters. Only a rank itself knows
+whether it used a parameter, because a gradient that is left from before (zeros, after
+zero_grad(set_to_none=False)) is averaged like any other. So each rank compares its backward with its first
+one, and reports a difference in place of its counts of forwards. Then all ranks exchange the details.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _SHOWN_GROUPS = 8
 
 
 class Unweighed(NamedTuple):
-    """Why the gradients of a rank are not those of the weighted mean.
+    """The reason why a rank's gradients are not those of the weighted mean.
 
     Attributes:
         error: The reason.
-        exchanges: The micro-batches, by number, in whose backward gradients crossed ranks without weights,
-            and the weight of each. Where every rank has the same ones, gradients are right all the same: the
-            weight is a factor of the whole sum. Empty: they are wrong.
+        exchanges: The micro-batches, by number and weight, in whose backward gradients crossed ranks without
+            weights. If every rank has the same list, the gradients are right nevertheless, because the weight
+            is a factor of the whole sum. Empty: the gradients are wrong.
     """
 
     error: ConfigError
@@ -46,7 +46,7 @@ class Unweighed(NamedTuple):
 
 
 class Judge:
-    """Raises, warns or lets the ranks go on."""
+    """Decides whether an outcome raises, warns, or is accepted."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Judge:
         refusal: ConfigError | None = None,
         unweighed: Unweighed | None = None,
     ) -> None:
-        """Raise or warn as `reducer.finish` found; the same on every rank."""
+        """Raise or warn according to the result of `reducer.finish`; the same on every rank."""
         outcome, statuses = Outcome(result.outcome), result.statuses
         if not any(status.interrupted for status in statuses):
             check_weighed(statuses, len(self._names), unweighed, self._all_gather)
@@ -108,7 +108,7 @@ class Judge:
 
 
 def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) -> UnusedParameterError:
-    """Some rank left parameters without a gradient, and that was not allowed."""
+    """For parameters that some rank left without a gradient, when that was not allowed."""
     ranks_of = _invert(enumerate(unused_by_rank))
     world_size = len(unused_by_rank)
     who = sorted({rank for ranks in ranks_of.values() for rank in ranks})
@@ -128,7 +128,7 @@ def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) 
 
 
 def globally_unused_warning(indices: Sequence[int], names: Sequence[str], world_size: int) -> str:
-    """No rank gave these parameters a gradient, and that is allowed."""
+    """For parameters that no rank gave a gradient, when that is allowed."""
     where = f"any of the {world_size} ranks" if world_size > 1 else "rank 0 of 1"
     return (
         f"{len(indices)} of {_counted(len(names), 'parameter')} got no gradient on {where}: "
@@ -147,7 +147,7 @@ def nonfinite_error(
     world_size: int,
     overflowed: Iterable[int] = (),
 ) -> NonFiniteGradientError:
-    """The mean holds an infinity or a NaN: some rank's gradient did, or the sum over the ranks overflowed."""
+    """For a mean with an infinity or a NaN: some rank's gradient has one, or the sum overflowed."""
     found = sorted(set(pairs))
     ranks_of = _invert((rank, [index]) for rank, index in found)
     who = sorted({rank for rank, _ in found})
@@ -174,7 +174,7 @@ def nonfinite_error(
 
 
 def check_twice(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> None:
-    """Raise if on some rank a gradient came again after it was handed over."""
+    """Raise if some rank got a second gradient of a parameter after the first was handed over."""
     ranks_of, who = _reported([status.twice for status in statuses])
     if not ranks_of:
         return
@@ -191,7 +191,7 @@ def check_twice(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> Non
 
 
 def check_refused(statuses: Sequence[BackwardStatus], names: Sequence[str]) -> None:
-    """Raise if on another rank a gradient cannot be averaged."""
+    """Raise if a gradient cannot be averaged on some rank."""
     refused_by_rank = [status.refused for status in statuses]
     ranks_of, who = _reported([None if index == len(names) else index for index in refused_by_rank])
     if not ranks_of:
@@ -212,9 +212,10 @@ def check_weighed(
     unweighed: Unweighed | None,
     all_gather: Callable[[bytes], list[bytes]],
 ) -> None:
-    """Raise if on some rank gradients are not weighed, which `refused` tells by a number past the last one.
+    """Raise if gradients are not weighed on some rank.
 
-    The same on all ranks, and collective if so: only the rank itself knows why.
+    That rank reports it as a `refused` index past the last parameter.
+    Raises on all ranks alike. Collective if a rank reported it, because only that rank knows the reason.
     """
     ranks = [rank for rank, status in enumerate(statuses) if status.refused == num_parameters]
     if not ranks:
@@ -251,7 +252,7 @@ def graph_changed_error(
     gained_by_rank: Mapping[int, Sequence[int]],
     names: Sequence[str],
 ) -> GraphChangedError:
-    """Other parameters are used than in the first backward, although static_graph promised the same."""
+    """For parameters used differently than in the first backward, although static_graph=True was promised."""
     lost, gained = _invert(lost_by_rank.items()), _invert(gained_by_rank.items())
     rows = [("no gradient any more", lost), ("no gradient in the first backward", gained)]
     return GraphChangedError(
@@ -265,16 +266,17 @@ def graph_changed_error(
 
 
 def skipped_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
-    """Ranks differ in their forwards since the last synchronised backward, and in those it has not
-    reached.
+    """For ranks that differ in their forwards since the last synchronised backward, or in how many of these
+    the backward has not reached.
     """
     world_size = len(statuses)
     interrupted = [rank for rank, status in enumerate(statuses) if status.interrupted]
     if interrupted:
         return _interrupted_error(interrupted, world_size)
     active = [(rank, status) for rank, status in enumerate(statuses) if not status.finished]
-    # Whoever differs from most in what it has left skipped a backward: others may have made longer episodes.
-    # But a backward without any forward is one that only some ranks make.
+    # A rank that differs from most ranks in the number of unreached forwards skipped a backward: other ranks
+    # may have run more forwards per backward. But if some ranks ran no forward, only some ranks made this
+    # backward.
     has_extra = len({status.forwards > 0 for _, status in active}) > 1
     said = {
         rank: min(status.forwards, 1) if has_extra else status.forwards - status.reached
@@ -313,7 +315,7 @@ def skipped_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
 
 
 def uneven_error(statuses: Sequence[BackwardStatus]) -> SkippedPassError:
-    """Some ranks have no more data, with join(throw_on_early_termination=True)."""
+    """For ranks that have no more data, with join(throw_on_early_termination=True)."""
     without = [rank for rank, status in enumerate(statuses) if status.finished]
     return SkippedPassError(
         f"{_of_world(without, len(statuses)).capitalize()} exhausted the inputs before the others.",
@@ -372,7 +374,7 @@ def _rows(ranks_of: Mapping[int, Sequence[int]], names: Sequence[str]) -> str:
 
 
 def names_by_rank(pairs: Iterable[tuple[int, int]], names: Sequence[str]) -> dict[int, tuple[str, ...]]:
-    """Names of parameters for each rank that (rank, parameter index) pairs name."""
+    """Parameter names by rank, from (rank, parameter index) pairs."""
     indices: dict[int, list[int]] = {}
     for rank, index in sorted(set(pairs)):
         indices.setdefault(rank, []).append(index)
@@ -380,14 +382,14 @@ def names_by_rank(pairs: Iterable[tuple[int, int]], names: Sequence[str]) -> dic
 
 
 def shorten(names: Sequence[str]) -> str:
-    """The first few names and how many more there are."""
+    """The first few names and the number of the others."""
     if len(names) <= _SHOWN_NAMES:
         return ", ".join(names)
     return f"{', '.join(names[: _SHOWN_NAMES - 1])} and {len(names) - _SHOWN_NAMES + 1} more"
 
 
 class StaticGraph:
-    """What this rank used in its first good backward, and whether it still does."""
+    """Compares the parameters that this rank used in its first good backward with those of later ones."""
 
     def __init__(self, names: Sequence[str], all_gather: Callable[[bytes], list[bytes]]) -> None:
         self._names = names
@@ -396,7 +398,7 @@ class StaticGraph:
         self._now: frozenset[int] | None = None
 
     def has_changed(self, used: Collection[int]) -> bool:
-        """Whether this backward of this rank used other parameters than the first one."""
+        """Whether this rank's backward used other parameters than its first one."""
         self._now = frozenset(used)
         return self._first is not None and self._now != self._first
 
@@ -411,7 +413,7 @@ class StaticGraph:
             return
         lost: Sequence[int] = ()
         gained: Sequence[int] = ()
-        if self._first is not None and self._now is not None:  # else this rank has had no data yet
+        if self._first is not None and self._now is not None:  # not so if this rank has had no data yet
             lost, gained = sorted(self._first - self._now), sorted(self._now - self._first)
         payloads = self._all_gather(array("q", [len(lost), *lost, *gained]).tobytes())
         rows = {rank: array("q", payloads[rank]).tolist() for rank in reported}
@@ -421,9 +423,9 @@ class StaticGraph:
 
 
 class GraphVariety:
-    """Whether a promise of a static graph would have held so far, on this rank.
+    """Tracks whether the graph has been static so far on this rank.
 
-    It notes only backward passes in which something was unused.
+    Only backward passes in which something was unused are noted.
     """
 
     def __init__(self, num_parameters: int) -> None:
@@ -436,7 +438,7 @@ class GraphVariety:
         if self._has_varied:
             return
         now = frozenset(used())
-        if len(now) == self._num_parameters:  # with the micro-batches before it
+        if len(now) == self._num_parameters:  # all were used, if those of earlier micro-batches are counted
             return
         self._num_backwards += 1
         self._has_varied = self._used is not None and now != self._used

@@ -1,9 +1,9 @@
-"""What follows from the reports of all ranks at the end of a backward: the same on every rank.
+"""Evaluates the reports of all ranks at the end of a backward, with the same result on every rank.
 
-Parameters that are frozen for a while may be unused in a backward if all ranks have frozen the same. With
-its counts of forwards a rank reports a digest of the frozen parameters that got no gradient. Where the
-digests differ the backward is void, as it is where the numbers do; and where a digest is not that of all that
-a rank left unused, more is unused than what is frozen.
+Parameters that are frozen for a while may be unused in a backward if all ranks have frozen the same ones.
+With its counts of forwards a rank reports a digest of the frozen parameters that got no gradient. If the
+digests differ, the backward is void, as it is if the counts differ. If a rank's digest is not that of all its
+unused parameters, it left more unused than its frozen parameters.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ REPORT_BYTES = _core.BackwardReports.NBYTES
 
 
 def pack_bits(indices: Sequence[int], count: int) -> bytes:
-    """A set of numbers below `count`, one bit each."""
+    """A set of indices below `count`, one bit each."""
     bits = bytearray(-(-count // 8))
     for index in indices:
         bits[index // 8] |= 1 << (index % 8)
@@ -32,12 +32,12 @@ def unpack_bits(bits: bytes) -> list[int]:
 
 
 def digest_of(frozen: Sequence[int]) -> int:
-    """Digest of the frozen parameters that got no gradient; `BackwardStatus.frozen`."""
+    """A digest of the frozen parameters that got no gradient, for `BackwardStatus.frozen`."""
     return zlib.crc32(array("i", frozen).tobytes()) % (1 << BackwardStatus.DIGEST_BITS)
 
 
 def differ_in_frozen_only(statuses: Sequence[BackwardStatus]) -> bool:
-    """Whether no rank with data skipped a forward or a backward, and not all have frozen the same."""
+    """Whether the ranks with data agree on their forwards, but have not all frozen the same parameters."""
     active = [status for status in statuses if not status.finished]
     counts = [
         status if status.frozen is None else BackwardStatus(status.forwards, reached=status.reached)
@@ -48,7 +48,7 @@ def differ_in_frozen_only(statuses: Sequence[BackwardStatus]) -> bool:
 
 
 def is_all_unused_frozen(result: BackwardResult) -> bool:
-    """Whether no rank left more unused in the backward than what all ranks have frozen."""
+    """Whether every rank's unused parameters are exactly those that all ranks have frozen."""
     return all(
         status.finished or (status.frozen is not None and status.frozen == digest_of(unused))
         for status, unused in zip(result.statuses, result.unused)

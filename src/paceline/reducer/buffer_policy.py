@@ -1,4 +1,4 @@
-"""Which buffers are averaged, broadcast or left alone: the first pattern that matches a name decides."""
+"""Whether a buffer is averaged, broadcast or left alone: the first pattern that matches its name decides."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class BufferPolicies:
     """Names of buffers by policy.
 
     Attributes:
-        on_demand: Those broadcast on request: all but averaged ones and those called "local".
+        on_demand: Buffers broadcast on request: all except averaged ones and those with the policy "local".
     """
 
     def __init__(self, names: Iterable[str], patterns: Mapping[str, str], broadcasts: bool) -> None:

@@ -1,8 +1,8 @@
 """Buffers that are averaged, broadcast or left alone after each backward, or on demand, in any framework.
 
 They are synchronised at the end of backward, so that a forward waits for no other rank. A buffer that the
-user's program writes between two steps is therefore another on each rank in the next forward, unless all
-ranks write the same. `BufferWrites` notices such writes, the end of backward reports them, and
+user's program writes between two steps therefore differs between ranks in the next forward, unless all ranks
+write the same values. `BufferWrites` detects such writes, the end of backward reports them, and
 `BufferSync.check_writes` raises on every rank if the values differ.
 """
 
@@ -20,11 +20,11 @@ from paceline.reducer.buffer_policy import BufferPolicies
 from paceline.reducer.communicator import Communicator
 from paceline.reducer.framework_ops import FrameworkOps
 
-_all_writes: weakref.WeakSet[BufferWrites] = weakref.WeakSet()  # of this process
+_all_writes: weakref.WeakSet[BufferWrites] = weakref.WeakSet()  # of all models of this process
 
 _NONE: frozenset[str] = frozenset()
 _GONE = 0
-"""In place of a hash: the model has no such buffer any more."""
+"""In place of a hash: the model no longer has this buffer."""
 
 
 class BufferOptions(Protocol):
@@ -46,11 +46,11 @@ class BufferedModel(Protocol):
     buffers: dict[str, Any]
 
     def current_buffers(self) -> dict[str, Any]:
-        """Those that the model has now: modules may replace theirs."""
+        """The buffers that the model has now; modules may replace theirs."""
         ...
 
     def buffer_slots(self) -> list[tuple[str, dict[str, Any]]]:
-        """For each module its name, with a dot behind it, and the dictionary of its buffers."""
+        """For each module, its name followed by a dot, and the dictionary of its buffers."""
         ...
 
     def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot: ...
@@ -58,25 +58,25 @@ class BufferedModel(Protocol):
     def find_new_buffers(self) -> None: ...
 
     def is_unread(self, name: str) -> bool:
-        """Whether forward does not read this buffer now: a running statistic that is being trained."""
+        """Whether forward does not read this buffer now, because it is a running statistic being trained."""
         ...
 
     def is_estimate(self, name: str) -> bool:
-        """Whether each forward goes on with an estimate in this buffer, so that each rank's is as good.
+        """Whether this buffer holds an estimate that each forward refines, so that any rank's value will do.
 
-        As the power iteration of a spectral norm, which each forward that reads the weight writes.
+        An example is the power iteration of a spectral norm: each forward that reads the weight writes it.
         """
         ...
 
     def written_buffers(
         self, buffers: Mapping[str, Any], changing: Iterable[str], *, through_pointers: bool
     ) -> WrittenBuffers | None:
-        """Let autograd know of the buffers that get other values, where it raises if a saved one does.
+        """Prepare writes to buffers so that autograd notices changed values, and raises if it had saved them.
 
         Args:
-            buffers: All that will be written to, by name.
-            changing: Names of those whose values may become others on this rank.
-            through_pointers: Whether they are written to by address, of which the framework knows nothing.
+            buffers: All buffers that will be written to, by name.
+            changing: Names of those whose values may change on this rank.
+            through_pointers: Whether they are written to by address, which the framework does not notice.
 
         Returns:
             None if they can be written to as they are.
@@ -92,15 +92,16 @@ class BufferHook(Protocol):
 
 
 class BufferWrites:
-    """Notices what the user's program writes to buffers between forwards, on this rank.
+    """Detects what the user's program writes to buffers between forwards, on this rank.
 
-    What forward writes itself is no such write, and neither is what synchronises buffers.
+    Writes by forward itself, and by the synchronisation of buffers, do not count.
 
     Attributes:
-        found: Names of the buffers that were written to since the last synchronisation, each with its hash at
-            the beginning of the forwards that were the first to use what was written; of estimates without.
-        unread: The same for running statistics that this rank trained instead of using them, as another rank,
-            which evaluates, may have done.
+        found: Names of the buffers that were written to since the last synchronisation. Each has the hashes
+            of its values at the beginning of the forwards that first used what was written; estimates have
+            none.
+        unread: The same for running statistics that this rank trained and did not read. Another rank, which
+            evaluates, may have read them.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class BufferWrites:
         self._ops = ops
         self._world_size = world_size
         # Written, and not yet used by a forward that is trained, each with its hash at the beginning of the
-        # first forward since: one that is not trained, or another model's, may write the buffer itself.
+        # first forward since. A forward that is not trained, or of another model, may write the buffer
+        # itself.
         self._unused: dict[str, int | None] = {}
         self._doubtful: list[str] = []
         self._left_alone: set[str] = set()
@@ -136,7 +138,7 @@ class BufferWrites:
         self._snapshot = self._tensors.snapshot([held for _, held in slots])
 
     def _find_others(self) -> None:
-        """Other wrapped models have modules of this one: what their forwards write is written by forward."""
+        """Find the wrapped models that share modules with this one: writes by their forwards do not count."""
         others = [each for each in _all_writes if each is not self and each._held & self._held]
         self._others = [weakref.ref(each) for each in others]
 
@@ -166,7 +168,7 @@ class BufferWrites:
         elif changed := self._snapshot.changed():
             self._unused |= dict.fromkeys(f"{self._prefixes[number]}{key}" for number, key in changed)
             new = self._unused.keys() - self._buffers.keys() - self._left_alone
-            if new:  # registered after wrapping, or one that is left alone
+            if new:  # registered after wrapping, or a buffer that is left alone
                 self._tensors.find_new_buffers()
                 self._take_slots()
                 self._left_alone |= new - self._buffers.keys()
@@ -209,7 +211,7 @@ class BufferWrites:
     def end_forward(self) -> None:
         if self._doubtful:
             for name in self._changed().intersection(self._doubtful):
-                self.found.pop(name, None)  # forward writes it: so has its repetition
+                self.found.pop(name, None)  # this forward writes it, so a recomputed one has, too
             self._doubtful = []
         self._note()
 
@@ -223,10 +225,10 @@ class BufferWrites:
                 other._snapshot.note()
 
     def begin_sync(self) -> None:
-        """Look at what was written, before a synchronisation writes to buffers.
+        """Detect writes before a synchronisation writes to buffers itself.
 
-        Of what the program has written only new buffers count, as the synchronisation settles the rest; but
-        not for other models that have modules of this one.
+        The synchronisation settles the program's writes to known buffers, so only new buffers matter; but
+        other models that share modules with this one need all of them.
         """
         if self._others or not self._snapshot.holds_same():
             self.collect()
@@ -253,7 +255,7 @@ class BufferWrites:
             if f"{prefix}{key}" in chosen
         }
         for find in self._others:
-            # What is the same on some ranks of another model may be different on its others.
+            # Buffers that are equal on some ranks of another model may differ on the others.
             if (other := find()) is not None and self._world_size >= other._world_size:
                 other._settle(synced)
 
@@ -272,7 +274,7 @@ class BufferWrites:
         held = {name: now[name] for name in names if name in now}
         found = {entry.name: entry.hash for entry in self._ops.hash_model({}, held, None)}
         whole = {name: found.get(name, _GONE) for name in names}
-        for name in names:  # one that consists of other tensors
+        for name in names:  # a buffer that consists of several tensors
             parts = [str(value) for part, value in found.items() if part.startswith(f"{name}.")]
             if parts and name not in found:
                 whole[name] = _core.hash_bytes(",".join(parts).encode())
@@ -280,7 +282,7 @@ class BufferWrites:
 
 
 class BufferSync:
-    """Keeps the buffers of one model in step."""
+    """Synchronises the buffers of one model over the ranks."""
 
     def __init__(
         self,
@@ -300,13 +302,13 @@ class BufferSync:
         self._in_forward = options.syncs_forward and not self.is_alone
         self._has_warned = self._is_forward_synced = False
         self._were_statistics_read = False  # by an evaluation with gradients, since the last synchronisation
-        # Whether any forward since the last backward was in training mode (None: there was none), and before
-        # it.
+        # Whether any forward since the last backward was in training mode (None: there was none), and the
+        # same for the backward before.
         self._is_in_training: bool | None = None
         self._was_in_training = True
         self._syncs_next: Set[str] = _NONE
-        self._synced_writes: list[str] = []  # written to before the forward that has synchronised them
-        # Hashes of what the last synchronisation has left, as far as known.
+        self._synced_writes: list[str] = []  # written to before the forward that then synchronised them
+        # Hashes of the values after the last synchronisation, as far as known.
         self._left: Mapping[str, int] = {}
         self._prepared: _Prepared | None = None
         self._take_names()
@@ -341,11 +343,11 @@ class BufferSync:
 
     @property
     def in_step(self) -> set[str]:
-        """Names of those that are the same on all ranks after a backward; empty with a user's hook."""
+        """Names of buffers that are equal on all ranks after a backward; empty with a user's hook."""
         return set() if self.hook is not None else self._policies.in_step
 
     def begin_forward(self, *, is_trained: bool, is_training: bool, after_local_backward: bool) -> None:
-        """Look at what was written since the last forward. Collective if buffers are broadcast in forward."""
+        """Detect writes since the last forward. Collective if buffers are broadcast in forward."""
         if self.hook is not None:
             return
         if is_training:
@@ -358,7 +360,7 @@ class BufferSync:
             self.writes.begin_forward(is_trained=is_trained, after_local_backward=after_local_backward)
 
     def _keep_read_statistics(self, *, is_trained: bool, is_training: bool) -> None:
-        """Keep hashes of running statistics that an evaluation has used, before training changes them."""
+        """Keep hashes of running statistics that an evaluation has read, before training changes them."""
         if is_trained and not is_training:
             self._were_statistics_read = True
         elif is_training and self._were_statistics_read and self.writes is not None:
@@ -368,10 +370,11 @@ class BufferSync:
             self._left = {**known, **self.writes.hashes(names)}
 
     def sync_forward(self) -> None:
-        """Give every rank rank 0's buffers for the next backward, if `in_forward`. Collective then, and once.
+        """Broadcast rank 0's buffers once before the next backward, if necessary. Collective if so.
 
-        Also those that some ranks alone have written, which changed nothing: a schedule may go on with other
-        values. No others, because the forward of another model may have just written to those on each rank.
+        With `in_forward` these are all broadcast buffers. Otherwise they are those that only some ranks wrote
+        in the last step without changing a value, because a schedule may write other values next time. No
+        others are, because the forward of another model may have just written to them on each rank.
         """
         if self._is_forward_synced:
             return
@@ -389,13 +392,13 @@ class BufferSync:
             self._sync(range(self._communicator.world_size), chosen, _NONE)
 
     def sync_without_forward(self) -> None:
-        self._is_in_training = None  # an evaluation since the last backward
+        self._is_in_training = None  # forget an evaluation since the last backward
         if self._was_in_training:
             self.sync_forward()
 
     @property
     def has_writes(self) -> bool:
-        """Whether the end of backward is to report that this rank's program has written to buffers."""
+        """Whether the end of backward must report that this rank's program has written to buffers."""
         return self.writes is not None and bool(self.writes.found or self._synced_writes)
 
     def end_forward(self) -> None:
@@ -410,7 +413,7 @@ class BufferSync:
             self.writes.end_backward()
 
     def note_own_writes(self) -> None:
-        """What was just written to buffers is no write of the program's."""
+        """Do not count the buffer writes so far as writes of the program."""
         if self.writes is not None:
             self.writes.end_backward()
 
@@ -428,12 +431,12 @@ class BufferSync:
     def check_writes(self, active: Sequence[int], where: str) -> None:
         """Compare what the ranks have written to buffers since the last synchronisation. Collective.
 
-        Values that all ranks have written, and that are the same, are right: a schedule that each rank
-        computes, or a checkpoint that each loads. So is a write that leaves the value as it was.
+        Equal values written by all ranks are right: a schedule that each rank computes, or a checkpoint that
+        each loads. So is a write that leaves the value unchanged.
 
         Args:
             active: Ranks that had data.
-            where: For the error: when this is.
+            where: Which step this is, for the error.
 
         Raises:
             ReplicasDifferError: Names the buffers and the ranks that have written to them.
@@ -462,10 +465,10 @@ class BufferSync:
         for name in differing:
             used = {value for rank in active for value in rows[rank].get(name, ())}
             if {known[rank][0][name] for rank in active} == used and len(used) == 1:
-                continue  # all have what was written, by a way that some have not noticed, as a broadcast
-            # The other ranks have used what the last synchronisation has left, which forward may have changed
-            # since, or nothing: running statistics that they have only trained. Where one does not know it,
-            # another does, or it is what the rank still has.
+                continue  # all have the written value; some got it undetected, for example by a broadcast
+            # The other ranks have used the value of the last synchronisation, which forward may have changed
+            # since, or nothing, if these are running statistics that they only trained. If a rank does not
+            # know that value, another rank does, or the rank still has it.
             anybodys = next((row[name] for _, row, _ in known if name in row), None)
             for rank in active:
                 has, knows, unused = known[rank]
@@ -488,11 +491,11 @@ class BufferSync:
         return [json.loads(row) for row in self._communicator.all_gather(json.dumps(value).encode())]
 
     def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
-        """Bring the buffers in step. Collective."""
+        """Synchronise the buffers by their policies. Collective."""
         self._sync(active, self._policies.broadcast(on_demand=on_demand), self._policies.averaged)
 
     def take_over(self, root: int) -> None:
-        """Give every rank all buffers of the rank `root`, whatever the policies. Collective."""
+        """Give every rank all buffers of the rank `root`, whatever their policies. Collective."""
         self._sync([root], set(self._tensors.current_buffers()), _NONE)
 
     def _sync(self, active: Sequence[int], chosen: Set[str], averages_of: Set[str]) -> None:
@@ -526,7 +529,7 @@ def _not_on_all(names: Sequence[Iterable[str]]) -> frozenset[str]:
 
 
 class _Prepared:
-    """A synchronisation of certain buffers, made ready once as long as they lie in the same memory."""
+    """A synchronisation of certain buffers, prepared once and reused while they stay in the same memory."""
 
     def __init__(
         self,
@@ -537,7 +540,7 @@ class _Prepared:
     ) -> None:
         self._for = places, chosen, averages_of
         averaged = [buffer for name, buffer in places.items() if name in averages_of]
-        # Counters and other integers have no mean.
+        # Integers, such as counters, have no mean and are broadcast.
         copied = [buffer for name, buffer in places.items() if name in chosen]
         copied += [buffer for buffer in averaged if not buffer.is_floating_point()]
         self.broadcast = communicator.prepare_broadcast(copied)

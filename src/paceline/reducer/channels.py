@@ -1,4 +1,4 @@
-"""The control channel of a framework's process group whose ranks are on several hosts: one for each group."""
+"""The control channels of a framework's process groups on several hosts, one for each group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _is_warned = False
 
 
 def channel_of(group: Any, peers: Ranks, hosts: Sequence[Sequence[int]], framework: str) -> ControlChannel:
-    """The channel of this group; formed at the first call. Collective, over all ranks."""
+    """The channel of this group, formed at the first call. Collective, over all ranks."""
     if group not in _channels:
         secret = find_secret()
         _warn_of_open_channel(peers.rank, secret)
@@ -67,7 +67,7 @@ def _facts(peers: Ranks, hosts: Sequence[Sequence[int]], framework: str, secret:
         pid=os.getpid(),
         local_ranks=next(list(ranks) for ranks in hosts if peers.rank in ranks),
         paceline=version("paceline"),
-        # Not what stands behind it, which shows the hardware.
+        # Without the local version, which shows the hardware.
         framework=framework.partition("+")[0],
         job=hashlib.sha256(job.encode()).hexdigest()[:8] if job else "",
         generation=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),

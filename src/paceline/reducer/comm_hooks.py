@@ -1,4 +1,4 @@
-"""Communication hooks: functions of the user's that average a bucket of gradients, in any framework.
+"""Communication hooks: functions of the user that average a bucket of gradients, in any framework.
 
 A hook gets a state and a bucket, and returns the tensor that replaces the bucket's buffer, or a future of it.
 """
@@ -21,7 +21,7 @@ _Tensor = TypeVar("_Tensor")
 
 @dataclass(frozen=True)
 class CommHook:
-    """A hook that was registered, and the state that it gets."""
+    """A registered hook, and its state."""
 
     state: Any
     call: Callable[[Any, Any], Any]
@@ -32,7 +32,7 @@ class CommHook:
 
 
 class HookedBucket(ABC, Generic[_Tensor]):
-    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and its weight."""
+    """A bucket as a hook gets it: with the methods of `torch.distributed.GradBucket`, and its weight."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class HookedBucket(ABC, Generic[_Tensor]):
         return self._buffer
 
     def gradients(self) -> list[_Tensor]:
-        return list(self._gradients)  # of the buffer as it is now
+        return list(self._gradients)  # views of the current buffer
 
     def parameters(self) -> list[_Tensor]:
         return list(self._parameters)
@@ -70,17 +70,17 @@ class HookedBucket(ABC, Generic[_Tensor]):
         return self._is_last
 
     def weight(self) -> float:
-        """What this rank's gradients are multiplied by: its weight over the ranks' mean weight."""
+        """The factor of this rank's gradients: its weight divided by the ranks' mean weight."""
         return self._weight
 
     def when_good(self, call: Callable[[list[_Tensor]], object]) -> None:
-        """Let a hook know that this backward was good, for what it keeps from one backward to the next.
+        """Notify a hook that this backward was good, for state that it keeps from one backward to the next.
 
         Args:
             call: Called on every rank at the end of the backward, with those of `parameters()` that no rank
-                used. It is not called where the backward raises on all ranks, or gives a gradient that is not
-                finite, whatever `nonfinite=` says: no optimizer steps with such gradients, so what the hook
-                kept before should stay. It must not raise.
+                used. It is not called if the backward raises on all ranks, or gives a gradient that is not
+                finite, whatever `nonfinite=` says: no optimizer steps with such gradients, so the hook should
+                keep its previous state. It must not raise.
 
         Example:
             >>> error = self.error + bucket.buffer() - decoded
@@ -102,7 +102,7 @@ class HookedBucket(ABC, Generic[_Tensor]):
 
 
 class ShownBuckets(Generic[_Tensor]):
-    """The buckets that a hook got in the backward under way, and whether those it waits for are finite."""
+    """The buckets that a hook got in this backward, and whether those with a `when_good` are finite."""
 
     def __init__(self) -> None:
         self._shown: list[tuple[HookedBucket[_Tensor], Sequence[int]]] = []
@@ -128,10 +128,10 @@ class ShownBuckets(Generic[_Tensor]):
 
 
 class HookedBuckets(ABC, Generic[_Tensor]):
-    """Gives buckets to a hook. One at a time: the next one waits until the hook is done with the one before.
+    """Gives buckets to a hook, one at a time: each waits until the hook is done with the one before.
 
-    Hooks make further calls over the process group when a call of theirs completes, and only so do these have
-    one order on all ranks.
+    A hook may make further calls over the process group when one of its calls completes, and only this gives
+    all calls the same order on all ranks.
     """
 
     def __init__(self, hook: CommHook, plan: Plan) -> None:
@@ -144,7 +144,7 @@ class HookedBuckets(ABC, Generic[_Tensor]):
     def _show(
         self, number: int, flat: _Tensor, members: Sequence[int], weight: float
     ) -> tuple[HookedBucket[_Tensor], Any]:
-        """A bucket as the hook sees it, and what the hook returns for it."""
+        """The bucket as the hook gets it, and what the hook returns for it."""
 
     @abstractmethod
     def _put(self, result: Any, number: int, flat: _Tensor) -> None: ...
@@ -181,7 +181,7 @@ class HookedCall:
     def wait(self) -> None:
         if self._finish is not None:
             self._finish()
-            self._finish = None  # where it has raised, it raises again
+            self._finish = None  # not reached if it raises, so that it raises again
 
 
 def check_callable(hook: object, *, returns: str, hint: str) -> None:

@@ -1,4 +1,4 @@
-"""What moves values and gradients between the ranks of one model."""
+"""Communicators, which move values and gradients between the ranks of one model."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from paceline.reducer.protocol import Reducer
 from paceline.reducer.sum_order import join_in_order
 
 CORE_DTYPES = {name: _core.DTYPES[name] for name in ("float32", "float64", "float16", "bfloat16")}
-"""Gradients that the core averages."""
+"""The dtypes of gradients that the core averages."""
 MOST_POINTER_BYTES = 256 << 10
-"""The largest gradient that a reducer in Python copies to the gradient buffer and back; larger ones the
-framework copies with all its threads."""
+"""The largest gradient that a reducer in Python copies to the gradient buffer and back. Larger ones are
+copied by the framework, with all its threads."""
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,15 @@ class ReductionOptions:
     """How gradients are to be averaged.
 
     Attributes:
-        gradients_in_buffer: They will live in the gradient buffer. Not asked where a group averages.
-        checks_finite: Look for infinities and NaNs. In memory that costs nothing, and is always done.
-        skip_unused: Don't send buckets that no rank used in the backward before. In memory nothing is sent.
-        owned: Who needs which part of each mean, for each parameter of the plan; empty: all ranks need all.
-            In memory only.
-        waits_for_finite: Publish of infinities in the backward that has them, even where that waits for a
-            device.
+        gradients_in_buffer: Whether gradients live in the gradient buffer. Ignored over a process group.
+        checks_finite: Whether to look for infinities and NaNs. In shared memory this costs nothing, and is
+            always done.
+        skip_unused: Whether to skip buckets that no rank used in the last backward. In shared memory this has
+            no effect, because nothing is sent.
+        owned: Which rank needs which range of each parameter's mean, in the plan's order; empty: all ranks
+            need all. In shared memory only.
+        waits_for_finite: Whether to report infinities in the backward that has them, even if this means to
+            wait for a device.
     """
 
     gradients_in_buffer: bool
@@ -54,23 +56,23 @@ class ReductionOptions:
 
 @dataclass(frozen=True)
 class Reduction(Generic[Tensor]):
-    """The memory of the gradients and what averages it; made anew whenever the plan changes.
+    """The gradient buffer of a plan, with the reducer that averages it; made anew whenever the plan changes.
 
     Attributes:
         plan: The plan of the gradient buffer.
         places: Each parameter's place in the gradient buffer, by index.
         reducer: Averages the places over the ranks.
-        most_pointer_bytes: The largest gradient that the reducer copies to its place, and the mean back,
-            itself. Others the framework copies, with all its threads.
-        sections: Memory of the gradient buffer that another plan of the same parameters may use again.
+        most_pointer_bytes: The largest gradient that the reducer itself copies to its place, with its mean
+            back. The framework copies larger ones, with all its threads.
+        sections: Memory of the gradient buffer that another plan of the same parameters may reuse.
         waiting: Gradients, by parameter, that are copied to their places when their bucket is complete; None:
             gradients are copied one by one.
-        order: In which backward passes of all models make their calls over an engine that pairs the calls of
-            different ranks by it; None: they are not paired so.
-        owned: Who gets which part of each mean; empty: all ranks get all.
-        adopt_errors: Called at the end of each backward where gradients are encoded, with the parameters that
-            no rank used: what encoding took from the others is added to the next gradients. With None the
-            backward was not good on all ranks, and nothing of it comes back. None: nothing is encoded.
+        order: The order in which the backward passes of all models make their calls over a process group that
+            pairs calls of different ranks by their order; None: calls are not paired by order.
+        owned: Which rank gets which range of each mean; empty: all ranks get all.
+        adopt_errors: Called at the end of each backward if gradients are encoded, with the parameters that no
+            rank used: the encoding errors of all others are added to the next gradients. Called with None if
+            the backward was not good on all ranks; then its errors are dropped. None: nothing is encoded.
     """
 
     plan: Plan
@@ -85,16 +87,16 @@ class Reduction(Generic[Tensor]):
 
 
 class Communicator(ABC, Generic[Tensor]):
-    """Its methods are collective, but for `publish` and `with_hook`.
+    """Connects the ranks of one model. Its methods are collective, except for `publish` and `with_hook`.
 
     Attributes:
         path: Where gradients are averaged: "memory", "hosts" (within each, and then between them) or "group";
             a hook counts as a group.
-        peer_monitor: Names ranks that are lost or late, where calls go over a process group, or None.
-        bits: Which runs give gradients of the same bits; see `WrappedModel.bits`.
-        wants_whole_buckets: Whether a bucket must hold whole parameters, for a hook to look at.
-        publish: Publishes what this rank does, for other ranks' error messages; None: nothing can.
-        most_bucket_bytes: Most of a bucket, whatever the model asks for; None: there is no such limit.
+        peer_monitor: Names lost and late ranks if calls go over a process group; or None.
+        bits: Which runs give gradients with the same bits; see `WrappedModel.bits`.
+        wants_whole_buckets: Whether a bucket must hold whole parameters, for a hook to read.
+        publish: Publishes what this rank does, for other ranks' error messages; None: there is no way to.
+        most_bucket_bytes: The largest bucket, whatever the model requests; None: there is no limit.
     """
 
     path: str
@@ -112,7 +114,7 @@ class Communicator(ABC, Generic[Tensor]):
 
     @abstractmethod
     def prepare_broadcast(self, tensors: Sequence[Tensor]) -> Callable[[int], None]:
-        """Get ready to broadcast these tensors again and again. Not collective."""
+        """Prepare to broadcast these tensors repeatedly. Not collective."""
 
     @abstractmethod
     def sum(self, tensor: Tensor, timeout_s: float | None = None) -> None:
@@ -120,7 +122,7 @@ class Communicator(ABC, Generic[Tensor]):
 
     @abstractmethod
     def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Arrays of all ranks, by rank, of one shape and dtype."""
+        """Arrays of all ranks, by rank, of equal shape and dtype."""
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Payloads of all ranks, by rank, of any lengths."""
@@ -134,15 +136,15 @@ class Communicator(ABC, Generic[Tensor]):
         options: ReductionOptions,
         instead_of: Reduction[Tensor] | None = None,
     ) -> Reduction[Tensor]:
-        """A gradient buffer for this plan, filled with zeros, and what averages it."""
+        """A gradient buffer for this plan, filled with zeros, and the reducer that averages it."""
 
     @abstractmethod
     def with_hook(self, hook: CommHook, process_group: Any) -> Communicator[Tensor]:
-        """A communicator that gives buckets to a user's hook, and does all else as this one."""
+        """A communicator that gives buckets to a user's hook, and otherwise acts as this one."""
 
 
 class MemoryCommunicator(Communicator[Tensor]):
-    """A `Communicator` through the memory that all ranks share. The parameters are on the CPU."""
+    """A `Communicator` over the shared memory of all ranks. The parameters are on the CPU."""
 
     path, bits = "memory", "world"
 
@@ -226,7 +228,7 @@ class GroupCommunicator(Communicator[Tensor]):
     def sum_in_order(self, tensor: Tensor, timeout_s: float | None = None) -> None:
         """As `sum`, with the bits of a sum in the memory of one host. Collective.
 
-        Every rank gets the tensors of all, which is fit for what is small.
+        Every rank receives the tensors of all ranks, so this is only for small ones.
         """
         calls, what = self._calls, "a sum of values in the order of ranks"
         calls = calls if timeout_s is None else calls.but(timeout_s=timeout_s)
@@ -258,7 +260,7 @@ class GroupCommunicator(Communicator[Tensor]):
 
 
 class BesideCommunicator(Communicator[Tensor]):
-    """A `Communicator` that averages gradients in a way of its own, and does all else as another one."""
+    """A `Communicator` that averages gradients in its own way, and leaves all else to another one."""
 
     def __init__(self, other: Communicator[Tensor]) -> None:
         self.rank, self.world_size = other.rank, other.world_size
@@ -302,7 +304,7 @@ class HookCommunicator(BesideCommunicator[Tensor]):
         options: ReductionOptions,
         instead_of: Reduction[Tensor] | None = None,
     ) -> Reduction[Tensor]:
-        """In memory of its own: a hook's gradient buffer has no gaps, and so another size than any other."""
+        """In memory of its own: a hook's gradient buffer has no gaps, so its size differs from others."""
         if instead_of is not None:
             instead_of.reducer.close()
         calls = self._calls
@@ -340,7 +342,7 @@ def agree(communicator: Communicator[Any], numbers: Sequence[int]) -> list[int]:
 def make_host_reducer(
     group: _core.HostGroup, plan: Plan, options: ReductionOptions, instead_of: Reduction[Any] | None
 ) -> _core.Reducer:
-    """A gradient buffer in the memory of `group`, filled with zeros, and what averages it. Collective."""
+    """A gradient buffer in the memory of `group`, filled with zeros, and its reducer. Collective."""
     if instead_of is not None:
         instead_of.reducer.close()
     return _core.Reducer(
@@ -359,11 +361,11 @@ def make_host_reducer(
     )
 
 
-BROADCAST_BYTES = 32 << 20  # large enough to run at full speed, small beside a model that needs several
+BROADCAST_BYTES = 32 << 20  # large enough to run at full speed, small compared to models that need several
 
 
 def pack(sizes: Iterable[int], most: int = BROADCAST_BYTES) -> list[range]:
-    """Things of these sizes, in order, in runs of at most so many bytes, or of one thing."""
+    """Group consecutive items of these sizes into ranges of at most `most` bytes, or of one larger item."""
     runs: list[range] = []
     held = 0
     for index, size in enumerate(sizes):
@@ -377,13 +379,11 @@ def pack(sizes: Iterable[int], most: int = BROADCAST_BYTES) -> list[range]:
 
 
 Gather = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
-"""Arrays of all ranks, by rank, of one shape and dtype. Collective."""
+"""Gathers the arrays of all ranks, by rank, of equal shape and dtype. Collective."""
 
 
 def sum_rows(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """The sum over the first dimension, with the bits of a sum in the memory of one host.
-    Overwrites `rows`.
-    """
+    """The sum over the first dimension, with the bits of a sum on one host. Overwrites `rows`."""
     dtype, sums = CORE_DTYPES[rows.dtype.name], _core.REDUCE_OPS["sum"]
 
     def add(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -1,8 +1,7 @@
 """Gradients in 16 or 8 bits per value, with error feedback.
 
-Every rank gathers all codes and adds them up in float32, in rank order; what rounding took from a rank's
-values is added to its next gradient. A *row* is what one rank sends of one bucket: its weight, then the
-codes.
+Every rank gathers all codes and adds them up in float32, in rank order. The rounding error of a rank's values
+is added to its next gradient. A *row* is what one rank sends for one bucket: its weight, then the codes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from paceline.arguments import Arguments, show
 from paceline.errors import ConfigTypeError
 
 _HEADER_BYTES = 8  # this rank's weight, as float64; codes need 4
-_SMALLEST_WEIGHT = 1e-30  # of which float32 still holds the inverse
+_SMALLEST_WEIGHT = 1e-30  # its inverse is still finite in float32
 
 _NAMES = ("float16", "bfloat16", "eight_bit", "top_k")
 FP16, BF16, EIGHT_BIT, TOP_K = (_core.ENCODINGS[name] for name in _NAMES)
@@ -30,14 +29,15 @@ _State = TypeVar("_State")
 
 
 class Compression:
-    """What `Fp16Compression`, `Bf16Compression` and `EightBitCompression` share.
+    """The common base of `Fp16Compression`, `Bf16Compression` and `EightBitCompression`.
 
-    The state of a communication hook: what it keeps of one model's gradients from one backward to the next.
+    An instance is the state of a communication hook: it holds the errors of one model's gradients from one
+    backward to the next.
 
     Args:
-        error_feedback: Add what this rank's rounding took from a gradient to the next one, as
-            Seide et al. (Interspeech 2014) do. It takes the memory of two float32 gradients: a backward that
-            is not finite, or that raises on all ranks, leaves what was kept before it.
+        error_feedback: Add the rounding error of this rank's gradient to the next one, as in Seide et al.
+            (Interspeech 2014). It takes the memory of two float32 gradients, because a backward that is not
+            finite, or that raises on all ranks, leaves the errors as they were before it.
     """
 
     encoding: ClassVar[int]
@@ -50,7 +50,7 @@ class Compression:
         self._codes = Codes(self.encoding, error_feedback=self.error_feedback)
 
     def error_of(self, parameter: Hashable) -> Any:
-        """The error-feedback residual: what has not been transmitted yet of a parameter's gradients.
+        """The error-feedback residual: the part of a parameter's gradients that has not been sent yet.
 
         Returns:
             A new tensor of the parameter's framework: float32, flat, complex numbers as pairs. None before
@@ -60,7 +60,7 @@ class Compression:
         return None if error is None else self._as_tensor(error)
 
     def codes(self, as_tensor: Callable[[Floats], Any]) -> Codes:
-        """Its codes, for the hook of a framework whose tensors `as_tensor` makes of numpy's arrays."""
+        """The codes, for the hook of a framework; `as_tensor` converts numpy arrays to its tensors."""
         self._as_tensor = as_tensor
         return self._codes
 
@@ -69,7 +69,7 @@ class Compression:
 class Fp16Compression(Compression):
     """Sends float16, rounded to nearest even: 2 bytes per value.
 
-    A finite value beyond 65504 is sent as 65504; with error feedback, the rest follows.
+    A finite value beyond 65504 is sent as 65504; with error feedback, the rest follows later.
     """
 
     encoding = FP16
@@ -86,30 +86,32 @@ class Bf16Compression(Compression):
 class EightBitCompression(Compression):
     """Sends a byte per value, and a float32 scale per 256 values: the largest magnitude / 127.
 
-    A gradient that is not finite arrives as NaN, and leaves the others of its code block alone.
+    A gradient that is not finite arrives as NaN, and affects only values of its own code block.
     """
 
     encoding = EIGHT_BIT
 
 
 Elements = tuple[int, int]
-"""The first of some elements, and the one behind their last."""
+"""A range of elements: the first, and the one after the last."""
 
 
 @final
 class KeptError:
-    """What the encoding of a backward leaves takes effect with `adopt`, once the backward is known to be good
-    on all ranks. Without that call the next backward begins with the same error again, and nothing of this
-    one comes back. So there are two arrays, of which encoding reads one and writes the other.
+    """The encoding errors of a bucket or shard.
 
-    A parameter that no rank used was sent for nothing, and its error stays. It is set aside until values come
-    again: large errors would take places in the codes of values that share a block with them.
+    The errors of a backward take effect with `adopt`, when the backward is known to be good on all ranks.
+    Without that call the next backward starts from the same errors again. So there are two arrays: encoding
+    reads one and writes the other.
+
+    The values of a parameter that no rank used are not delivered, so its error stays. It is set aside until
+    there are values again, because large errors would take up codes of values in the same block.
     """
 
     def __init__(self, count: int) -> None:
         self._now: Floats = np.zeros(count, np.float32)
         self._next: Floats = np.zeros(count, np.float32)
-        # For elements whose values and errors are zeros in `_now`; None: the error is, too.
+        # Errors of elements whose values, and errors in `_now`, are zeros; None: the error is zero, too.
         self._aside: dict[Elements, Floats | None] = {}
 
     def __len__(self) -> int:
@@ -128,7 +130,7 @@ class KeptError:
         self._now[slice(*elements)] = error
 
     def encode(self, encoding: int, values: int, weight: float, elements: Elements, codes: int) -> None:
-        """Write the codes of some of the values, which are multiplied by `weight`, to the address `codes`."""
+        """Write the codes of some values, each multiplied by `weight`, to the address `codes`."""
         start, stop = elements
         if self._aside:
             self._bring_back(values, elements)
@@ -136,12 +138,12 @@ class KeptError:
         _core.encode(encoding, values, now, following, 1 / weight, stop - start, codes)
 
     def wait(self, elements: Elements) -> None:
-        """Instead of `encode`: these values weigh nothing, and their error waits."""
+        """Keep the error of these values as it is, in place of `encode`, because their weight is 0."""
         here = slice(*elements)
         self._next[here] = self._now[here]
 
     def adopt(self, unused: Collection[Elements] = ()) -> None:
-        """Go on with what is left of the backward that has ended."""
+        """Use the errors of the last backward from now on."""
         before, self._aside = self._aside, {}
         for elements in unused:
             if elements in before:
@@ -154,13 +156,13 @@ class KeptError:
                     error[part[0] - start : part[1] - start] = kept
             self._aside[elements] = error if error.any() else None
             self._next[start:stop] = 0
-        for (start, stop), kept in before.items():  # used again, but the values here were zeros
+        for (start, stop), kept in before.items():  # used again, but only with zeros here
             if kept is not None:
                 self._next[start:stop] += kept
         self._now, self._next = self._next, self._now
 
     def _bring_back(self, values: int, elements: Elements) -> None:
-        """Errors that are set aside count again where any of their values is not 0."""
+        """Restore errors that are set aside to ranges in which some value is not 0."""
         first, last = elements
         flat = np.ctypeslib.as_array((ctypes.c_float * (last - first)).from_address(values))
         for (start, stop), error in list(self._aside.items()):
@@ -170,14 +172,14 @@ class KeptError:
             del self._aside[start, stop]
             if error is not None:
                 self._now[begin:end] = error[begin - start : end - start]
-            for part in ((start, begin), (end, stop)):  # of another piece
+            for part in ((start, begin), (end, stop)):  # the rest, which belongs to another call
                 if part[0] < part[1]:
                     rest = None if error is None else error[part[0] - start : part[1] - start]
                     self._aside[part] = rest
 
 
 class Codes:
-    """What one rank knows of the compression of one model's gradients."""
+    """The compression state of one rank for one model's gradients."""
 
     def __init__(self, encoding: int, *, error_feedback: bool) -> None:
         self._encoding = encoding
@@ -187,18 +189,18 @@ class Codes:
         self._spare: Bytes | None = None
 
     def error_of(self, parameter: Hashable) -> Floats | None:
-        """Error kept of a parameter's gradients, copied; None: nothing is kept."""
+        """A copy of the error kept for a parameter's gradients; None: none is kept."""
         known = self._errors.get(parameter)
         return None if known is None else known[0].current(known[1])
 
     def rows(self, count: int, num_rows: int) -> Bytes:
-        """Memory for rows of a bucket of so many values; new pages cost as much as encoding.
+        """Memory for rows of a bucket of `count` values. Pass it to `recycle` afterwards.
 
-        Give it back with `recycle`.
+        It is reused, because touching new pages takes as long as encoding.
         """
         nbytes = _HEADER_BYTES + _core.encoded_bytes(self._encoding, count)
         row_bytes = -(-nbytes // _HEADER_BYTES) * _HEADER_BYTES
-        memory, self._spare = self._spare, None  # another model may have the same state
+        memory, self._spare = self._spare, None  # taken, because another model may use the same state
         if memory is None or memory.size < num_rows * row_bytes:
             memory = np.zeros(num_rows * row_bytes, np.uint8)
         return memory[: num_rows * row_bytes].reshape(num_rows, row_bytes)
@@ -219,15 +221,16 @@ class Codes:
         """Write this rank's row.
 
         Returns:
-            To be called with the parameters that no rank used, once the backward is good on all ranks: the
-            next one adds what was not delivered in this one. Without that call it adds what this one did.
+            A function to be called with the parameters that no rank used, if the backward is good on all
+            ranks. The next backward then adds what this one did not deliver. Without that call it adds the
+            same errors as this one.
         """
         kept: KeptError | None = None
         places: list[Elements] = []
         if self._error_feedback:
             places, kept = self._error_for(bucket, parameters, sizes)
         elements = 0, sum(sizes)
-        if weight < _SMALLEST_WEIGHT:  # no rank looks at codes of weight 0, and the error waits
+        if weight < _SMALLEST_WEIGHT:  # no rank reads codes of weight 0, and the error is kept
             row[:_HEADER_BYTES] = 0
             if kept is not None:
                 kept.wait(elements)
@@ -257,7 +260,7 @@ class Codes:
         known = self._buckets.get(bucket)
         if known is not None and _are_same(known[0], parameters):
             return known[1:]
-        moved = set(parameters)  # buckets that had them are laid out anew, too, when they come next
+        moved = set(parameters)  # other buckets that held them are laid out anew when they come next
         self._buckets = {n: known for n, known in self._buckets.items() if moved.isdisjoint(known[0])}
         kept, stop = KeptError(sum(sizes)), 0
         places: list[Elements] = []

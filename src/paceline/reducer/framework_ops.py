@@ -1,6 +1,6 @@
-"""What Paceline asks of a framework's tensors, parameters and optimizers: `torch/ops.py` and `paddle/ops.py`.
+"""The interface to a framework's tensors, parameters and optimizers: see `torch/ops.py` and `paddle/ops.py`.
 
-What both frameworks call alike (`data_ptr()`, `element_size()`, `detach()`, `shape`, ...) is not here.
+What both frameworks name alike (`data_ptr()`, `element_size()`, `detach()`, `shape`, ...) is not here.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ class FrameworkOps(ABC, Generic[Tensor]):
     """Operations on tensors of one framework.
 
     Attributes:
-        names: What its users call things.
+        names: The framework's terms for messages.
         tensor: The class of its tensors.
-        stand_in: The class of what stands in the place of a gradient of which each rank has a part.
-        refuses_writes: Whether buffers that the user's program sets to other values on some ranks are an
-            error, and not a warning.
+        stand_in: The class of the object in place of a gradient of which each rank has only a part.
+        refuses_writes: Whether it is an error, not a warning, if the user's program sets buffers to different
+            values on some ranks.
     """
 
     names: ClassVar[Names]
@@ -58,11 +58,11 @@ class FrameworkOps(ABC, Generic[Tensor]):
 
     @abstractmethod
     def is_dense(self, tensor: Tensor) -> bool:
-        """Whether its elements fill a range of memory."""
+        """Whether its elements fill a contiguous range of memory."""
 
     @abstractmethod
     def is_readable(self, tensor: Tensor) -> bool:
-        """Whether its elements lie in the memory of this host, one after the other."""
+        """Whether its elements are contiguous in host memory."""
 
     @abstractmethod
     def has_values(self, tensor: Tensor) -> bool:
@@ -70,7 +70,7 @@ class FrameworkOps(ABC, Generic[Tensor]):
 
     @abstractmethod
     def random_state(self) -> object:
-        """What changes when random numbers are drawn, on any device; None: it can't be asked now."""
+        """A value that changes when random numbers are drawn, on any device; None if unavailable now."""
 
     @abstractmethod
     def extent(self, tensor: Tensor) -> int:
@@ -78,11 +78,11 @@ class FrameworkOps(ABC, Generic[Tensor]):
 
     @abstractmethod
     def data(self, tensor: Tensor) -> Tensor:
-        """A tensor in the same memory, of which autograd knows nothing."""
+        """A tensor in the same memory that autograd does not track."""
 
     @abstractmethod
     def flat(self, tensor: Tensor) -> Tensor:
-        """The elements of a dense tensor in the order of its memory, without autograd."""
+        """The elements of a dense tensor in memory order, without autograd."""
 
     @abstractmethod
     def split(self, flat: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
@@ -90,7 +90,7 @@ class FrameworkOps(ABC, Generic[Tensor]):
 
     @abstractmethod
     def as_laid_out(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """A tensor of a parameter's shape that is laid out in memory as it; itself, if it is."""
+        """A tensor with a parameter's shape and memory layout: the given one if it has them, or a copy."""
 
     @abstractmethod
     def over(
@@ -102,32 +102,32 @@ class FrameworkOps(ABC, Generic[Tensor]):
         shape: Sequence[int],
         like: Tensor | None = None,
     ) -> Tensor:
-        """A tensor over a part of an array of bytes, which it keeps alive, in a storage of its own.
+        """A tensor over a part of a byte array, with a storage of its own that keeps the array alive.
 
         Args:
             memory: The array.
-            at: Where the tensor begins there.
-            nbytes: What it may use.
-            dtype: Its dtype.
-            shape: Its shape.
-            like: Has its strides; None: they are those of a contiguous tensor.
+            at: The tensor's first byte in the array.
+            nbytes: The size of the part.
+            dtype: The tensor's dtype.
+            shape: The tensor's shape.
+            like: A tensor whose strides to use; None: those of a contiguous tensor.
         """
 
     @abstractmethod
     def lay(self, tensor: Tensor, values: Tensor) -> None:
-        """Let a tensor, which stays the same object, lie where these values do."""
+        """Move a tensor, which stays the same object, to the memory of these values."""
 
     @abstractmethod
     def plain_tensors(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The tensors with memory of their own in which the values of these lie."""
+        """The tensors with memory of their own that hold the values of these tensors."""
 
     @abstractmethod
     def plain_parts(self, name: str, tensor: Tensor) -> Sequence[tuple[str, Tensor]]:
-        """The same of one tensor, with names."""
+        """The same for one tensor, with names."""
 
     @abstractmethod
     def on_host(self, tensor: Tensor) -> Tensor:
-        """The tensor itself, if its elements lie on the CPU one after the other; else a copy that does."""
+        """The tensor itself if its elements are contiguous on the CPU; else a copy that is."""
 
     @abstractmethod
     def places_at(
@@ -139,23 +139,23 @@ class FrameworkOps(ABC, Generic[Tensor]):
     def allocate(
         self, plan: Plan, parameters: Sequence[Tensor], instead_of: Reduction[Tensor] | None = None
     ) -> GradientBuffer[Tensor]:
-        """A gradient buffer in memory of this rank alone, on the parameters' own devices, of zeros.
+        """A gradient buffer of zeros in memory of this rank alone, on the parameters' own devices.
 
         Args:
             plan: Where each gradient lies.
-            parameters: Those that the plan lists.
-            instead_of: The reduction of another plan of the same parameters, whose memory may be used again.
+            parameters: The parameters of the plan.
+            instead_of: The reduction of another plan of the same parameters, whose memory may be reused.
         """
 
     # --- values ---
 
     @abstractmethod
     def empty(self, shape: Sequence[int], dtype: Any, like: Tensor) -> Tensor:
-        """A contiguous tensor on the device of another one, whatever it holds; `dtype` may be its name."""
+        """An uninitialised contiguous tensor on the device of another one; `dtype` may be its name."""
 
     @abstractmethod
     def from_bytes(self, data: bytes) -> Tensor:
-        """A flat tensor of bytes on the CPU, in memory of its own."""
+        """A flat tensor of bytes on the CPU, in its own memory."""
 
     @abstractmethod
     def as_array(self, tensor: Tensor) -> np.ndarray[Any, Any]:
@@ -167,7 +167,7 @@ class FrameworkOps(ABC, Generic[Tensor]):
 
     @abstractmethod
     def copy(self, source: Tensor, target: Tensor) -> None:
-        """Write the values of one to the other, wherever they lie; without autograd."""
+        """Copy the values of `source` to `target`, on any devices; without autograd."""
 
     @abstractmethod
     def scale(self, tensors: Sequence[Tensor], factor: float) -> None:
@@ -183,9 +183,9 @@ class FrameworkOps(ABC, Generic[Tensor]):
 
     @abstractmethod
     def sums_of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of these values to add others to: of float32 or wider, each in memory of its own.
+        """Accumulators that start with these values: float32 or wider, each in its own memory.
 
-        Those are used themselves that are so. Without autograd.
+        A tensor that already meets this is used itself. Without autograd.
         """
 
     @abstractmethod
@@ -194,7 +194,7 @@ class FrameworkOps(ABC, Generic[Tensor]):
 
     @abstractmethod
     def use_threads(self, number: int) -> int:
-        """Run kernels on so many threads. Returns how many there were."""
+        """Run kernels on this many threads. Returns the previous number."""
 
     @abstractmethod
     def squared_norm(self, tensor: Tensor) -> float: ...
@@ -208,71 +208,72 @@ class FrameworkOps(ABC, Generic[Tensor]):
     ) -> None:
         """Replace each buffer by its mean over the ranks `active`, summed in float32 or wider. Collective.
 
-        Autograd does not notice.
+        Autograd does not notice the write.
         """
 
     @abstractmethod
     def versions(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Counts the writes to each."""
+        """The version counter of each tensor, which counts its writes."""
 
     @abstractmethod
     def count_writes(self, tensors: Sequence[Tensor]) -> None:
-        """Let autograd know of a write to each."""
+        """Increment the version counter of each tensor, so that autograd notices a write."""
 
-    # --- parameters as an outer optimizer sees them: 16 bits as float32, complex numbers as pairs ---
+    # --- wide values, for an outer optimizer: 16-bit types as float32, complex numbers as pairs ---
 
     @abstractmethod
     def wide(self, parameter: Tensor) -> Tensor:
-        """Its values so, maybe in its memory, without autograd."""
+        """The parameter's values in this form, possibly in its own memory, without autograd."""
 
     @abstractmethod
     def wide_copy(self, values: Tensor, like: Tensor) -> Tensor:
-        """A contiguous copy of values with the dtype, and on the device, of another such tensor."""
+        """A contiguous copy of wide values, with the dtype and on the device of `like`."""
 
     @abstractmethod
     def write_wide(self, values: Tensor, parameter: Tensor) -> None:
-        """Make such values those of a parameter; without autograd."""
+        """Write wide values to a parameter; without autograd."""
 
     @abstractmethod
     def rounded(self, values: Tensor, parameter: Tensor) -> Tensor:
-        """What `wide` would return if such values had been written to the parameter."""
+        """What `wide` would return if these wide values had been written to the parameter."""
 
     @abstractmethod
     def is_equal(self, one: Tensor, other: Tensor) -> bool:
-        """Whether all elements of two tensors of one form are equal; a NaN equals a NaN."""
+        """Whether all elements of two tensors of equal shape and dtype are equal; a NaN equals a NaN."""
 
     @abstractmethod
     def subtract(self, one: Tensor, other: Tensor, place: Tensor) -> None:
-        """Fill `place` with the differences."""
+        """Fill `place` with `one` - `other`."""
 
     # --- optimizers and their state ---
 
     @abstractmethod
     def watch_steps(self, check: Callable[[object, Iterable[Tensor]], None]) -> None:
-        """Call `check` with each optimizer and its parameters before its step, from now on. Once a process.
+        """From now on, call `check` with each optimizer and its parameters before its step. Once per process.
 
-        Not for optimizers whose class has a true `steps_shared_parameters`: they know what they do.
+        Optimizers whose class has a true `steps_shared_parameters` are left out, because they handle shared
+        parameters themselves.
         """
 
     @abstractmethod
     def note_steps(self) -> None:
-        """Record optimizer steps and batches of data loaders of this process from now on."""
+        """From now on, record the optimizer steps and data loader batches of this process."""
 
     @abstractmethod
     def held_by(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
-        """What an optimizer holds, with names that begin with those of the parameters."""
+        """An optimizer's state, with names that begin with those of the parameters."""
 
     @abstractmethod
     def beside(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        """A contiguous tensor of the same values on a parameter's device; maybe itself."""
+        """A contiguous tensor of the same values on a parameter's device; possibly the tensor itself."""
 
     @abstractmethod
     def kept_copy(self, value: Any, parameter: Tensor) -> Any:
-        """A copy of what an optimizer remembers of a parameter, as `state_dict()` gives it."""
+        """A copy of an optimizer's state value of a parameter, in the form that `state_dict()` has."""
 
     @abstractmethod
     def room_for_state(self, parameter: Tensor, dtype: Any) -> Tensor:
-        """A tensor of a parameter's shape for such a copy, whatever it holds."""
+        """An uninitialised tensor of a parameter's shape for such a copy."""
 
     # --- parameters and their gradients ---
 
@@ -286,27 +287,27 @@ class FrameworkOps(ABC, Generic[Tensor]):
 
     @abstractmethod
     def device(self, tensor: Tensor) -> str:
-        """Its device as text, as a plan has it."""
+        """Its device as text, in the form that plans use."""
 
     @abstractmethod
     def gradient(self, parameter: Tensor) -> Any:
-        """What is in the place of its gradient: a tensor, a stand-in, or None."""
+        """What is in place of its gradient: a tensor, a stand-in, or None."""
 
     @abstractmethod
     def step_gradients(self, parameters: Sequence[Tensor]) -> list[Any]:
-        """The same of each parameter; None where an optimizer would find none."""
+        """The same for each parameter; None if an optimizer would find no gradient."""
 
     @abstractmethod
     def is_sparse(self, gradient: Tensor) -> bool:
-        """Whether it has some rows only."""
+        """Whether it holds only some rows."""
 
     @abstractmethod
     def put_stand_in(self, parameter: Tensor, stand_in: Any) -> None:
-        """Let this be in the place of its gradient."""
+        """Put a stand-in in place of its gradient."""
 
     @abstractmethod
     def lend_gradients(self, pieces: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Let pieces of parameters have these gradients, without a copy."""
+        """Give pieces of parameters these gradients, without a copy."""
 
     @abstractmethod
     def end_loans(self, pieces: Sequence[Tensor]) -> None: ...
@@ -315,22 +316,22 @@ class FrameworkOps(ABC, Generic[Tensor]):
 
     @abstractmethod
     def describe(self, name: str, tensor: Tensor, requires_grad: bool | None) -> Iterable[TensorDescription]:
-        """A parameter or a buffer (`requires_grad` is None) as all ranks must have it."""
+        """What all ranks must have alike of a parameter, or of a buffer (`requires_grad` is None)."""
 
     @abstractmethod
     def why_not_shared(self, name: str, tensor: Tensor) -> str | None:
-        """Why the ranks of a host can't share a tensor of this name, and what to do in a second line."""
+        """Why the ranks of a host cannot share this tensor, and in a second line what to do; or None."""
 
     @abstractmethod
     def rescaled(self, model: Any) -> Iterator[tuple[str, Tensor]]:
-        """Embeddings that change their weight in a forward: name and max_norm as text, and the weight."""
+        """Embeddings that rescale their weight in forward: name and max_norm as text, and the weight."""
 
-    # --- what follows from these ---
+    # --- implemented by the above ---
 
     def hash_model(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], optimizer: Any
     ) -> list[Entry]:
-        """The hash of each tensor, and of what an optimizer holds; None: there is none."""
+        """The hash of each tensor, and of each value in the optimizer's state if one is given."""
         named = [("parameter", name, each) for name, each in parameters.items()]
         named += [("buffer", name, each) for name, each in buffers.items()]
         plain: list[Entry] = []
@@ -354,7 +355,7 @@ def numel(tensor: Any) -> int:
 
 
 def nbytes(tensor: Any) -> int:
-    """Not from Paddle's `size`, which asks numpy and takes 12 us."""
+    """The size in bytes. Avoids Paddle's `size`, which calls numpy and takes 12 us."""
     return int(math.prod(tensor.shape) * tensor.element_size())
 
 

@@ -11,7 +11,7 @@ _Tensor = TypeVar("_Tensor")
 
 
 class GradientBuffer(Generic[_Tensor]):
-    """The gradients of a model in flat memory; `places` has each parameter's, by index."""
+    """The gradients of a model in flat memory; `places` has the place of each parameter, by index."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""Check that ranks which form a new group have the same weights.
+"""Checks that the ranks of a new group have the same weights.
 
-Replicas with equal numbers of good backward passes hold the same weights; where the numbers differ, the
-weights themselves are compared.
+Replicas with equal numbers of good backward passes hold the same weights. If the numbers differ, the weights
+themselves are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def agree_on_backwards(
     """Raise on every rank unless all have the same weights. Collective.
 
     Returns:
-        The number of good backward passes to go on from, and whether it was every rank's.
+        The number of good backward passes to continue from, and whether all ranks had it.
     """
     own = _UNKNOWN if good_backwards is None else good_backwards
     payloads = exchange.all_gather(own.to_bytes(8, "big", signed=True), timeout_s)

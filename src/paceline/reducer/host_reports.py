@@ -1,9 +1,10 @@
-"""How the ranks of a process group report to each other at the end of a backward.
+"""How the ranks of a process group exchange reports at the end of a backward.
 
-A report says what the host knows. Over a process group of devices it would come back only when the device
-has done all that lies before it on its streams, and each backward would end with a wait for the device. So
-ranks of one host report through memory that they share, and those of several hosts over their process group.
-All models over one process group share the same, because reports pair in the order of calls, as buckets do.
+A report holds what the host knows. Over a process group of devices it would arrive only after the device has
+done all earlier work on its streams, and each backward would end with a wait for the device. So ranks of one
+host exchange reports through shared memory, and those of several hosts over their process group. All models
+over one process group use the same exchange, because reports are paired in the order of calls, as buckets
+are.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Reports(Protocol):
     """Exchanges small payloads of one length between all ranks."""
 
     def begin(self, payload: bytes) -> tuple[Work, Callable[[], list[bytes]]]:
-        """Begin to gather the payloads of all ranks. Collective, does not block."""
+        """Begin to gather the payloads of all ranks. Collective; does not block."""
         ...
 
 
@@ -43,27 +44,27 @@ class GroupReports:
 def reports_of(
     group: Any, share_hosts: Callable[[], HostMemory], over_group: Callable[[], Reports]
 ) -> Reports:
-    """How ranks report to each other: the same for all models over one process group. Collective."""
+    """The exchange of reports for all models over one process group. Collective."""
     if group not in _reports:
         try:
             core = share_hosts().of_all_ranks()
-        except RegionError:  # on every rank
+        except RegionError:  # raised on every rank
             core = None
         _reports[group] = over_group() if core is None else HostReports(core)
     return _reports[group]
 
 
 class HostReports:
-    """Exchanges reports between the ranks of one host, over a group that sends no other messages."""
+    """Exchanges reports between the ranks of one host, over a group used for nothing else."""
 
     def __init__(self, core: _core.HostGroup) -> None:
         self._core = core
-        self._spare: dict[int, HostGathering] = {}  # by the length of a report; most are of one length
+        self._spare: dict[int, HostGathering] = {}  # by the length of a report; most have one length
         self._under_way: list[HostGathering] = []
 
     def begin(self, payload: bytes) -> tuple[HostGathering, Callable[[], list[bytes]]]:
         if self._under_way:
-            # The backward that gave one up has let go of it, but the core may still write into its memory.
+            # A backward that failed has dropped its gathering, but the core may still write into its memory.
             self._under_way = [each for each in self._under_way if not each.forget()]
         gathering = self._spare.pop(len(payload), None) or HostGathering(self._core, len(payload))
         self._under_way.append(gathering)
@@ -81,7 +82,7 @@ class HostGathering:
     def __init__(self, core: _core.HostGroup, size: int) -> None:
         self._core, self._size = core, size
         memory = np.empty((core.world_size, size), np.uint8)
-        self._rows = [row.data for row in memory]  # which keep the memory
+        self._rows = [row.data for row in memory]  # these keep the memory alive
         begin = memory.ctypes.data
         self._own = begin + core.rank * size
         self._peers = [(rank, begin + rank * size) for rank in range(core.world_size) if rank != core.rank]
@@ -102,7 +103,7 @@ class HostGathering:
             while transfers:
                 if not core.test(transfers[-1]):
                     return False
-                core.wait(transfers.pop())  # raises what went wrong with the message
+                core.wait(transfers.pop())  # raises the message's error
         except CollectiveError as error:
             self._error = error
         return True

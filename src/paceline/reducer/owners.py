@@ -1,7 +1,8 @@
-"""Which rank needs which part of each mean gradient.
+"""Which rank needs which range of each mean gradient.
 
-With a `ShardedOptimizer` only the owner of an element needs its mean. Models and optimizers are made in any
-order, so they meet in this table. Owners change where an optimizer is made, which all ranks do together.
+With a `ShardedOptimizer` only the owner of an element needs its mean. Models and optimizers may be created in
+any order, so each publishes to, or follows, this table. Owners change when an optimizer is created, which all
+ranks do together.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from paceline.errors import ConfigError, format_ranks
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """A part of one parameter, and the rank that updates it.
+    """A range of one parameter, and the rank that updates it.
 
     Attributes:
-        begin, end: In bytes, from where the parameter's memory begins.
+        begin, end: In bytes, from the beginning of the parameter's memory.
         rank: The owner.
     """
 
@@ -30,7 +31,7 @@ class OwnedRange:
 
 
 Ranges = tuple[OwnedRange, ...]
-"""All of one parameter, in order, without those that are empty."""
+"""All ranges of one parameter, in order, without empty ones."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Owned:
 class _Owners:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Any], Owned]] = {}
-        # In the order in which they were made, which is the same on all ranks.
+        # In the order in which they were registered, which is the same on all ranks.
         self._followers: list[weakref.WeakMethod[Callable[[set[int]], object]]] = []
 
     def follow(self, changed: Callable[[set[int]], object]) -> None:
@@ -52,7 +53,7 @@ class _Owners:
         self._followers.append(weakref.WeakMethod(changed))
 
     def publish(self, reported: Iterable[tuple[Any, Owned]]) -> None:
-        """Set the owners of these parameters. Collective: followers may agree on them."""
+        """Set the owners of these parameters. Collective, because followers may make collective calls."""
         changed = set()
         for parameter, owned in reported:
             self._known[id(parameter)] = weakref.ref(parameter, self._forgetting(id(parameter))), owned
@@ -80,7 +81,7 @@ owners = _Owners()
 def agreed_owners(
     known: Sequence[Owned], rank: int, world_size: int, all_gather: Callable[[bytes], list[bytes]]
 ) -> tuple[Ranges, ...]:
-    """Who needs which part of each mean, if all ranks know of the same owners. Collective."""
+    """The owners of each mean's ranges, after checking that all ranks have the same. Collective."""
     owned = tuple(each.ranges for each in known)
     error = _other_ranks(known, rank, world_size)
     digests = all_gather(_OTHER_RANKS if error is not None else _digest_of(owned))
@@ -96,7 +97,7 @@ def _digest_of(owned: Sequence[Ranges]) -> bytes:
 
 
 _OTHER_RANKS = b"other ranks"
-"""In place of a digest: on this rank, owners count other ranks."""
+"""In place of a digest: on this rank, the owners are numbered among other ranks."""
 
 
 def _other_ranks(owned: Sequence[Owned], rank: int, world_size: int) -> ConfigError | None:

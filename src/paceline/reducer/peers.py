@@ -1,4 +1,4 @@
-"""The ranks that train one model, without any framework."""
+"""The ranks that train one model, independent of a framework."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.rendezvous.shared_memory import HostMemory
 
 
 class Ranks(Protocol):
-    """The ranks that train one model, before anything connects them but small messages."""
+    """The ranks that train one model, at a time when only small messages connect them."""
 
     timeout_s: float
 
@@ -32,7 +32,7 @@ class Ranks(Protocol):
 
 
 class GroupPeers:
-    """The ranks of a `paceline.Group`, with time-outs of the model's own."""
+    """The ranks of a `paceline.Group`, with the model's own time-outs."""
 
     process_group = None
 
@@ -52,7 +52,7 @@ class GroupPeers:
 
 
 class EnvironmentGroup:
-    """The group of all processes that a launcher started: one for all models of this process."""
+    """The group of all processes that a launcher started, shared by all models of this process."""
 
     def __init__(self, name: str) -> None:
         self.formed: Group | None = None
@@ -63,7 +63,7 @@ class EnvironmentGroup:
         return None if self.formed is None or self.formed._core.is_closed else self.formed
 
     def form(self, forming_timeout_s: float | None) -> Group:
-        """The group; forms it, which is collective, if there is none or it was closed."""
+        """Return the group. Forms it, which is collective, if there is none or it was closed."""
         if self.current is None:
             self.formed = init(name=self._name, forming_timeout_s=forming_timeout_s)
         assert self.formed is not None
@@ -73,10 +73,10 @@ class EnvironmentGroup:
 def exchange_of_named(
     group: Any, mesh: Any, find: Callable[[Any, Any], Ranks | None], *, is_there: bool
 ) -> tuple[Exchange, float] | None:
-    """What connects the ranks that a wrapper's arguments name, and its time-out; None: nothing yet.
+    """The exchange between the ranks that a wrapper's arguments name, and its time-out; or None.
 
-    Where they are refused themselves, because they are nonsense or both are given: the group over which the
-    other ranks wait, most likely.
+    If the arguments are refused themselves, because they are invalid or both are given, this is the exchange
+    of the default group, over which the other ranks most likely wait.
     """
     for named, by_mesh in ((group, mesh if group is None else None), (None, None)):
         if named is None and by_mesh is None and not is_there:

@@ -1,13 +1,13 @@
-"""Where each gradient lives, and which bytes are reduced together: a pure function of the parameters.
+"""Lays gradients out in memory and cuts them into buckets: a pure function of the parameters.
 
 Words: the *gradient buffer* is one flat memory that holds every gradient of a model; a *section* is the part
 of it with one device and one dtype; a *bucket* is a range of bytes of one section that is reduced at once; a
 *segment* is SEGMENT_ELEMENTS elements of one parameter, counted from its start.
 
-Parameters lie in the gradient buffer one after another, in the order in which backward makes
-their gradients, and buckets are just ranges of it. So a large parameter spreads over several buckets and is
-still one contiguous view. Buckets split a parameter only between segments: statistics that are summed segment
-by segment then do not depend on the bucket size.
+Parameters lie in the gradient buffer one after another, in the order in which backward computes their
+gradients, and buckets are ranges of it. So a large parameter spans several buckets and is still one
+contiguous view. Buckets split a parameter only between segments, so that statistics summed segment by segment
+do not depend on the bucket size.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _Sliceable = TypeVar("_Sliceable", bound=Any)  # a flat tensor of any framework
 
 SEGMENT_ELEMENTS = _core.SEGMENT_ELEMENTS
 ALIGNMENT_BYTES = _core.ALIGNMENT_BYTES
-"""A cache line: two parameters never share one, and every vector load of a parameter's start is aligned."""
+"""A cache line. No two parameters share one, so vector loads at the start of a parameter are aligned."""
 
 
 @dataclass(frozen=True)
 class ParameterSpec:
-    """What the plan knows of a parameter. `dtype` and `device` are only compared, never interpreted."""
+    """The properties of a parameter that a plan uses. `dtype` and `device` are only compared."""
 
     name: str
     numel: int
@@ -68,10 +68,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Plan:
-    """Gradient buffer and buckets of a model.
+    """The gradient buffer and buckets of a model.
 
     Attributes:
-        parameters: As given; an index into it means a parameter everywhere in Paceline.
+        parameters: As given; everywhere in Paceline, a parameter's index is its index here.
         order: Parameter indices in the order in which their gradients are expected.
         offsets: First byte of each parameter in the gradient buffer, by index.
         buffer_bytes: Size of the gradient buffer; a multiple of 64.
@@ -97,18 +97,18 @@ def plan_buckets(
 ) -> Plan:
     """Lay the gradients out in a gradient buffer and cut it into buckets.
 
-    A parameter that fits under the cap is never split; a larger one is cut into pieces of the cap, rounded
-    down to whole segments. A bucket exceeds its cap only when a single segment does.
+    A parameter that fits under the cap is never split. A larger one is cut into pieces of the size of the
+    cap, rounded down to whole segments. A bucket exceeds its cap only if a single segment does.
 
     Args:
         parameters: In registration order.
         bucket_cap_bytes: Largest size of a bucket.
         first_bucket_bytes: Largest size of the first bucket of each section: small, so that reducing
             starts early in the backward pass.
-        order: Parameter indices in the order in which backward makes their gradients; None: the reverse
-            of registration, which is right for a model whose layers run in the order they were made.
-        caps_bytes: If there are any, used instead: largest sizes of the first bucket of each section, of
-            the second, and so on; the last one counts for all others.
+        order: Parameter indices in the order in which backward computes their gradients; None: the reverse
+            of registration, which is right for a model whose layers run in the order of their creation.
+        caps_bytes: Used in place of both if not empty: the largest sizes of the first bucket of each section,
+            of the second, and so on; the last one is for all others.
 
     Raises:
         ConfigError: A cap is not positive, or `order` is not a permutation.
@@ -146,18 +146,18 @@ def plan_buckets(
 def plan_whole_buckets(
     parameters: Sequence[ParameterSpec], *, caps_bytes: Sequence[int], order: Sequence[int] | None = None
 ) -> Plan:
-    """Lay the gradients out without gaps and cut between parameters only, for hooks that look into buckets.
+    """Lay the gradients out without gaps and cut only between parameters, for hooks that read buckets.
 
-    A hook on buckets (compression, say) gets the gradients of whole parameters and one flat buffer of exactly
-    them. So no large parameter is cut and no small one padded, and a bucket may exceed its cap by one
-    parameter, as in torch. Each bucket is a section, memory of its own: there are hooks that lengthen a
+    A hook on buckets (for example compression) gets the gradients of whole parameters and one flat buffer of
+    exactly these. So no large parameter is cut and no small one padded, and a bucket may exceed its cap by
+    one parameter, as in torch. Each bucket is a section with its own memory, because some hooks lengthen a
     buffer for a while (batched PowerSGD).
 
     Args:
         parameters: In registration order.
-        caps_bytes: A bucket is full once it holds this much: the first bucket of each kind the first
-            figure, and so on; the last figure counts for all others.
-        order: Parameter indices in the order in which backward makes their gradients; None: the reverse
+        caps_bytes: A bucket is full when it holds this many bytes. The first figure is for the first bucket
+            of each device and dtype, and so on; the last figure is for all others.
+        order: Parameter indices in the order in which backward computes their gradients; None: the reverse
             of registration.
 
     Raises:
@@ -194,12 +194,13 @@ def plan_whole_buckets(
 
 
 class BucketCaps(Protocol):
-    """Largest sizes of buckets, as both wrappers' configs have them.
+    """The largest sizes of buckets, in the form of both wrappers' configs.
 
     Attributes:
         first_bucket_bytes: The largest size of the first bucket.
         bucket_cap_bytes: The largest size of all others.
-        bucket_caps_bytes: The largest sizes of the first, the second, ...; used instead of both, if any.
+        bucket_caps_bytes: The largest sizes of the first, the second, ...; used in place of both, if not
+            empty.
     """
 
     @property
@@ -220,7 +221,7 @@ class CappedBuckets:
 def plan_gradients(
     parameters: Sequence[ParameterSpec], caps: BucketCaps, order: Sequence[int] | None, *, whole: bool
 ) -> Plan:
-    """Where a model's gradients are averaged, and which together."""
+    """The plan of a model's gradients, with whole parameters in each bucket or not."""
     first, others, all_caps = caps.first_bucket_bytes, caps.bucket_cap_bytes, caps.bucket_caps_bytes
     if whole:
         return plan_whole_buckets(parameters, caps_bytes=all_caps or (first, others), order=order)
@@ -230,19 +231,21 @@ def plan_gradients(
 
 
 def has_one_order(plan: Plan) -> bool:
-    """Whether any order is as good as any other: there is one bucket for each kind of parameter."""
+    """Whether the order of gradients makes no difference, because each kind of parameter has one bucket."""
     return len(plan.buckets) <= len({(section.dtype, section.device) for section in plan.sections})
 
 
 def complete_order(seen: Iterable[int], count: int) -> tuple[int, ...]:
-    """The order that a backward pass showed, then the parameters it did not show, in reverse registration."""
+    """The observed order of gradients, then the parameters that it lacks, in reverse registration order."""
     shown = list(dict.fromkeys(seen))
     missing = set(range(count)).difference(shown)
     return (*shown, *sorted(missing, reverse=True))
 
 
 def pieces_of(plan: Plan, number: int) -> list[tuple[int, int, int]]:
-    """(parameter, its first element there, the one after its last) of what lies in a bucket."""
+    """(parameter, its first element there, the one after its last) for each parameter in a bucket, where
+    elements count from the beginning of the section.
+    """
     bucket = plan.buckets[number]
     section = plan.sections[bucket.section]
     pieces = []
@@ -274,13 +277,13 @@ class BucketLayout:
     """One bucket of a wrapped model: gradients that are averaged together.
 
     Attributes:
-        parameters: Names of the parameters that lie in it, in the order in which their gradients are
-            expected. A parameter larger than a bucket is in several.
-        sizes_bytes: For each of them, the bytes of its gradient that lie in this bucket.
-        nbytes: Size of the bucket: the sum of `sizes_bytes` and the gaps that let each gradient begin at a
+        parameters: Names of the parameters in it, in the order in which their gradients are expected. A
+            parameter larger than a bucket is in several.
+        sizes_bytes: For each of them, the bytes of its gradient in this bucket.
+        nbytes: Size of the bucket: the sum of `sizes_bytes` and the gaps that align each gradient to a
             multiple of 64 bytes.
-        dtype: Element type in which the gradients are averaged, as in "float32".
-        device: Where the bucket lies, as in "cpu".
+        dtype: Element type in which the gradients are averaged, for example "float32".
+        device: Where the bucket lies, for example "cpu".
     """
 
     parameters: tuple[str, ...]
@@ -342,7 +345,7 @@ def _cut(
     offsets: tuple[int, ...],
     caps: tuple[int, ...],
 ) -> list[Bucket]:
-    """Cut one section into buckets that tile it; the space between parameters goes with the one before."""
+    """Cut one section into buckets that tile it; a gap between parameters belongs to the one before it."""
     buckets: list[Bucket] = []
     inside: list[int] = []
     begin = end = offsets[members[0]]

@@ -1,4 +1,4 @@
-"""Mixed precision as both wrappers take it: an object with three dtypes, as torch's `_MixedPrecision`."""
+"""The argument mixed_precision of both wrappers: three dtypes, as in torch's `_MixedPrecision`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _NAMES = ("param_dtype", "reduce_dtype", "buffer_dtype")
 
 @dataclass(frozen=True)
 class Precision(Generic[Dtype]):
-    """Dtypes of a forward and of what follows; None: those of the model.
+    """The dtypes of mixed precision; None: those of the model.
 
     Attributes:
         param_dtype: The dtype of floating-point parameters and inputs within forward.
-        reduce_dtype: In which gradients are averaged.
+        reduce_dtype: The dtype in which gradients are averaged.
         buffer_dtype: The dtype of floating-point buffers.
     """
 
@@ -31,9 +31,9 @@ class Precision(Generic[Dtype]):
 def as_precision(
     owner: str, given: Any, as_dtype: Callable[[object], Dtype | None], *, expected: str, hint: str
 ) -> Precision[Dtype]:
-    """What the argument mixed_precision describes; None: the model's own dtypes.
+    """Convert the argument mixed_precision; None: the model's own dtypes.
 
-    Gradients are averaged in param_dtype where reduce_dtype is None, as in torch.
+    Gradients are averaged in param_dtype if reduce_dtype is None, as in torch.
     """
     if given is None:
         return Precision()

@@ -1,21 +1,23 @@
-"""One backward pass over a framework's asynchronous all-reduce: Gloo, NCCL, MPI.
+"""Averages gradients over a framework's asynchronous all-reduce: Gloo, NCCL, MPI.
 
-Words: a *transport* moves bytes and knows the framework's tensors; the *status* is what a rank says of its
+Words: a *transport* moves bytes and knows the framework's tensors; the *status* is what a rank reports of its
 own backward, a few bytes that all ranks gather at its end.
 
 Steps of a backward:
 1. A parameter is marked ready. The buckets that became complete are launched, strictly in the plan's order,
-   because the engine below pairs calls of different ranks by their order; for the same reason not before the
-   backward passes of other models over the same engine that began earlier are over (`call_order.py`).
-2. At the end, places of unmarked parameters are cleared and the remaining buckets launched. So every rank
+   because a process group pairs calls of different ranks by their order. For the same reason they are
+   launched only after all backward passes of other models over the same process group that began earlier are
+   over (`call_order.py`).
+2. At the end, places of unmarked parameters are cleared and the remaining buckets are launched. So every rank
    launches the same buckets in every backward, whatever its own backward did, and ranks cannot get out of
    step.
 3. The status is gathered: whose model it is, number of forwards, weight, how many parameters were unused or
-   not finite. It is on its way together with the last buckets, so a backward costs no further round; only if
-   some rank reports any, or a sum may have overflowed, a second gather shows which. A hook makes calls of its
-   own, so there the status waits for the buckets, and counts the sums that are not finite, too.
+   not finite. It travels together with the last buckets, so a backward needs no further round. Only if some
+   rank reports any such parameters, or a sum may have overflowed, a second gather shows which. A hook makes
+   calls of its own, so with a hook the status waits for the buckets, and also counts the sums that are not
+   finite.
 The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous
-backward), which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
+backward), which keeps 16-bit sums in range. It is corrected afterwards if the total has changed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ from paceline.reducer.protocol import BackwardStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
 
 _Tensor = TypeVar("_Tensor")
-ROUNDING = 1e-9  # of weights over their sum
+ROUNDING = 1e-9  # the largest rounding error of weights divided by their sum
 
 
 class Pending(Protocol):
@@ -50,19 +52,21 @@ class Pending(Protocol):
 
 
 class Transport(ABC, Generic[_Tensor]):
-    """The gradient buffer is ordinary tensors on the parameters' own devices, and a bucket is one
-    asynchronous all-reduce of a flat range of it. Making one is collective.
+    """Sums the buckets of a gradient buffer over a process group. Making one is collective.
+
+    The gradient buffer is ordinary tensors on the parameters' own devices, and a bucket is one asynchronous
+    all-reduce of a flat range of it.
 
     Attributes:
-        hook: The same.
-        is_serial: Whether nothing may begin before a bucket is done: a hook makes calls of its own.
-        is_in_order: Whether a bucket is done only when all are that were launched before it.
-        order: Shared by all that use one process group.
-        pointers: The address of each parameter's place, for gradients that the reducer copies there itself,
-            and their means back; empty: they are copied there before they are marked.
-        note_stream: Called whenever a gradient has come to its place, by whoever has brought it there, so
-            that a bucket waits for the streams of a device that have brought its gradients; None: nothing
-            needs to know.
+        hook: Averages the buckets in place of the process group's all-reduce; None: there is no hook.
+        is_serial: Whether nothing may begin before a bucket is done, because a hook makes calls of its own.
+        is_in_order: Whether a bucket is done only after all buckets that were launched before it.
+        order: The order of the calls of all models over the process group; they share it.
+        pointers: The address of each parameter's place, for gradients that the reducer itself copies there,
+            and whose means it copies back; empty: they are copied there before they are marked.
+        note_stream: Called whenever a gradient has been written to its place, by the code that wrote it, so
+            that a bucket waits for the device streams that have written its gradients; None: no call is
+            needed.
         waiting: See `paceline.reducer.communicator.Reduction`.
     """
 
@@ -92,7 +96,7 @@ class Transport(ABC, Generic[_Tensor]):
         self._buckets = [gradient_buffer.bucket(number) for number in numbers]
         self._pieces = [pieces_in(plan, sections, number) for number in numbers]
 
-    # --- what a framework adds ---
+    # --- what a framework implements ---
 
     @abstractmethod
     def _start(self, bucket: int, flat: Any) -> Work: ...
@@ -108,14 +112,14 @@ class Transport(ABC, Generic[_Tensor]):
 
     @abstractmethod
     def rescale(self, factor: float) -> None:
-        """Multiply the whole gradient buffer. Called within `_core.DefaultFloats()`, of this thread.
+        """Multiply the whole gradient buffer. Called within `_core.DefaultFloats()` of this thread.
 
-        Equal gradient buffers stay equal, whatever each rank's processor was told about floats.
+        So equal gradient buffers stay equal, whatever rounding mode each rank's processor was set to.
         """
 
     @abstractmethod
     def take_nonfinite(self) -> list[int]:
-        """Parameters whose own gradient was not finite when its buckets were launched, since last asked."""
+        """Parameters whose own gradient was not finite at the launch of its buckets, since the last call."""
 
     @abstractmethod
     def squared_norm(self) -> float: ...
@@ -126,18 +130,18 @@ class Transport(ABC, Generic[_Tensor]):
     def _wait(self, call: Work, bucket: int) -> None:
         self._calls.wait(call, bucket)
 
-    # --- what the reducer asks of it ---
+    # --- what the reducer calls ---
 
     def launch(self, bucket: int, scale: float) -> Pending:
-        """Scale this rank's part of the bucket and begin to sum it over ranks, in place.
+        """Scale this rank's bucket and begin to sum it over ranks, in place.
 
-        A scale of 0 makes it zeros, whatever it held, and what it held counts as finite.
+        A scale of 0 replaces its values by zeros, even if they were not finite, and counts them as finite.
         """
         if self.hook is None:
             flat = self._prepare(bucket, scale)
             return _Sum(self, self._calls.begin(lambda: self._start(bucket, flat), bucket), bucket)
         self.hook.wait()
-        weight = scale * self.world_size  # a hook divides by the world size; the rest is a weight
+        weight = scale * self.world_size  # a hook divides by the world size, so this is the factor left
         if math.isclose(weight, 1.0, rel_tol=1e-12):  # 1 / 49 * 49 is not 1
             weight = 1.0
         return self.hook.launch(bucket, self._prepare(bucket, weight), weight)
@@ -157,12 +161,12 @@ class Transport(ABC, Generic[_Tensor]):
         place.zero_()
 
     def may_have_overflowed(self, scale: float) -> bool:
-        """Whether a sum of finite gradients may not be finite, and it is asked for.
+        """Whether a sum of finite gradients may not be finite; False if the model does not check.
 
-        The same on all ranks that ask with the same `scale`, the largest of all ranks'. Where it is at most
-        one over the number of ranks, a sum is at most the largest gradient, unless a hook makes it.
+        Ranks that pass the same `scale`, the largest of all ranks, get the same answer. If the scale is at
+        most one over the number of ranks, a sum is at most the largest gradient, unless a hook makes the sum.
         """
-        # A hook may sum in a smaller type.
+        # A hook may sum in a type of smaller range.
         return self._checks_finite and (self.is_serial or scale * self.world_size > 1 + ROUNDING)
 
     def find_overflowed(self) -> list[int]:
@@ -174,15 +178,15 @@ class Transport(ABC, Generic[_Tensor]):
         return sorted(found)
 
     def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
-        """Begin to collect the payloads of all ranks; each rank's has the same length.
+        """Begin to gather the payloads of all ranks, which have equal lengths.
 
-        Returns what waits for them, up to the deadline, and returns them by rank.
+        Returns a function that waits for them, up to the deadline, and returns them by rank.
         """
         call, rows = self._calls.begin(lambda: self._reports.begin(payload), STATUS)
 
         def finish() -> list[bytes]:
             # The end of a backward needs the reports at once, and nothing has been computed from the means
-            # yet: here a rank that is lost can be told, wherever the reports lie.
+            # yet. So wait here, where a lost rank can be reported, even if the reports are on a device.
             self._calls.wait(call, STATUS)
             return rows()
 
@@ -203,14 +207,14 @@ class Beside(Protocol):
         ...
 
     def stop(self) -> None:
-        """End once there is nothing more to do. Does not block."""
+        """End when there is nothing more to do. Does not block."""
         ...
 
     def close(self) -> None: ...
 
 
 class ProcessGroupReducer(ReportingReducer):
-    """Making one is collective."""
+    """A `Reducer` over a process group. Making one is collective."""
 
     def __init__(
         self,
@@ -228,9 +232,9 @@ class ProcessGroupReducer(ReportingReducer):
         self._transport = transport
         self.note_stream = transport.note_stream
         self._expected_weight = float(transport.world_size)
-        # Which no two reducers have in common, and all ranks of this one.
+        # A number that all ranks of this reducer have in common, and no other reducer has.
         self._identity = zlib.crc32(b"".join(self._begin_all_gather(os.urandom(8))()))
-        self._called = 0  # what this rank has reported of its calls at the end of the last backward
+        self._called = 0  # a hash of this rank's calls as of the end of the last backward
         self._unknown_peers: list[int] = []
         self._all_used: list[list[int]] = [[] for _ in range(transport.world_size)]
         self._num_launched = len(plan.buckets)
@@ -245,11 +249,11 @@ class ProcessGroupReducer(ReportingReducer):
 
     @property
     def num_launched(self) -> int:
-        """Buckets that the last backward has averaged, and not skipped. Before the first one: all."""
+        """Buckets that the last backward averaged, without skipped ones. Before the first backward: all."""
         return self._num_launched
 
     def waiting_ranks(self) -> list[int]:
-        return []  # an engine below does not say
+        return []  # a process group does not know
 
     def close(self) -> None:
         if self._beside is not None:
@@ -277,7 +281,7 @@ class ProcessGroupReducer(ReportingReducer):
         try:
             return self._launch_complete()
         except BaseException as error:
-            if self._beside is not None:  # others wait for it
+            if self._beside is not None:  # other ranks wait for it
                 self._fail(error)
             raise
 
@@ -291,7 +295,9 @@ class ProcessGroupReducer(ReportingReducer):
         return self._transport.squared_norm()
 
     def _launch_idle(self) -> None:
-        """Reduce what was expected to be idle and is not, and see what is idle now. The same on all ranks."""
+        """Reduce the buckets that were expected to be idle and are not, and note which are idle now. All
+        ranks do the same.
+        """
         globally_unused = set(self._reports.result(self._unused, len(self._plan.parameters)).globally_unused)
         idle = [
             n for n, bucket in enumerate(self._plan.buckets) if globally_unused.issuperset(bucket.parameters)
@@ -333,16 +339,16 @@ class ProcessGroupReducer(ReportingReducer):
         if not is_serial:
             self._wait_for_buckets()
         self._reports.read(wait_for_reports())
-        # Ranks that made other calls, so that buckets of several models were added up.
+        # These ranks made other calls, so buckets of several models were added up.
         self._unknown_peers = self._reports.unknown_peers(self._called)
-        if self._unknown_peers:  # their details would not be of these parameters
+        if self._unknown_peers:  # their details would not be about these parameters
             return
         self._gather_details(unused, nonfinite, overflowed)
         if self._skip_unused:
             self._launch_idle()
 
     def _begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
-        """See `Transport`; a single rank asks none."""
+        """See `Transport`; a single rank makes no call."""
         return (lambda: [payload]) if self._world_size == 1 else self._transport.begin_all_gather(payload)
 
     def _wait_for_buckets(self) -> None:
@@ -403,7 +409,7 @@ class ProcessGroupReducer(ReportingReducer):
             self._note_nonfinite({(rank, index) for rank, row in enumerate(rows) for index in row}, sums)
 
     def _note_nonfinite(self, pairs: Iterable[tuple[int, int]], sums: Iterable[list[int]]) -> None:
-        """Sums that are not finite have overflowed unless some rank's gradient is to blame."""
+        """A sum that is not finite has overflowed, unless some rank's own gradient was not finite."""
         self._nonfinite = sorted(pairs)
         to_blame = {index for _, index in self._nonfinite}
         self._overflowed = sorted({index for row in sums for index in row}.difference(to_blame))
@@ -418,10 +424,10 @@ class ProcessGroupReducer(ReportingReducer):
         ]
 
     def _finish_means(self) -> None:
-        if not self._reports.take_new_weights():  # as nearly always
+        if not self._reports.take_new_weights():  # the usual case
             return
-        with _core.DefaultFloats():  # every rank corrects for itself, and all must get the same bits
+        with _core.DefaultFloats():  # each rank corrects its own buffer, and all must get the same bits
             total = sum(self._reports.weights)
-            if total not in (0, self._expected_weight):  # 0: there are only zeros
+            if total not in (0, self._expected_weight):  # with a total of 0, all values are zeros
                 self._transport.rescale(self._expected_weight / total)
                 self._expected_weight = total

@@ -1,7 +1,7 @@
-"""One rank's calls over a process group of a framework, each waited for up to a deadline.
+"""One rank's calls over a framework's process group, each with a deadline.
 
-A process group says that a connection broke, or nothing at all, and not which rank it has lost. So these
-waits give up at the deadline, ask the peer monitor meanwhile, and name the lost rank wherever it is known.
+A process group reports a broken connection, or nothing at all, but not which rank it has lost. So these waits
+end at the deadline, ask the peer monitor meanwhile, and name the lost rank if it is known.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ProcessGroupCalls(ABC, Generic[_Tensor]):
         self.waits.peer_monitor = peer_monitor
 
     def but(self: _Calls, *, plan: Plan | None = None, timeout_s: float | None = None) -> _Calls:
-        """The same calls for the buckets of a plan, or with another deadline."""
+        """A copy for the buckets of a plan, or with another deadline."""
         calls = copy.copy(self)
         calls.waits = self.waits.but(plan=plan, timeout_s=timeout_s)
         return calls
@@ -59,7 +59,7 @@ class ProcessGroupCalls(ABC, Generic[_Tensor]):
 
     @abstractmethod
     def begin_gather(self, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
-        """Begin to collect the arrays of all ranks, of one shape and dtype. Collective, does not block."""
+        """Begin to gather the arrays of all ranks, of equal shape and dtype. Collective; does not block."""
 
     @abstractmethod
     def make_transport(
@@ -68,7 +68,7 @@ class ProcessGroupCalls(ABC, Generic[_Tensor]):
         options: ReductionOptions,
         hook: HookedBuckets[_Tensor] | None = None,
     ) -> Transport[_Tensor]:
-        """What sums the buckets over the group, or gives them to a hook. Collective."""
+        """The transport that sums the buckets over the group, or gives them to a hook. Collective."""
 
     @abstractmethod
     def make_hooked(
@@ -95,7 +95,7 @@ class ProcessGroupCalls(ABC, Generic[_Tensor]):
             raise self.waits.failed(error, what) from error
 
     def gather(self, array: np.ndarray[Any, Any], what: str = "an exchange of facts") -> np.ndarray[Any, Any]:
-        """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
+        """Arrays of all ranks, by rank, of equal shape and dtype. Collective."""
         if not array.size:
             return np.empty((self.world_size, *array.shape), array.dtype)
         call, rows = self.begin(lambda: self.begin_gather(array), what)

@@ -1,4 +1,4 @@
-"""The ranks of a framework's process group: small messages between them, and who watches over them."""
+"""The ranks of a framework's process group: small messages between them, and their peer monitor."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def store_checks_of(
     holder: int | None,
     words: str,
 ) -> StoreChecks:
-    """One checks for each process group, so that all ranks count its calls alike."""
+    """The store checks of a process group, made once, so that all ranks number its calls alike."""
     if group not in _store_checks:
         signed = None if store is None else SignedKeyStore(store, Signatures(find_secret().key, scope))
         _store_checks[group] = StoreChecks(signed, rank, world_size, holder, words)
@@ -51,7 +51,7 @@ def store_checks_of(
 
 
 class ProcessGroupExchange:
-    """An `Exchange` over a process group that the user has initialised; so Paceline opens no second port.
+    """An `Exchange` over the user's process group, so that Paceline opens no further port.
 
     Payloads are plain bytes; nothing is pickled.
     """
@@ -86,7 +86,7 @@ class ProcessGroupExchange:
 
 class ProcessGroupPeers(ABC, Generic[_Tensor]):
     FRAMEWORK: ClassVar[str]
-    """Its name and version, which must be the same on all ranks: "torch 2.13.0"."""
+    """The framework's name and version, which must be the same on all ranks: "torch 2.13.0"."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class ProcessGroupPeers(ABC, Generic[_Tensor]):
 
     @abstractmethod
     def check_calls(self, owner: str, *, on_host: bool, reduce_through: str, between_hosts: bool) -> None:
-        """Refuse what the group cannot do."""
+        """Raise if the group cannot do what is asked."""
 
     def share_hosts(self) -> HostMemory:
         """Collective."""
@@ -118,13 +118,14 @@ class ProcessGroupPeers(ABC, Generic[_Tensor]):
         return channel_of(self.process_group, self, hosts, self.FRAMEWORK)
 
     def find_peer_monitor(self) -> PeerMonitor | None:
-        """Memory of all ranks in which no gradient lies, or the channel of several hosts. Collective.
+        """A peer monitor over memory of all ranks, or over the control channel of several hosts. Collective.
 
-        None: there is neither, so ranks that are lost go unnamed, which rank 0 logs.
+        The memory holds no gradient. None: there is neither, so errors cannot name lost ranks; rank 0 logs
+        it.
         """
         try:
             memory = self.share_hosts()
-        except RegionError as error:  # on every rank; gradients need none of it
+        except RegionError as error:  # raised on every rank; gradients do not need this memory
             report_no_peer_monitor(error, self.rank)
             return None
         core = memory.of_all_ranks()
@@ -133,7 +134,7 @@ class ProcessGroupPeers(ABC, Generic[_Tensor]):
     def reports(self) -> Reports:
         """Collective."""
         if self.world_size == 1:
-            return self._reports_over_group()  # which a single rank never asks
+            return self._reports_over_group()  # a single rank never uses it
         return reports_of(self.process_group, self.share_hosts, self._reports_over_group)
 
     def _reports_over_group(self) -> Reports:

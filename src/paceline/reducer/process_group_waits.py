@@ -1,7 +1,7 @@
-"""Waits for a framework's all-reduce up to a deadline, and words its failures.
+"""Waits for a framework's all-reduce up to a deadline, and writes the errors when it fails.
 
-A process group names no rank, so the error says which bucket it was and which parameters lie in it, and asks
-a peer monitor for the rank.
+A process group names no rank, so the error says which bucket failed and which parameters it holds, and asks a
+peer monitor for the rank.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paceline.reducer.plan import Plan
 
 _SHORTEST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.001
-_NAPS = 8  # a nap is this part of what has been waited already, so that no wait gets longer by more than that
-_USUAL_NAPS = 16  # some milliseconds: a wait of the usual length asks no peer monitor
+_NAPS = 8  # a nap is 1/8 of the time waited so far, so polling lengthens no wait by more than that
+_USUAL_NAPS = 16  # some milliseconds: a wait of usual length does not ask the peer monitor
 _GRACE_S = 0.1
 _FINDING_S = 1.0
 _FINDING_LATE_S = 0.2
@@ -33,7 +33,7 @@ STATUS = "the status of all ranks at the end of backward"
 
 
 Rows = Callable[[], np.ndarray[Any, Any]]
-"""Returns the arrays of all ranks, by rank, once the call that gathers them is over."""
+"""Returns the arrays of all ranks, by rank, after the call that gathers them is over."""
 
 
 class ProcessGroupWaits:
@@ -58,13 +58,13 @@ class ProcessGroupWaits:
         self.peer_monitor = peer_monitor
 
     def but(self, *, plan: Plan | None = None, timeout_s: float | None = None) -> ProcessGroupWaits:
-        """The same waits for the buckets of a plan, or with another deadline."""
+        """A copy for the buckets of a plan, or with another deadline."""
         waits = copy.copy(self)
         waits._plan, waits._timeout_s = plan or self._plan, timeout_s or self._timeout_s
         return waits
 
     def poll(self, is_completed: Callable[[], bool], what: int | str) -> None:
-        """Sleep until some work is done, at most until the deadline."""
+        """Sleep until a call is complete, at most until the deadline."""
         started = time.monotonic()
         warns_at_s = self._warn_after_s
         has_published = False
@@ -86,7 +86,7 @@ class ProcessGroupWaits:
                     has_published = True
                     self.peer_monitor.publish_waiting()
                 if (lost := self.peer_monitor.lost()) is not None:
-                    # A rank that ends after this backward has sent all that it owes to this call.
+                    # A rank that left after this backward has already sent everything that this call needs.
                     if _comes_late(is_completed):
                         break
                     self.peer_monitor.give_up()
@@ -99,18 +99,18 @@ class ProcessGroupWaits:
     def failed(self, error: RuntimeError, what: int | str) -> CollectiveError:
         if self.peer_monitor is not None:
             self.peer_monitor.give_up()
-        if isinstance(error, CollectiveError):  # the engine is Paceline's own, and knows the rank
+        if isinstance(error, CollectiveError):  # from Paceline's own process group, which knows the rank
             return self._named(error, what)
         text = str(error)
         kind, likely = CollectiveError, ""
         hint = "the first rank to fail gives the reason; look at the other ranks' output"
         is_lost, is_late = is_of_a_lost_peer(text), is_of_a_late_peer(text)
         if self.peer_monitor is not None and (is_lost or is_late):
-            # Paddle's Gloo calls a connection that broke a time-out; in a real one there is nobody to find.
+            # Paddle's Gloo reports a broken connection as a time-out; in a real time-out no rank is lost.
             lost = self.peer_monitor.find_lost(_FINDING_S if is_lost else _FINDING_LATE_S)
             if lost is not None:
                 return self._named(lost, what)
-        # An engine that has waited for a rank in vain closes its connections, which others see first.
+        # A process group that timed out closes its connections, which other ranks see first.
         if is_lost and (late := self._late_by_name(what, text, is_silent=True)) is not None:
             return late
         if is_lost:
@@ -160,7 +160,7 @@ class ProcessGroupWaits:
         named = self._late_by_name(what, after=f" after {self._timeout_s:.1f} s")
         if named is not None and named.fields.get("late"):
             return named
-        # A rank may have left; or another one has given up meanwhile, and told.
+        # A rank may have left, or another rank may have given up meanwhile and reported the reason.
         if self.peer_monitor is not None and (lost := self.peer_monitor.find_lost(0.0)) is not None:
             return self._named(lost, what)
         if named is not None:
@@ -183,7 +183,7 @@ class ProcessGroupWaits:
 
 
 def _comes_late(is_completed: Callable[[], bool]) -> bool:
-    """Whether some work ends soon, by what is on its way already."""
+    """Whether a call completes soon, from messages that are already on their way."""
     until = time.monotonic() + _GRACE_S
     while not is_completed():
         if time.monotonic() > until:

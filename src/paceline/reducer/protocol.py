@@ -1,7 +1,7 @@
-"""What a front end asks of a reducer, whatever moves the bytes.
+"""The interface between a front end and a reducer.
 
 Implemented by `paceline._core.Reducer` (shared memory), `ProcessGroupReducer` (any asynchronous all-reduce)
-and `HierarchicalReducer` (memory of several hosts and messages between them).
+and `HierarchicalReducer` (shared memory of several hosts, and messages between them).
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Protocol
 from paceline import _core
 
 BackwardStatus = _core.BackwardStatus
-"""What a rank reports to the others of its backward at its end; `pack()` makes it one word, for them all."""
+"""What a rank reports to the others at the end of its backward; `pack()` makes one integer of it."""
 BackwardResult = _core.BackwardResult
-"""What a backward has come to, the same on every rank but for `overlapping` and `first_bucket_ns`.
+"""The result of a backward, the same on every rank except for `overlapping` and `first_bucket_ns`.
 
-`outcome` is an `Outcome`; `is_void` tells that gradients are no means. By rank: `statuses`, `notes`, and
-`unused`, the parameters that a rank did not mark; `globally_unused`: those that no rank with data marked.
-`nonfinite` has (rank, parameter) of each gradient that was not finite, `overflowed` the parameters whose mean
-is not though every rank's gradient is, `overlapping` those whose gradients shared memory with others' on this
-rank, so that their means lie in the gradient buffer alone. `first_bucket_ns` is when this rank's first bucket
-was complete, as `time.monotonic_ns()` tells it.
+`outcome` is an `Outcome`; `is_void` says that the gradients are not means. By rank: `statuses`, `notes`, and
+`unused`, the parameters that a rank did not mark. `globally_unused` has those that no rank with data marked.
+`nonfinite` has (rank, parameter) of each gradient that was not finite. `overflowed` has the parameters whose
+mean is not finite although every rank's gradient is. `overlapping` has those whose gradients shared memory
+with others on this rank, so that their means are only in the gradient buffer. `first_bucket_ns` is the
+`time.monotonic_ns()` at which this rank's first bucket was complete.
 """
 BackwardTimes = _core.BackwardTimes
-"""When the ranks of one model come to the ends of their backward passes, in sums; by rank in all lists.
+"""When the ranks of one model reach the ends of their backward passes, as sums; all lists are by rank.
 
-`waited_ns` is what this rank has waited there for others, and `waited_for_ns` how much of that was because a
-rank came last. Of `backwards`, all but the first one of each plan: `worked_ns`, how long each rank worked
-from the end of a backward to the end of its next backward, without waiting; `times_last`, in how many it was
-the last to come; `held_up_ns`, how much later than the others it came then, in the mean over these.
-`recent_ns` has the last of the times that `worked_ns` adds up, in no order.
+`waited_ns` is how long this rank has waited there for others, and `waited_for_ns` how much of that was
+because a rank came last. The following count all of `backwards` except the first one of each plan:
+`worked_ns`, how long each rank worked from the end of one backward to the end of its next, without waiting;
+`times_last`, how often it was the last; `held_up_ns`, how much later than the mean of the others it came
+then. `recent_ns` has the last of the times that `worked_ns` adds up, in no order.
 """
 
 
 class Outcome(IntFlag):
-    """What `Reducer.finish` found; the same value on every rank."""
+    """The outcome of `Reducer.finish`; the same value on every rank."""
 
     GOOD = 0
     UNUSED = _core.OUTCOMES["unused"]
@@ -43,34 +43,34 @@ class Outcome(IntFlag):
     NONFINITE = _core.OUTCOMES["nonfinite"]
     """Some rank's gradients hold an infinity or a NaN."""
     SKIPPED = _core.OUTCOMES["skipped"]
-    """Ranks skipped a forward or a backward, by `BackwardStatus.agree`; or an exception broke one off."""
+    """Ranks skipped a forward or a backward, by `BackwardStatus.agree`; or an exception interrupted one."""
     FINISHED = _core.OUTCOMES["finished"]
     """Some rank has no more data."""
     OVERFLOWED = _core.OUTCOMES["overflowed"]
     """A sum over ranks holds an infinity or a NaN, though each rank's gradients are finite."""
     NOTES_DIFFER = _core.OUTCOMES["notes_differ"]
-    """Ranks reported different notes of themselves; the means are in place."""
+    """Ranks reported different notes; the means are in place."""
     GLOBALLY_UNUSED = _core.OUTCOMES["globally_unused"]
-    """In place of UNUSED: all ranks left the same parameters unused; the means are in place."""
+    """Instead of UNUSED: all ranks left the same parameters unused; the means are in place."""
     REPORTED = _core.OUTCOMES["reported"]
-    """Some rank reports more than its counts of forwards; see BackwardStatus."""
+    """Some rank's status has more than its counts of forwards; see BackwardStatus."""
 
 
 class Reducer(Protocol):
     """Averages the gradients of one model over the ranks, one backward after the other. Collective.
 
-    A parameter is meant by its index in the plan. A backward begins with the first `mark_ready` after the
+    Parameters are given by their index in the plan. A backward begins with the first `mark_ready` after the
     previous `finish`.
     """
 
     @property
     def times(self) -> BackwardTimes:
-        """When the ranks came to the ends of backward passes, since the reducer was made."""
+        """When the ranks reached the ends of backward passes, since the reducer was made."""
         ...
 
     @property
     def last(self) -> BackwardResult | None:
-        """What the last `finish` returned, for a caller that an exception has kept from it; None: nothing."""
+        """What the last `finish` returned, for a caller that an exception kept from receiving it; or None."""
         ...
 
     def set_weight(self, weight: float, is_in_gradients: bool = False) -> None:
@@ -78,23 +78,23 @@ class Reducer(Protocol):
 
         Args:
             weight: w_r.
-            is_in_gradients: What is handed over is w_r * g_r, on all ranks. Not over a process group.
+            is_in_gradients: Whether the gradients handed over are already w_r * g_r, on all ranks. Not
+                supported over a process group.
         """
         ...
 
     def set_note(self, note: int, recorded_backward: int = -1) -> None:
-        """What this rank reports of itself with the end of this backward, in 32 bits; 0: nothing.
+        """Set the note, of 32 bits, that this rank reports at the end of this backward; 0: none.
 
         Args:
             note: These bits.
-            recorded_backward: The backward as a recording numbers it (`backward_id`): `finish` notes that
-                this rank has all its gradients, and begins to wait. Negative: it is no backward that is
-                recorded.
+            recorded_backward: The backward as a recording numbers it (`backward_id`): `finish` records that
+                this rank has all its gradients and begins to wait. Negative: this backward is not recorded.
         """
         ...
 
     def mark_ready(self, param: int, grad_pointer: int) -> None:
-        """This rank's gradient of `param` is final, at `grad_pointer`; 0: in the gradient buffer.
+        """Note that this rank's gradient of `param` is final, at `grad_pointer`; 0: in the gradient buffer.
 
         Raises:
             RuntimeError: Marked before in this backward.
@@ -102,16 +102,16 @@ class Reducer(Protocol):
         ...
 
     def mark_copied(self, param: int, grad_pointer: int, nbytes: int, is_shared: bool = False) -> None:
-        """This rank's gradient of `param` is final, and was copied into the gradient buffer from this memory.
+        """Note that this rank's gradient of `param` is final and was copied into the gradient buffer.
 
-        The caller copies the mean back there, unless the result says that others share the memory.
+        The caller copies the mean back, unless the result says that other gradients share the memory.
 
         Args:
             param: Index of the parameter.
             grad_pointer: Where the gradient is.
             nbytes: From its first element to its last.
-            is_shared: Whether other wrapped models have the parameter, too. They may get its gradient from
-                the same memory, and all of them the same mean.
+            is_shared: Whether other wrapped models have the parameter, too. They may hand over its gradient
+                from the same memory, and all of them get the same mean.
 
         Raises:
             RuntimeError: Marked before in this backward.
@@ -119,18 +119,18 @@ class Reducer(Protocol):
         ...
 
     def mark_unused(self, param: int) -> None:
-        """This backward has not used `param`, but what its place in the gradient buffer holds counts.
+        """Note that this backward has not used `param`, but the value in its place counts.
 
-        `param` stays unmarked: for `unused` and `globally_unused` it is as any other that is unused, but its
-        place is not filled with zeros by `finish`. To be called after the last gradient.
+        `param` stays unmarked, so `unused` and `globally_unused` include it, but `finish` does not fill its
+        place with zeros. Call this after the last gradient.
         """
         ...
 
     def add_foreign(self, pointer: int, nbytes: int) -> None:
-        """A tensor that is no parameter's gradient holds this memory of one that was handed over, too.
+        """Note that some other tensor shares memory with a gradient that was handed over.
 
-        Nothing is written there: that gradient is one of `BackwardResult.overlapping`. It is the gradient of
-        an input, say.
+        Nothing is written to that memory, and the gradient becomes one of `BackwardResult.overlapping`. An
+        example is the gradient of an input.
         """
         ...
 
@@ -140,11 +140,11 @@ class Reducer(Protocol):
         """End this rank's backward; block until the gradient buffer holds the means.
 
         Args:
-            status: What this rank reports of the backward; the same on all ranks but those without data.
+            status: What this rank reports of the backward; the same on all ranks except those without data.
             allow_unused: Let parameters that this rank has not marked contribute 0. Otherwise one unmarked
                 parameter makes the backward void on all ranks.
-            allow_globally_unused: Let those unmarked parameters contribute 0 that no rank with data has
-                marked. The same on all ranks.
+            allow_globally_unused: Let unmarked parameters contribute 0 if no rank with data has marked them.
+                The same on all ranks.
         """
         ...
 
@@ -157,12 +157,12 @@ class Reducer(Protocol):
         ...
 
     def give_up(self, error: BaseException) -> None:
-        """This rank has failed elsewhere, and goes on no more: the others raise, if they can be told.
+        """Fail because of an error elsewhere on this rank; the others raise, if they can be reached.
 
         Does not block.
         """
         ...
 
     def close(self) -> None:
-        """Give the memory back. The reducer is unusable afterwards."""
+        """Free the memory. The reducer is unusable afterwards."""
         ...

@@ -1,7 +1,8 @@
-"""Check that all ranks still have the same model.
+"""Checks that all ranks still have the same model.
 
-Gradients do not show a skipped `optimizer.step()`, another learning rate or a weight written on one rank.
-Every rank hashes each tensor to 64 bits; one hash of all is exchanged, and the others only where it differs.
+Gradients do not reveal a skipped `optimizer.step()`, another learning rate or a weight written on one rank.
+Every rank hashes each tensor to 64 bits. The ranks exchange one hash of all, and the others only if it
+differs.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ Gather = Callable[[bytes], list[bytes]]
 
 
 class Entry(NamedTuple):
-    """One thing that is the same on all ranks.
+    """The hash of a value that must be equal on all ranks.
 
     Attributes:
         kind: "parameter", "buffer" or "optimizer".
         name: Its name in the model, or in the optimizer.
-        hash: The hash of its value.
+        hash: The hash of the value.
     """
 
     kind: str
@@ -45,7 +46,7 @@ def differing(rows: Sequence[Sequence[Entry]], *, where: str, seen: str = "") ->
     world_size = len(rows)
     values = [{(entry.kind, entry.name): entry.hash for entry in row} for row in rows]
     keys = list(dict.fromkeys(key for each in values for key in each))
-    # What most ranks have is taken for right; of two ranks, or two halves, what the first has.
+    # The value of most ranks is taken as right; without a majority, that of the lowest ranks.
     odd_of: dict[tuple[str, str], tuple[int, ...]] = {}
     has_majority = True
     for key in keys:
@@ -77,7 +78,7 @@ def differing(rows: Sequence[Sequence[Entry]], *, where: str, seen: str = "") ->
 
 
 def flattened(name: str, value: Any) -> Iterable[tuple[str, Any]]:
-    """Leaves of nested dicts and sequences, with names that tell the way to them."""
+    """The leaves of nested dicts and sequences, with names that show the path to them."""
     if isinstance(value, Mapping):
         for key in sorted(value, key=str):
             yield from flattened(f"{name}.{key}", value[key])
@@ -89,7 +90,7 @@ def flattened(name: str, value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def hash_of_plain(value: object) -> int | None:
-    """None: not a number, text, truth value or None."""
+    """The hash of a number, a text, a truth value or None; None for anything else."""
     is_plain = value is None or isinstance(value, (bool, int, float, complex, str))
     return _core.hash_bytes(repr(value).encode()) if is_plain else None
 

@@ -1,8 +1,8 @@
-"""What reducers have in common whose ranks tell each other of a backward in reports, at its end.
+"""The common part of reducers whose ranks exchange reports at the end of a backward.
 
-Who moves the bytes decides how a backward is completed, and nothing else. What was marked,
-weighed and noted, how the reports are judged, what is asked about the backward afterwards, and that nothing
-goes on after a failure, is here.
+A subclass moves the bytes, and so decides how a backward is completed. Everything else is here: marks,
+weights and notes, the evaluation of the reports, queries about the last backward, and the refusal to go on
+after a failure.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _BACKWARD_ENDED = int(Event.BACKWARD_ENDED)
 
 
 class ReportingReducer(ABC):
-    """A `Reducer` without who moves the bytes. A subclass calls `_begin_backward` when it is made.
+    """A `Reducer` except for moving the bytes. A subclass calls `_begin_backward` in its constructor.
 
     Args:
         plan: The same on all ranks.
         world_size: Number of ranks.
         who: This rank in words: "rank 1 of 4".
         pointers: The address of each parameter's place, for gradients that the reducer copies there itself;
-            empty: it takes none from elsewhere.
+            empty: it copies none.
 
     Attributes:
         marks: Takes gradients; a hook in C++ hands them over there.
-        note_stream: Called when a gradient has come to its place; None: nobody needs to know.
+        note_stream: Called when a gradient has been written to its place; None: no call is needed.
         last: See `Reducer`.
     """
 
@@ -46,7 +46,7 @@ class ReportingReducer(ABC):
     def __init__(self, plan: Plan, world_size: int, who: str, pointers: Sequence[int] = ()) -> None:
         self._plan, self._world_size, self._who = plan, world_size, who
         self.marks = self._make_marks(pointers)
-        # Several threads of the framework may make gradients of one backward.
+        # Several threads of the framework may compute gradients of one backward.
         self._lock = threading.Lock()
         self._weight, self._is_weight_in_gradients = 1.0, False
         self._note, self._recorded_backward = 0, -1
@@ -93,15 +93,15 @@ class ReportingReducer(ABC):
         self._recorded_backward = -1
         started_ns = time.monotonic_ns()
         self._reports.end_backward(started_ns)
-        self._has_no_means = True  # until it has
+        self._has_no_means = True  # until the backward is complete
         self.last, has_met = None, False
         try:
             self._complete(status, allow_unused)
             has_met = True
             result = self._conclude(status, started_ns, allow_globally_unused)
         except BaseException as error:
-            # After a mismatch, which all ranks find, the next backward may be good. But what was done of a
-            # backward when a signal handler raised, nobody knows.
+            # All ranks find a mismatch, and the next backward may be good. After any other exception, such as
+            # one of a signal handler, it is unknown how much of the backward was done.
             if not (has_met and isinstance(error, MismatchError)):
                 self._fail(error)
                 self.marks.end_backward(keeps_means=True)
@@ -112,12 +112,12 @@ class ReportingReducer(ABC):
     def _conclude(
         self, status: BackwardStatus, started_ns: int, allow_globally_unused: bool
     ) -> BackwardResult:
-        """All ranks have told of the backward: what it comes to."""
+        """Evaluate the reports of all ranks."""
         ended_ns = time.monotonic_ns()
         last = self._reports.end_averaging(ended_ns, ended_ns - started_ns)
         if (note := recording.note) is not None:
             note(_WAITED, started_ns, last)
-        # Whoever caught what has interrupted a backward may have cleared the gradients since.
+        # After an interrupted backward, the user may have cleared the gradients before this.
         overlapping = self.marks.end_backward(status.interrupted)
         first_bucket_ns, self._first_bucket_ns = self._first_bucket_ns, 0
         self._begin_backward()
@@ -140,19 +140,19 @@ class ReportingReducer(ABC):
     def squared_norm(self) -> float:
         return math.nan if self._has_no_means else self._squared_norm()
 
-    # --- what a subclass does ---
+    # --- what a subclass implements ---
 
     @abstractmethod
     def _take_complete(self) -> bool:
-        """Buckets have become complete: `marks.take_complete()` tells which. Called under a lock.
+        """Act on buckets that became complete, which `marks.take_complete()` lists. Called under a lock.
 
         Returns:
-            Whether some complete bucket waits for others: then this is called again at the next gradient.
+            Whether some complete bucket waits for others. Then the next gradient calls this again.
         """
 
     @abstractmethod
     def _complete(self, status: BackwardStatus, allow_unused: bool) -> None:
-        """Call `_leave_out_unmarked`; wait until the gradient buffer holds the sums or means of all.
+        """Call `_leave_out_unmarked`; wait until the gradient buffer holds the sums or means of all ranks.
 
         Reads `_reports`, and sets `_unused`, `_nonfinite` and `_overflowed`.
         """
@@ -161,29 +161,29 @@ class ReportingReducer(ABC):
     def _clear(self, param: int) -> None:
         """Fill the parameter's place with zeros."""
 
-    def _check_reports(self) -> None:  # noqa: B027  # nothing to look for is an answer
-        """Raise where the reports show that the backward is of no use; the next one can still be good."""
+    def _check_reports(self) -> None:  # noqa: B027  # optional
+        """Raise if the reports show that this backward is unusable; the next one may still be good."""
 
     def _finish_means(self) -> None:  # noqa: B027
-        """The backward is not void: make the gradient buffer hold the means."""
+        """Make the gradient buffer hold the means; called if the backward is not void."""
 
     @abstractmethod
     def _squared_norm(self) -> float:
         """The squared norm of the means that the gradient buffer holds."""
 
     def _begin_backward(self) -> None:  # noqa: B027
-        """Forget the backward before; called when the reducer is made, and at the end of each backward."""
+        """Forget the last backward; called by the constructor, and at the end of each backward."""
 
     def _note_complete_bucket(self, number: int) -> None:
-        """This rank has all gradients of a bucket."""
+        """Record that this rank has all gradients of a bucket."""
         if (note := recording.note) is not None:
             note(_POSTED, number, 0)
         self._first_bucket_ns = self._first_bucket_ns or time.monotonic_ns()
 
-    # --- pieces for subclasses ---
+    # --- helpers for subclasses ---
 
     def _leave_out_unmarked(self) -> list[int]:
-        """Give zeros for what was not marked, or what its place holds. Returns these parameters."""
+        """Give zeros for each unmarked parameter, or its place as it is after `mark_unused`. Returns them."""
         unmarked = self.marks.unmarked()
         for index in unmarked:
             if index not in self._counting_unused:
@@ -202,15 +202,15 @@ class ReportingReducer(ABC):
         overflowed: int = 0,
         identity: int = 0,
     ) -> bytes:
-        """What this rank tells of its backward, packed.
+        """This rank's report of its backward, packed.
 
         Args:
             status: What `finish` was given.
-            unused: Parameters that it left without a gradient.
+            unused: Parameters that this rank left without a gradient.
             allow_unused: See `Reducer.finish`.
-            nonfinite: How many gradients it has found that hold an infinity or a NaN.
+            nonfinite: How many of its gradients hold an infinity or a NaN.
             overflowed: How many parameters it has found whose sum does.
-            identity: What it has called; ranks with another one have averaged another model's gradients.
+            identity: A hash of its calls; ranks with another one have averaged another model's gradients.
         """
         refuses = bool(unused) and not allow_unused
         counts = nonfinite, overflowed
@@ -231,7 +231,7 @@ class ReportingReducer(ABC):
                 return reducer._take_complete()
 
         sizes = [spec.nbytes for spec in plan.parameters]
-        begin = min(filter(None, pointers), default=0)  # 0 is that of a place without elements
+        begin = min(filter(None, pointers), default=0)  # the pointer of a place without elements is 0
         offsets = [max(0, pointer - begin) for pointer in pointers] or plan.offsets
         return _core.BackwardMarks(begin, list(zip(offsets, sizes, buckets_of)), take_complete)
 
@@ -242,7 +242,7 @@ class ReportingReducer(ABC):
         self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """The ranks do not pair any more, and later backward passes raise."""
+        """Close the reducer: the calls of the ranks may no longer match, so later backward passes raise."""
         self._failure = self._failure or error
         self.marks.close()
 

@@ -1,4 +1,4 @@
-"""The order in which sums over ranks are formed: a binary tree over rank order, the same everywhere. Pure."""
+"""The order of sums over ranks: a fixed binary tree over the ranks in order, the same everywhere. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _Item = TypeVar("_Item")
 
 
 def add_in_order(numbers: Sequence[float]) -> float:
-    """The sum, in the order in which the core sums over ranks: neighbours first, an odd one carried up."""
+    """The sum in the order in which the core sums over ranks: neighbours first, an odd one carried up."""
     return join_in_order(numbers, operator.add)
 
 
 def join_in_order(items: Sequence[_Item], join: Callable[[_Item, _Item], _Item]) -> _Item:
-    """What `add_in_order` does, with anything that can be joined in pairs; at least one item."""
+    """As `add_in_order`, with any operation on pairs; needs at least one item."""
     level = list(items)
     while len(level) > 1:
         pairs = [join(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
@@ -24,10 +24,10 @@ def join_in_order(items: Sequence[_Item], join: Callable[[_Item, _Item], _Item])
 
 
 def cut_tree(leaves: int, parts: int) -> list[range] | None:
-    """Cut the tree over `leaves` items into whole subtrees, over which it is the tree over `parts` items.
+    """Cut the tree over `leaves` items into `parts` whole subtrees that form the tree over `parts` items.
 
-    So the sums of the parts, added in order, have the bits of the sum of all. There is one such cut at most
-    in this order. None: there is none.
+    So the sums of the subtrees, added in order, have the bits of the sum of all. There is at most one such
+    cut. None: there is none.
 
     Example:
         >>> cut_tree(8, 3)  # ((0+1)+(2+3)) + (4+5+6+7)
@@ -45,16 +45,16 @@ def cut_tree(leaves: int, parts: int) -> list[range] | None:
 
 
 def _left_of(items: int) -> int:
-    """Items on the left of the last addition: the largest power of two below their number."""
+    """The number of items left of the last addition: the largest power of two below the number of items."""
     return 1 << (items - 1).bit_length() - 1
 
 
 class OrderedSum(Generic[_Item]):
-    """What `join_in_order` does, of items that come one by one; holds as few sums as the tree is high."""
+    """As `join_in_order`, for items that come one by one; holds no more sums than the height of the tree."""
 
     def __init__(self, join: Callable[[_Item, _Item], _Item]) -> None:
         self._join = join
-        self._sums: list[tuple[int, _Item]] = []  # and of how many items
+        self._sums: list[tuple[int, _Item]] = []  # each with the number of its items
 
     def add(self, item: _Item) -> None:
         count = 1
@@ -64,7 +64,7 @@ class OrderedSum(Generic[_Item]):
         self._sums.append((count, item))
 
     def take(self) -> _Item:
-        """The sum of all since the last call; at least one."""
+        """The sum of all items since the last call; needs at least one."""
         _, total = self._sums.pop()
         while self._sums:
             total = self._join(self._sums.pop()[1], total)

@@ -1,4 +1,4 @@
-"""Which virtual ranks a process plays: the same training on any number of processes."""
+"""Which virtual ranks a process runs, so that training is the same on any number of processes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from paceline.reducer.sum_order import cut_tree
 
 
 def played_by(owner: str, virtual_ranks: int, rank: int, world_size: int) -> range:
-    """The virtual ranks that a process plays, in this order.
+    """The virtual ranks that a process runs, in this order.
 
-    Each process has a whole subtree of the tree in which gradients are added, so it has one sum, and the sum
-    over the processes is the rest of that tree.
+    Each process has a whole subtree of the tree in which gradients are added. So it has a single sum, and the
+    sum over the processes is the rest of that tree.
 
     Raises:
-        ConfigError: There are too many processes, or a number of them into which the tree can't be cut.
+        ConfigError: There are too many processes, or the tree cannot be cut into this number of subtrees.
     """
     hint = "virtual_ranks=8 runs on 1 to 8 processes, and equally fast on each of 1, 2, 4, 8"
     virtual_ranks = Arguments(owner).whole("virtual_ranks", virtual_ranks, least=1, hint=hint)
