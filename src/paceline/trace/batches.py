@@ -1,11 +1,11 @@
-"""How large a batch is, by what a model is called with. Pure; knows tensors by their `shape` alone."""
+"""Finds the batch size in the arguments of a model. Pure; uses only the `shape` of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-_DEPTH = 4  # a batch of a tuple of a dictionary; what is deeper is no batch
+_DEPTH = 4  # levels of nested tuples, lists and dictionaries that are searched
 
 
 def shape_of_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
@@ -18,7 +18,7 @@ def shape_of_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int,
 
 
 def samples_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """0: there is no tensor."""
+    """The first dimension of that tensor; 0 if there is none."""
     shape = _first_shape((*args, *kwargs.values()), _DEPTH)
     return shape[0] if shape else 0
 
@@ -29,9 +29,9 @@ def _first_shape(values: Iterable[Any], depth: int) -> tuple[int, ...] | None:
         if shape is not None:
             try:
                 found = tuple(map(int, shape))
-            except (TypeError, ValueError):  # something else of that name
+            except (TypeError, ValueError):  # an unrelated attribute of that name
                 continue
-            if found:  # a single number is no batch
+            if found:  # a scalar is not a batch
                 return found
         elif depth and isinstance(value, (tuple, list, Mapping)):
             inner = value.values() if isinstance(value, Mapping) else value

@@ -1,8 +1,8 @@
-"""Timelines in Chrome's trace event format, which Perfetto (ui.perfetto.dev) reads.
+"""Writes timelines in Chrome's trace event format, which Perfetto (ui.perfetto.dev) reads.
 
-A process is a host, a thread is a rank (and a model, where there are several); an arrow leads from the rank
-that came last to each one that waited for it. Times are in microseconds since the first slice. Pure, but for
-`write`.
+Each host is a process of the trace, and each rank is a thread (one for each model, if there are several). An
+arrow leads from the rank that arrived last to each rank that waited for it. Times are in microseconds since
+the first slice. Pure, except for `check` and `write`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Writer:
     def __init__(self, lines: Sequence[RankTimeline], start_ns: int) -> None:
         self._lines, self._start_ns = lines, start_ns
         boots = list(dict.fromkeys(line.recording.header.boot for line in lines))
-        # From 1: viewers take process 0 for the kernel's own.
+        # Process ids start at 1, because viewers treat process 0 as the kernel.
         self._host_of = {line.rank: 1 + boots.index(line.recording.header.boot) for line in lines}
 
     def events(self) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`paceline trace`: what a job that runs or has failed did last, as a table or as a trace file."""
+"""`paceline trace`: shows the last backward passes of a running or failed job, as a table or a trace file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.trace.slow import AT_THE_END, slow_ranks, whole_spans
 _DESCRIPTION = """\
 Show the last backward passes of all ranks of a job, while it runs or after it has failed. Without a job, list
 all jobs that are known. A job is given by its id, by the process id of its launcher, or by the folder in
-which it records; of several hosts, by one folder for each.
+which it records; for several hosts, give one folder for each host.
 """
 
 
@@ -26,7 +26,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("job", nargs="*", help="an id, a process id, or folders")
     parser.add_argument("--output", metavar="FILE", help="write a trace for ui.perfetto.dev")
-    parser.add_argument("--passes", type=int, default=5, metavar="N", help="how many to show (default: 5)")
+    parser.add_argument(
+        "--passes", type=int, default=5, metavar="N", help="how many backward passes to show (default: 5)"
+    )
     parsed = parser.parse_args(arguments)
     if not parsed.job:
         return _list()

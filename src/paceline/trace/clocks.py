@@ -1,8 +1,8 @@
-"""One clock for several hosts, out of what their ranks have recorded.
+"""Puts the recordings of several hosts on one clock.
 
-No rank leaves a backward before every rank has come to its end. So of each backward we know on
-which side of the truth a guess is: what host B's last rank did before host A's first rank went on, and the
-reverse. Over many backward passes both bounds close in to the time of a message.
+No rank finishes a backward before every rank has reached its end. So each backward bounds the offset between
+the clocks of two hosts from both sides: the last rank of host B arrived before the first rank of host A went
+on, and the reverse. Over many backward passes the bounds come as close as the time of one message.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ def on_one_clock(timelines: Sequence[RankTimeline]) -> list[RankTimeline]:
 
 
 def ahead_ns(host: Sequence[RankTimeline], other: Sequence[RankTimeline]) -> int:
-    """How far the clock of the other host is ahead of this host's.
+    """How far the clock of the other host is ahead of this host's, in nanoseconds.
+
+    If they share no good backward, the real-time clocks of both hosts are taken to agree.
 
     Example:
-        This host's last rank came to the end of a backward at 100 and its first went on at 160; the other
-        host's came at 1150 and went on at 1170. So the other clock is ahead by 990 (1150 - 160) at least and
-        by 1070 (1170 - 100) at most: 1030.
+        On this host the last rank reached the end of a backward at 100, and the first rank went on at 160. On
+        the other host these times are 1150 and 1170. So the other clock is ahead by at least 990 (1150 - 160)
+        and at most 1070 (1170 - 100): the result is 1030.
     """
     came, left = _bounds(host)
     other_came, other_left = _bounds(other)
@@ -40,7 +42,7 @@ def ahead_ns(host: Sequence[RankTimeline], other: Sequence[RankTimeline]) -> int
 
 
 def _bounds(ranks: Sequence[RankTimeline]) -> tuple[Mapping[BackwardKey, int], Mapping[BackwardKey, int]]:
-    """When the last rank of a host came to the end of each good backward, and when its first one went on."""
+    """When the host's last rank came to the end of each good backward, and when its first rank went on."""
     failed = set().union(*(each.failed for each in ranks))
     keys = set.intersection(*(each.arrivals.keys() & each.ends.keys() for each in ranks)) - failed
     came = {key: max(each.arrivals[key] for each in ranks) for key in keys}

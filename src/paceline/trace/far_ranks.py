@@ -1,12 +1,13 @@
-"""The ranks of other hosts, as the host of rank 0 knows them: what each tells once in a second.
+"""The reports that ranks of other hosts send to the host of rank 0, once a second.
 
-A rank sends the beginning of its own file (who it is, and its totals) and a few words. Rank 0's
-process writes that into a file for each such rank, beside the files of the ranks that record there. Bytes of
-the file, of which the first 3072 are those of a ring's file (`ring_file`):
+A report holds the header and the totals of the rank's own recording, and a few more values (`Words`). Rank
+0's process writes the reports of each rank into a file of its own, beside the files of the ranks that record
+there. Bytes of such a file, of which the first 3072 are laid out as in a ring's file (`ring_file`):
 
     0       header
-    1024    totals at the end of the first backward, and those of the last look
-    3072    the number of the writing, when it was received, the state, words as JSON, the number again
+    1024    totals at the end of the first backward, and the latest totals
+    3072    sequence number of the write, time of the write, state, length of `Words`, `Words` as JSON
+    4088    the sequence number again, so that a reader notices a write in progress
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from paceline.trace.ring_file import NOTES_AT, RankHeader, RankRecording, is_num
 from paceline.trace.totals import TABLE_BYTES, Totals, pack_totals, unpack_totals
 
 MOST_BYTES = 2048
-"""The longest that a rank reports at once."""
+"""Largest size of a report."""
 _SUFFIX = ".far"
 _WORDS_AT = 3072
 _HEAD = struct.Struct("<QQII")  # number, received_ns, state, length of the words
@@ -39,9 +40,9 @@ _NAME_CHARACTERS, _FAILURE_CHARACTERS = 40, 200
 class State(IntEnum):
     LIVE = 0
     LEFT = 1
-    """It has ended in good order."""
+    """It ended normally."""
     LOST = 2
-    """It has died, or its host cannot be reached."""
+    """It died, or its host cannot be reached."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,10 @@ class Words:
     """What a rank reports besides its totals.
 
     Attributes:
-        step: How many backward passes of its first model it has ended; None: none.
-        values: What it has logged last, by name; some of it, if there is much.
-        failure: Why its last backward, or its program, raised; "": none has.
-        memory_bytes: Its memory, with what it shares; None: unknown.
+        step: How many backward passes of its first model it has ended; None: none yet.
+        values: The values that it logged last, by name; 8 at most, and none if they do not fit.
+        failure: Why its last backward, or its program, raised; "": nothing raised.
+        memory_bytes: Its resident memory, shared pages included; None: unknown.
     """
 
     step: int | None = None
@@ -73,7 +74,7 @@ class Words:
 
     @classmethod
     def unpack(cls, raw: bytes) -> Words:
-        """Raises ValueError: it is none."""
+        """Raises ValueError if `raw` is not the JSON that `pack` makes."""
         try:
             reported = json.loads(raw)
             values = {printable(name): float(value) for name, value in reported["values"].items()}
@@ -90,10 +91,10 @@ class FarRank:
     """What is known of a rank of another host.
 
     Attributes:
-        recording: Who it is, and its totals.
+        recording: Its header and its totals, without records.
         words: What else it has reported.
-        state: Whether it is there.
-        received_ns: When it was heard of last, by CLOCK_MONOTONIC of this host.
+        state: Whether it still runs.
+        received_ns: When its last report arrived, or its end was noticed, by CLOCK_MONOTONIC of this host.
     """
 
     recording: RankRecording
@@ -110,7 +111,7 @@ def pack_figures(header: RankHeader, first: Totals, last: Totals, words: Words) 
 
 
 def _unpack_figures(raw: bytes) -> tuple[RankHeader, Totals, Totals, Words]:
-    """Raises ValueError: they are none."""
+    """Raises ValueError if `raw` is not a report."""
     size = int.from_bytes(raw[:2], "little")
     tables_at, words_at = 2 + size, 2 + size + 2 * TABLE_BYTES
     header = ring_file.read_header(raw[2:tables_at])
@@ -123,7 +124,7 @@ def _unpack_figures(raw: bytes) -> tuple[RankHeader, Totals, Totals, Words]:
 class FarRanks:
     def __init__(self, folder: Callable[[], Path | None]) -> None:
         self._folder = folder
-        self._files: dict[int, mmap.mmap] = {}  # by the number by which the channel calls a rank
+        self._files: dict[int, mmap.mmap] = {}  # by the number that the channel gives to a rank
         self._written = 0
 
     def take(self, who: int, raw: bytes) -> None:
@@ -189,7 +190,7 @@ def _create(path: Path) -> mmap.mmap:
 
 
 def far_ranks(folder: Path, since_ns: int = 0) -> list[FarRank]:
-    """The ranks of other hosts that have reported here, by rank; none, if the folder can't be read."""
+    """The ranks of other hosts that reported since `since_ns`, by rank; none if the folder can't be read."""
     found = []
     with suppress(OSError):
         for name in os.listdir(folder):
@@ -210,7 +211,7 @@ def _read_file(path: Path) -> FarRank | None:
 
 
 def _read(data: bytes) -> FarRank | None:
-    """None: it is no such file, or is being written."""
+    """None if it is not such a file, or is being written."""
     header = ring_file.read_header(data) if len(data) == NOTES_AT else None
     if header is None:
         return None

@@ -1,9 +1,9 @@
-"""Where jobs record, and which jobs have recorded something.
+"""The folders in which jobs record, and the jobs that have left a recording.
 
-Each job of a launcher has a folder of its own below one folder per user, which no other process may look
-into. A job that ends well takes its folder along; one that fails leaves it, and the oldest of these go when
-there are many. While a job runs, its launcher has a lock on its folder, which no other process can take, in
-whatever container they are: a folder that can be locked is one of a job that has ended.
+Each job of a launcher has its own folder, below one folder per user that no other user may open. A job that
+succeeds removes its folder. A job that fails leaves it, and the oldest of these are removed when there are
+more than ten. While a job runs, its launcher holds a lock on the folder. The lock also works between
+containers: if a folder can be locked, its job has ended.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.trace.ring_file import RankRecording, is_number, paths_in, printab
 _FACTS = "job.json"
 _MOST_KEPT = 10
 _MOST_FACTS = 1 << 16
-_locks: dict[Path, int] = {}  # on the folders of the jobs that this process has begun
+_locks: dict[Path, int] = {}  # of jobs that this process began: folder -> descriptor that holds the lock
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class JobFacts:
 
 
 def users_folder() -> Path:
-    """Where the jobs of this user record; it may not exist."""
+    """The folder in which the jobs of this user record; it may not exist."""
     return _temporary() / f"paceline-{os.getuid()}"
 
 
 def _temporary() -> Path:
     try:
         return Path(tempfile.gettempdir())
-    except FileNotFoundError:  # the root is read-only: whoever wants to record finds out, and goes on without
+    except FileNotFoundError:  # no folder can be written to: recording fails with a warning, the job goes on
         return Path("/tmp")
 
 
@@ -66,6 +66,7 @@ def new_folder() -> Path:
 
 
 def squatter() -> str:
+    """What occupies the path of this user's folder, if that is not the user's own folder; else ""."""
     folder = users_folder()
     with suppress(OSError):
         found = folder.lstat()
@@ -84,23 +85,23 @@ def _user(uid: int) -> str:
 
 
 def begin(folder: Path, facts: JobFacts) -> None:
-    """Make the folder of a job, and drop those of the oldest jobs that have ended."""
+    """Make the folder of a job, and remove those of the oldest jobs that have ended."""
     above = folder.parent
     while True:
         above.mkdir(mode=0o700, exist_ok=True)
-        with suppress(FileNotFoundError):  # another job, the last one there, has ended meanwhile
+        with suppress(FileNotFoundError):  # the only other job has just ended, and has removed `above`
             if (taken := squatter()) and above == users_folder():
                 raise FileExistsError(taken)
             folder.mkdir(mode=0o700)
             break
-    with suppress(OSError):  # a file system without locks: then what the launcher has written must do
+    with suppress(OSError):  # a file system without locks: readers then rely on job.json alone
         _locks[folder] = _lock(folder)
     _drop_oldest()
     _write(folder, facts)
 
 
 def _drop_oldest() -> None:
-    """Keep one less than may be kept: one more has begun."""
+    """Keep one job less than `_MOST_KEPT`, to leave room for the one that begins."""
     ended = [folder for folder, facts in jobs() if not facts.is_running]
     for folder in ended[_MOST_KEPT - 1 :]:
         with _held(folder) as is_over:
@@ -110,10 +111,11 @@ def _drop_oldest() -> None:
 
 @contextmanager
 def _held(folder: Path) -> Iterator[bool]:
+    """Hold the lock of a folder; yields whether its job is over."""
     try:
         fd = _lock(folder)
     except BlockingIOError:
-        yield False  # its launcher runs, where this process can't see it
+        yield False  # its launcher runs, in another container
         return
     except OSError:
         yield True
@@ -125,7 +127,7 @@ def _held(folder: Path) -> Iterator[bool]:
 
 
 def _lock(folder: Path) -> int:
-    """Raises BlockingIOError: another process has it."""
+    """Raises BlockingIOError if another process holds the lock."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,7 +141,7 @@ def end(folder: Path, facts: JobFacts, exit_status: int) -> None:
     with suppress(OSError):
         if exit_status == 0:
             shutil.rmtree(folder, ignore_errors=True)
-            folder.parent.rmdir()  # if it holds no other job
+            folder.parent.rmdir()  # fails if it holds another job
         else:
             _write(folder, JobFacts(**{**asdict(facts), "exit_status": exit_status}))
     if (fd := _locks.pop(folder, None)) is not None:
@@ -147,7 +149,7 @@ def end(folder: Path, facts: JobFacts, exit_status: int) -> None:
 
 
 def jobs() -> list[tuple[Path, JobFacts]]:
-    """The jobs of this user that have recorded and not ended well, the newest first."""
+    """The jobs of this user that run or have failed, the newest first."""
     found = []
     with suppress(OSError):
         for folder in () if squatter() else users_folder().iterdir():
@@ -173,7 +175,7 @@ def find(name: str) -> Path:
     if "/" in name or paths_in(Path(name)):
         try:
             is_folder = Path(name).is_dir()
-        except OSError as error:  # which folder it is must be said
+        except OSError as error:  # the error must name the folder
             raise _cannot_read(Path(name), error) from error
         if not is_folder:
             raise ConfigError(f"There is no folder {name}.", hint="`paceline trace` lists the jobs")
@@ -192,7 +194,7 @@ def find(name: str) -> Path:
 
 
 def folders_of_others() -> str:
-    """What other users' jobs record in, as errors say it; "": none do."""
+    """A line for errors that lists the folders in which other users' jobs record; "" if there are none."""
     names = [path.name for path in _temporary().glob("paceline-*")]
     others = sorted(name for name in names if name[9:].isdigit() and name != users_folder().name)
     return f"folders of other users, which you may not read: {', '.join(others)}" if others else ""
@@ -203,7 +205,7 @@ def read(folders: Sequence[Path]) -> list[RankRecording]:
     for folder in folders:
         try:
             found += read_folder(folder)
-        except OSError as error:  # noqa: PERF203  # which folder it is must be said
+        except OSError as error:  # noqa: PERF203  # the error must name the folder
             raise _cannot_read(folder, error) from error
     if not found:
         raise ConfigError(

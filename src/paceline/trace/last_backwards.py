@@ -1,4 +1,4 @@
-"""The last backward passes of all ranks as a table for people, and what each rank was doing last. Pure."""
+"""A table of the last backward passes of all ranks, and what each rank was doing last, as text. Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ _COLUMNS = ("data", "forward", "backward", "average", "optimizer")
 
 
 def render(recordings: Sequence[RankRecording], num_backwards: int) -> str:
-    """A table of the last backward passes, a row for each rank, in milliseconds; then a line for
-    each rank.
-    """
+    """A table of the last backward passes with a row for each rank, in milliseconds; then a line per rank."""
     lines = on_one_clock([make_timeline(recording) for recording in recordings])
     last = last_to_arrive(lines)
     rows: list[tuple[str, ...]] = [("iteration", "rank", *_COLUMNS, "waited", "for")]
@@ -49,7 +47,7 @@ def _cells(line: RankTimeline, key: BackwardKey, whom: int | None) -> list[str]:
     own = [each for each in own if each.lane == key[0]]
     begin_ns = min((each.begin_ns for each in own), default=0)
     before_ns = max((end for (lane, n), end in line.ends.items() if lane == key[0] and n < key[1]), default=0)
-    # What is in no backward belongs to the one that it comes before, or after: the optimizer.
+    # Work outside of a backward counts for the next backward, but the optimizer for the previous one.
     end_ns = min(
         (
             s.begin_ns

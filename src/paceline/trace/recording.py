@@ -1,8 +1,9 @@
-"""What this process records: off, or into one ring.
+"""Records what this process does into a ring, while recording is on.
 
-Code that has something to note asks `recording.note`, which is None while nothing is recorded;
-that is all that it costs then. A recording is begun by the launcher's variable, or by `trace()` of a model.
-The memory of a ring stays mapped until the process ends: another thread may be in the middle of a note.
+Code that records an event reads `recording.note` first. It is None while recording is off, and that check is
+the whole cost then. A recording begins if the launcher has set its variable, or when `trace()` of a model is
+called. The memory of a ring stays mapped until the process ends, because another thread may still be writing
+a record.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 _BATCH = int(Event.BATCH)
 _SAMPLE_EVERY_NS = 1_000_000_000
 MOST_NAMES = 64
-"""How many names a program can log values by; their notes must leave room for others."""
+"""How many names a program can log values under. The notes with the names must leave room for other notes."""
 
 
 @final
@@ -49,13 +50,13 @@ class Recording:
     """The recording of this process.
 
     Attributes:
-        note: Notes an event and its two numbers; None: nothing is recorded.
+        note: Records an event and its two numbers; None: recording is off.
         has_batches: Whether wrappers are to call `note_batch` for each batch.
-        keeps_all: Whether all is recorded, also what takes hooks in the framework.
+        keeps_all: Whether everything is recorded, including what needs hooks in the framework.
         next_sample_ns: When the totals are to be written next, by CLOCK_MONOTONIC.
-        report_to_host: Reports once a second to the host of rank 0, without waiting; None: this is that
-            host, or the only one.
-        logged: The last values that the program has logged.
+        report_to_host: Sends a report to the host of rank 0, without waiting; None: this is that host, or
+            the only one.
+        logged: The last values that the program has logged, by name.
     """
 
     __slots__ = (
@@ -93,26 +94,26 @@ class Recording:
         self._usage: UsageReader | None = None
         self.next_sample_ns = 0
         self.keeps_all = False
-        self._timed: dict[Total, _core.TimedRecords] = {}  # what the program does, where anybody looks
+        self._timed: dict[Total, _core.TimedRecords] = {}  # optimizer steps and data loading
         self._header: RankHeader | None = None
         self._first: Totals = {}
         self._last: Totals = {}
-        self._steps: dict[int, int] = {}  # of each model, when this rank was looked at
+        self._steps: dict[int, int] = {}  # of each model, when the totals were written last
         self.report_to_host: Callable[[bytes], object] | None = None
         self.logged: dict[str, float] = {}
         self._num_samples = 0
         self._models: dict[int, ModelTotals] = {}
-        self._gone: Totals = {}  # of models that make no backward passes any more
+        self._gone: Totals = {}  # of models that were passed to `forget`
         self._num_models = 0
         self._last_failure = ""
-        self._facts: dict[tuple[str, int], dict[str, Any]] = {}  # what a further ring must be told, too
-        self._names: dict[str, int] = {}  # of logged values; a further ring must be told them, too
+        self._facts: dict[tuple[str, int], dict[str, Any]] = {}  # notes that a new ring must repeat
+        self._names: dict[str, int] = {}  # of logged values, with their numbers; likewise
         os.register_at_fork(after_in_child=self._stop)
 
     def begin_if_asked(self, rank: int, world_size: int) -> None:
-        """Record from now on, if the launcher has asked for it and this process does not record yet.
+        """Start recording, if the launcher has asked for it and this process does not record yet.
 
-        A folder that can't be written to, or is full, is a warning: training goes on.
+        If the folder can't be written to, or the disk is full, this only warns, and training goes on.
         """
         folder = os.environ.get(FOLDER_VARIABLE)
         if not folder or self.note is not None:
@@ -120,7 +121,7 @@ class Recording:
         rank, world_size = _place_in_job(rank, world_size)
         path = ring_file.path_of(Path(folder), rank)
         if _is_of_other_process(path):
-            return  # a program that a rank has started
+            return  # this process was started by the rank that records there
         capacity = os.environ.get(CAPACITY_VARIABLE, "")
         try:
             self.start(path, rank, world_size, int(capacity) if capacity.isdigit() else FLIGHT_RECORDS)
@@ -133,18 +134,18 @@ class Recording:
         return None if self._path is None else self._path.parent
 
     def begin_if_batches_count(self, rank: int, world_size: int) -> None:
-        """As `begin_if_asked`, for a rank that is alone, and averages nothing: `paceline tune` asks it."""
+        """As `begin_if_asked`, but only under `paceline tune`: for a single rank, which averages nothing."""
         if os.environ.get(BATCHES_VARIABLE):
             self.begin_if_asked(rank, world_size)
 
     def note_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Wrappers ask `has_batches` first."""
+        """Record the size of a batch. Wrappers check `has_batches` first."""
         if (note := self.note) is not None:
             shape = shape_of_batch(args, kwargs)
             note(_BATCH, shape[0], math.prod(shape))
 
     def start(self, path: Path | None, rank: int, world_size: int, capacity: int) -> None:
-        """Record from now on, into a new file; None: one without a name."""
+        """Start recording into a new file; `path` None: into a file without a name."""
         capacity = 1 << max(6, (capacity - 1).bit_length())
         memory = ring_file.create(path, capacity)
         header = RankHeader(
@@ -175,7 +176,7 @@ class Recording:
         self.keeps_all = capacity > FLIGHT_RECORDS or bool(os.environ.get(CAPACITY_VARIABLE))
 
     def enlarge(self, rank: int, world_size: int, capacity: int) -> Callable[[], None]:
-        """Record into a larger ring for a while, instead of any that there is; returns what ends that."""
+        """Record into a larger ring instead of the current one, if any; returns a function that ends that."""
         before = (self._memory, self._path, self._place)
         capacity_before = None if before[0] is None else ring_file.capacity_of(before[0])
         path = self._path
@@ -218,7 +219,7 @@ class Recording:
         return self._num_models - 1
 
     def note_facts(self, what: str, model: int, **facts: Any) -> None:
-        """Note in words what a reader needs to understand the records of a model."""
+        """Add a note with what a reader needs to understand the records of a model."""
         fact = {"what": what, "model": model, **facts}
         self._facts[what, model] = fact
         if self._memory is not None:
@@ -239,7 +240,7 @@ class Recording:
             self._report_to_host()
 
     def timed(self, total: Total, began: Event, ended: Event) -> Timed:
-        """What notes these events from now on, whenever something is recorded, and adds up their times."""
+        """A timer that records these two events while recording is on, and adds up the time between them."""
         if total not in self._timed:
             self._timed[total] = _core.TimedRecords(began, ended)
         return Timed(self._timed[total])
@@ -253,7 +254,7 @@ class Recording:
         return number
 
     def sample(self, now_ns: int, number: int = 0) -> bool:
-        """Write the totals of this process, once in a second. Called at the end of backward passes."""
+        """Write the totals of this process, at most once a second. Called at the end of backward passes."""
         if now_ns < self.next_sample_ns or self._memory is None:
             return False
         self.next_sample_ns = now_ns + _SAMPLE_EVERY_NS
@@ -291,7 +292,7 @@ class Recording:
             self._report_to_host()
 
     def _stop(self) -> None:
-        """In a forked child, too: the ring is its parent's."""
+        """Stop recording. Also runs in a forked child, because the ring belongs to its parent."""
         _core.stop_recording()
         self.note = self._memory = self._path = None
         self.has_batches = False
@@ -302,18 +303,18 @@ recording = Recording()
 
 
 class Timed:
-    """Something that a program does now and then: its begin and end are noted, and its time is added up.
+    """Records the begin and end of an activity that recurs, and adds up its time. Calls must not nest.
 
     Attributes:
-        begin: It begins; takes any arguments, so that it can be a hook. Not within itself.
-        end: It has ended; the same.
+        begin: To be called when it begins; takes any arguments, so that it can be a hook.
+        end: To be called when it ends; takes any arguments as well.
     """
 
     def __init__(self, records: _core.TimedRecords) -> None:
         self.begin, self.end = records.begin, records.end
 
     def around(self, call: _Function) -> _Function:
-        """The function, whose calls are noted whenever something is recorded."""
+        """Wrap a function, so that its calls are recorded while recording is on."""
 
         @functools.wraps(call)
         def noting(*args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
-"""The words of a recording: what a rank notes while it trains, and how a note lies in memory.
+"""The events that a rank records while it trains, and the layout of a record in memory.
 
-A record is 32 bytes, of which the core writes some and Python the others. `Event` has the same
+A record has 32 bytes. Some events are recorded by the core, the others by Python. `Event` has the same
 numbers as `Event` in cpp/core/recorder.h.
 """
 
@@ -18,18 +18,18 @@ _FLOAT, _INTEGER = struct.Struct("<d"), struct.Struct("<q")
 
 
 class Event(IntEnum):
-    """What a record tells; in brackets its two numbers. Times are of CLOCK_MONOTONIC, in nanoseconds."""
+    """The event of a record; its two numbers are in brackets. Times are CLOCK_MONOTONIC, in nanoseconds."""
 
     POSTED = 1
     """This rank has posted a bucket (its number, 0)."""
     REDUCED = 2
-    """It has reduced chunks of a bucket (when it began, bucket << 32 | chunks)."""
+    """It has reduced chunks of a bucket (when it began, bucket << 32 | number of chunks)."""
     WAITED = 3
-    """It has waited for others (when it began, the last rank to come, or -1)."""
+    """It has waited for other ranks (when it began, the last rank to arrive, or -1)."""
     COPIED_BACK = 4
     """It has copied means to where gradients lie (when it began, 0)."""
     FORWARD_BEGAN = 5
-    """(iteration of a model, samples << 1 | whether its backward is averaged); 0 samples: not known"""
+    """(iteration of a model, samples << 1 | whether its backward is averaged); 0 samples: unknown"""
     FORWARD_ENDED = 6
     """(iteration of a model, 0)"""
     BACKWARD_BEGAN = 7
@@ -58,7 +58,7 @@ class Event(IntEnum):
     NORM = 25
     """The 2-norm of the mean gradient, once in a second (iteration of a model, the bits of a float64)."""
     NONFINITE = 26
-    """Gradients held an infinity or a NaN (iteration of a model, how many << 32 | the first rank)."""
+    """Gradients held an infinity or a NaN (iteration of a model, number of them << 32 | the first rank)."""
 
 
 class Record(NamedTuple):
@@ -70,7 +70,7 @@ class Record(NamedTuple):
 
 
 def backward_id(model: int, number: int) -> int:
-    """A backward of a model in one number; models and backward passes are counted in each process."""
+    """One number for a backward of a model. Each process counts its own models and backward passes."""
     return model << _MODEL_SHIFT | number
 
 
@@ -87,7 +87,7 @@ def bits_float(bits: int) -> float:
 
 
 def unpack(ring: bytes, count: int) -> list[Record]:
-    """The records of a ring that are whole, oldest first."""
+    """The complete records of a ring, oldest first."""
     capacity = len(ring) // RECORD_BYTES
     first = max(0, count - capacity)
     split = first % capacity * RECORD_BYTES
@@ -95,7 +95,7 @@ def unpack(ring: bytes, count: int) -> list[Record]:
 
 
 def unpack_run(data: bytes, first: int, end: int) -> list[Record]:
-    """The records that are whole of those that lie one after another."""
+    """The complete records among consecutive ones, with indices from `first` up to `end`."""
     found = []
     for index, fields in zip(range(first, end), RECORD.iter_unpack(data)):
         time_ns, sequence, event, thread, one, two = fields
@@ -105,7 +105,7 @@ def unpack_run(data: bytes, first: int, end: int) -> list[Record]:
 
 
 def pack(records: Iterable[Record], capacity: int) -> bytes:
-    """A ring that holds these records; what the core writes, for tests and tools."""
+    """A ring that holds these records, as the core would write it; for tests and tools."""
     ring = bytearray(capacity * RECORD_BYTES)
     for index, record in enumerate(records):
         fields = (record.time_ns, (index + 1) & 0xFFFFFFFF, *record[1:])

@@ -1,16 +1,17 @@
-"""The file of one rank: who it is, notes in words, and the ring of its records.
+"""The file that one rank records into: its header, its notes, and the ring of its records.
 
-The rank maps the file and never closes it, so all that it wrote is there however it ended;
-and its disk space is reserved first, so that writing cannot fail. Bytes of the file:
+The rank maps the file and never closes it, so everything that it wrote survives, however the rank ends. The
+disk space of the file is reserved first, so that no write can fail. Bytes of the file:
 
-    0       Header
+    0       header
     512     number of records begun (8 bytes, written by the core), bytes of notes written (8 bytes)
-    1024    totals at the end of the first backward, and those of the last look (`totals.py`)
+    1024    totals at the end of the first backward (`totals.py`)
+    2048    the latest totals
     4096    notes: lines of JSON
-    65536   records (`records.py`), as many as the header tells
+    65536   records (`records.py`); the header has their number
 
-A reader takes nothing for granted: a folder may be another user's, and a file may be cut off, or hold
-anything. What no rank writes is one error, "This recording is damaged".
+A reader checks everything: a folder may belong to another user, and a file may be truncated, or hold
+anything. Anything that no rank writes is the error "This recording is damaged".
 """
 
 from __future__ import annotations
@@ -45,24 +46,24 @@ FOLDER_VARIABLE = "PACELINE_TRACE_DIR"
 CAPACITY_VARIABLE = "PACELINE_TRACE_RECORDS"
 """How many records a rank keeps; `paceline run --trace` sets more."""
 BATCHES_VARIABLE = "PACELINE_TUNE"
-"""Whether the size of each batch is recorded, also on a rank that is alone; `paceline tune` sets it."""
+"""Whether the size of each batch is recorded, even by a single rank; `paceline tune` sets it."""
 
 FLIGHT_RECORDS = 1 << 13
-"""The length of a flight recorder: 256 KiB, hundreds of iterations of a small model, tens of a large one."""
+"""Default size of a ring: 256 KiB, hundreds of iterations of a small model, tens of a large one."""
 TRACE_RECORDS = 1 << 18
-"""The length with --trace: 8 MiB, thousands of backward passes."""
+"""Size of a ring with --trace: 8 MiB, thousands of backward passes."""
 
 
 @dataclass(frozen=True)
 class RankHeader:
-    """Who has recorded.
+    """Identifies the rank that recorded a file.
 
     Attributes:
         rank: The rank.
         world_size: Number of ranks.
-        pid: Its process.
+        pid: Its process id.
         host: The name of its host.
-        boot: The kernel's id of the host since it was started: ranks that have it in common share a clock.
+        boot: The kernel's boot id. Ranks with the same boot id share a clock.
         monotonic_ns: CLOCK_MONOTONIC when the recording began.
         real_ns: Nanoseconds since 1970 at that time.
         capacity: How many records the ring holds.
@@ -95,15 +96,15 @@ class RankHeader:
 
 @dataclass(frozen=True)
 class RankRecording:
-    """What one rank has recorded, as far as it was written.
+    """What one rank has recorded so far.
 
     Attributes:
-        header: Who it is.
-        records: Oldest first.
-        notes: What it told in words.
+        header: Identifies the rank.
+        records: Its complete records, oldest first.
+        notes: Its notes: buckets, names of logged values, failures.
         num_lost: How many older records were overwritten.
-        first: Its totals when it had ended its first backward.
-        last: Its last totals.
+        first: Its totals at the end of its first backward.
+        last: Its latest totals.
     """
 
     header: RankHeader
@@ -138,7 +139,7 @@ def capacity_of(memory: mmap.mmap) -> int:
 
 
 def create(path: Path | None, capacity: int) -> mmap.mmap:
-    """A new file in the place of any that is there, its disk space reserved; None: one without a name."""
+    """Replace any file at `path` by a new one, with its disk space reserved; None: a file without a name."""
     if path is None:
         fd = os.memfd_create("paceline-trace")
     else:
@@ -146,7 +147,7 @@ def create(path: Path | None, capacity: int) -> mmap.mmap:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, file_bytes(capacity))
-        # A short ring is mapped at once: then no note has to wait for a page.
+        # The pages of a short ring are mapped at once, so that no record waits for a page fault.
         at_once = mmap.MAP_POPULATE if capacity <= FLIGHT_RECORDS else 0
         return mmap.mmap(fd, file_bytes(capacity), flags=mmap.MAP_SHARED | at_once)
     except OSError:
@@ -160,7 +161,7 @@ def create(path: Path | None, capacity: int) -> mmap.mmap:
 def write_header(memory: mmap.mmap, header: RankHeader) -> None:
     packed = header.pack()
     memory[len(_MAGIC) : len(packed)] = packed[len(_MAGIC) :]
-    memory[: len(_MAGIC)] = _MAGIC  # last: without it, this is no recording for those who read
+    memory[: len(_MAGIC)] = _MAGIC  # last, because readers ignore a file without it
 
 
 def add_note(memory: mmap.mmap, note: dict[str, Any], *, is_failure: bool = False) -> bool:
@@ -180,15 +181,15 @@ def write_totals(memory: mmap.mmap, totals: Totals, number: int, *, is_first: bo
 
 
 def read_totals(data: bytes) -> tuple[Totals, Totals]:
-    """The first and the last totals of a rank, by the first 4096 bytes of its file."""
+    """The first and the last totals of a rank, from the first 4096 bytes of its file."""
     first, last = (unpack_totals(data[at : at + TABLE_BYTES]) for at in (_FIRST_AT, _LAST_AT))
     if any(totals and Total.TIME_NS not in totals for totals in (first, last)):
-        raise ValueError("it holds totals of no moment")
+        raise ValueError("it holds totals without a time")
     return first, last
 
 
 def read_header(data: bytes) -> RankHeader | None:
-    """Who has recorded, by the first bytes of the file; None: it is no such file, or of another version."""
+    """Read the header of a file; None if it is not a recording, or has another version."""
     if len(data) < _HEADER.size or data[:8] != _MAGIC:
         return None
     _, version, record_bytes, capacity, *numbers, host, boot = _HEADER.unpack_from(data)
@@ -202,7 +203,7 @@ def read_header(data: bytes) -> RankHeader | None:
 
 
 def read_notes(lines: bytes) -> list[dict[str, Any]]:
-    """The notes of a rank, or some of them."""
+    """Decode complete lines of the notes of a rank."""
     return [_note_of(line) for line in lines.split(b"\n") if line]
 
 
@@ -224,7 +225,7 @@ def _note_of(line: bytes) -> dict[str, Any]:
     } | {"what": note["what"]}
 
 
-# What readers use of each kind of note. Other kinds are passed over.
+# The fields that readers use of each kind of note. Of other kinds they use none.
 _NOTES: dict[str, dict[str, type]] = {
     "buckets": {"model": int, "buckets": list},
     "value": {"number": int, "name": str},
@@ -237,18 +238,22 @@ def is_number(value: object) -> bool:
 
 
 def printable(text: str, also: str = "") -> str:
-    """A text that another user may have written, for a terminal: without characters that control one."""
+    """Make a text that another user may have written safe to print on a terminal.
+
+    Control characters become "?", except those in `also`.
+    """
     return "".join(
         "?" if unicodedata.category(each) in _CONTROLS and each not in also else each for each in text
     )
 
 
-# Control characters, marks of direction and the like, halves of surrogate pairs, and ends of lines.
+# Unicode's categories of control characters, format characters (such as marks of direction), surrogates, and
+# separators of lines and paragraphs.
 _CONTROLS = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 
 def read(data: bytes) -> RankRecording | None:
-    """What a copy of the file holds; None: it is no such file, or its rank has not come far enough."""
+    """Decode a copy of a file; None if it is not a recording, or its rank has not written the header yet."""
     header = read_header(data)
     if header is None:
         return None
@@ -261,29 +266,29 @@ def read(data: bytes) -> RankRecording | None:
 
 
 def check_size(header: RankHeader, size: int) -> None:
-    """Raises ValueError: the file of this rank, whose disk space was reserved, is shorter."""
+    """Raises ValueError if the file was truncated: its full size was reserved when it was made."""
     if size < file_bytes(header.capacity):
         raise ValueError(f"{size} bytes are left of {file_bytes(header.capacity)}")
 
 
 def notes_end(used: int) -> int:
-    """Where the notes end, of which a rank has written so many bytes."""
+    """The place where the notes end, if `used` bytes of them were written."""
     if used > _NOTES_BYTES:
         raise ValueError(f"it reports {used} bytes of notes, and has room for {_NOTES_BYTES}")
     return NOTES_AT + int(used)
 
 
 def check_records(records: Iterable[Record]) -> None:
-    """Raises ValueError: a moment is none."""
+    """Raises ValueError if the time of a record is impossible."""
     if any(not 0 <= record.time_ns < 1 << 62 for record in records):
-        raise ValueError("it holds a record of no moment")
+        raise ValueError("it holds a record with an impossible time")
 
 
 def open_regular(path: Path) -> int:
-    """A descriptor for a file, which may lie in another user's folder. Never waits.
+    """Open a file for reading, and return its descriptor. Never blocks, even in another user's folder.
 
     Raises:
-        OSError: It can't be opened, or is a link, a pipe, a device or a folder.
+        OSError: It can't be opened, or is a symbolic link, a pipe, a device or a folder.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -307,11 +312,14 @@ def damaged(path: Path, error: ValueError) -> ConfigError:
 
 
 def read_start(path: Path) -> RankRecording | None:
-    """Who has recorded in a file, and its totals, without its records and notes; None: no rank (yet).
+    """Read the header and the totals of a file, without its records and notes.
+
+    Returns:
+        None if no rank has written the header yet, or it is not a recording.
 
     Raises:
-        OSError: It can't be read.
-        ConfigError: It is damaged.
+        OSError: The file can't be read.
+        ConfigError: The file is damaged.
     """
     data = read_bytes(path, NOTES_AT)
     try:
@@ -322,7 +330,7 @@ def read_start(path: Path) -> RankRecording | None:
 
 
 def read_file(path: Path) -> RankRecording | None:
-    """All that a rank has recorded; None: no rank (yet)."""
+    """Read everything that a rank has recorded; None as in `read_start`."""
     try:
         with os.fdopen(open_regular(path), "rb") as file:
             header = read_header(file.read(COUNT_AT))
@@ -336,6 +344,6 @@ def read_file(path: Path) -> RankRecording | None:
 
 
 def read_folder(folder: Path) -> list[RankRecording]:
-    """What the ranks have recorded in a folder, by rank."""
+    """Read all recordings in a folder, sorted by rank."""
     found = [read_file(folder / name) for name in os.listdir(folder) if _is_ring(name)]
     return sorted((each for each in found if each is not None), key=lambda each: each.header.rank)

@@ -1,8 +1,8 @@
-"""Which rank the others wait for, and why: found in the totals of the ranks, and said in a sentence.
+"""Finds the rank that the others wait for, and the cause, in the totals of the ranks, and describes both.
 
-Backward is a barrier, so every rank has the same step and only its own work shows who is slow.
-Whatever a rank does more of than the others, for each step, may be the cause; the part of the difference that
-it explains decides.
+Backward is a barrier, so all ranks have the same step time, and only the time that a rank works by itself
+shows that it is slow. Anything of which a rank has more per step than the others may be the cause. The cause
+that explains most of the difference is named.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from paceline.trace.ring_file import RankRecording
 from paceline.trace.totals import Total, Totals
 
 _EXPLAINS = 0.4
-"""Part of what a rank works more than the others that a cause must explain, to be named."""
+"""A cause is named only if it explains this part of the time that a rank works longer than the others."""
 _MINOR_FAULT_NS = 500
-"""What the kernel takes to clear a page and to map it, about."""
+"""Approximate time in which the kernel clears and maps a page."""
 _MAJOR_FAULT_NS = 100_000
-"""What a fast disk takes to read a page."""
+"""Approximate time in which a fast disk reads a page."""
 _MOST_SHOWN = 3
-"""Ranks that are named; more are not read."""
+"""Most ranks that are reported; users would not read more."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What must have been seen before a rank is called slow.
+    """The least that must have been measured before a rank is called slow.
 
     Attributes:
-        passes: Least number of backward passes.
-        seconds: Least time that they took.
-        lost_s: Least time that the others waited for the rank, in all.
-        part: Least part of a step by which a rank works longer than the median of the others.
-        share: Least part of the backward passes in which the rank was the last: a checkpoint that rank 0
-            writes now and then does not count, ...
-        rarely_lost_s: ... unless the others have waited so long for it.
+        passes: Number of backward passes.
+        seconds: Time that they took.
+        lost_s: Total time that the others waited for the rank.
+        part: Part of a step by which the rank works longer than the median of the others.
+        share: Part of the backward passes in which the rank was last. So a checkpoint that rank 0 writes
+            now and then does not count, ...
+        rarely_lost_s: ... unless the others have waited for it this long in total.
     """
 
     passes: int
@@ -49,9 +49,9 @@ class Limits:
 
 
 AT_THE_END = Limits(passes=20, seconds=0.0, lost_s=1.0, rarely_lost_s=10.0)
-"""What is worth a sentence when a job has ended."""
+"""Limits for a sentence when a job has ended."""
 WHILE_IT_RUNS = Limits(passes=100, seconds=10.0, lost_s=1.0)
-"""What is worth a warning."""
+"""Limits for a warning."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Cause:
     """Why a rank works longer than the others.
 
     Attributes:
-        kind: A word for it; see _CAUSES.
-        text: What is to be said of it, the rank being "it".
+        kind: Its key in `_CAUSES` or `_WHEREABOUTS`.
+        text: A clause that describes it, in which the rank is "it".
     """
 
     kind: str
@@ -92,10 +92,11 @@ class SlowRank:
     """A rank that the others wait for.
 
     Attributes:
-        span: What it has done.
-        share: Part of the backward passes in which it was the last.
-        held_up_ns: How much later than the others it came, in the mean over all backward passes.
-        cause: Why; None: that is unknown.
+        span: Its totals over the time that was measured.
+        share: Part of the backward passes in which it was last.
+        held_up_ns: How much later than the others it arrived when it was last, averaged over all backward
+            passes.
+        cause: Why it is slow; None: unknown.
     """
 
     span: Span
@@ -124,7 +125,7 @@ def span_of(recording: RankRecording, since: Totals) -> Span:
 
 
 def slow_ranks(spans: Sequence[Span], limits: Limits) -> list[SlowRank]:
-    """The ranks that the others wait for, the slowest first, three at most. None: all is balanced."""
+    """The ranks that the others wait for, the slowest first, three at most; empty if no rank is slow."""
     able = [span for span in spans if span.passes >= max(1, limits.passes)]
     found: list[tuple[float, SlowRank]] = []
     for span in able:
@@ -144,19 +145,19 @@ def slow_ranks(spans: Sequence[Span], limits: Limits) -> list[SlowRank]:
 
 
 def find_cause(span: Span, others: Sequence[Span], more_ns: float) -> Cause | None:
-    """What a rank does more of than the others, and what explains most of its longer work."""
+    """The cause that explains most of the time that a rank works longer than the others; None: unknown."""
     weighed = {kind: explains(span, others) for kind, (explains, _) in _CAUSES.items()}
     kind = max(weighed, key=weighed.__getitem__)
     if weighed[kind] >= _EXPLAINS * more_ns:
         return Cause(kind, _CAUSES[kind][1](span, others))
-    for kind, (explains, tells) in _WHEREABOUTS.items():
+    for kind, (explains, describe) in _WHEREABOUTS.items():
         if explains(span, others) >= _EXPLAINS * more_ns:
-            return Cause(kind, tells(span, others))
+            return Cause(kind, describe(span, others))
     return None
 
 
 _Explains = Callable[[Span, Sequence[Span]], float]
-"""How much longer a rank works for each step because of something, in nanoseconds."""
+"""How much longer a rank works per step because of one cause, in nanoseconds."""
 _Describes = Callable[[Span, Sequence[Span]], str]
 
 
@@ -171,28 +172,28 @@ def _of_others(others: Sequence[Span], total: Total) -> float | None:
 
 
 def _times(total: Total, template: str) -> tuple[_Explains, _Describes]:
-    """The template says {own} and {others}."""
+    """`template` contains {own} and {others}."""
 
     def explains(span: Span, others: Sequence[Span]) -> float:
         return _more(span, others, total)
 
-    def tells(span: Span, others: Sequence[Span]) -> str:
+    def describe(span: Span, others: Sequence[Span]) -> str:
         return template.format(
             own=_ms(span.of_step(total) or 0.0), others=_ms(_of_others(others, total) or 0.0)
         )
 
-    return explains, tells
+    return explains, describe
 
 
 def _faults(total: Total, each_ns: int, template: str) -> tuple[_Explains, _Describes]:
     def explains(span: Span, others: Sequence[Span]) -> float:
         return _more(span, others, total) * each_ns
 
-    def tells(span: Span, others: Sequence[Span]) -> str:
+    def describe(span: Span, others: Sequence[Span]) -> str:
         own, theirs = span.of_step(total) or 0.0, _of_others(others, total) or 0.0
         return template.format(own=f"{own:.4g}", others=f"{theirs:.4g}")
 
-    return explains, tells
+    return explains, describe
 
 
 def _larger(total: Total, what: str) -> tuple[_Explains, _Describes]:
@@ -206,11 +207,11 @@ def _larger(total: Total, what: str) -> tuple[_Explains, _Describes]:
         ]
         return (own / theirs - 1) * max(0.0, median(compute))
 
-    def tells(span: Span, others: Sequence[Span]) -> str:
+    def describe(span: Span, others: Sequence[Span]) -> str:
         own, theirs = span.of_step(total) or 0.0, _of_others(others, total) or 1.0
         return f"{what} {own:.4g} in the mean, {own / theirs:.3g} times those of the others"
 
-    return explains, tells
+    return explains, describe
 
 
 def _without_core(span: Span, others: Sequence[Span]) -> float:
@@ -262,7 +263,7 @@ _CAUSES: Mapping[str, tuple[_Explains, _Describes]] = {
     "weight": _larger(Total.WEIGHT, "the weights of its batches were"),
     "batch": _larger(Total.SAMPLES, "the samples of its batches were"),
 }
-# Where the time of a rank goes, if nothing in particular is found; the first that explains enough.
+# Where the time of a rank goes, if no cause above explains enough. The first of these that does is named.
 _WHEREABOUTS: Mapping[str, tuple[_Explains, _Describes]] = {
     "between": (_times(Total.BETWEEN_NS, "")[0], _describe_between),
     "computing": _times(Total.CPU_NS, "it computed for {own} per step, the others {others}"),
@@ -278,12 +279,12 @@ def _ms(ns: float) -> str:
 
 
 class CauseWatch:
-    """Says why a rank is slow, from what the ranks have done since a look some seconds ago."""
+    """Finds why a rank is slow, from how the totals have changed over the last seconds."""
 
     _SPAN_NS = 10_000_000_000
 
     def __init__(self) -> None:
-        # Bounded, in case the rank whose clock decides what is old writes no more.
+        # Bounded, in case no rank writes new totals: their times decide which looks are old.
         self._looks: deque[dict[int, Totals]] = deque(maxlen=64)
         self._spans: list[Span] = []
 
@@ -294,7 +295,7 @@ class CauseWatch:
         for each in recordings:
             if each.last and each.first:
                 since = before.get(each.header.rank)
-                # Nothing new was written since: a rank writes once in a second, and one may look sooner.
+                # A rank writes its totals once a second, so there may be none newer than `since`.
                 is_new = since is not None and since[Total.TIME_NS] < each.last[Total.TIME_NS]
                 self._spans.append(span_of(each, since if since is not None and is_new else each.first))
         self._looks.append(now)
@@ -321,24 +322,25 @@ def _newest_ns(look: Mapping[int, Totals]) -> float:
 
 
 class SlowWatch:
-    """Says of a running job which rank has become slow, once for each rank and cause. Spans follow each
-    other, each long enough for the limits.
+    """Reports which ranks of a running job have become slow, once for each rank and cause.
+
+    The spans that it examines follow each other, and each is long enough for the limits.
     """
 
     def __init__(self, limits: Limits = WHILE_IT_RUNS) -> None:
         self._limits = limits
         self._since: dict[int, Totals] = {}
-        self._told: set[tuple[int, str]] = set()
+        self._reported: set[tuple[int, str]] = set()
 
     def look(self, recordings: Sequence[RankRecording]) -> list[str]:
-        """The sentences that are due now."""
+        """The sentences about slow ranks that were not reported before."""
         now = {each.header.rank: each.last for each in recordings if each.last}
         spans = [
             span_of(each, self._since[each.header.rank])
             for each in recordings
             if each.last and each.header.rank in self._since
         ]
-        if now.keys() - self._since.keys():  # ranks begin one after the other
+        if now.keys() - self._since.keys():  # another rank has begun: measure from now on
             self._since = now
             return []
         if not spans or any(
@@ -351,7 +353,7 @@ class SlowWatch:
         due = [
             slow
             for slow in slow_ranks(spans, self._limits)
-            if (slow.span.rank, slow.cause.kind if slow.cause else "") not in self._told
+            if (slow.span.rank, slow.cause.kind if slow.cause else "") not in self._reported
         ]
-        self._told |= {(slow.span.rank, slow.cause.kind if slow.cause else "") for slow in due}
+        self._reported |= {(slow.span.rank, slow.cause.kind if slow.cause else "") for slow in due}
         return [slow.sentence("the last ") for slow in due]

@@ -1,7 +1,7 @@
-"""From the records of a rank to what it did and when: slices of time, and whom it waited for.
+"""Turns the records of a rank into a timeline: slices of time, and waits for other ranks.
 
-Records tell when something began and ended; what lies within what follows from the times.
-Slices of one lane never overlap in part, so that viewers can nest them.
+Records hold the times at which activities began and ended. How activities nest follows from these times.
+Slices of one lane never overlap in part, so that viewers can nest them. A lane is the number of a model.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Wait:
-    """whom: the last rank to come, as this one knows it."""
+    """`whom` is the last rank to arrive, as far as this rank knows."""
 
     key: BackwardKey
     begin_ns: int
@@ -63,13 +63,13 @@ class RankTimeline:
     """What one rank did.
 
     Attributes:
-        recording: Where this comes from.
-        slices: Properly nested within each lane, by their begin.
-        posted: When which bucket of which lane was posted.
-        arrivals: When autograd was through with a backward.
-        ends: When a backward was over.
+        recording: The recording that this was made from.
+        slices: Sorted by lane and begin, and properly nested within each lane.
+        posted: The time, the lane and the bucket of each post.
+        arrivals: When autograd had finished each backward.
+        ends: When each backward was over, averaging included.
         failed: Backward passes that raised on this rank.
-        waits: Whom it waited for.
+        waits: Its waits for other ranks.
     """
 
     recording: RankRecording
@@ -103,7 +103,7 @@ def make_timeline(recording: RankRecording) -> RankTimeline:
 
 
 def last_to_arrive(timelines: Sequence[RankTimeline]) -> dict[BackwardKey, int]:
-    """The rank that all others waited for, by iteration; for those that all ranks have recorded."""
+    """The rank that arrived last in each backward that all ranks have recorded."""
     shared = set.intersection(*(set(each.arrivals) for each in timelines)) if timelines else set()
     return {key: max(timelines, key=lambda each: each.arrivals[key]).rank for key in shared}
 
@@ -114,7 +114,7 @@ class _Builder:
         self._found: list[Slice] = []
         self._open: dict[tuple[str, int], tuple[int, dict[str, Any]]] = {}
         self._current: BackwardKey = (0, 0)
-        self._marks: dict[int, int] = {}  # of each lane, the end of what the end of a backward did last
+        self._marks: dict[int, int] = {}  # of each lane, when the last part of the end of a backward was over
         self._buckets: dict[int, list[list[Any]]] = {
             note["model"]: note["buckets"] for note in recording.notes if note.get("what") == "buckets"
         }
@@ -157,7 +157,7 @@ class _Builder:
         name = _BEGINS.get(event)  # type: ignore[call-overload]
         if name is not None:
             lane = self._lane(name, record)
-            self._close(name, lane, record.time_ns, {})  # a forward that raised
+            self._close(name, lane, record.time_ns, {})  # left open by a forward that raised
             self._open[name, lane] = record.time_ns, self._args(event, record)
             if event == Event.BACKWARD_BEGAN:
                 self._current = backward_of(record.first)
@@ -213,7 +213,7 @@ class _Builder:
 
 
 def nested(slices: Iterable[Slice]) -> list[Slice]:
-    """The slices by lane and begin; what outlasts the slice that it began in is cut at that one's end."""
+    """Sort slices by lane and begin, and cut each at the end of the slice in which it begins."""
     found: list[Slice] = []
     stack: list[Slice] = []
     for each in sorted(slices, key=lambda s: (s.lane, s.begin_ns, -s.end_ns)):

@@ -1,8 +1,8 @@
-"""What a rank has used and done since it began, in numbers that only grow; and how they lie in its file.
+"""Totals of what a rank has done and used since it began, and their layout in its file.
 
-A rank writes its totals once in a second, so a monitor reads some hundred bytes for
-each rank, whatever the length of its ring and of the job. What a machine or a program does not say is NaN.
-Imports the standard library: launchers read totals, and start without the core.
+A rank writes its totals once a second, so a monitor reads a few hundred bytes for each rank, however long the
+ring and the job are. A total that the machine or the program does not provide is NaN in the file. This module
+imports only the standard library, because launchers read totals and start without the core.
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ if TYPE_CHECKING:
 
 
 class Total(IntEnum):
-    """What is counted. Sums over all models of a process and all their steps, but for the first ones."""
+    """A total, summed over all models of a process and all their steps except the first ones."""
 
     TIME_NS = 0
-    """When it was looked at, by CLOCK_MONOTONIC."""
+    """When the totals were taken, by CLOCK_MONOTONIC."""
     BACKWARDS = 1
     WORKED_NS = 2
-    """From the end of each backward to the end of the next backward, without waiting for others."""
+    """From the end of each backward to the end of the next backward, without waiting for other ranks."""
     TIMES_LAST = 3
-    """In how many backward passes this rank was the last to come."""
+    """Number of backward passes in which this rank arrived last."""
     HELD_UP_NS = 4
-    """How much later than the others it came then, in the mean over these."""
+    """How much later than the others it arrived in these, averaged over the other ranks."""
     BETWEEN_NS = 5
-    """From the end of each backward to the next forward: optimizer, data, whatever the script does."""
+    """From the end of each backward to the next forward: optimizer, data loading, the rest of the script."""
     DATA_NS = 6
-    """Within the data loader. Told only where all is recorded, as all in the next line."""
+    """Time in the data loader. Like OPTIMIZER_NS it is known only if everything is recorded (--trace)."""
     OPTIMIZER_NS = 7
     WEIGHT = 8
-    """The weights of the backward passes, where the user gives any."""
+    """The weights of the backward passes, if the user gives any."""
     SAMPLES = 9
-    """First dimensions of what the model was called with."""
+    """First dimensions of the batches that the model was called with."""
     CPU_NS = 10
     """Processor time of all threads."""
     RUN_QUEUE_NS = 11
-    """How long the main thread was ready to run while another one had the core."""
+    """How long the main thread was ready to run while another thread had its core."""
     SWITCHES = 12
-    """How often a thread was taken from its core."""
+    """Number of involuntary context switches."""
     MAJOR_FAULTS = 13
     """Pages that were read from a disk."""
     MINOR_FAULTS = 14
-    """Pages that the kernel had to give."""
+    """Pages that the kernel mapped without reading a disk."""
     THROTTLED_NS = 15
     """How long the control group was throttled."""
     STOLEN_NS = 16
-    """How long the process's cores were taken by other virtual machines, in all."""
+    """How long other virtual machines had the cores of this process, summed over cores."""
 
 
 Totals: TypeAlias = Mapping[Total, float]
-"""What is told; what is not told is not in it."""
+"""Totals of one rank. A total that is not known has no entry."""
 
-# A number that is counted up before and after, so that a reader sees when it has read half of a change.
+# The sequence number stands before and after the values, so that a reader notices a half-written table.
 _TABLE = struct.Struct(f"<Q{len(Total)}dQ")
 TABLE_BYTES = _TABLE.size
 
@@ -89,7 +89,7 @@ class ModelTotals:
     """What one wrapped model adds to the totals of its process.
 
     Attributes:
-        weight: As the total of this name; None: no weight was ever given.
+        weight: The total `WEIGHT` of this model; None: no weight was ever given.
     """
 
     __slots__ = ("_last", "_rank", "_records", "_times", "weight")
@@ -103,7 +103,7 @@ class ModelTotals:
         self._records = records
         self.weight: float | None = None
         self._rank = rank
-        # Weak: a model that nobody holds any more need not wait for the recording to forget it.
+        # Weak, so that the recording does not keep a model alive.
         self._times: weakref.WeakMethod[Any] = weakref.WeakMethod(times)
         self._last: Totals = {}
 

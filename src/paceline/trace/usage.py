@@ -1,6 +1,7 @@
-"""What this process has used of the machine so far: processor time, and what kept it from running.
+"""Measures processor time, page faults, and what kept this process from running (throttling, steal, queues).
 
-Totals since the process began, from files that stay open, so that a look costs microseconds.
+The totals only grow. Those of the machine and of the control group are older than the process, so only their
+differences matter. The files stay open, so that a reading costs microseconds.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class UsageReader:
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
-    """None: this machine does not say; `pid` None: this process."""
+    """Resident memory of a process; None if it is unknown. `pid` None: this process."""
     try:
         pages = int(Path(f"/proc/{'self' if pid is None else pid}/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):

@@ -1,6 +1,6 @@
-"""The answer: the table with its bars, the sentences, and the picture. Pure, but for `show` and `draw`.
+"""Presents the answer as a table with bars, sentences, and a picture. Pure, except for `show` and `draw`.
 
-A sentence claims no more than the intervals do. rich, when it is installed, draws the table.
+A sentence claims no more than the intervals show. If rich is installed, it draws the table.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from paceline.launch.tuned import Layout, counted
 from paceline.tune.compare import LEAST_ROUNDS, Interval, Result, Standing, Verdict
 
 HEADINGS = ("ranks", "threads", "{unit}/s", "of one rank", "from - to", "per step", "rounds", "")
-_SPARED = (5, 6, 4, 7)  # columns that are left out, in this order, where there is no room for all of them
-_FOLDED = 3  # its cells may take two lines, on the narrowest terminals
+_SPARED = (5, 6, 4, 7)  # columns that are left out, in this order, if there is no room for all of them
+_FOLDED = 3  # the column whose cells may take two lines, on the narrowest terminals
 _WIDTH_OF_FILES = 100
 _BAR, _SHORTEST_BAR = 24, 8
-_BUSY = 0.5  # of the cores
+_BUSY = 0.5  # the machine is busy if its load is more than this part of its cores
 
 
 def rows(verdict: Verdict, standings: Sequence[Standing]) -> list[list[str]]:
-    """The table: a row for each layout, also for those that could not be measured; the bar comes last."""
+    """The rows of the table: one for each layout, measured or not. The last cell is the bar."""
     most = max(each.rate.median for each in verdict.results)
     found = []
     for standing in sorted(standings, key=lambda each: each.layout):
@@ -51,24 +51,24 @@ def rows(verdict: Verdict, standings: Sequence[Standing]) -> list[list[str]]:
 def sentences(
     verdict: Verdict, standings: Sequence[Standing], num_cores: int, load: float = 0.0
 ) -> list[str]:
-    """What the table means: which layout to use, by how much it is faster, and how sure that is.
+    """Explain the table: which layout to use, how much faster it is, and how certain that is.
 
     Args:
-        verdict: What the measurements say.
-        standings: All layouts.
+        verdict: The result of the comparison.
+        standings: All layouts, measured or not.
         num_cores: Cores of the machine.
         load: Load average of the machine before the measurement.
     """
     found = [*_not_sure(verdict), _recommendation(verdict), *_doubts(verdict), *_fairness(verdict)]
     if verdict.unit == "elements":
         found.append(
-            "Elements of the batches are counted, because their first dimension does not tell their size."
+            "Elements of the batches are counted, because their first dimension does not show their size."
         )
     found += [
         f"{each.layout}: {each.out}." for each in sorted(standings, key=lambda each: each.layout) if each.out
     ]
     if busy := busy_before(num_cores, load):
-        # Threads of one process meet at the end of each operation, and wait for one that has no core.
+        # Threads of one process synchronise at the end of each operation, and wait for one without a core.
         found.append(
             f"{busy[0].upper()}{busy[1:]}, which slows threads of one process down more than processes "
             "of one thread. Measure again when it is idle."
@@ -79,7 +79,7 @@ def sentences(
 
 
 def busy_before(num_cores: int, load: float) -> str:
-    """That the machine had other work before the measurement, in words; "": it had not.
+    """A clause that says that the machine was busy before the measurement; "" if it was not.
 
     Example:
         >>> busy_before(2, 3.5)
@@ -91,7 +91,7 @@ def busy_before(num_cores: int, load: float) -> str:
 
 
 def _not_sure(verdict: Verdict) -> list[str]:
-    """What comes before all else where layouts were measured too rarely."""
+    """A warning, which comes first, if layouts were measured too rarely."""
     if not verdict.unsure:
         return []
     names = ", ".join(f"{each.layout} ({counted(each.rounds, 'round')})" for each in verdict.unsure)
@@ -135,7 +135,7 @@ def _one_is_best(best: Layout, verdict: Verdict, others: Sequence[Result]) -> st
 
 
 def _doubts(verdict: Verdict) -> list[str]:
-    """Layouts that may be as fast."""
+    """Names the layouts that may be as fast as the fastest."""
     found = []
     close = [
         each
@@ -149,22 +149,22 @@ def _doubts(verdict: Verdict) -> list[str]:
 
 
 def _fairness(verdict: Verdict) -> list[str]:
-    """Whether a step of all layouts has as many samples: if not, what is compared is not the same work."""
+    """A warning if steps do not have as many samples in all layouts, so that their work differs."""
     per_step = {each.layout: each.samples_per_step for each in verdict.results}
     if verdict.unit == "elements" or max(per_step.values()) < 1.05 * min(per_step.values()):
         return []
-    told = ", ".join(
+    sizes = ", ".join(
         f"{round(samples)} with {counted(layout.ranks, 'rank')}" for layout, samples in per_step.items()
     )
     return [
-        f"A step does not have as many samples in all layouts: {told}. With larger steps an epoch has fewer "
+        f"A step does not have as many samples in all layouts: {sizes}. With larger steps an epoch has fewer "
         "of them, and the learning rate may have to be another one. To compare at the same global batch, let "
         "the script divide it by the number of ranks, or give the batch as '{256/ranks}'."
     ]
 
 
 def times(ratio: Interval) -> str:
-    """A ratio and its interval.
+    """Format a ratio and its interval.
 
     Example:
         >>> times(Interval(1.634, 1.58, 1.7))
@@ -172,13 +172,13 @@ def times(ratio: Interval) -> str:
     """
     if ratio.low == ratio.median == ratio.high:
         return f"{ratio.median:.2f}x"
-    if ratio.high == float("inf"):  # not a single round has both
+    if ratio.high == float("inf"):  # no round has both layouts
         return f"about {ratio.median:.2f}x"
     return f"{ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
 
 
 def number(value: float) -> str:
-    """Three digits at least, and no more than tell something.
+    """Format a number with three significant digits, and all digits before the point.
 
     Example:
         >>> number(12345.6), number(3.14159)
@@ -188,14 +188,14 @@ def number(value: float) -> str:
 
 
 def bar(part: float) -> str:
-    """A bar of so much of the whole width."""
+    """A bar that takes this part of the full width."""
     return "█" * max(1, round(_BAR * part))
 
 
-def show(title: str, unit: str, table: Sequence[Sequence[str]], told: Sequence[str]) -> None:
-    """Print the table as wide as the terminal (or COLUMNS) has room for, and the sentences.
+def show(title: str, unit: str, table: Sequence[Sequence[str]], lines: Sequence[str]) -> None:
+    """Print the table, as wide as the terminal (or COLUMNS) allows, and below it the sentences in `lines`.
 
-    With rich, when it is installed.
+    The table is drawn with rich, if that is installed.
     """
     headings = [heading.format(unit=unit) for heading in HEADINGS]
     is_terminal = sys.stdout.isatty()
@@ -211,19 +211,19 @@ def show(title: str, unit: str, table: Sequence[Sequence[str]], told: Sequence[s
             if shown[-1] == len(HEADINGS) - 1:
                 cells.append(line[-1][: round(len(line[-1]) * bar_width / _BAR)])
             print("  ".join(cells).rstrip())
-        print("", *told, sep="\n")
+        print("", *lines, sep="\n")
         return
     _show_rich(Console(width=width), title, headings, table)
-    print(*told, sep="\n")
+    print(*lines, sep="\n")
 
 
 def fitting(lines: Sequence[Sequence[str]], width: int, *, between: int) -> tuple[list[int], int]:
-    """The columns that there is room for, and how wide the last one, the bar, may be.
+    """Choose the columns of the table that fit, and the width of the last one, the bar.
 
     Args:
         lines: The headings and the rows.
-        width: Columns of the terminal that there are for all.
-        between: How many of them each column takes besides its cells.
+        width: Characters in a line of the terminal.
+        between: Characters that each column takes besides its cells.
     """
     widths = [between + max(len(line[at]) for line in lines) for at in range(len(HEADINGS))]
     bar_at = len(HEADINGS) - 1
@@ -242,7 +242,7 @@ def _show_rich(console: Any, title: str, headings: Sequence[str], table: Sequenc
     from rich.table import Table
     from rich.text import Text
 
-    # A rule and a blank on both sides of each cell, and one rule more.
+    # Each column takes a rule and two blanks besides its cells, and the table one rule more.
     shown, bar_width = fitting([headings, *table], console.width - 1, between=3)
     drawn = Table(title=title, title_justify="left")
     for at in shown:
@@ -251,7 +251,7 @@ def _show_rich(console: Any, title: str, headings: Sequence[str], table: Sequenc
         else:
             drawn.add_column(width=bar_width)
     for row in table:
-        # As wide as the terminal has room for, and all bars of the table alike.
+        # rich scales all bars of the table to the width of their column.
         drawn.add_row(
             *(
                 Text(row[at]) if headings[at] or not row[at] else Bar(_BAR, 0, len(row[at]), color="cyan")
@@ -262,7 +262,7 @@ def _show_rich(console: Any, title: str, headings: Sequence[str], table: Sequenc
 
 
 def draw(verdict: Verdict, title: str, machine: str, path: Path) -> None:
-    """Write a picture: a bar for each layout with its interval.
+    """Write a picture with a bar for each layout and its interval.
 
     Raises:
         ImportError: matplotlib is not installed.

@@ -1,4 +1,4 @@
-"""`paceline tune`: its arguments, what is checked before anything starts, and the answer."""
+"""`paceline tune`: its arguments, the checks before anything starts, and the answer."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ examples:
   paceline tune train.py --batch '{256/ranks}'   256 samples in each step, whatever the ranks
   paceline run -n auto train.py --lr 0.1       then uses the answer
 
-The script runs for real, once for each layout, until it is stopped: what it writes in its first minute, it
-writes. It must wrap its model in Paceline's class, or be given --replace-ddp. PACELINE_TUNE is set for it.
-The exit status is 0 if layouts could be compared, 1 if not.
+The script really runs, once for each layout, until it is stopped, so files that it writes in its first minute
+are written. It must wrap its model in Paceline's class, or be given --replace-ddp. PACELINE_TUNE is set for
+it. The exit status is 0 if layouts could be compared, 1 if not.
 """
 _STOPPED = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options; the command itself is cut off before."""
+    """Declare the options. The command of the user is not parsed here: `split_command` cuts it off."""
     parser.usage = _USAGE
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("-m", dest="is_module", action="store_true", help="run a module, as python -m; ends the options")
+    add("-m", dest="is_module", action="store_true", help="run a module, as python -m; the last option")
     add(
         "--seconds",
         type=float,
         default=60.0,
         metavar="S",
-        help="how long to measure at most, starts included (default: %(default)g)",
+        help="the longest time to measure, starts included (default: %(default)g)",
     )
     add("--ranks", metavar="A,B", help="numbers of ranks to compare (default: from 1 to one per core)")
-    add("--replace-ddp", nargs="?", const="1", metavar="sampler", help="as of `paceline run`")
-    add("--bind", choices=("auto", "cores", "none"), default="auto", help="as of `paceline run`")
+    add("--replace-ddp", nargs="?", const="1", metavar="sampler", help="as in `paceline run`")
+    add("--bind", choices=("auto", "cores", "none"), default="auto", help="as in `paceline run`")
     add("--output", type=Path, metavar="FILE.png", help="draw the answer (needs matplotlib)")
     add("--json", type=Path, metavar="FILE", help="write the answer with every measurement")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure a script, say what is fastest, and store it for `paceline run -n auto`.
+    """Measure a script, report the fastest layout, and store it for `paceline run -n auto`.
 
     Raises:
-        ConfigError: Something is wrong with the options or the command; nothing was started.
+        ConfigError: The options or the command are wrong; nothing was started.
     """
     options, command = run_cli.split_command(arguments, add_arguments)
     parser = argparse.ArgumentParser(prog="paceline tune", allow_abbrev=False)
@@ -98,11 +98,11 @@ def main(arguments: Sequence[str]) -> int:
     if verdict is None:
         _say_why_nothing(found, parsed.seconds)
         return 1
-    # One layout of several is no answer: the others were not measured.
+    # If only one of several layouts was measured, nothing was compared, so there is no answer.
     is_answer = len(verdict.results) >= min(2, len(found.standings))
-    told = answer.sentences(verdict, found.standings, num_cores, load)
+    lines = answer.sentences(verdict, found.standings, num_cores, load)
     reservation = answer.busy_before(num_cores, load)
-    _answer(verdict, found, parsed, command, num_cores, told, reservation, is_answer=is_answer)
+    _answer(verdict, found, parsed, command, num_cores, lines, reservation, is_answer=is_answer)
     return 0 if is_answer else 1
 
 
@@ -122,8 +122,8 @@ def _layouts(ranks: str | None, num_cores: int) -> list[Layout]:
 
 
 def _run_options(parsed: argparse.Namespace) -> list[str]:
-    """What is handed on to `paceline run`."""
-    run_cli.environment_of_ranks(parsed.replace_ddp)  # says what is wrong with it
+    """The options that are passed on to `paceline run`."""
+    run_cli.environment_of_ranks(parsed.replace_ddp)  # raises if the value is wrong
     options = [] if parsed.bind == "auto" else ["--bind", parsed.bind]
     if parsed.replace_ddp is not None:
         options.append(
@@ -133,7 +133,7 @@ def _run_options(parsed: argparse.Namespace) -> list[str]:
 
 
 def _check_files(*paths: Path | None) -> None:
-    """Raise unless a picture can be drawn, and the files written: a minute later is too late to say so.
+    """Check, before the measurement, that the picture (the first path) can be drawn and the files be written.
 
     Raises:
         ConfigError: They can't.
@@ -159,7 +159,7 @@ def _check_files(*paths: Path | None) -> None:
 
 
 def _line_on_terminal() -> Callable[[str], None]:
-    """Shows what is going on: on a terminal in one line, elsewhere only what is started."""
+    """A function that shows the progress: on a terminal in one line, elsewhere only the starts of layouts."""
     if not sys.stderr.isatty():
         return lambda text: None if text.startswith("round") else print(f"paceline: {text}", file=sys.stderr)
     return lambda text: print(f"\r\033[Kpaceline: {text}"[:100], end="", file=sys.stderr, flush=True)
@@ -171,7 +171,7 @@ def _clear_line() -> None:
 
 
 def _say_why_nothing(found: Measured, seconds: float) -> None:
-    """No layout could be measured."""
+    """Report why no layout could be measured."""
     _clear_line()
     if found.output:
         print(found.output, file=sys.stderr)
@@ -195,12 +195,12 @@ def _answer(
     parsed: argparse.Namespace,
     command: Sequence[str],
     num_cores: int,
-    told: list[str],
+    lines: list[str],
     reservation: str,
     *,
     is_answer: bool,
 ) -> None:
-    """The table, the sentences, the picture, and the answer, which is stored if it is sure."""
+    """Show the table, the sentences and the picture, and store the answer if it is certain."""
     _clear_line()
     script = tuned.name_of_script(command, is_module=parsed.is_module)
     best = verdict.result(verdict.recommended)
@@ -220,11 +220,11 @@ def _answer(
         *_filled(command, kept.layout.ranks),
     ]
     ranks = ["-n", str(kept.layout.ranks), "--threads", str(kept.layout.threads)]
-    told.append(f"Use it with:  {shlex.join(['paceline', 'run', *ranks, *whole])}")
+    lines.append(f"Use it with:  {shlex.join(['paceline', 'run', *ranks, *whole])}")
     if is_answer:
-        told.append("Nothing is stored for `paceline run -n auto`." if verdict.unsure else _keep(kept))
+        lines.append("Nothing is stored for `paceline run -n auto`." if verdict.unsure else _keep(kept))
     title = f"{command[0]}: {verdict.unit} per second by layout, measured in {found.took_s:.0f} s"
-    answer.show(title, verdict.unit, answer.rows(verdict, found.standings), told)
+    answer.show(title, verdict.unit, answer.rows(verdict, found.standings), lines)
     if parsed.json is not None:
         parsed.json.write_text(json.dumps(_as_json(verdict, found, kept), indent=1) + "\n")
     if parsed.output is not None:
@@ -234,7 +234,7 @@ def _answer(
 
 
 def _keep(answer: Tuned) -> str:
-    """Store the answer; what is said of it."""
+    """Store the answer; returns a line that reports this to the user."""
     try:
         tuned.keep(answer, os.environ)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Which layout is measured next, when to stop, which layout is fastest, and how sure that is. Pure.
+"""Decides which layout is measured next, when to stop, and which layout is fastest. Pure.
 
-Layouts are compared round by round. Two turns of one round ran within moments of each other, so that other
-load on the machine slowed both; what is compared is the ratio of their rates, by the median over rounds and
-its 95 % interval. A layout is faster if the whole interval says so.
+Layouts are compared round by round. The turns of one round run within moments of each other, so other load on
+the machine slows all of them. Two layouts are compared by the ratio of their rates: its median over rounds,
+and the 95 % interval of the median. A layout is called slower only if the whole interval is below 1.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from paceline.launch.tuned import Layout
 from paceline.tune.rates import LEAST_STEPS, Turn, counts_elements
 
 LEAST_ROUNDS = 5
-"""Fewer rounds tell nothing for sure: of five, all fall on one side by chance in 1 of 16 cases."""
+"""Fewer rounds prove nothing: all of five rounds agree by chance in 1 of 16 cases."""
 _ROUNDS_BEFORE_AN_END = 7
-_SAME = 0.02  # two layouts that differ by less for sure need no further rounds
-_OUT = 0.85  # a layout that certainly reaches less of the fastest is measured no more
-_AS_GOOD = 0.97  # the fewest ranks are recommended among those that reach this
+_SAME = 0.02  # a layout that certainly differs from the fastest by less needs no further rounds
+_OUT = 0.85  # a layout that certainly reaches less than this of the fastest gets no further turns
+_AS_GOOD = 0.97  # of the layouts that reach this part of the fastest, the fewest ranks are recommended
 
 _SHORTEST_TURN_S, _LONGEST_TURN_S = 0.4, 2.0
 _STEPS_OF_A_TURN = 10
-_LEAST_STEPS_OF_A_TURN = LEAST_STEPS + 2  # one is under way at the begin, and one at the end
+_LEAST_STEPS_OF_A_TURN = LEAST_STEPS + 2  # a turn begins and ends in the middle of a step
 _PLANNED_ROUNDS = 15
 _ROUNDS_TO_AFFORD = 3
 
@@ -39,7 +39,7 @@ class Interval:
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """The median with its 95 % confidence interval from order statistics: no assumption on the noise."""
+    """The median with its 95 % confidence interval from order statistics, for noise of any distribution."""
     ordered = sorted(values)
     count = len(ordered)
     # Binomial(count, 1/2) in its normal approximation: the median lies between these two ordered values.
@@ -55,11 +55,11 @@ class Standing:
 
     Attributes:
         layout: The layout.
-        turns: What its job did, by round; None: too few steps.
+        turns: What its job did in each round; None: too few steps.
         is_running: Whether it can get further turns.
-        step_s: Seconds of a step, as they were before the first turn.
-        out: Why it is not running, in words; "" while it is.
-        whole: What it did from begin to end, where it ended before its first turn.
+        step_s: Seconds of a step, measured before the first turn.
+        out: Why it was not started, or ended, for the user; "" if there is nothing to report.
+        whole: What its job did in all, if it ended before its first turn.
     """
 
     layout: Layout
@@ -71,7 +71,7 @@ class Standing:
 
     @property
     def known(self) -> list[Turn | None]:
-        """Its turns; where there was none, all that it did as a single one."""
+        """Its turns; if there is no usable one, the whole job as a single turn."""
         if any(self.turns) or self.whole is None:
             return self.turns
         return [self.whole]
@@ -84,12 +84,12 @@ class Result:
     Attributes:
         layout: The layout.
         rate: Samples per second over all ranks: the median over rounds, with its interval.
-        rounds: How often it was measured.
-        of_best: Its rate as a part of that of the fastest, compared round by round.
-        of_one: Its rate as a multiple of that of one rank; None: one rank was not measured.
+        rounds: Number of rounds in which it was measured.
+        of_best: Its rate divided by that of the fastest layout, round by round.
+        of_one: Its rate divided by that of one rank, round by round; None: one rank was not measured.
         is_slower: Whether it is certainly slower than the fastest.
         samples_per_step: Samples of a step, over all ranks.
-        note: What else there is to know of it.
+        note: As `Standing.out`.
     """
 
     layout: Layout
@@ -104,13 +104,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the measurements say.
+    """The result of the comparison.
 
     Attributes:
         results: The layouts that were measured, by number of ranks.
-        fastest: The one with the highest rate.
-        recommended: The one to use: of those that can't be told from the fastest, the one of fewest ranks.
-        unit: "samples", or "elements" where the first dimension of a batch does not tell its size.
+        fastest: The layout with the highest rate.
+        recommended: The layout to use: the one with the fewest ranks of those that are not certainly slower
+            than the fastest, and reach 97 % of it.
+        unit: "samples", or "elements" if the first dimension of a batch does not show its size.
     """
 
     results: tuple[Result, ...]
@@ -120,17 +121,17 @@ class Verdict:
 
     @property
     def unsure(self) -> tuple[Result, ...]:
-        """Layouts that were measured too rarely to be sure of; none where one alone was measured."""
+        """Layouts that were measured too rarely to be sure of; none if only one layout was measured."""
         few = tuple(each for each in self.results if each.rounds < LEAST_ROUNDS)
         return few if len(self.results) > 1 else ()
 
     def result(self, layout: Layout) -> Result | None:
-        """The outcome of a layout; None: it was not measured."""
+        """The result of a layout; None: it was not measured."""
         return next((each for each in self.results if each.layout == layout), None)
 
 
 def judge(standings: Sequence[Standing]) -> Verdict | None:
-    """Compare all layouts that were measured; None: there is none."""
+    """Compare all layouts that were measured; None if none was."""
     measured = sorted((each for each in standings if any(each.known)), key=lambda each: each.layout)
     if not measured:
         return None
@@ -161,7 +162,7 @@ def judge(standings: Sequence[Standing]) -> Verdict | None:
 
 
 def next_turn(standings: Sequence[Standing]) -> Standing | None:
-    """Who is measured next: who has had the fewest turns; every other round goes the other way."""
+    """The layout to measure next: one with the fewest turns. Every other round is in reverse order."""
     running = [each for each in standings if each.is_running]
     if not running:
         return None
@@ -171,56 +172,56 @@ def next_turn(standings: Sequence[Standing]) -> Standing | None:
 
 
 def turn_seconds(standing: Standing, num_running: int, left_s: float) -> float | None:
-    """How long the next turn is to be; None: the time left is too short for a useful one.
+    """Length of the next turn in seconds; None: the time left is too short for a useful turn.
 
     Args:
-        standing: Whose turn it is.
+        standing: The layout whose turn it is.
         num_running: How many layouts take turns.
-        left_s: Seconds until all must be over.
+        left_s: Seconds until everything must be over.
     """
     least_s = max(_SHORTEST_TURN_S, _LEAST_STEPS_OF_A_TURN * standing.step_s)
     enough_s = max(least_s, _STEPS_OF_A_TURN * standing.step_s)
     share_s = left_s / (num_running * _PLANNED_ROUNDS)
     seconds = min(max(share_s, enough_s), max(_LONGEST_TURN_S, enough_s))
-    if seconds * num_running * _ROUNDS_TO_AFFORD > left_s:  # slow steps: rather more rounds than long ones
+    if seconds * num_running * _ROUNDS_TO_AFFORD > left_s:  # slow steps: prefer more rounds to longer turns
         seconds = least_s
     return seconds if seconds <= left_s else None
 
 
 def has_time_for_another(standings: Sequence[Standing], start_s: float, left_s: float) -> bool:
-    """Whether one more layout can be started, and all of them still be measured some times.
+    """Whether one more layout can be started, with enough time left to measure all of them a few times.
 
     Args:
         standings: The layouts that were started so far.
-        start_s: The longest that a start has taken so far.
-        left_s: Seconds until all must be over.
+        start_s: Seconds of the longest start so far.
+        left_s: Seconds until everything must be over.
     """
     if sum(any(each.known) or each.is_running for each in standings) < 2:
-        return True  # one alone is no answer
+        return True  # one layout alone is no comparison
     return 1.3 * start_s + _least_seconds_of_all(standings) <= left_s
 
 
 def start_seconds(standings: Sequence[Standing], left_s: float, *, is_last: bool) -> float:
-    """How long a layout may take to come to its first steps, if others are to have time as well."""
+    """How long a layout may take to reach its first steps, so that time is left for the others."""
     return max(0.5 * left_s, left_s - _least_seconds_of_all(standings) if is_last else 0.0)
 
 
 def _least_seconds_of_all(standings: Sequence[Standing]) -> float:
-    """How long the fewest rounds take, of those that run and of one more."""
+    """How long the fewest useful rounds take, for the layouts that run and one more."""
     running = [each for each in standings if each.is_running]
     turns_s = [max(_SHORTEST_TURN_S, _LEAST_STEPS_OF_A_TURN * each.step_s) for each in running]
     return _ROUNDS_TO_AFFORD * max(turns_s, default=_SHORTEST_TURN_S) * (len(running) + 1)
 
 
 def is_out(standing: Standing, standings: Sequence[Standing]) -> bool:
-    """Whether a layout is so much slower than another one, for sure, that it is measured no more."""
+    """Whether a layout is certainly so much slower than the fastest that it gets no further turns."""
     verdict = judge(standings)
     result = None if verdict is None else verdict.result(standing.layout)
     return result is not None and result.is_slower and result.of_best.high < _OUT
 
 
 def is_decided(standings: Sequence[Standing]) -> bool:
-    """Whether further rounds would change nothing that is said."""
+    """Whether further rounds would not change the answer."""
     running = [each for each in standings if each.is_running]
     verdict = judge(standings)
     if verdict is None or not running:
@@ -238,7 +239,7 @@ def is_decided(standings: Sequence[Standing]) -> bool:
 
 
 def _rates(measured: Sequence[Standing]) -> tuple[str, Mapping[Layout, list[float | None]]]:
-    """What is counted, and how much of it each layout did per second, by round."""
+    """The unit that is counted, and for each layout its rate in each round."""
     first = [(each.layout.ranks, next(turn for turn in each.known if turn)) for each in measured]
     unit = "elements" if counts_elements(first) else "samples"
     rates = {each.layout: [_rate(turn, unit) for turn in each.known] for each in measured}
@@ -252,7 +253,7 @@ def _rate(turn: Turn | None, unit: str) -> float | None:
 
 
 def _compared(some: Sequence[float | None], others: Sequence[float | None]) -> Interval:
-    """The one as a part of the other, round by round; of the medians, where no round has both."""
+    """The ratio of two layouts' rates, round by round; if no round has both, the ratio of their medians."""
     ratios = [a / b for a, b in zip(some, others) if a and b]
     if ratios:
         return interval(ratios)

@@ -1,7 +1,7 @@
-"""One layout as a job of `paceline run`: started, stopped for a while, let run again, ended.
+"""One layout as a job of `paceline run` that is started, stopped for a while, resumed, and ended.
 
-Only the ranks and what they have started are stopped (SIGSTOP); their launcher goes on. So it still ends them
-if this process is killed, and its SIGTERM wakes stopped ranks.
+Only the ranks and the processes that they started are stopped (SIGSTOP); their launcher goes on. So the
+launcher still ends them if this process is killed, and its SIGTERM wakes stopped ranks.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Job:
-    """A job that runs from now on, with its output in a file.
+    """A job that is started at once, with its output in a file.
 
     Args:
         layout: Ranks, and threads of each.
         options: Further options of `paceline run`.
         command: The script or module and its arguments.
         folder: An empty folder for its recordings and its output.
-        environment: What it inherits.
+        environment: The variables that it inherits.
     """
 
     def __init__(
@@ -71,19 +71,19 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C comes to us alone
+                start_new_session=True,  # a Ctrl-C interrupts this process only
                 preexec_fn=lambda: die_with_parent(parent, signal.SIGTERM),
             )
         self._end = os.pidfd_open(self._launcher.pid)
         self._stopped: list[int] = []
 
     def has_ended_within(self, seconds: float) -> bool:
-        """Wait until the job has ended, or so long."""
+        """Wait for the end of the job, for `seconds` at most; returns whether it has ended."""
         return bool(wait_readable([self._end], seconds))
 
     @property
     def exit_status(self) -> int | None:
-        """The exit status of `paceline run`; None: it runs."""
+        """The exit status of `paceline run`; None while it runs."""
         return self._launcher.poll()
 
     def recordings(self) -> list[RankRecording]:
@@ -91,37 +91,37 @@ class Job:
         return read_folder(self._folder)
 
     def output(self, most_lines: int = 40) -> str:
-        """The end of what it has written."""
+        """The last lines of its output."""
         text = self._output.read_text(errors="replace")
         return "\n".join(text.splitlines()[-most_lines:])
 
     def pause(self) -> None:
-        """Stop its ranks, and all that they have started, until `resume`."""
+        """Stop its ranks, and all processes that they have started, until `resume`."""
         seen: set[int] = set()
         while found := [pid for pid in self._below_launcher() if pid not in seen]:
-            for pid in found:  # a process that was just being started is found the next time
+            for pid in found:  # a process that is just being started is found in the next round
                 send(pid, signal.SIGSTOP)
             seen.update(found)
         self._stopped = list(seen)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Let the stopped processes go on."""
         for pid in self._stopped:
             send(pid, signal.SIGCONT)
         self._stopped = []
 
     def memory_bytes(self) -> int:
-        """What its ranks hold for themselves."""
+        """The memory of its ranks that is not shared."""
         return sum(map(_private_bytes, self._below_launcher()))
 
     def ask_to_end(self) -> None:
-        """Have the launcher stop its ranks; returns at once."""
+        """Ask the launcher to end its ranks; returns at once."""
         if self.exit_status is None:
             send(self._launcher.pid, signal.SIGTERM)
-            self.resume()  # the launcher wakes its ranks, but not what they have started
+            self.resume()  # the launcher wakes its ranks, but not the processes that they have started
 
     def wait_for_end(self) -> None:
-        """Wait until nothing of it is left, after `ask_to_end`; may be called again."""
+        """Wait until no process of the job is left, after `ask_to_end`; may be called again."""
         if self._end < 0:
             return
         if not self.has_ended_within(_ENDS_WITHIN_S):
@@ -132,7 +132,7 @@ class Job:
         self._end = -1
 
     def _below_launcher(self) -> list[int]:
-        """The ranks and what they have started, but not the process that supervises them."""
+        """The ranks and the processes that they have started, but not the supervisor."""
         return [pid for supervisor in descendants(self._launcher.pid)[:1] for pid in descendants(supervisor)]
 
 

@@ -1,6 +1,6 @@
-"""Which layouts of ranks and threads are worth trying on a machine, and in which order. Pure.
+"""Chooses the layouts of ranks and threads that are worth trying on a machine, and their order. Pure.
 
-All cores are used, and no more than there are.
+A layout uses as many cores as it can, and never more than there are.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MOST_LAYOUTS = 7
 def layouts_of(num_cores: int, most_ranks: int) -> list[Layout]:
     """Layouts to compare, by number of ranks: one rank with all cores, ..., one rank per core.
 
-    Only layouts that leave no core idle, where there are such between the two ends; and when there are many,
-    those that are far apart.
+    Between these two there are only layouts that leave no core idle, if there are any. Of many layouts, those
+    that are far apart are kept.
 
     Example:
         8 cores: 1 x 8, 2 x 4, 4 x 2, 8 x 1
@@ -31,7 +31,7 @@ def layouts_of(num_cores: int, most_ranks: int) -> list[Layout]:
 
 
 def with_ranks(ranks: Iterable[int], num_cores: int) -> list[Layout]:
-    """Layouts of so many ranks, each with as many threads as fit.
+    """Layouts with these numbers of ranks, and as many threads each as fit.
 
     Example:
         1 and 3 ranks on 8 cores: 1 x 8, 3 x 2
@@ -40,7 +40,9 @@ def with_ranks(ranks: Iterable[int], num_cores: int) -> list[Layout]:
 
 
 def in_order_of_start(layouts: Sequence[Layout]) -> list[Layout]:
-    """The two ends first, then what lies in between: where time runs out, the most is known by then.
+    """Sort layouts so that the two ends come first, and then the middle of each gap.
+
+    So the most is known when time runs out.
 
     Example:
         1, 2, 4, 8 and 16 ranks: 1, 16, 4, 2, 8
@@ -60,7 +62,7 @@ def in_order_of_start(layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def _thinned(ranks: list[int]) -> list[int]:
-    """At most so many, both ends among them: who has the nearest neighbours goes first."""
+    """Remove numbers with near neighbours until `MOST_LAYOUTS` are left; both ends stay."""
     ranks = list(ranks)
     while len(ranks) > MOST_LAYOUTS:
         nearest = min(range(1, len(ranks) - 1), key=lambda at: ranks[at + 1] / ranks[at - 1])

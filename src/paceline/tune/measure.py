@@ -1,6 +1,6 @@
 """Starts the layouts, gives them their turns, and ends them, as compare.py decides.
 
-Whatever happens, all jobs are over within the time that was given.
+In any case all jobs are over within the given time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.tune.rates import LEAST_STEPS, steps_so_far, turn_of
 _LOOK_EVERY_S = 0.1
 _WARM_STEPS = 8
 _WARM_S = 3.0
-_FOR_THE_END_S = 2.0  # until stopped ranks are gone
+_FOR_THE_END_S = 2.0  # for stopped ranks to end
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Task:
         layouts: The layouts, in the order in which they are started.
         options: Options of `paceline run` for all of them.
         command: The script or module and its arguments.
-        seconds: When all must be over.
-        folder: An empty folder.
-        environment: What the jobs inherit.
+        seconds: Time within which everything must be over.
+        folder: An empty folder, for the recordings and the output of the jobs.
+        environment: The variables that the jobs inherit.
     """
 
     layouts: Sequence[Layout]
@@ -47,12 +47,12 @@ class Task:
 
 @dataclass
 class Measured:
-    """What came out of it.
+    """The outcome of a measurement.
 
     Attributes:
         standings: One for each layout, in the order of the task.
-        output: The end of what the first job that failed had written.
-        took_s: Seconds in all.
+        output: The last lines of output of the first job that failed.
+        took_s: Seconds that it took.
     """
 
     standings: list[Standing] = field(default_factory=list)
@@ -61,11 +61,11 @@ class Measured:
 
 
 def measure(task: Task, say: Callable[[str], None]) -> Measured:
-    """Measure all layouts. Nothing of any job is left when it returns or raises.
+    """Measure all layouts. No process of any job is left when this returns or raises.
 
     Args:
         task: What is to be measured.
-        say: Shows what is going on.
+        say: Called with lines that describe the progress.
     """
     return _Measurement(task, say).run()
 
@@ -98,7 +98,7 @@ class _Measurement:
         return self._until_s - time.monotonic()
 
     def _start(self, standing: Standing) -> None:
-        """Start a job, and stop it for the time being when it is warm."""
+        """Start a job, and pause it once it is warm."""
         layout, before = standing.layout, [each for each in self._found.standings if each.is_running]
         if not compare.has_time_for_another(before, self._longest_start_s, self._left_s()):
             standing.out = "not tried: no time left (--seconds)"
@@ -120,7 +120,7 @@ class _Measurement:
         self._longest_start_s = max(self._longest_start_s, time.monotonic() - started_s)
 
     def _warm_up(self, standing: Standing, job: Job) -> None:
-        """Wait until a job has made its first steps; it is stopped then, or has ended."""
+        """Wait for a job's first steps, and pause it then. It may end, or take too long, before that."""
         began_s, first_s = time.monotonic(), 0.0
         is_last = standing is self._found.standings[-1]
         may_take_s = compare.start_seconds(self._found.standings, self._left_s(), is_last=is_last)
@@ -171,13 +171,13 @@ class _Measurement:
             self._note_end(standing, job)
 
     def _leave(self, standing: Standing, job: Job, why: str) -> None:
-        """Measure it no more."""
+        """End a job that is not to be measured any more."""
         standing.is_running, standing.out = False, why
         job.ask_to_end()
         job.wait_for_end()
 
     def _note_end(self, standing: Standing, job: Job) -> None:
-        """A job has ended by itself."""
+        """Note the outcome of a job that has ended by itself."""
         standing.is_running = False
         recordings = job.recordings()
         if job.exit_status:
@@ -191,12 +191,12 @@ class _Measurement:
         )
 
     def _is_hopeless(self) -> bool:
-        """Whether two layouts have come to nothing, and none to anything."""
+        """Whether at least two layouts were tried, and none of them could be measured."""
         tried = [each for each in self._found.standings if each.layout in self._jobs]
         return len(tried) >= 2 and not any(each.is_running or each.whole for each in tried)
 
     def _has_room_for(self, layout: Layout) -> bool:
-        """Whether the memory is enough for one more job beside those that are there."""
+        """Whether there is enough memory for one more job beside the running ones."""
         alive = {key: job for key, job in self._jobs.items() if job.exit_status is None}
         needs = max((job.memory_bytes() // key.ranks for key, job in alive.items()), default=0)
         return needs * layout.ranks * 1.2 < _available_bytes()
@@ -207,7 +207,7 @@ def _steps_in_words(steps: int) -> str:
 
 
 def _available_bytes() -> float:
-    """Memory that may still be used: the machine's, or what a control group leaves of it."""
+    """Memory that may still be used, by the machine's figure and by the limit of the control group."""
     match = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
     machine = int(match[1]) * 1024 if match else float("inf")
     limit = read_memory_limit()
@@ -215,7 +215,7 @@ def _available_bytes() -> float:
 
 
 def _last_words(output: str) -> str:
-    """The line that says why a script failed: the last one that names an exception, or the last one."""
+    """The line that says why a script failed: the last line that names an exception, else the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     named = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b", line)]
     return (named or lines or ["it has written nothing"])[-1][:200]

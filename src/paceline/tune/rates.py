@@ -1,7 +1,7 @@
-"""From what the ranks of a job have recorded in one turn to what they have trained on per second. Pure.
+"""Computes the rate at which a job trains in one turn, from the recordings of its ranks. Pure.
 
-The work of a rank is counted from one batch to a later one, so that no step counts in part. Ranks train in
-step, so the rate of the job is the sum over its ranks.
+The work of a rank is counted from one batch to a later one, so that only whole steps count. All ranks make
+the same steps, so the rate of the job is the sum over its ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Turn:
 
     Attributes:
         samples_per_s: First dimensions of all batches, per second.
-        elements_per_s: Their elements, per second.
-        samples_per_step: Samples of all ranks in one forward of each.
-        elements_per_step: Their elements.
-        steps: Forwards of the rank that made the fewest.
+        elements_per_s: Elements of all batches, per second.
+        samples_per_step: Samples in one step of all ranks.
+        elements_per_step: Elements in one step of all ranks.
+        steps: Steps of the rank that made the fewest.
     """
 
     samples_per_s: float
@@ -35,7 +35,7 @@ class Turn:
 
 
 def batches_of(recording: RankRecording, begin_ns: int = 0, end_ns: int = 1 << 62) -> list[Record]:
-    """What wrapped models were given within a time, on one rank."""
+    """The batches that wrapped models of one rank were given from `begin_ns` to `end_ns`."""
     return [
         record
         for record in recording.records
@@ -44,7 +44,7 @@ def batches_of(recording: RankRecording, begin_ns: int = 0, end_ns: int = 1 << 6
 
 
 def steps_so_far(recordings: Sequence[RankRecording], num_ranks: int) -> int:
-    """Batches that each rank of a job has been given at least, as far as its ring still holds them."""
+    """The fewest batches that a rank of the job was given, as far as its ring still holds them."""
     if len(recordings) < num_ranks:
         return 0
     return min(len(batches_of(recording)) for recording in recordings)
@@ -53,9 +53,10 @@ def steps_so_far(recordings: Sequence[RankRecording], num_ranks: int) -> int:
 def turn_of(
     recordings: Sequence[RankRecording], num_ranks: int, begin_ns: int = 0, end_ns: int = 1 << 62
 ) -> Turn | None:
-    """What a job has done in a turn; None: some rank has not made `LEAST_STEPS` whole steps.
+    """What a job has done in a turn; None if a rank made fewer than `LEAST_STEPS` whole steps.
 
-    The first step is left out: it began before the turn, or with cold caches. Of many, the first eighth is.
+    The first step is left out, because it began before the turn, or with cold caches; of many steps, the
+    first eighth is left out, too.
     """
     if len(recordings) < num_ranks:
         return None
@@ -77,9 +78,9 @@ def turn_of(
 
 
 def counts_elements(turns: Sequence[tuple[int, Turn]]) -> bool:
-    """Whether the first dimension of a batch does not show its size, so that elements are to be counted.
+    """Whether the first dimension of a batch does not show its size, so that elements must be counted.
 
-    So it is with sequences of (time, batch, features) in a script that divides its batch among the ranks.
+    An example is sequences of shape (time, batch, features) in a script that divides its batch among ranks.
 
     Args:
         turns: A turn of each layout, with its number of ranks.
