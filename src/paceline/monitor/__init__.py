@@ -1,4 +1,4 @@
-"""What a running job does now: `paceline top`, the page of `--dashboard`, and its metrics for Prometheus.
+"""Shows what a running job does: `paceline top`, the page of `--dashboard`, and metrics for Prometheus.
 
-Not public. Reads what ranks record (`paceline.trace`); no rank and no launcher imports it.
+Not public. Reads what ranks record (`paceline.trace`). Neither ranks nor launchers import this folder.
 """

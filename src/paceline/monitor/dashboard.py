@@ -1,8 +1,8 @@
-"""The page of a running job, and its figures for Prometheus: a web server for this machine only.
+"""Serves the web page of a running job, and its metrics for Prometheus, to clients on this machine only.
 
-It is a process of its own, which reads what the ranks have recorded. However slow a browser is, neither the
-ranks nor the launcher notice. It answers only who knows the token, and only under the names of this machine,
-so that no page of an unknown client can read it through the browser.
+The server is a process of its own that reads what the ranks have recorded, so a slow browser delays neither
+the ranks nor the launcher. It answers only requests with the token, and only under the names of this machine,
+so that no other web page can read it through the user's browser.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from paceline.monitor.watch import JobWatch, as_plain, plain
 
 _PAGE = Path(__file__).with_name("dashboard.html")
 _EVERY_S = 1.0
-_MOST_CONNECTIONS = 32  # of those that have shown the token, and of others
-_SLOWEST_S = 10.0  # for a browser to take anything, and for who has shown no token to be here at all
+_MOST_CONNECTIONS = 32  # with the token, and as many without it
+_SLOWEST_S = 10.0  # for a browser to accept data, and for a connection without the token to stay open
 _OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
 
 
 @final
 class Feed:
-    """Looks at the job once in a second, and wakes those who wait for it."""
+    """Keeps the newest snapshot of the job and its history; wakes the threads that wait for a new one."""
 
     def __init__(self, watch: JobWatch) -> None:
         self._watch = watch
         self._history = History()
         self._changed = threading.Condition()
-        self._number = 0  # of the last look
-        self._reshaped = 0  # the last look after which points had become fewer
+        self._number = 0  # of the last snapshot
+        self._reshaped = 0  # number of the last snapshot that made the history merge its points
         self._now: JobSnapshot | None = None
         self._exit_status: int | None = None
         self._has_ended = False
@@ -81,11 +81,12 @@ class Feed:
         return "" if now is None else metrics_text(now, self._watch.id)
 
     def next_event(self, seen: int) -> tuple[int, str, dict[str, Any]]:
-        """What to tell a browser; blocks until there is something, for a second or so.
+        """The next event to send to a browser; blocks until there is one, for at most 5 seconds.
 
         Returns:
-            The number of the event, its name and its data: "all" that is known, what is new ("now"), that
-            the job has "ended", or why nothing is known ("trouble").
+            The number of the event, its name and its data. The name is "all" for the whole history, "now"
+            for what is new, "ended" when the job has ended, "trouble" for the reason why nothing is known,
+            and "wait" if there was nothing new.
         """
         with self._changed:
             self._changed.wait_for(
@@ -96,7 +97,7 @@ class Feed:
             if self._now is None or self._number <= seen:
                 return seen, "ended" if self._has_ended else "wait", {"exit_status": self._exit_status}
             history, number = self._history, self._number
-            # Points that stand for several looks come seldom, so a browser may be behind by one at most.
+            # "now" carries one point: a browser that may lack more than one gets the whole history.
             is_whole = not seen or self._reshaped > seen or number > seen + history.num_per_point
             reported = {
                 "job": as_plain(self._watch, self._now),
@@ -118,12 +119,12 @@ class Dashboard(ThreadingHTTPServer):
         self.socket = listener
         self.feed, self.token = feed, token
         self._admission = threading.Lock()
-        # Connections that have shown no token, and those that have, since when; oldest first.
+        # When each connection began: first those without the token, then those with it; oldest first.
         self._unknown_peers: dict[Any, float] = {}
         self._known: dict[Any, float] = {}
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """The newest connection is served: where there are too many, the oldest of its kind goes."""
+        """Serve the newest connection. If there are too many, close the oldest one without the token."""
         with self._admission:
             self._make_room(self._unknown_peers)
             self._unknown_peers[request] = time.monotonic()
@@ -138,14 +139,14 @@ class Dashboard(ThreadingHTTPServer):
                 self._known.pop(request, None)
 
     def service_actions(self) -> None:
-        """Several times in a second: an unknown client's time is over, however many bytes it has sent."""
+        """Close connections that are too old without the token; called several times a second."""
         with self._admission:
             for request, since_s in list(self._unknown_peers.items()):
                 if time.monotonic() - since_s > _SLOWEST_S:
                     self._drop(self._unknown_peers, request)
 
     def trust(self, request: Any) -> None:
-        """A connection has shown the token."""
+        """Note that a connection has shown the token."""
         with self._admission:
             if self._unknown_peers.pop(request, None) is not None:
                 self._make_room(self._known)
@@ -157,7 +158,7 @@ class Dashboard(ThreadingHTTPServer):
 
     @staticmethod
     def _drop(connections: dict[Any, float], request: Any) -> None:
-        """End a connection, which its thread finds closed."""
+        """Shut a connection down; the thread that serves it then finds it closed."""
         del connections[request]
         with contextlib.suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
@@ -192,7 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(404, "There is only /, /events and /metrics.")
 
     def _is_for_us(self) -> bool:
-        """Whether the browser means this machine: another name may lead here, too (DNS rebinding)."""
+        """Whether the request names this machine. Another name may resolve to it, too (DNS rebinding)."""
         named = self.headers.get_all("Host") or [""]
         host, _, port = named[0].rpartition(":")
         return len(named) == 1 and (host if port.isdigit() and host else named[0]) in _OWN_NAMES
@@ -224,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
                 time.sleep(_EVERY_S)
 
     def _refuse(self, text: str) -> None:
-        """One answer for each connection: further requests on it would keep this process busy."""
+        """Refuse, and close the connection, because further requests on it would keep this process busy."""
         self.close_connection = True
         self._send(403, "text/plain; charset=utf-8", text.encode() + b"\n", {"Connection": "close"})
 
@@ -252,14 +253,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def serve() -> None:
-    """Serve a job's page: the program of a process that the launcher starts.
+    """Serve a job's page. This is the main function of a process that the launcher starts.
 
-    The first line of standard input is JSON: the folder in which the ranks record, the descriptor of a socket
-    that listens, and the token. A further line tells how the job has ended; its end is the end.
+    The first line of standard input is JSON: the folder in which the ranks record, the descriptor of a
+    listening socket, and the token. The second line is JSON with the exit status of the job. The server ends
+    after that line, or when standard input is closed.
     """
     order = json.loads(sys.stdin.readline())
     with contextlib.suppress(OSError):
-        os.nice(10)  # the ranks go first
+        os.nice(10)  # the ranks have priority
     feed = Feed(JobWatch(Path(order["folder"])))
     server = Dashboard(socket.socket(fileno=order["fd"]), feed, order["token"])
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -269,7 +271,7 @@ def serve() -> None:
     is_over.set()
     feed.look()
     feed.end(json.loads(last)["exit_status"] if last else None)
-    time.sleep(0.2)  # for browsers to be told; daemon threads end with us
+    time.sleep(0.2)  # for the last event to reach browsers; daemon threads end with this process
 
 
 def _look_on(feed: Feed, is_over: threading.Event) -> None:

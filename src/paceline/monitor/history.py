@@ -1,7 +1,7 @@
-"""What a job did since it is watched: a point for each second, and what went wrong.
+"""The history of a job while it is watched: a point for each second, and incidents.
 
-The number of points is bounded. When there are too many, two neighbours become one, so that a job of a week
-has as many as one of ten minutes.
+The number of points is bounded. When there are too many, neighbouring points are merged in pairs, so a job of
+a week has as many points as one of ten minutes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ _MOST_INCIDENTS = 200
 
 @dataclass(frozen=True)
 class Point:
-    """What the job did for a while.
+    """What the job did in an interval of time.
 
     Attributes:
-        time_s: Seconds since 1970, at its end.
-        steps_per_s: As in `JobSnapshot`, like those that follow.
+        time_s: End of the interval, in seconds since 1970.
+        steps_per_s: As in `JobSnapshot`, like the next fields.
         samples_per_s: None: unknown.
-        waiting: Which part of the time each rank has waited.
-        waited_for: Which part of all ranks' time was lost by waiting for each rank.
+        waiting: The part of the time that each rank has waited, from 0 to 1.
+        waited_for: The part of all ranks' time that was lost by waiting for each rank.
         norm: The 2-norm of the mean gradient; None: unknown.
-        loss: The mean of what the ranks have logged as "loss"; None: nothing.
-        nonfinite: How many gradients were not finite; the most of any rank.
+        loss: The mean of the values that ranks have logged as "loss"; None: no rank has logged one.
+        nonfinite: Number of gradients that were not finite; the largest number of any rank.
     """
 
     time_s: float
@@ -55,7 +55,8 @@ class History:
     Attributes:
         points: Oldest first.
         incidents: Oldest first.
-        num_per_point: How many snapshots a point stands for; the last one may stand for fewer.
+        num_per_point: How many snapshots a point stands for. A point that is left over when pairs are merged
+            stands for fewer.
     """
 
     points: list[Point] = field(default_factory=list)
@@ -65,7 +66,7 @@ class History:
     _before: dict[int, RankSnapshot] = field(default_factory=dict)
 
     def add(self, now: JobSnapshot, time_s: float) -> bool:
-        """Returns whether points have become fewer."""
+        """Add a snapshot; returns whether points were merged."""
         self._note_incidents(now, time_s)
         self._pending.append(_point(now, time_s))
         if len(self._pending) < self.num_per_point:

@@ -1,4 +1,4 @@
-"""What a job does now, in the text format that Prometheus reads (0.0.4)."""
+"""Writes a snapshot of a job in the text format of Prometheus (0.0.4)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metrics_text(now: JobSnapshot, job: str) -> str:
-    """All figures of a snapshot; the label `job_id` tells jobs apart, `rank` their ranks, `host`
-    their hosts.
-    """
+    """All figures of a snapshot, with the labels `job_id`, `rank` and `host`."""
     lines: list[str] = []
     for name, kind, about, find in _FAMILIES:
         samples = [
@@ -49,11 +47,11 @@ _FAMILIES: tuple[tuple[str, str, str, Callable[[JobSnapshot, RankSnapshot], _Fou
         "Median own time for a step, without waiting.",
         lambda _, r: [({}, r.worked_s)],
     ),
-    ("waiting_ratio", "gauge", "Which part of the time the rank waits.", lambda _, r: [({}, r.waiting)]),
+    ("waiting_ratio", "gauge", "Part of the time that the rank waits.", lambda _, r: [({}, r.waiting)]),
     (
         "waited_for_ratio",
         "gauge",
-        "Which part of all ranks' time is lost by waiting for the rank.",
+        "Part of all ranks' time that is lost by waiting for the rank.",
         lambda now, r: [({}, now.waited_for.get(r.rank, 0.0))],
     ),
     ("silent_seconds", "gauge", "How long ago the rank recorded anything.", lambda _, r: [({}, r.silent_s)]),

@@ -1,7 +1,7 @@
-"""What a job does now, from the newest records of its ranks: one pure function, and what it returns.
+"""Computes what a job does now from the newest records of its ranks, in one pure function.
 
-All rates are those of a window of some seconds. A step is a backward that is averaged. All views draw this,
-and compute nothing.
+All rates are over a window of some seconds. A step is a backward that is averaged. All views display this
+snapshot, and compute nothing themselves.
 """
 
 from __future__ import annotations
@@ -40,14 +40,15 @@ class RankWindow:
     """The newest records of one rank.
 
     Attributes:
-        header: Who it is.
+        header: Identifies the rank.
         records: Oldest first.
-        names: What logged values are called, by their number.
-        failures: When its backward passes, or its program, raised (CLOCK_MONOTONIC), and why; oldest first.
+        names: The names of logged values, by their number.
+        failures: The time (CLOCK_MONOTONIC) and text of each exception that ended a backward or the program;
+            oldest first.
         is_alive: Whether its process runs.
-        memory_bytes: How much memory it has; None: unknown.
-        is_memory_shared: Whether memory that ranks share counts for each of them in full (RSS), and not
-            divided by those that share it (PSS).
+        memory_bytes: Memory of the process; None: unknown.
+        is_memory_shared: Whether shared memory counts in full for each rank (RSS), rather than being divided
+            among the ranks that share it (PSS).
     """
 
     header: RankHeader
@@ -65,27 +66,27 @@ class RankSnapshot:
 
     Attributes:
         rank: The rank.
-        pid: Its process.
+        pid: Its process id.
         host: Its host.
         is_alive: Whether the process runs.
         doing: "data", "forward", "backward", "average" or "optimizer"; "": something between them.
-        silent_s: How long ago it recorded anything.
-        step: How many backward passes of the model it has ended; None: none that we know of.
-        steps_per_s: Backward passes per second; 0.0: none, or only one is known.
-        samples_per_s: None: the size of batches was not reported.
-        worked_s: Its median time from the end of a backward to the end of its next backward, without waiting.
-        waiting: Which part of the window it has waited at the end of backward, from 0 to 1.
-        waits_for: The rank that it waits for now, or has waited for most; None: none.
+        silent_s: Seconds since it recorded anything, or since its last report if it is on another host.
+        step: How many backward passes of the model it has ended; None: unknown.
+        steps_per_s: Backward passes per second; 0.0 if fewer than two are known.
+        samples_per_s: None: the size of batches is unknown.
+        worked_s: Median seconds from the end of a backward to the end of its next backward, without waiting.
+        waiting: Part of the window that it has waited at the end of backward, from 0 to 1.
+        waits_for: The rank that it has waited for most in the window, up to now; None: none.
         memory_bytes: None: unknown.
-        is_memory_shared: Whether memory that ranks share counts for each of them in full.
-        values: What it has logged last, by name.
-        norm: The last known 2-norm of the mean gradient; None: it is not known without a cost.
+        is_memory_shared: Whether memory that ranks share counts in full for each of them.
+        values: The values that it has logged last, by name.
+        norm: The last recorded 2-norm of the mean gradient; None: none was recorded.
         nonfinite: How many gradients held an infinity or a NaN in the window, over all backward passes.
-        nonfinite_rank: The first rank whose gradients did; None: none.
-        failed: How many backward passes of the window raised.
-        failure: Why the last one did; "": none.
-        is_recovered: Whether it has ended a good backward since.
-        is_far: Whether it runs on another host: `doing` and what its backward passes raised are not known
+        nonfinite_rank: The first rank whose gradients did in the last of these; None: none.
+        failed: How many backward passes of the window raised; on another host, 1 if `failure` is set.
+        failure: The last exception of a backward or of the program; "": none.
+        is_recovered: Whether it has ended a good backward since that exception.
+        is_far: Whether it runs on another host. `doing`, `norm`, `nonfinite` and `is_recovered` are not known
             then.
     """
 
@@ -118,14 +119,16 @@ class JobSnapshot:
     """What a job does now.
 
     Attributes:
-        world_size: Number of ranks; there may be fewer here, if some are on other hosts or have not begun.
-        ranks: Those that record here, and on the host of rank 0 those of the other hosts, in order.
-        step: The least of the ranks' steps.
-        steps_per_s: The least of the ranks' rates.
-        samples_per_s: The sum of all ranks; None: of some it is not known.
-        waited_for: For each rank that came last: which part of all ranks' time was lost by waiting for it.
-        slow_rank: The rank that most is lost for, if it is 5 % at least.
-        cause: Why it is slow, the rank being "it"; "": it is unknown.
+        world_size: Number of ranks of the job.
+        ranks: The ranks that record on this host, and on the host of rank 0 also those of the other hosts, in
+            order. Ranks that have not begun are missing.
+        step: The smallest of the ranks' steps.
+        steps_per_s: The smallest of the ranks' rates.
+        samples_per_s: The sum over all ranks; None: unknown for some rank.
+        waited_for: For each rank that arrived last: the part of all ranks' time that was lost by waiting for
+            it.
+        slow_rank: The rank with the largest such part, if that is at least 5 %.
+        cause: A clause that says why it is slow, in which the rank is "it"; "": unknown.
     """
 
     world_size: int
@@ -147,8 +150,8 @@ def snapshot(
     """What the ranks did in their windows, and do now.
 
     Example:
-        Rank 0 waits 30 of 100 ms in each backward, because rank 1 works for 90 ms and it for 60: rank 0 has
-        `waiting` 0.3 and `waits_for` 1, and `waited_for` is {1: 0.15}.
+        Rank 0 waits 30 of 100 ms in each backward, because rank 1 works for 90 ms and rank 0 for 60 ms. Then
+        rank 0 has `waiting` 0.3 and `waits_for` 1, and `waited_for` is {1: 0.15}.
     """
     model = min((model for each in windows for model, _ in _ends(each)), default=0)
     arrivals = {each.header.rank: _arrivals(each) for each in windows}
@@ -244,7 +247,7 @@ class _RankReader:
         return "" if last is None else _BEGUN[Event(last.event)]
 
     def _rate(self, times_ns: Sequence[int], per: float = 1.0) -> float:
-        """How often it happens in a second; falls when it has not happened for longer than usual."""
+        """Events per second; falls when the last event is longer ago than usual."""
         if len(times_ns) < 2:
             return 0.0
         took_ns = times_ns[-1] - times_ns[0]
@@ -309,7 +312,7 @@ class _RankReader:
                 key = backward_of(each.first)
             elif each.event == Event.WAITED:
                 begin_ns = max(each.first, self._begin_ns)
-                while waits and waits[-1][0] >= begin_ns:  # between hosts, one wait is within another
+                while waits and waits[-1][0] >= begin_ns:  # between hosts, a wait may contain earlier ones
                     waits.pop()
                 if each.time_ns > begin_ns:
                     waits.append((begin_ns, each.time_ns, self._last_of(key, each.second)))
@@ -327,15 +330,16 @@ class _RankReader:
         return min(1.0, total_ns / length_ns)
 
     def _last_of(self, key: BackwardKey | None, reported: int) -> Sequence[int]:
-        if reported < 0 and key is not None:  # not reported: the last one of this host, if all are here
+        if reported < 0 and key is not None:  # not reported: find the last arrival, if all ranks are here
             came = {rank: times[key] for rank, times in self._arrivals.items() if key in times}
             reported = max(came, key=came.__getitem__) if len(came) == self.world_size > 1 else -1
         return (reported,) if reported >= 0 and reported != self._window.header.rank else ()
 
     def _waits_now(self, key: BackwardKey | None) -> tuple[int, list[int]]:
-        """Since when it waits in a backward that has not ended, and for which ranks, which have not come.
+        """When the current wait at the end of a backward began, and the ranks that have not arrived yet.
 
-        0: it does not. No ranks: all of this host have come, and of those of other hosts nobody knows.
+        The time is 0 if the rank does not wait. The list is empty if all ranks of this host have arrived: for
+        ranks of other hosts that is not known.
         """
         if key is None or not self._window.is_alive:
             return 0, []
@@ -383,7 +387,7 @@ class _FarReader:
             is_memory_shared=True,
             values=words.values,
             norm=None,
-            nonfinite=0,  # the ranks of this host know of the same ones
+            nonfinite=0,  # the ranks of this host report the same ones
             nonfinite_rank=None,
             failed=int(bool(words.failure)),
             failure=words.failure,
@@ -396,7 +400,7 @@ class _FarReader:
         return max(0, self._now_ns - self._far.received_ns)
 
     def _rate(self, span: Span) -> float:
-        """Backward passes in a second; falls when nothing was told for longer than usual."""
+        """Backward passes per second; falls when the last report is longer ago than usual."""
         took_ns = span.grown[Total.TIME_NS]
         is_late = self._silent_ns > _LATE_NS
         return span.passes * 1e9 / (took_ns + self._silent_ns if is_late else took_ns)

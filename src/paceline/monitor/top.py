@@ -1,4 +1,4 @@
-"""`paceline top`: what a job does now, drawn in a terminal once in a second."""
+"""`paceline top`: draws what a job does in a terminal, once a second."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
 
 _DESCRIPTION = """\
-Show what the ranks of a job do now, once in a second, until it ends or you press Ctrl-C. A job is given by
-its id, by the process id of its launcher, or by the folder in which it records; without one, it is the only
-job that runs. The job does not notice.
+Show what the ranks of a job do now, once a second, until it ends or you press Ctrl-C. A job is given by its
+id, by the process id of its launcher, or by the folder in which it records; without one, the only job that
+runs is shown. This does not slow the job down.
 """
 _EVERY_S = 1.0
-_WIDE, _WIDER = 64, 92  # columns of a terminal that has room for more figures
+_WIDE, _WIDER = 64, 92  # columns that a terminal must have for more figures
 _HOST_WIDTH = 10
 _FAR_SILENT_S = 3  # a rank of another host reports its figures once in a second
-_ROWS_AROUND = 8  # of a terminal, that are not ranks
+_ROWS_AROUND = 8  # rows of the terminal that do not show ranks
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="paceline top", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("job", nargs="?", help="an id, a process id, or a folder")
-    parser.add_argument("--once", action="store_true", help="show it once; so it is, too, without a terminal")
+    parser.add_argument("--once", action="store_true", help="show it once, as always without a terminal")
     parser.add_argument("--json", action="store_true", help="write it once, as JSON")
     parsed = parser.parse_args(arguments)
     watch = JobWatch(find_running(parsed.job))
@@ -63,9 +63,9 @@ def main(arguments: Sequence[str]) -> int:
 def _follow(watch: JobWatch, console: Console) -> int:
     from rich.live import Live
 
-    signal.signal(signal.SIGTERM, _exit)  # so that the terminal is left as it was
+    signal.signal(signal.SIGTERM, _exit)  # so that `Live` restores the terminal
     signal.signal(signal.SIGHUP, _exit)
-    if console.is_dumb_terminal:  # it can't go back: one picture below the other
+    if console.is_dumb_terminal:  # it can't move its cursor: draw one frame below the other
         while not watch.has_ended:
             console.print(frame(watch, watch.look(), console))
             console.print()
@@ -84,7 +84,7 @@ def _exit(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def frame(watch: JobWatch, now: JobSnapshot, console: Console) -> Group:
-    """What is drawn: some lines about the job, and a row for each rank."""
+    """The lines about the job, and a table with a row for each rank."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -181,7 +181,10 @@ def _doing(rank: RankSnapshot) -> str:
 
 
 def _most_relevant(now: JobSnapshot, most: int | None) -> list[RankSnapshot]:
-    """The ranks that there is room for: those that wait least, which the others wait for."""
+    """The ranks to show if there is no room for all: those that ended, then those that wait least.
+
+    A rank that waits little is one that the others wait for.
+    """
     if most is None or len(now.ranks) <= most:
         return list(now.ranks)
     chosen = sorted(now.ranks, key=lambda each: (each.is_alive, each.waiting))[:most]

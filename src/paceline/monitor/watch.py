@@ -1,4 +1,4 @@
-"""Watches a job that runs, from another process: its folder, its ranks' files, and /proc."""
+"""Watches a running job from another process, through its folder, its ranks' files, and /proc."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ from paceline.trace.slow import CauseWatch
 from paceline.trace.usage import resident_bytes
 
 WINDOW_NS = 10_000_000_000
-"""How far back a window reaches at least, if the ring does."""
-_FEWEST_BACKWARDS = 5  # of a slow model, it reaches back farther
+"""A window covers at least this time, if the ring does."""
+_FEWEST_BACKWARDS = 5  # for a slow model, a window is longer, to contain this many
 MOST_RECORDS = 4096
-"""How many records a look takes at most, the newest: a small model makes thousands in a second, and who looks
-must not take the processor from the ranks."""
-_MARGIN = 64  # records that a rank may write while we copy: several threads, one at a time each
-_PSS_EVERY_S = 10.0  # the kernel walks through all pages of the rank
+"""How many records a look reads at most; it reads the newest. A small model makes thousands of records in a
+second, and the watcher must not take processor time from the ranks."""
+_MARGIN = 64  # records that the threads of a rank may write during a copy, one at a time each
+_PSS_EVERY_S = 10.0  # seldom, because the kernel walks through all pages of the rank for it
 
 
 class JobWatch:
-    """Follows one job; each `look` tells what it does now."""
+    """Follows one job; each `look` returns a new snapshot of it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.facts: JobFacts | None = jobs.facts_of(folder)
         self._tails: dict[Path, RingTail] = {}
         self._causes = CauseWatch()
-        self._memory: dict[int, tuple[float, int]] = {}  # of each process: when to look again, its PSS
+        self._memory: dict[int, tuple[float, int]] = {}  # of each process: when to read its PSS again, and it
 
     @property
     def id(self) -> str:
-        """What `paceline trace` calls the job."""
+        """The id under which `paceline trace` lists the job."""
         return printable(self.folder.name)
 
     @property
@@ -210,9 +210,9 @@ def plain(value: Any) -> Any:
 class RingTail:
     """Follows the file of one rank while the rank writes it.
 
-    Copies the records that are new out of the file that the rank has mapped; the rank does not notice. What
-    may have been overwritten during the copy is left out. Maps nothing, because a file that becomes shorter
-    would end this process by a signal.
+    Each look copies the new records from the file, without slowing the rank down. Records that may have been
+    overwritten during the copy are left out. The file is read and not mapped, because access to a mapped file
+    that was truncated would kill this process with SIGBUS.
     """
 
     def __init__(self, path: Path) -> None:
@@ -243,7 +243,7 @@ class RingTail:
         first = max(self._next, count - capacity, count - MOST_RECORDS)
         copied = self._copy(first, count, capacity)
         self._next = count
-        # What lies before it may have been written over.
+        # Records before this one may have been overwritten during the copy.
         safe = self._number_at(COUNT_AT) + _MARGIN - capacity
         lost = max(0, safe - first)
         self._take(unpack_run(copied[lost * RECORD_BYTES :], first + lost, count))
@@ -300,7 +300,7 @@ class RingTail:
             elif record.event == Event.NORM:
                 self._last_values[record.event, 0] = record
         window = [*self.records, *found]
-        window.sort(key=lambda record: record.time_ns)  # nearly sorted already: threads write side by side
+        window.sort(key=lambda record: record.time_ns)  # nearly sorted already: several threads write records
         self.records = _cut(window, self._last_values)
 
 
