@@ -1,13 +1,12 @@
-// The one file that spells atomics and CPU hints; everything else names what it
-// means.
+// Atomics that processes share, and the CPU's hint for spinning.
 //
-// Words that processes share are Atomic, which is std::atomic with
-// address-free, lock-free operations. No fences are used: ThreadSanitizer does
-// not model them, and each hand-over below has a release and an acquire that
+// Words that processes share are Atomic: std::atomic, lock-free and independent
+// of the address. The core uses no fences, because ThreadSanitizer does not
+// model them: each hand-over between ranks has a release, and an acquire that
 // pairs with it.
 //
-// With PACELINE_SCHEDULER, Atomic is a wrapper that lets a test decide which
-// rank goes on at each operation; see tests/cpp/schedules.
+// With PACELINE_SCHEDULER, Atomic is a wrapper through which a test decides, at
+// each operation, which rank runs next; see tests/cpp/schedules.
 #pragma once
 
 #include <atomic>

@@ -24,8 +24,8 @@ bool begins_with(std::string_view text, std::string_view start) {
   return text.substr(0, start.size()) == start;
 }
 
-// Spaces, tabs, line ends and backslashes of a path, which mountinfo writes as
-// \040 and so on.
+// Decodes the octal escapes (\040 and so on) with which mountinfo writes
+// spaces, tabs, line ends and backslashes.
 std::string without_escapes(std::string_view text) {
   std::string plain;
   for (size_t i = 0; i < text.size(); ++i) {
@@ -42,7 +42,8 @@ std::string without_escapes(std::string_view text) {
   return plain;
 }
 
-/// The first word of a file as a number. "max" and -1 are none: no limit.
+/// Reads the first word of a file as a number. "max" and -1 are no number: they
+/// mean that there is no limit.
 std::optional<uint64_t> read_number(const std::string& path) {
   const std::string text = read_text_file(path);
   std::string_view rest = text;
@@ -52,7 +53,7 @@ std::optional<uint64_t> read_number(const std::string& path) {
 /// A line of /proc/self/mountinfo that mounts control groups.
 struct Mount {
   std::string root;   ///< the group that is visible at the mount point
-  std::string point;  ///< where
+  std::string point;  ///< where it is mounted
   bool is_v2;
   std::string controllers;  ///< of version 1
 };
@@ -80,8 +81,8 @@ std::vector<Mount> read_mounts(const std::string& root) {
   return mounts;
 }
 
-/// The group of this process in one hierarchy: version 2, or that of version 1
-/// which has `controller`.
+/// The group of this process in one hierarchy: that of version 2, or the one of
+/// version 1 that has `controller`.
 std::optional<std::string> own_group(const std::string& root, bool is_v2,
                                      const std::string& controller) {
   const std::string text = read_text_file(root + "/proc/self/cgroup");
@@ -100,8 +101,8 @@ std::optional<std::string> own_group(const std::string& root, bool is_v2,
   return std::nullopt;
 }
 
-/// The folders of this process's group and of all that are above it, as far as
-/// they are visible.
+/// The folders of this process's group and of all groups above it that are
+/// visible.
 std::vector<std::string> folders(const std::string& root,
                                  const std::vector<Mount>& mounts, bool is_v2,
                                  const std::string& controller) {
@@ -114,8 +115,9 @@ std::vector<std::string> folders(const std::string& root,
       continue;
     const std::string above = mount.root == "/" ? "" : mount.root;
     const bool is_below = begins_with(*group + "/", above + "/");
-    // ".." stands for what is above the root of this cgroup namespace: the way
-    // from the mount to the group is unknown, but what is mounted is above it.
+    // ".." stands for what is above the root of this cgroup namespace: the path
+    // from the mount to the group is unknown, but the mounted group is above
+    // it.
     const bool is_hidden =
         begins_with(*group, "/..") || begins_with(mount.root, "/..");
     if (!is_below && !is_hidden) continue;  // another part of the tree
@@ -148,7 +150,7 @@ uint64_t memory_left(const std::string& folder, bool is_v2) {
   const auto usage = read_number(
       folder + (is_v2 ? "/memory.current" : "/memory.usage_in_bytes"));
   if (!limit || !usage) return UINT64_MAX;
-  // "total_": with the groups below it, as usage_in_bytes counts.
+  // "total_" includes the groups below this one, as usage_in_bytes does.
   const uint64_t cached =
       cached_bytes(folder + "/memory.stat", is_v2 ? "" : "total_");
   const uint64_t used = *usage - std::min(cached, *usage);

@@ -14,7 +14,8 @@ inline int64_t now_ns() {
   return int64_t{ts.tv_sec} * 1'000'000'000 + ts.tv_nsec;
 }
 
-/// Thirty years stand for "for ever": a sum of two still fits.
+/// Caps at 30 years, which stand for "for ever", so that a sum of two still
+/// fits.
 inline int64_t seconds_to_ns(double seconds) {
   seconds = std::min(seconds, 1e9);
   return static_cast<int64_t>(seconds * 1e9);

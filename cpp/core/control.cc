@@ -18,8 +18,8 @@ constexpr uint64_t mix(uint64_t x) {
   return x ^ x >> 33;
 }
 
-// Virtual memory is nearly free, but address space limits exist: take what the
-// machine could fill at most, and no more than 8 TiB in all.
+// Virtual memory is nearly free, but address space can be limited: a slab takes
+// no more than the machine's memory, and all slabs together no more than 8 TiB.
 size_t largest_slab(int world) {
   const size_t memory =
       static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes();
@@ -41,7 +41,7 @@ uint64_t CallRecord::fingerprint() const {
   const uint64_t shape =
       static_cast<uint64_t>(kind) | uint64_t{dtype} << 8 | uint64_t{op} << 16 |
       static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32;
-  // Never 0, which means "nobody".
+  // Never 0, which means that no rank has arrived.
   return mix(number ^ mix(shape ^ mix(count))) | 1;
 }
 

@@ -1,12 +1,12 @@
-// What lies where in the region, and the words by which ranks talk.
+// The layout of the region, and the words through which ranks communicate.
 //
 //   region:  Header | Allocation x 4096 | RankLine x N | Channel x N * N |
 //            slab of rank 0 | slab of rank 1 | ...
 //   slab:    small buffers (2) | staging buffers (2) |
 //            outboxes (one per destination) | heap
 //
-// Everything in Header, Allocation, RankLine and Channel starts as zeros, which is
-// the right start for all of it.
+// Everything in Header, Allocation, RankLine and Channel starts as zeros, which
+// is a valid initial state.
 #pragma once
 
 #include <linux/futex.h>
@@ -23,16 +23,16 @@
 namespace paceline {
 
 inline constexpr uint64_t kMagic = 0x31656e696c656361;  // "aceline1"
-/// One more whenever something lies elsewhere in the region, or a word there
-/// means something else: ranks of two versions refuse each other.
+/// Incremented whenever the layout of the region or the meaning of a word in it
+/// changes: ranks of different versions refuse each other.
 inline constexpr uint32_t kAbiVersion = 7;
 inline constexpr size_t kMaxAllocations = 4096 / kSmaller;
 
-/// Payloads up to this are exchanged with one synchronisation instead of two.
-/// See benchmarks/results/all_reduce_*.md for where the two meet.
+/// Payloads up to this size are exchanged with one synchronisation instead of
+/// two. benchmarks/results/all_reduce_*.md shows where the two cost the same.
 inline constexpr size_t kSmallBytes = 16 * 1024 / kSmaller;
-/// Piece in which arrays outside the region pass through it: two of them stay
-/// in a core's L2 cache.
+/// Arrays outside the region pass through it in chunks of this size: two of
+/// them stay in a core's L2 cache.
 inline constexpr size_t kPieceBytes = 256 * 1024 / kSmaller;
 inline constexpr size_t kOutboxBytes = 128 * 1024 / kSmaller;
 
@@ -54,7 +54,7 @@ enum class CallKind : uint32_t {
   kAllocate = 10,
 };
 
-/// As Python and its users know it; null: no such call.
+/// The name that Python and its users see; null: no such call.
 constexpr const char* name_of(CallKind kind) {
   switch (kind) {
     case CallKind::kNone:
@@ -83,8 +83,8 @@ constexpr const char* name_of(CallKind kind) {
   return nullptr;
 }
 
-/// What a rank says it is calling; compared over ranks, and evidence when they
-/// differ.
+/// The call that a rank makes. Ranks compare their calls, and the error shows
+/// them when they differ.
 struct CallRecord {
   uint64_t number = 0;  ///< counts this rank's calls, from 1
   uint64_t count = 0;   ///< elements or bytes
@@ -101,21 +101,21 @@ inline constexpr uint32_t kCallsDiffer = 1;
 inline constexpr uint32_t kPlacesDiffer = 2;
 
 /// A barrier that counts arrivals and resets itself. It also compares two words
-/// over the ranks: what they call, and where their array lies.
+/// between ranks: the fingerprint of their call, and the place of their array.
 struct alignas(kLinePairBytes) Gate {
-  Atomic<uint64_t> fingerprint;  ///< of the first to arrive; 0: nobody has
-  Atomic<uint64_t> place;        ///< of the first to arrive; 0: nobody has
-  /// kCallsDiffer, kPlacesDiffer of the phase under way.
+  Atomic<uint64_t> fingerprint;  ///< of the first rank to arrive; 0: none has
+  Atomic<uint64_t> place;        ///< of the first rank to arrive; 0: none has
+  /// kCallsDiffer and kPlacesDiffer of the current phase.
   Atomic<uint32_t> flags;
   Atomic<uint32_t> arrived;
   /// Futex word: completed phases.
   alignas(kLinePairBytes) Atomic<uint32_t> phase;
-  Atomic<uint32_t> verdict;  ///< flags of the phase completed last
+  Atomic<uint32_t> verdict;  ///< `flags` of the last completed phase
   Atomic<uint32_t> sleepers;
 };
 
-/// An array that Group.allocate handed out: the same offset in every rank's
-/// slab.
+/// An array that Group.allocate returned. It has the same offset in every
+/// rank's slab.
 struct Allocation {
   Atomic<uint64_t> offset;  ///< in the slab
   Atomic<uint64_t> bytes;   ///< 0: the entry is free
@@ -132,13 +132,13 @@ struct Header {
   uint32_t abi_version;
   uint32_t world;
   uint64_t slab_bytes;
-  uint64_t nonce[2];  ///< of the job; a rank that maps the wrong memory notices
+  uint64_t nonce[2];  ///< of the job; detects a rank that maps the wrong memory
 
-  /// Futex word: 0, or why the group is over: reason << 16 | who noticed << 8 |
-  /// culprit. Set once, by CAS.
+  /// Futex word: 0, or why the group ended: reason << 16 | reporting rank << 8
+  /// | culprit. Set once, by CAS.
   alignas(kLinePairBytes) Atomic<uint32_t> abort;
-  /// Futex word: counts ranks that left in good order, so that who waits for
-  /// one of them looks again.
+  /// Futex word: counts ranks that left in good order, so that ranks waiting
+  /// for them check again.
   alignas(kLinePairBytes) Atomic<uint32_t> departures;
   /// Futex word: counts ranks that have attached.
   Atomic<uint32_t> attached;
@@ -147,48 +147,51 @@ struct Header {
   /// Result of an allocation, decided by rank 0 between two barriers: the
   /// entry's number, kNoRoom, kNoMemoryLeft or kNoAllocationLeft.
   alignas(kLinePairBytes) Atomic<uint32_t> last_allocation;
-  /// Entries whose arrays all ranks have freed, for rank 0 to use again: 0, or
-  /// one more than the number of the first, which names the next.
+  /// The list of entries whose arrays all ranks have freed, for rank 0 to
+  /// reuse: the number of its first entry plus 1, or 0 if it is empty. Each
+  /// entry names the next.
   Atomic<uint32_t> freed_allocations;
 };
 
-/// States of RankLine::life beyond the holder's thread id and the kernel's
+/// Values of RankLine::life other than the holder's thread id and the kernel's
 /// FUTEX_OWNER_DIED.
 inline constexpr uint32_t kLifeNotYet = 0;
-inline constexpr uint32_t kLifeLeft = 0x3fffffff;  // no thread id is as large
+inline constexpr uint32_t kLifeLeft = 0x3fffffff;  // no thread id is that large
 
-/// Who tells the others that a rank has died.
+/// How the other ranks learn that a rank has died.
 enum class LivenessCheck : uint32_t {
-  kKernel = 0,    ///< marks `life`
-  kFileLock = 1,  ///< the region's lock with the rank's number is free then
-  kNone = 2,      ///< neither works here: it is late, and no more
+  kKernel = 0,    ///< the kernel marks `life`
+  kFileLock = 1,  ///< the region's lock with the rank's number is free
+  kNone = 2,      ///< neither works here: a dead rank only shows as late
 };
 
-/// RankLine::crash: the number of a signal, whose handler is running; a count
-/// of such signals; a beat, which the rank's liveness thread changes while it
-/// runs; and a bit that is set once the process is sure to die.
+/// Fields of RankLine::crash: the number of the signal whose handler is
+/// running; a count of such signals; a beat, which the rank's liveness thread
+/// changes while it runs; and a bit that is set once the process is sure to
+/// die.
 inline constexpr uint32_t kCrashSignal = 0x000000ff;
 inline constexpr uint32_t kCrashCount = 0x000fff00;
 inline constexpr uint32_t kCrashBeat = 0x7ff00000;
 inline constexpr uint32_t kOneBeat = 0x00100000;
 inline constexpr uint32_t kCrashIsFatal = 0x80000000;
 
-/// Marks the crash as over, if it is still this one.
+/// Clears the crash word, if it still describes this crash.
 inline void end_crash(Atomic<uint32_t>& crash, uint32_t word) {
   uint32_t seen = crash.load(std::memory_order_relaxed);
-  // Release: what the handler did before is done; pairs with the acquire of
+  // Release: the handler has finished its work; pairs with the acquire of
   // LivenessThread::look_at() on other ranks.
   while ((seen & ~kCrashBeat) == (word & ~kCrashBeat) &&
          !crash.compare_exchange_weak(seen, 0, std::memory_order_release)) {
   }
 }
 
-/// What one rank tells the others. Written by its owner alone, but for `life`
-/// and `crash`, in which others note its death where the kernel does not.
+/// What one rank publishes to the others. Only its owner writes it, except
+/// `life` and `crash`, in which other ranks mark its death where the kernel
+/// does not.
 struct alignas(kLinePairBytes) RankLine {
   // The kernel finds `life` at a fixed distance from the list node when the
-  // holder's thread ends. Both lie here and not in the holder's own memory,
-  // which may have been taken away by then where memory had run out.
+  // holder's thread ends. Both are here rather than in the holder's own memory,
+  // which the kernel may already have reclaimed if memory had run out.
   robust_list_head robust_head;
   void* robust_next;
   /// Futex word: the liveness thread's id, marked by the kernel when it dies.
@@ -198,12 +201,13 @@ struct alignas(kLinePairBytes) RankLine {
   /// 0, or the crash for which a handler is running.
   Atomic<uint32_t> crash;
   Atomic<uint32_t> pid;
-  /// cpu_set_t of the process, to tell whether the ranks of this host fit it.
+  /// cpu_set_t of the process, to check whether the ranks of this host fit on
+  /// their cores.
   uint8_t affinity[128];
   Atomic<uint32_t> affinity_known;
 
-  /// Calls n and n + 1 use different entries; n + 2 reuses n's, which nobody
-  /// reads once all are in n + 1.
+  /// Calls n and n + 1 use different entries. Call n + 2 reuses the entry of n,
+  /// which no rank reads once all ranks are in n + 1.
   alignas(kLinePairBytes) CallRecord call[2];
   Atomic<uint64_t> call_number;
   Atomic<uint32_t> arrivals;  ///< gate phases that this rank has arrived in
@@ -212,48 +216,49 @@ struct alignas(kLinePairBytes) RankLine {
   alignas(kLinePairBytes) Atomic<uint32_t> bell;
   Atomic<uint32_t> bell_sleepers;
 
-  /// Whom this rank gave up on, when `abort` names it.
+  /// The ranks for which this rank waited in vain, if `abort` names this rank
+  /// as the reporting rank.
   alignas(kLinePairBytes) uint64_t late[2];
   double waited_s;
-  /// The ranks that were waiting then, if it gave up at a deadline.
+  /// The ranks that were waiting themselves at that time, if a deadline passed.
   uint64_t waiting[2];
-  /// Where this rank waits, by wait_place(), and for whom; 0: nowhere. Stays
-  /// when the group ends meanwhile: it is evidence for all.
+  /// Where this rank waits, by wait_place(), and for which ranks; 0: nowhere.
+  /// Kept when the group ends during the wait: the errors of all ranks show it.
   Atomic<uint64_t> waits_at;
   Atomic<uint64_t> waits_for[2];
-  /// Since when, by now_ns().
+  /// When the wait began, by now_ns().
   Atomic<int64_t> waits_since_ns;
-  /// When this rank last looked whether its wait was over, by now_ns().
+  /// When this rank last checked whether its wait was over, by now_ns().
   /// Release: publishes the words above; pairs with Session::is_crossed().
   Atomic<int64_t> looked_ns;
-  /// Whether nothing but the end of that wait lets this rank come to another
-  /// call: no other thread of it makes calls, nor is the wait within another.
+  /// Whether only the end of that wait can bring this rank to another call: no
+  /// other thread of it makes calls, and the wait is not nested in another.
   Atomic<uint32_t> waits_alone;
-  /// Forwards since the last backward, told with `activity`.
+  /// Forwards since the last backward, published with `activity`.
   Atomic<uint32_t> forwards;
-  /// Has raised because of `abort`.
+  /// Whether this rank has raised because of `abort`.
   Atomic<uint32_t> is_informed;
-  /// Why this rank could not reserve its share of the last allocation: an
+  /// Why this rank could not reserve its memory for the last allocation: an
   /// errno; 0: it could. Written before the last barrier of that call.
   Atomic<uint32_t> allocation_error;
-  /// Why this rank raised, when `abort` names it.
+  /// Why this rank raised, if `abort` names it as the reporting rank.
   char message[1024];
-  /// What the rank was last doing, in words that change while others read
-  /// them; see shared_text.h.
+  /// What the rank did last, as text that may change while others read it; see
+  /// shared_text.h.
   char activity[128];
 };
 
-/// In what a rank waits for others.
+/// What a rank waits for.
 enum class WaitKind : uint32_t {
   kNowhere = 0,
-  kForming = 1,   ///< for the others to take their places
-  kCall = 2,      ///< at the gate
-  kBackward = 3,  ///< at the end of a backward, or for its chunks
-  kHostSums = 4,  ///< for gradients of its host, one of several
-  kMessage = 5,   ///< for a message between two ranks
+  kForming = 1,   ///< all ranks of the group to attach
+  kCall = 2,      ///< a collective's gate
+  kBackward = 3,  ///< the end of a backward, or its chunks
+  kHostSums = 4,  ///< gradients of its host's ranks, in a job of several hosts
+  kMessage = 5,   ///< a message between two ranks
 };
 
-/// As Python knows it; null: no such kind.
+/// The name that Python sees; null: no such kind.
 constexpr const char* name_of(WaitKind kind) {
   switch (kind) {
     case WaitKind::kNowhere:
@@ -273,7 +278,7 @@ constexpr const char* name_of(WaitKind kind) {
 }
 
 /// Where a rank waits, as one word that is not 0. Ranks that wait for the same
-/// have the same word.
+/// thing have the same word.
 inline constexpr uint64_t wait_place(WaitKind kind, uint64_t number) {
   return static_cast<uint64_t>(kind) << 56 |
          (number & ((uint64_t{1} << 56) - 1));
@@ -286,13 +291,14 @@ inline constexpr WaitKind kind_of(uint64_t place) {
 /// One direction between two ranks: a ring of bytes in the sender's outbox.
 /// Positions only grow.
 struct alignas(kLinePairBytes) Channel {
-  /// Release: publishes the bytes before it. Partner: the receiver's acquire.
+  /// Release: publishes the bytes before it; pairs with the receiver's acquire.
   Atomic<uint64_t> written;
-  /// Release: frees the bytes before it. Partner: the sender's acquire.
+  /// Release: frees the bytes before it; pairs with the sender's acquire.
   alignas(kLinePairBytes) Atomic<uint64_t> read;
 };
 
-/// Offsets of the parts; a function of the world size and the slab size alone.
+/// Offsets within the region. They depend only on the world size and the slab
+/// size.
 struct Layout {
   int world;
   size_t slab_bytes;
@@ -321,9 +327,9 @@ struct Layout {
   size_t heap_at() const { return outbox_at(world); }
 };
 
-/// Creates a region for `world` ranks and writes its header. Slabs shrink until
-/// the file can be mapped, or to the whole pages of `slab_limit` (sanitizers
-/// leave little address space). Returns the descriptor. Throws
+/// Creates a region for `world` ranks and writes its header. A slab has at most
+/// the whole pages of `slab_limit` (sanitizers leave little address space), and
+/// is halved until the region can be mapped. Returns the descriptor. Throws
 /// Failure{kNoMemory}.
 int create_region(int world, const uint64_t nonce[2],
                   size_t slab_limit = SIZE_MAX);
@@ -334,7 +340,7 @@ inline constexpr uint32_t pack_abort(Reason reason, int by, int culprit) {
          static_cast<uint32_t>(culprit & 0xff);
 }
 
-/// -1: at a deadline, no rank was seen to be late.
+/// The rank to blame; -1: a deadline passed, and no rank was seen to be late.
 inline constexpr int culprit_of(uint32_t abort_word) {
   return static_cast<int8_t>(abort_word & 0xff);
 }

@@ -25,21 +25,24 @@ constexpr std::array kSignals = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT};
 
 SignalSafeList<CrashWatch::Group> groups;
 
-/// How often ours can be put on top of somebody else's that is on top of ours.
+/// How many times our handler can be installed on top of another one that is
+/// itself on top of ours.
 constexpr int kLevels = 4;
 
-/// One of kSignals. Each level has a handler function of its own, so that a
-/// handler above which restores the one below is told from one that does not:
-/// otherwise two that call each other would do so for ever.
+/// The handlers of one of kSignals. Each level has its own handler function, to
+/// tell a handler above that restores the one below from one that does not:
+/// otherwise two handlers that call each other would do so for ever.
 struct Place {
-  int level = -1;  ///< of our highest handler; -1: none
-  std::array<struct sigaction, kLevels> previous = {};  ///< below each level
+  int level = -1;  ///< of our topmost handler; -1: none
+  /// What each level replaced.
+  std::array<struct sigaction, kLevels> previous = {};
 };
 std::array<Place, kSignals.size()> places;
 int num_users = 0;
 
-/// Held while the places change. Not a std::mutex: the thread of the parent
-/// that held it does not exist in a forked child, which takes it all the same.
+/// Held while the places change. Not a std::mutex: if a thread of the parent
+/// held it at a fork, that thread does not exist in the child, which must be
+/// able to take it.
 class PlacesLock {
  public:
   PlacesLock() {
@@ -56,7 +59,7 @@ class PlacesLock {
       }
     }
   }
-  // Release: the places are whole again; pairs with the acquire above.
+  // Release: the places are consistent again; pairs with the acquire above.
   ~PlacesLock() { word_.store(0, std::memory_order_release); }
 
  private:
@@ -70,7 +73,7 @@ Place& place_of(int signal) {
   return places[i];
 }
 
-/// Calls `visit` for each group that this very process is in.
+/// Calls `visit` for each group that this process joined itself.
 template <class Visit>
 void for_own_groups(Visit visit) {
   const pid_t pid = getpid();
@@ -81,7 +84,7 @@ void for_own_groups(Visit visit) {
 }
 
 void explain_region_of_parent(const siginfo_t& info) {
-  // Sent by a process (si_code <= 0): there is no address.
+  // si_code <= 0: a process sent the signal, and there is no address.
   if ((info.si_signo != SIGSEGV && info.si_signo != SIGBUS) ||
       info.si_code <= 0 || !lies_in_region_of_parent(info.si_addr))
     return;
@@ -90,7 +93,7 @@ void explain_region_of_parent(const siginfo_t& info) {
       "with the other ranks: a gradient under gradient_as_bucket_view=True, or "
       "an array of Group.allocate(). Copy it before the fork (clone(), "
       "copy()), or use it in the parent alone.\n";
-  static Atomic<pid_t> explained_in{0};  // another level of ours may come
+  static Atomic<pid_t> explained_in{0};  // another level of our handler may run
   if (explained_in.exchange(getpid()) == getpid()) return;
   [[maybe_unused]] const ssize_t written =
       write(STDERR_FILENO, kText, sizeof(kText) - 1);
@@ -99,7 +102,7 @@ void explain_region_of_parent(const siginfo_t& info) {
 using Handler = void (*)(int, siginfo_t*, void*);
 extern const std::array<Handler, kLevels> handlers;
 
-/// The level of ours; -1: it is not ours.
+/// The level of our handler; -1: it is not ours.
 int level_of(const struct sigaction& action) {
   if ((action.sa_flags & SA_SIGINFO) == 0) return -1;
   const auto found =
@@ -131,9 +134,9 @@ void call(const struct sigaction& action, int signal, siginfo_t* info,
     action.sa_handler(signal);
 }
 
-/// Whether this handler of somebody else's leaves the process alive: it has
-/// returned, and has not restored the default. If it has restored a handler of
-/// ours, from a lower level, that one will see what comes.
+/// Runs another library's handler. Returns whether the process survives: the
+/// handler has returned, and has not restored the default action. If it has
+/// restored our handler of a lower level, that one handles what follows.
 bool survives(const struct sigaction& handler, int signal, siginfo_t* info,
               void* context) {
   static Atomic<uint32_t> count{0};
@@ -145,7 +148,7 @@ bool survives(const struct sigaction& handler, int signal, siginfo_t* info,
     group.line->crash.store(word, std::memory_order_release);
   });
   // The signal stays blocked: a handler that restores the default and raises
-  // it again does not end the process before it has returned to here.
+  // the signal again does not end the process before it has returned here.
   call(handler, signal, info, context);
   struct sigaction now;
   if (sigaction(signal, nullptr, &now) == 0 && is_default(now)) return false;
@@ -157,8 +160,8 @@ bool survives(const struct sigaction& handler, int signal, siginfo_t* info,
 
 void end_own_groups(int signal) {
   for_own_groups([&](const CrashWatch::Group& group) {
-    // Release: what this rank had written is seen by who takes it for dead;
-    // pairs with has_died().
+    // Release: a rank that sees this one as dead also sees what it wrote
+    // before; pairs with has_died().
     group.line->crash.store(static_cast<uint32_t>(signal) | kCrashIsFatal,
                             std::memory_order_release);
     abort_group(*group.header, Reason::kDied, group.rank, group.rank);
@@ -176,7 +179,7 @@ void on_crash(int signal, siginfo_t* info, void* context) {
   explain_region_of_parent(*info);
   const struct sigaction previous = place_of(signal).previous[kLevel];
   if (is_handler(previous) && (previous.sa_flags & SA_RESETHAND) != 0) {
-    // Made for one time: the default is in force while it runs.
+    // SA_RESETHAND: the default action is in force while this handler runs.
     end_own_groups(signal);
     set_default(signal);
     sigset_t only;
@@ -193,8 +196,8 @@ void on_crash(int signal, siginfo_t* info, void* context) {
     return;
   }
   end_own_groups(signal);
-  // What would have happened without us: the same signal again, with the same
-  // cause, as soon as this handler returns.
+  // Do what would have happened without our handler: deliver the same signal
+  // again, with the same cause, as soon as this handler returns.
   set_default(signal);
   const auto thread = static_cast<pid_t>(syscall(SYS_gettid));
   if (syscall(SYS_rt_tgsigqueueinfo, getpid(), thread, signal, info) != 0)
@@ -205,11 +208,12 @@ void on_crash(int signal, siginfo_t* info, void* context) {
 const std::array<Handler, kLevels> handlers = {on_crash<0>, on_crash<1>,
                                                on_crash<2>, on_crash<3>};
 
-/// To the first thread that joins a group: where its own stack has overflown, a
-/// handler needs another. Large enough for handlers of others that write a
-/// report, as Paddle's, which come to run on it because ours does; a smaller
-/// one, as faulthandler's 10 KiB amid the heap, they would overflow in silence.
-/// Other threads have one if somebody gave it to them.
+/// Gives an alternate signal stack to the first thread that joins a group: a
+/// handler needs one when the thread's own stack has overflown. It is large
+/// enough for other libraries' handlers that write a report, such as Paddle's:
+/// they run on it because ours does, and would silently overflow a smaller one,
+/// such as faulthandler's 10 KiB on the heap. Other threads have an alternate
+/// stack only if other code gave them one.
 void give_alternate_stack() {
   constexpr size_t kBytes = 256 * 1024;
   static Atomic<bool> is_made{false};
@@ -220,7 +224,7 @@ void give_alternate_stack() {
   if (has_one && current.ss_size >= kBytes) return;
   if (ours == nullptr) {
     if (is_made.exchange(true)) return;
-    // Never given back: the thread may end, or change its mind, at any time.
+    // Never freed: the thread may end, or install another stack, at any time.
     void* const mapped =
         mmap(nullptr, page_bytes() + kBytes, PROT_READ | PROT_WRITE,
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -229,8 +233,9 @@ void give_alternate_stack() {
     ours = static_cast<char*>(mapped) + page_bytes();
   }
   const stack_t stack = {.ss_sp = ours, .ss_flags = 0, .ss_size = kBytes};
-  // Whoever had the smaller one sees that it is not in use when it frees it
-  // (faulthandler does). Refused within a handler that runs on it.
+  // The owner of a smaller stack sees that it is not in use when it frees it
+  // (faulthandler does). The call fails within a handler that runs on that
+  // stack.
   sigaltstack(&stack, nullptr);
 }
 
@@ -245,12 +250,12 @@ void put_in_place(int signal) {
   if (sigaction(signal, nullptr, &current) != 0 || level_of(current) >= 0)
     return;
   if (!is_default(current) && !is_handler(current)) return;  // ignored
-  // Below somebody else's handler there may be ours, or it may have been
-  // forgotten: only the default tells.
+  // Below another library's handler there may be ours, or that library may have
+  // dropped it: only the default action is certain.
   const int level = is_default(current) ? 0 : place.level + 1;
   if (level == kLevels) return;
   place.previous[static_cast<size_t>(level)] = current;
-  struct sigaction ours = current;  // with their mask
+  struct sigaction ours = current;  // keeps its signal mask
   ours.sa_sigaction = handlers[static_cast<size_t>(level)];
   ours.sa_flags = SA_SIGINFO | SA_ONSTACK | (current.sa_flags & SA_RESTART);
   if (sigaction(signal, &ours, nullptr) == 0) place.level = level;
@@ -261,7 +266,7 @@ void put_away(int signal) {
   struct sigaction current;
   if (sigaction(signal, nullptr, &current) != 0) return;
   const int level = level_of(current);
-  if (level < 0) return;  // it may be below what is there now
+  if (level < 0) return;  // ours may be below the current one
   if (sigaction(signal, &place.previous[static_cast<size_t>(level)], nullptr) ==
       0)
     place.level = level - 1;

@@ -1,26 +1,26 @@
-// What a crash of this process tells the other ranks, before the process is
+// Reports a crash of this process to the other ranks before the process is
 // gone.
 //
-// The kernel marks the life word of a process that crashes only when its core
-// dump is written: 20 s for 2 GiB, minutes where dumps go over the network. So
-// SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT have a handler of ours while the
-// process is in a group, or has a model in memory that it shares. It sets the
-// abort word of each group, which takes two async-signal-safe steps, and hands
-// the signal on to whoever was there before.
+// The kernel marks the life word of a crashing process only when its core dump
+// is written: after 20 s for 2 GiB, after minutes where dumps go over the
+// network. So this file installs a handler for SIGSEGV, SIGBUS, SIGILL, SIGFPE
+// and SIGABRT while the process is in a group, or has a model in memory that it
+// shares. The handler sets the abort word of each group, which takes two
+// async-signal-safe steps, and passes the signal on to the previous handler.
 //
-// A handler that was there before (faulthandler's, torch's, glog's, that of a
-// Java or Julia runtime) is asked first, because for some of them the signal is
-// no crash at all but a page to be mapped. If it returns and has not restored
-// the default, the process lives on. If it ends the process in a way that does
-// not come back to us, the liveness thread of this rank no longer runs, while a
-// dump is written: the other ranks find RankLine::crash unchanged for
-// kSilenceNs and take it for a death.
+// A previous handler (of faulthandler, torch, glog, or a Java or Julia runtime)
+// runs first, because for some of them the signal is no crash but a page to be
+// mapped. If it returns and has not restored the default action, the process
+// lives on. If it ends the process without returning here, the liveness thread
+// of this rank stops running while the dump is written: the other ranks see
+// that RankLine::crash has not changed for kSilenceNs, and treat the rank as
+// dead.
 //
-// Whoever takes our place later and restores or calls us (faulthandler) is fine
-// as well; the next group to be joined goes on top of it. A signal that is
-// ignored stays ignored. A write to a model that is only to be read is no crash
-// (see model_memory.h). In a forked child, where the handler is inherited,
-// there is no group to end.
+// A handler that is installed later and restores or calls ours (faulthandler)
+// is fine as well; the next group that this process joins installs ours on top
+// of it. A signal that is ignored stays ignored. A write to a read-only model
+// is no crash (see model_memory.h). A forked child inherits the handler, but
+// has no group to end.
 #pragma once
 
 #include <cstdint>
@@ -30,18 +30,17 @@
 
 namespace paceline {
 
-/// How long the liveness thread of a rank may say nothing while a handler of
-/// somebody else has its crash, before the other ranks take the process for
-/// dead.
+/// How long the liveness thread of a rank may stay silent while a previous
+/// handler processes a crash, before the other ranks treat the process as dead.
 inline constexpr int64_t kSilenceNs = 5'000'000'000;
 
-/// Ends the group unless it is over already: the first reason stays. Wakes
-/// every waiter. Async-signal-safe.
+/// Ends the group and wakes every waiter. If the group is over already, the
+/// first reason stays. Async-signal-safe.
 void abort_group(Header& header, Reason reason, int by, int culprit);
 
-/// While one of them lives, our handlers are in place. The first to be made puts
-/// them there, the last to go puts them away again, except where somebody has
-/// put another one on top. PACELINE_CRASH_HANDLERS=0: none.
+/// Keeps our handlers installed while one of these objects lives. The first
+/// object installs them. The last one removes them, except where another
+/// handler has been installed on top. PACELINE_CRASH_HANDLERS=0 installs none.
 class CrashHandlers {
  public:
   CrashHandlers();

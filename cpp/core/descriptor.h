@@ -1,5 +1,6 @@
-// A descriptor of ours, in a program that may close all descriptors: as one
-// does that becomes a daemon. The kernel then gives the number to another file.
+// A file descriptor of ours in a program that may close all descriptors, as a
+// program does that becomes a daemon. The kernel may then give the number to
+// another file.
 #pragma once
 
 #include <sys/stat.h>
@@ -17,7 +18,8 @@ struct Descriptor {
     if (fstat(number, &status) != 0) return {};
     return {number, status.st_dev, status.st_ino};
   }
-  /// Whether the number still is that file's. Async-signal-safe, as close().
+  /// Whether the number still refers to our file. Async-signal-safe, as is
+  /// close().
   bool is_ours() const {
     struct stat status = {};
     return number >= 0 && fstat(number, &status) == 0 &&

@@ -1,4 +1,4 @@
-// Why a call on a group gave up. The binding turns it into an exception of
+// Why a call on a group failed. The binding turns it into an exception of
 // errors.py.
 #pragma once
 
@@ -10,37 +10,38 @@ namespace paceline {
 
 enum class Reason : uint32_t {
   kNone = 0,
-  /// A process was killed or crashed: its life word says so.
+  /// A process was killed or crashed, according to its life word.
   kDied = 1,
-  /// A rank told the others that it raised; its message says what.
+  /// A rank reported that it raised; its message says why.
   kRaised = 2,
-  /// A rank closed the group, or exited, while others waited for it.
+  /// A rank closed the group or exited while others waited for it.
   kLeft = 3,
-  /// A rank was later than the time-out.
+  /// A rank did not arrive within the time-out.
   kDeadline = 4,
   /// Ranks made different calls; the group stays usable.
   kMismatch = 5,
-  /// This rank had closed the group.
+  /// This rank had already closed the group.
   kClosed = 6,
-  /// Used in a forked child, which does not map the region.
+  /// The group was used in a forked child, which does not map the region.
   kForked = 7,
   /// A signal handler of this process raised (Ctrl-C).
   kInterrupted = 8,
-  /// The region could not be reserved.
+  /// Memory of the region could not be reserved.
   kNoMemory = 9,
-  /// An argument or an order of calls that this rank alone got wrong.
+  /// This rank alone passed a wrong argument or made calls in a wrong order.
   kMisuse = 10,
-  /// A fault that a test asked for.
+  /// An injected fault of a test.
   kInjected = 11,
-  /// This thread was inside a collective: in a signal handler.
+  /// This thread was already inside a collective: the call came from a signal
+  /// handler.
   kNested = 12,
   /// Another thread of this process was in a collective.
   kNoTurn = 13,
-  /// More arrays than a group has entries for.
+  /// A group has no entry left for another array.
   kTooMany = 14,
 };
 
-/// As Python knows it; null: no such reason.
+/// The name that Python sees; null: no such reason.
 constexpr const char* name_of(Reason reason) {
   switch (reason) {
     case Reason::kNone:
@@ -87,9 +88,9 @@ struct Failure {
   uint64_t waiting[2] = {};
   /// How long this rank had waited.
   double waited_s = 0;
-  /// Of a warning: until the wait ends with an error.
+  /// Of a warning: seconds until the wait ends with an error.
   double left_s = 0;
-  /// What the rank that raised has said, or what the failed system call did.
+  /// What the rank that raised reported, or which system call failed and how.
   std::string message = {};
   /// kNoTurn: the thread of this process that is in a collective.
   uint64_t thread = 0;

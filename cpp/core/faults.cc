@@ -35,7 +35,7 @@ struct PassageTable {
     return words[static_cast<size_t>(of) * kPoints +
                  static_cast<size_t>(point)];
   }
-  /// How many points all other ranks have passed.
+  /// The number of points that all other ranks have passed.
   uint64_t passages_of_others() const {
     uint64_t sum = 0;
     for (size_t i = 0; i < static_cast<size_t>(world) * kPoints; ++i) {
@@ -47,8 +47,8 @@ struct PassageTable {
 };
 PassageTable table;
 
-/// Nobody else has passed a point for so long: the others wait for this rank,
-/// and the peer will not come by before this rank goes on.
+/// If no other rank passes a point for this long, all of them wait for this
+/// rank, and the peer cannot pass its point before this rank goes on.
 constexpr int64_t kStandstillNs = 30'000'000;
 
 void wait_for_peer() {
@@ -102,8 +102,8 @@ void count_passages(Atomic<uint32_t>* words, int world, int rank) {
 void disarm_fault() { armed = {}; }
 
 void strike_if_armed(Point point) {
-  // acq_rel: who waits for this passage sees what came before it; pairs with
-  // the acquires in wait_for_peer() and arm_fault().
+  // acq_rel: a rank that waits for this passage sees what came before it; pairs
+  // with the acquires in wait_for_peer() and arm_fault().
   if (table.words != nullptr)
     table.passages(table.rank, point).fetch_add(1, std::memory_order_acq_rel);
   if (armed.point != point || armed.passages_left == 0 ||

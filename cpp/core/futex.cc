@@ -19,8 +19,7 @@ namespace {
 constexpr int64_t kRecheckNs = 20'000'000;
 constexpr uint32_t kFutex2SizeU32 = 0x02;
 
-// The kernel's struct futex_waitv, spelled here because headers before 5.16
-// lack it.
+// The kernel's struct futex_waitv, which headers before 5.16 lack.
 struct KernelWait {
   uint64_t value;
   uint64_t address;
@@ -31,8 +30,8 @@ struct KernelWait {
 Atomic<bool> waitv_disabled{false};
 
 bool probe_futex_waitv() {
-  // Zero waiters are EINVAL where the call exists; ENOSYS or a seccomp filter's
-  // EPERM where it does not.
+  // With zero waiters, the call gives EINVAL where it exists, and ENOSYS or a
+  // seccomp filter's EPERM where it does not.
   return syscall(SYS_futex_waitv, nullptr, 0, 0, nullptr, 0) == -1 &&
          errno == EINVAL;
 }
@@ -55,7 +54,7 @@ FutexResult wait_on_first(const FutexWait& wait, int64_t deadline_ns) {
   const long rc = syscall(SYS_futex, wait.word, FUTEX_WAIT, wait.expected,
                           &timeout, nullptr, 0);
   const FutexResult result = classify(rc);
-  // A short slice that ran out is no deadline: the caller looks at the other
+  // The end of a short slice is not the deadline: the caller checks the other
   // words and comes back.
   if (result == FutexResult::kTimedOut && left > kRecheckNs)
     return FutexResult::kWoken;

@@ -1,4 +1,4 @@
-// Sleeping on words of shared memory, and waking who sleeps there.
+// Sleeps on words of shared memory, and wakes the sleepers.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace paceline {
 
-/// A word and the value at which sleeping is right.
+/// A word, and the value with which it is right to sleep.
 struct FutexWait {
   const Atomic<uint32_t>* word;
   uint32_t expected;
@@ -19,9 +19,10 @@ inline constexpr int kMaxFutexWaits = 128;  // FUTEX_WAITV_MAX of Linux
 enum class FutexResult { kWoken, kTimedOut, kInterrupted };
 
 /// Sleeps until any of `waits` is woken or already differs, or until
-/// `deadline_ns` (monotonic). Without futex_waitv (before Linux 5.16, or
-/// forbidden) it sleeps on the first word alone and returns after 20 ms at the
-/// latest, so callers re-check the others: spurious kWoken is always possible.
+/// `deadline_ns` (monotonic). Where futex_waitv is missing (before Linux 5.16)
+/// or forbidden, it sleeps on the first word alone and returns after 20 ms at
+/// the latest, so callers must check the other words again: a spurious kWoken
+/// is always possible.
 FutexResult futex_wait_any(std::span<const FutexWait> waits,
                            int64_t deadline_ns);
 

@@ -1,4 +1,4 @@
-// What a thread does around sleeping, and how long it is willing to wait.
+// What a thread does before and while it sleeps, and how long it waits.
 #pragma once
 
 #include "core/failure.h"
@@ -11,20 +11,20 @@ struct Patience {
   double warn_after_s;
 };
 
-/// The core knows nothing of Python's lock and signals; the binding does.
+/// Python's lock and signals, which only the binding knows.
 struct Hooks {
   virtual ~Hooks() = default;
   /// About to sleep.
   virtual void before_block() {}
-  /// A signal arrived (`by_signal`), or may have: true gives the call up.
+  /// A signal arrived (`by_signal`), or may have arrived. True ends the call.
   virtual bool interrupted(bool /*by_signal*/) { return false; }
-  /// Waited for the warning time.
+  /// The call has waited for the warning time.
   virtual void slow(const Failure& /*so_far*/) {}
-  /// How long to wait. Null: as the group does.
+  /// How long to wait; null: as long as the group does.
   const Patience* patience = nullptr;
 };
 
-/// The hooks of the call that this thread is in; null: it is in none.
+/// The hooks of the call that this thread is in; null: it is in no call.
 inline thread_local Hooks* current_hooks = nullptr;
 
 }  // namespace paceline

@@ -10,8 +10,8 @@
 namespace paceline {
 namespace {
 
-// __builtin_cpu_supports asks the operating system too: it must save the wide
-// registers.
+// __builtin_cpu_supports also checks the operating system, which must save the
+// wide registers.
 bool is_runnable(Isa isa) {
   if (isa == Isa::kPortable) return true;
 #if defined(__x86_64__)

@@ -1,9 +1,9 @@
-// Which vector instructions this processor runs, and the one way to choose among
-// loops that were compiled once for each of them.
+// Which vector instructions this processor supports, and how to choose among
+// loops that are compiled once for each of them.
 //
 // Such loops (kernels/, compression/, data/) are headers that are compiled in
 // the namespace PACELINE_ISA, once per instruction set, and give the same bits
-// in each. cpp/CMakeLists.txt knows the flags.
+// in each. The flags are in cpp/CMakeLists.txt.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ namespace paceline {
 
 enum class Isa : uint8_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kNeon = 3 };
 
-/// As PACELINE_ISA and Python spell it; null: no such set.
+/// The name in PACELINE_ISA and in Python; null: no such set.
 constexpr const char* name_of(Isa isa) {
   switch (isa) {
     case Isa::kPortable:
@@ -29,15 +29,15 @@ constexpr const char* name_of(Isa isa) {
 }
 
 /// The first of avx512, avx2, neon and portable that this processor runs.
-/// PACELINE_ISA names where to begin, and so lowers it; a value that names no
-/// set is a Failure.
+/// PACELINE_ISA names the first one to try, so it can only lower the choice. A
+/// value that names no set throws a Failure.
 Isa best_isa();
-/// For tests: use `isa` from now on. False when this processor lacks it.
+/// For tests: uses `isa` from now on. Returns false if this processor lacks it.
 bool set_isa(Isa isa);
 Isa current_isa();
 
-/// One thing in its versions, by Isa; null where the compiler's architecture has
-/// no such set.
+/// The versions of one symbol, by Isa; null where the compiler's architecture
+/// has no such set.
 template <class T>
 struct PerIsa {
   T* versions[4];

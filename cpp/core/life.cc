@@ -22,12 +22,12 @@ namespace {
 // Only a safety net where futex_waitv exists; without it, futex_wait_any
 // returns within 20 ms anyway.
 constexpr int64_t kRecheckNs = 1'000'000'000;
-// Between two looks at file locks.
+// The interval between two checks of the file locks.
 constexpr int64_t kLockRecheckNs = 500'000'000;
 
 Atomic<bool> robust_list_disabled{false};
 
-/// A list of one word, which the calling thread holds until it ends.
+/// Registers a list of one word, which the calling thread holds until it ends.
 bool hold_robustly(robust_list_head& head, void*& node,
                    Atomic<uint32_t>& word) {
   head.list.next = reinterpret_cast<robust_list*>(&node);
@@ -35,17 +35,17 @@ bool hold_robustly(robust_list_head& head, void*& node,
                                         reinterpret_cast<std::byte*>(&node));
   head.list_op_pending = nullptr;
   node = &head.list;
-  // It replaces glibc's list of this thread, which locks no robust mutex.
+  // This replaces glibc's list of this thread, which locks no robust mutex.
   return syscall(SYS_set_robust_list, &head, sizeof(head)) == 0;
 }
 
-/// The value of a word that this thread holds. FUTEX_WAITERS from the start:
-/// the kernel only wakes somebody at a death if it is set.
+/// The value of a word that this thread holds. FUTEX_WAITERS is set from the
+/// start: without it the kernel wakes no sleeper at a death.
 uint32_t held_by_this_thread() {
   return static_cast<uint32_t>(syscall(SYS_gettid)) | FUTEX_WAITERS;
 }
 
-/// Throws Failure: this process may have no further thread.
+/// Throws Failure if this process cannot have another thread.
 template <typename Body>
 std::thread start_thread(Body body) {
   try {
@@ -60,7 +60,7 @@ std::thread start_thread(Body body) {
 }
 
 /// Lets a thread die while it holds a word: some sandboxes and emulators refuse
-/// the call, or take it and do nothing.
+/// the call, or accept it and do nothing.
 bool try_robust_list() {
   static struct {
     robust_list_head head;
@@ -73,8 +73,8 @@ bool try_robust_list() {
     // Release; pairs with the load below. (The join would do, too.)
     trial.word.store(held_by_this_thread(), std::memory_order_release);
   }).join();
-  // The kernel marks the word before it tells of the thread's end.
-  // Acquire; pairs with the store above, and the kernel's mark.
+  // The kernel marks the word before it reports the thread's end. Acquire;
+  // pairs with the store above and with the kernel's mark.
   return is_taken &&
          (trial.word.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
 }
@@ -97,8 +97,9 @@ void disable_robust_list(bool disabled) {
 }
 
 bool has_died(const RankLine& line) {
-  // Acquire: what the rank had written before it died is seen. Partners: the
-  // kernel's mark, or who marks in its place: the crash handler, look_at().
+  // Acquire: what the rank wrote before it died is seen. Pairs with the
+  // kernel's mark, or with those who mark in its place: the crash handler and
+  // look_at().
   return (line.life.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0 ||
          (line.crash.load(std::memory_order_acquire) & kCrashIsFatal) != 0;
 }
@@ -106,9 +107,9 @@ bool has_died(const RankLine& line) {
 LivenessThread::LivenessThread(Header& header, std::span<RankLine> ranks,
                                int rank, const Region* region)
     : header_(header), ranks_(ranks), rank_(rank), region_(region) {
-  has_robust_list();  // tried out here, and not while others wait
+  has_robust_list();  // tested here, not while others wait
   thread_ = start_thread([this] { run(); });
-  // Acquire: what the thread has done to hold the word; pairs with run().
+  // Acquire: the thread holds the word; pairs with run().
   while (state_.load(std::memory_order_acquire) == kStarting) {
     const FutexWait wait[] = {{&state_, kStarting}};
     futex_wait_any(wait, now_ns() + kRecheckNs);
@@ -146,7 +147,7 @@ void LivenessThread::run() {
   watch();
   // Acquire; pairs with the destructor and die().
   if (state_.load(std::memory_order_acquire) == kLeave) let_go();
-  lock_.reset();  // as the kernel does where the process ends
+  lock_.reset();  // as the kernel does when the process ends
 }
 
 void LivenessThread::hold() {
@@ -160,19 +161,20 @@ void LivenessThread::hold() {
     if (lock_ != nullptr) check = LivenessCheck::kFileLock;
   }
   line.check.store(check, std::memory_order_relaxed);
-  // Release: publishes the check, too; pairs with watch(), look_at() and
+  // Release: publishes `check`, too; pairs with watch(), look_at() and
   // has_died().
   line.life.store(held_by_this_thread(), std::memory_order_release);
 }
 
 void LivenessThread::let_go() {
   RankLine& line = ranks_[static_cast<size_t>(rank_)];
-  // First: who is killed from here on has left. The kernel marks no word that
-  // does not hold the id of its thread, although the word is still on the list.
+  // First: if the process is killed from here on, this rank has already left.
+  // The kernel marks no word that does not hold the id of its thread, although
+  // the word is still on the list.
   line.life.store(kLifeLeft, std::memory_order_seq_cst);
   header_.departures.fetch_add(1, std::memory_order_seq_cst);
-  // Behind an atomic that also acquires: behind a mere store the compiler could
-  // move it to the front.
+  // After an atomic that also acquires: the compiler could move this line
+  // before a plain store.
   line.robust_head.list.next = &line.robust_head.list;
   futex_wake(header_.departures, kWakeAll);
   futex_wake(line.life, kWakeAll);
@@ -215,8 +217,8 @@ void LivenessThread::look_at(size_t peer) {
   if (line.check.load(std::memory_order_relaxed) == LivenessCheck::kFileLock &&
       region_ != nullptr &&
       !RegionLock::is_held(*region_, static_cast<int>(peer))) {
-    // Fails where the rank has left meanwhile: it says so before it unlocks.
-    // acq_rel, for the kernel that would do it; pairs with has_died().
+    // Fails if the rank has left in the meantime: it publishes that before it
+    // unlocks. acq_rel, in place of the kernel; pairs with has_died().
     line.life.compare_exchange_strong(life, life | FUTEX_OWNER_DIED,
                                       std::memory_order_acq_rel);
   }
@@ -225,15 +227,15 @@ void LivenessThread::look_at(size_t peer) {
   const int64_t now = now_ns();
   if (crash != crashes_[peer].word) crashes_[peer] = {crash, now};
   if (crash != 0 && now - crashes_[peer].since_ns >= kSilenceNs) {
-    // Fails where the handler has just returned, or the liveness thread is
-    // alive. acq_rel, for the handler that would do it; pairs with has_died().
+    // Fails if the handler has just returned, or the liveness thread is alive.
+    // acq_rel, in place of the handler; pairs with has_died().
     line.crash.compare_exchange_strong(crash, crash | kCrashIsFatal,
                                        std::memory_order_acq_rel);
   }
 }
 
 void LivenessThread::beat() {
-  // After that the handler must have jumped out of the crash.
+  // After this long, the handler must have jumped out of the crash.
   constexpr int64_t kLongestNs = 60'000'000'000;
   Atomic<uint32_t>& word = ranks_[static_cast<size_t>(rank_)].crash;
   uint32_t crash = word.load(std::memory_order_relaxed);
@@ -248,7 +250,7 @@ void LivenessThread::beat() {
     end_crash(word, crash);
     return;
   }
-  // Fails where the handler has just returned, or there is another crash.
+  // Fails if the handler has just returned, or there is another crash.
   const uint32_t next =
       (crash & ~kCrashBeat) | ((crash + kOneBeat) & kCrashBeat);
   word.compare_exchange_strong(crash, next, std::memory_order_relaxed);

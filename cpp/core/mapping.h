@@ -1,4 +1,4 @@
-// The region as one rank sees it: where its parts lie. See control.h.
+// The region as one rank maps it, with pointers to its parts. See control.h.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@ namespace paceline {
 
 class Mapping {
  public:
-  /// Checks that the region was made by this version, for this job, and for so
-  /// many ranks that `rank` is one of them.
+  /// Checks that this version made the region, that it belongs to this job, and
+  /// that it has a place for `rank`.
   Mapping(std::shared_ptr<Region> region, int rank, const uint64_t nonce[2]);
   Mapping(const Mapping&) = delete;
   Mapping& operator=(const Mapping&) = delete;

@@ -30,7 +30,7 @@ Atomic<void (*)()> stray_write_listener{nullptr};
 int ModelMemory::create(size_t bytes) {
   const size_t page = page_bytes();
   const size_t whole = (std::max<size_t>(bytes, 1) + page - 1) / page * page;
-  Region::check_memory(whole);  // before there is anything to give back
+  Region::check_memory(whole);  // before there is anything to free
   return Region::create(whole);
 }
 
@@ -54,7 +54,7 @@ ModelMemory::ModelMemory(int fd) : fork_generation_(fork_generation()) {
   }
   writable_ = static_cast<std::byte*>(writable);
   values_ = static_cast<std::byte*>(values);
-  // Advice: where a kernel refuses it, a forked child could write, too.
+  // Only advice: where a kernel refuses it, a forked child could write, too.
   madvise(writable_, size_, MADV_DONTFORK);
   entry_ = memories.put(this);
 }
@@ -80,7 +80,7 @@ void ModelMemory::reserve_share(size_t index, size_t count) {
 
 bool ModelMemory::map_values(Mode mode) noexcept {
   const bool is_reading = mode == kReading;
-  // In one step, for threads of this process that read there meanwhile.
+  // In one step, for threads of this process that read there at the same time.
   void* const mapped =
       mmap(values_, size_, is_reading ? PROT_READ : PROT_READ | PROT_WRITE,
            (is_reading ? MAP_SHARED : MAP_PRIVATE | MAP_NORESERVE) | MAP_FIXED,
@@ -136,7 +136,7 @@ bool allow_stray_write(const void* address) {
     if (at < memory->values_ || at >= memory->values_ + memory->size_) return;
     if (memory->mode_.load(std::memory_order_relaxed) !=
         ModelMemory::kReading) {
-      is_allowed = true;  // another thread was let on meanwhile: try again
+      is_allowed = true;  // another thread has just mapped the pages: try again
     } else if (listener != nullptr && memory->file_.is_ours()) {
       memory->stray_at_.store(static_cast<uint64_t>(at - memory->values_),
                               std::memory_order_relaxed);

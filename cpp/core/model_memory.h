@@ -1,22 +1,22 @@
-// The one copy of a model's values that all ranks of a host read.
+// The single copy of a model's values that all ranks of a host read.
 //
-// A sealed memfd of its own, so that it outlives the group whose ranks share it
-// and is gone with the last tensor in it. Each rank maps it twice:
+// It is a sealed memfd of its own, so it outlives the group whose ranks share
+// it and is freed with the last tensor in it. Each rank maps it twice:
 //
-//   values      read-only: where the parameters lie
-//   writable    the same pages, for those who own the writes (an optimizer that
-//               updates a part on each rank)
+//   values      read-only: the parameters' memory
+//   writable    the same pages, for code that owns the writes (an optimizer that
+//               updates one shard on each rank)
 //
-// So a write through a parameter that nobody has announced meets the processor's
-// protection, and not the other ranks' forward. It is undone, and told (see
-// `allow_stray_write`).
+// So a write through a parameter that was not announced is stopped by the
+// processor's memory protection and does not reach the forward of other ranks.
+// It is undone and reported (see `allow_stray_write`).
 //
 // Announced writes are a transaction. begin_writing() lets this rank write to
-// `values`, in pages of its own that the kernel copies as they are written;
-// nobody else sees them. When all ranks have ended their part, one of them
-// publishes what it has changed, through `writable`; and each calls
-// end_writing(), which drops its copies, or drops them without a publication if
-// a rank has failed.
+// `values`, in private pages that the kernel copies as they are written; no
+// other rank sees them. When all ranks have finished writing, one of them
+// publishes its changes through `writable`. Then each rank calls end_writing(),
+// which drops its private pages. If a rank has failed, they are dropped without
+// a publication.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ namespace paceline {
 
 class ModelMemory {
  public:
-  /// Pages one after the other, in bytes from the beginning.
+  /// Consecutive pages, in bytes from the beginning.
   struct Run {
     size_t begin;
     size_t bytes;
@@ -42,32 +42,33 @@ class ModelMemory {
   /// Throws Failure{kNoMemory}.
   static int create(size_t bytes);
 
-  /// Maps the file behind `fd`, which stays the caller's. A forked child can
-  /// read `values`, and has no `writable`.
+  /// Maps the file behind `fd`, which the caller keeps. A forked child can read
+  /// `values`, and has no `writable`.
   explicit ModelMemory(int fd);
   ~ModelMemory();
   ModelMemory(const ModelMemory&) = delete;
   ModelMemory& operator=(const ModelMemory&) = delete;
 
-  /// Puts memory behind share `index` of `count` equal ones, of the NUMA node
-  /// that this thread runs on. Throws Failure{kNoMemory}.
+  /// Reserves memory for slice `index` of `count` equal slices, on the NUMA
+  /// node that this thread runs on. Throws Failure{kNoMemory}.
   void reserve_share(size_t index, size_t count);
 
   std::byte* values() const { return values_; }
   std::byte* writable() const { return writable_; }
   size_t size() const { return size_; }
 
-  /// Throws Failure{kNoMemory}: the address space is full.
+  /// Throws Failure{kNoMemory} if the address space is full.
   void begin_writing();
-  /// What this rank has changed since begin_writing().
+  /// The pages that this rank has changed since begin_writing().
   std::vector<Run> changes() const;
-  /// Lets everybody see these changes of this rank.
+  /// Copies these changes of this rank to where all ranks see them.
   void publish(const std::vector<Run>& changes);
-  /// What this rank has changed is dropped; it sees what everybody sees.
+  /// Drops what this rank has changed and not published; it sees the shared
+  /// values again.
   void end_writing();
 
-  /// Where a write has come that nobody had announced, in bytes from the
-  /// beginning; -1: none has since the last call. Its effect is undone.
+  /// Where an unannounced write occurred, in bytes from the beginning; -1:
+  /// there was none since the last call. Undoes its effect.
   int64_t take_stray_write();
 
  private:
@@ -87,16 +88,17 @@ class ModelMemory {
   const CrashHandlers handlers_;
 };
 
-/// A write to `address` was refused: if it lies among the values of a model,
-/// let it go on, in pages that only this process sees, and tell. False: it is
-/// another fault. Async-signal-safe.
+/// Handles a refused write to `address`. If the address is among the values of
+/// a model, the write goes on in pages that only this process sees, and is
+/// reported to the listener. False: it is another fault. Async-signal-safe.
 bool allow_stray_write(const void* address);
 
-/// In a forked child, which has none of the threads that looked for memories.
+/// For a forked child, which has none of the threads that walked the list of
+/// memories.
 void forget_walkers_of_models();
 
-/// What is called, within a signal handler, when a stray write was let on. Null:
-/// such writes are crashes.
+/// Sets the function that is called, within a signal handler, for each stray
+/// write that was let through. Null: such writes are crashes.
 void set_stray_write_listener(void (*listener)());
 
 }  // namespace paceline

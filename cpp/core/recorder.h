@@ -1,9 +1,9 @@
-// What this process records of its backward passes: a ring of records in a file
-// that it maps, which is there after the process was killed.
+// Records what this process does in its backwards: a ring of records in a
+// mapped file, which remains after the process was killed.
 //
-// A record is written where something happens, without a lock or a system call.
-// Whoever reads the file (paceline/trace/ring_file.py), at any time, takes a
-// record for whole if its sequence number is that of its place.
+// A record is written where the event happens, without a lock or a system call.
+// The reader of the file (paceline/trace/ring_file.py) may read at any time. It
+// takes a record as complete if its sequence number is that of its place.
 #pragma once
 
 #include <atomic>
@@ -14,18 +14,18 @@
 
 namespace paceline {
 
-/// What a record tells. Others are given by Python; see
-/// paceline/trace/records.py, which has the same numbers.
+/// What a record describes. Python adds others; paceline/trace/records.py has
+/// the same numbers.
 enum class Event : uint16_t {
   /// This rank has posted a bucket (its number, 0).
   kPosted = 1,
   /// It has reduced chunks of a bucket (when it began, bucket << 32 | chunks).
   kReduced = 2,
-  /// It has waited (when it began, the last rank to come, or -1).
+  /// It has waited (when it began, the last rank to arrive, or -1).
   kWaited = 3,
   /// It has copied means back (when it began, 0).
   kCopiedBack = 4,
-  /// As records.py says; the first number is a backward of a model.
+  /// As in records.py; the first number is a backward of a model.
   kForwardBegan = 5,
   kForwardEnded = 6,
   kBackwardBegan = 7,
@@ -39,7 +39,7 @@ struct Record {
   /// The number of the record, from 1; written last.
   Atomic<uint32_t> sequence;
   uint16_t event;
-  /// The thread that wrote it: 0 for the first that has written any.
+  /// The thread that wrote it: 0 for the first one that wrote a record.
   uint16_t thread;
   int64_t first;
   int64_t second;
@@ -48,18 +48,18 @@ static_assert(sizeof(Record) == 32);
 
 class Recorder {
  public:
-  /// `count`: how many records were begun. `capacity`: a power of two. All of
+  /// `count`: the number of records begun. `capacity`: a power of two. All of
   /// the memory stays mapped until the process ends.
   Recorder(Atomic<uint64_t>* count, Record* records, uint64_t capacity)
       : count_(*count), records_(records), mask_(capacity - 1) {}
 
-  /// Null: nothing is recorded. One load, of a word that hardly ever changes.
+  /// Null: recording is off. One load of a word that hardly ever changes.
   static Recorder* current() {
     // Acquire: the recorder is made; pairs with use().
     return current_.load(std::memory_order_acquire);
   }
-  /// Records from now on with this one, which is never deleted: a thread may be
-  /// in the middle of a record. Null: no more.
+  /// Uses this recorder from now on. It is never deleted, because a thread may
+  /// be in the middle of a record. Null: stops recording.
   static void use(Recorder* recorder) {
     // Release; pairs with current().
     current_.store(recorder, std::memory_order_release);
@@ -76,16 +76,16 @@ class Recorder {
     record.thread = this_thread();
     record.first = first;
     record.second = second;
-    // Release: the record is whole; pairs with the reader's look at the file.
+    // Release: the record is complete; pairs with the reader of the file.
     record.sequence.store(static_cast<uint32_t>(index + 1),
                           std::memory_order_release);
-    // What comes next lies where nothing was written for the length of the
-    // ring, in no cache: it is fetched while the model computes.
+    // The next records lie where nothing was written since the last turn of the
+    // ring, so they are in no cache: prefetch them while the model computes.
     __builtin_prefetch(&records_[(index + kAhead) & mask_], 1);
   }
 
  private:
-  /// Records that are fetched ahead: two cache lines.
+  /// How many records ahead are prefetched: two cache lines.
   static constexpr uint64_t kAhead = 4;
 
   static uint16_t this_thread() {
@@ -94,8 +94,8 @@ class Recorder {
     return number;
   }
 
-  // Not Atomic: nothing between ranks depends on them, so no schedule of ranks
-  // need be explored for their sake.
+  // std::atomic, not Atomic: nothing between ranks depends on these, so the
+  // schedule tests need not explore them.
   static inline std::atomic<Recorder*> current_{nullptr};
   static inline std::atomic<uint16_t> num_threads_{0};
 

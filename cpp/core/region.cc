@@ -19,7 +19,7 @@
 #include "core/text_file.h"
 
 #ifndef MFD_NOEXEC_SEAL
-#define MFD_NOEXEC_SEAL 8U  // since Linux 6.3; the same everywhere
+#define MFD_NOEXEC_SEAL 8U  // since Linux 6.3; the same on all architectures
 #endif
 #ifndef MAP_FIXED_NOREPLACE
 #define MAP_FIXED_NOREPLACE 0x100000
@@ -28,7 +28,7 @@
 namespace paceline {
 namespace {
 
-/// What is reserved in one system call: it ends within some 10 ms.
+/// The bytes reserved in one system call, which then takes some 10 ms.
 constexpr size_t kReservePiece = size_t{64} << 20;
 
 [[noreturn]] void no_memory(const char* what, int error) {
@@ -37,7 +37,7 @@ constexpr size_t kReservePiece = size_t{64} << 20;
                 .error_number = error};
 }
 
-/// Bytes that /proc/meminfo says are left; UINT64_MAX where it says nothing.
+/// The bytes left according to /proc/meminfo; UINT64_MAX if that is unknown.
 uint64_t left_on_machine() {
   const std::string text = read_text_file("/proc/meminfo");
   std::string_view lines = text;
@@ -50,8 +50,8 @@ uint64_t left_on_machine() {
   return kib == 0 ? UINT64_MAX : kib * 1024;
 }
 
-// Others may be writing there; which of their values come along does not
-// matter. ThreadSanitizer would call that a race between ranks that are
+// Other ranks may be writing to this memory; it does not matter which of their
+// values are copied. ThreadSanitizer would report a race between ranks that are
 // threads.
 #if defined(__SANITIZE_THREAD__)
 __attribute__((no_sanitize_thread))
@@ -65,18 +65,19 @@ void copy_while_written(void* to, const void* from, size_t bytes) {
 Atomic<uint32_t> forks{0};
 SignalSafeList<ForkedAway> forked_away;
 
-/// What no forked child may have is closed there at once, and the place of a
-/// mapping is taken, so that no later one comes to lie there: whoever reads an
-/// array of the parent then meets a fault, and not somebody else's data.
+/// In a forked child: closes the descriptors that the child must not keep, and
+/// occupies the addresses of the parent's mappings, so that no later mapping is
+/// placed there. Code in the child that reads an array of the parent then
+/// faults instead of reading other data.
 void on_fork() {
   const uint32_t generation = forks.load(std::memory_order_relaxed);
   forks.store(generation + 1, std::memory_order_relaxed);
   forked_away.forget_walkers();
   forked_away.visit([&](const ForkedAway& each) {
-    if (each.generation != generation) return;  // of the parent's parent
+    if (each.generation != generation) return;  // of an earlier ancestor
     each.file.close();
     if (each.data == nullptr) return;
-    // Linux before 4.17 takes MAP_FIXED_NOREPLACE as a hint.
+    // Linux before 4.17 treats MAP_FIXED_NOREPLACE as a hint.
     void* const taken =
         mmap(each.data, each.size, PROT_NONE,
              MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE,
@@ -119,7 +120,7 @@ size_t page_bytes() {
 
 int Region::create(size_t bytes) {
   constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
-  // Not executable: a hardened machine (vm.memfd_noexec) refuses others.
+  // Not executable: a hardened machine (vm.memfd_noexec) refuses other memfds.
   int fd = memfd_create("paceline", kFlags | MFD_NOEXEC_SEAL);
   if (fd < 0 && errno == EINVAL) fd = memfd_create("paceline", kFlags);
   if (fd < 0) no_memory("memfd_create", errno);
@@ -137,7 +138,7 @@ Region::Region(int fd) : fork_generation_(fork_generation()) {
   if (fstat(fd, &status) != 0) no_memory("fstat of the shared region", errno);
   constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
   if ((fcntl(fd, F_GET_SEALS) & kSeals) != kSeals) {
-    // A file that its maker can still shrink is a SIGBUS in waiting.
+    // If its creator can still shrink the file, an access may end in SIGBUS.
     throw Failure{.reason = Reason::kNoMemory,
                   .message = "the shared region is not sealed"};
   }
@@ -153,15 +154,16 @@ Region::Region(int fd) : fork_generation_(fork_generation()) {
     no_memory("mapping the shared region", error);
   }
   data_ = static_cast<std::byte*>(mapped);
-  // Both are advice: where a kernel refuses it, a forked child still maps the
-  // region, and a core dump still holds it; nothing else changes.
+  // Both are only advice: where a kernel refuses them, a forked child still
+  // maps the region, and a core dump still contains it; nothing else changes.
   madvise(data_, size_, MADV_DONTFORK);
   madvise(data_, size_, MADV_DONTDUMP);
   entry_ = forked_away.put({file_, data_, size_, fork_generation_});
 }
 
 Region::~Region() {
-  // A forked child has neither: others may have taken the descriptor's number.
+  // A forked child has neither; its descriptor number may belong to another
+  // file.
   if (fork_generation_ != fork_generation()) return;
   forked_away.take_out(entry_);
   munmap(data_, size_);
@@ -194,8 +196,8 @@ void Region::reserve_in(int fd, size_t offset, size_t bytes) {
         posix_fallocate(fd, static_cast<off_t>(offset),
                         static_cast<off_t>(std::min(piece, end - offset)));
     if (error == EINTR) {
-      // Many kernels give up, and undo what they did, at any signal: a smaller
-      // piece fits between two of a profiler's.
+      // Many kernels abandon the call, and undo its work, at any signal: a
+      // smaller step fits between two signals of a profiler.
       piece = std::max(piece / 2, page_bytes());
     } else if (error != 0) {
       no_memory("reserving shared memory", error);
@@ -208,8 +210,8 @@ void Region::reserve_in(int fd, size_t offset, size_t bytes) {
 void Region::release(size_t offset, size_t bytes) {
   if (bytes == 0) return;
   if (!file_.is_ours()) {
-    // The same through the mapping. Where the kernel refuses, the memory stays
-    // with the region until it is closed.
+    // The same through the mapping. Where the kernel refuses, the region keeps
+    // the memory until it is closed.
     madvise(data_ + offset, bytes, MADV_REMOVE);
     return;
   }
@@ -229,7 +231,8 @@ RegionLock::~RegionLock() {
 }
 
 std::unique_ptr<RegionLock> RegionLock::take(const Region& region, int number) {
-  // A lock belongs to a file description, and all ranks share the region's.
+  // A lock belongs to an open file description, and all ranks share the
+  // region's.
   const std::string path =
       "/proc/self/fd/" + std::to_string(region.file_.number);
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
@@ -250,8 +253,8 @@ bool RegionLock::is_held(const Region& region, int number) {
 }
 
 void Region::keep_to_itself(size_t offset, size_t bytes) noexcept {
-  // A piece at a time: its memory in the file is given back before the next one
-  // is copied, so that a large array is not held twice.
+  // In steps: each step's memory in the file is freed before the next one is
+  // copied, so that a large array does not take its memory twice.
   constexpr size_t kStepBytes = size_t{64} << 20;
   const size_t page = page_bytes();
   if (offset % page != 0) return;
@@ -262,7 +265,8 @@ void Region::keep_to_itself(size_t offset, size_t bytes) noexcept {
                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (copy == MAP_FAILED) return;
     copy_while_written(copy, data_ + at, length);
-    // In one step, for threads of this process that look there meanwhile.
+    // In one step, for threads of this process that read there at the same
+    // time.
     if (mremap(copy, length, length, MREMAP_MAYMOVE | MREMAP_FIXED,
                data_ + at) == MAP_FAILED) {
       munmap(copy, length);

@@ -16,8 +16,8 @@ namespace paceline {
 namespace {
 
 // Measured on a 2-core virtual machine: a futex wake-up costs 10 to 60 us
-// there, and two ranks that do the same work arrive within less than that. See
-// benchmarks/results/.
+// there, and two ranks that do the same work arrive within less time than that.
+// See benchmarks/results/.
 constexpr double kDefaultSpinUs = 50;
 
 bool has_rank(const uint64_t (&set)[2], int rank) {
@@ -44,7 +44,8 @@ void Session::take_place() {
   try {
     mapping_.reserve(0, Layout::buffers_bytes());
   } catch (const Failure& failure) {
-    abort(failure.message.c_str());  // the others need not wait for this rank
+    // The other ranks need not wait for this one.
+    abort(failure.message.c_str());
     throw;
   }
   cpu_set_t affinity;
@@ -61,8 +62,8 @@ void Session::take_place() {
 }
 
 void Session::join() {
-  Atomic<uint32_t> no_sleepers{0};  // whoever attaches always wakes
-  // Acquire in ready(): what each rank wrote of itself; pairs with
+  Atomic<uint32_t> no_sleepers{0};  // an attaching rank always wakes
+  // Acquire in ready(): what each rank wrote to its line; pairs with
   // take_place().
   wait_until(
       wait_place(WaitKind::kForming, 0), mapping_.header().attached,
@@ -77,8 +78,7 @@ void Session::join() {
   decide_spinning();
 }
 
-// Spinning is right only while every rank of this host can have a core of its
-// own.
+// Spins only if every rank of this host can have a core of its own.
 void Session::decide_spinning() {
   cpu_set_t all;
   CPU_ZERO(&all);
@@ -120,8 +120,8 @@ void Session::close() {
 
 void Session::abort(const char* message) {
   if (closed_ || is_forked()) return;
-  // The first reason stays, and whoever reads it must not see it change.
-  // Acquire; pairs with abort_group().
+  // The first reason stays, and its message must not change while a rank reads
+  // it. Acquire; pairs with abort_group().
   if (mapping_.header().abort.load(std::memory_order_acquire) != 0) return;
   RankLine& own = mapping_.own_line();
   snprintf(own.message, sizeof(own.message), "%s", message);
@@ -143,8 +143,8 @@ void Session::check_usable() const {
 }
 
 void Session::fail_from_abort(double waited_s) const {
-  // Acquire: the message, the late ranks and the waiting time of who noticed;
-  // pairs with abort_group().
+  // Acquire: the message, the late ranks and the waiting time of the reporting
+  // rank; pairs with abort_group().
   const uint32_t word = mapping_.header().abort.load(std::memory_order_acquire);
   const auto by = static_cast<int>(word >> 8 & 0xff);
   Failure failure{.reason = static_cast<Reason>(word >> 16),
@@ -159,7 +159,7 @@ void Session::fail_from_abort(double waited_s) const {
     failure.waited_s = noticed.waited_s;
   } else {
     for (int r = 0; r < world(); ++r) {
-      // Who died after it had learned of the end did so because of it.
+      // A rank that died after it had raised for this abort died because of it.
       const bool is_victim =
           has_died(line(r)) &&
           line(r).is_informed.load(std::memory_order_relaxed) == 0;
@@ -176,9 +176,9 @@ void Session::fail_from_abort(double waited_s) const {
   throw failure;
 }
 
-// Who is late may wait itself: for a rank that is late there, or, if the ranks
-// are in different calls, for this very rank. Only who waits for nobody keeps
-// the others waiting; if all wait, the error says so and shows where.
+// A late rank may wait itself: for a rank that is late there or, if the ranks
+// are in different calls, for this one. Only ranks that do not wait are to
+// blame. If all ranks wait, the error says so and shows where.
 void Session::fail_deadline(Failure so_far) {
   RankLine& own = mapping_.own_line();
   uint64_t reached[2];
@@ -219,12 +219,12 @@ void Session::find_reached(const Failure& so_far, uint64_t (&waiting)[2],
   }
 }
 
-// A rank that is in a wait, alone, comes to no other call before that wait is
-// over. So if the other one has found there, after this one had begun to wait,
-// that it still lacks this one, neither can go on. What it has published may
-// belong to an earlier wait only if that is not over, either: then this rank
-// would not be where it is. Messages between two ranks are left out: they pass
-// in every wait.
+// A rank whose only thread is in a wait makes no other call before that wait is
+// over. So if the other rank has checked, after this one began to wait, and
+// still waited for this one, neither can go on. The words that it published may
+// belong to an earlier wait only if that wait is not over either, and then this
+// rank would not be where it is. Messages between two ranks are left out: every
+// wait moves them on.
 bool Session::is_crossed(uint64_t place, int64_t start_ns,
                          const Failure& so_far) const {
   const auto is_call = [](uint64_t at) {
@@ -254,7 +254,8 @@ bool Session::is_crossed(uint64_t place, int64_t start_ns,
   return ((reached[0] & ~waiting[0]) | (reached[1] & ~waiting[1])) == 0;
 }
 
-// Relaxed, all of it: evidence for an error, and no data is read because of it.
+// All relaxed: these words only serve an error message; no data is read because
+// of them.
 bool Session::is_waiting(int rank) const {
   const RankLine& theirs = line(rank);
   const uint64_t place = theirs.waits_at.load(std::memory_order_relaxed);

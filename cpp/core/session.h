@@ -1,8 +1,8 @@
-// One rank's part in a group: the region that it maps, that it is alive, how it
-// waits for others, and whom it blames when they do not come.
+// One rank's side of a group: its mapping of the region, its liveness thread,
+// how it waits for other ranks, and which rank it blames when a wait fails.
 //
-// What is exchanged meanwhile is no business of a session, but for messages
-// between two ranks: those move on in every wait (transfers.h).
+// A session does not handle the data that ranks exchange, except for messages
+// between two ranks: every wait moves those on (transfers.h).
 #pragma once
 
 #include <pthread.h>
@@ -31,13 +31,14 @@ struct GroupOptions {
   std::string name = "world";
   double timeout_s = 300;
   double warn_after_s = 10;
-  /// How long to spin before sleeping, in microseconds; negative: 50 when the
-  /// host's ranks fit its cores, else 0.
+  /// How long to spin before sleeping, in microseconds; negative: 50 if the
+  /// host's ranks fit on its cores, else 0.
   double spin_us = -1;
 };
 
-/// When, after the start of a wait, a late rank is named again: with the default
-/// of 10 s after 30 s, after 1, 2 and 5 minutes, and then every 5 minutes.
+/// When, counted from the start of a wait, the next warning about late ranks is
+/// due: with the default of 10 s after 30 s, after 1, 2 and 5 minutes, and then
+/// every 5 minutes.
 inline int64_t next_warning_ns(int64_t warn_after_ns, int64_t waited_ns) {
   const int64_t unit_ns = std::max<int64_t>(warn_after_ns, 1'000'000);
   for (const int64_t times : {3, 6, 12}) {
@@ -47,22 +48,22 @@ inline int64_t next_warning_ns(int64_t warn_after_ns, int64_t waited_ns) {
 }
 
 inline constexpr int64_t kSignalRecheckNs = 500'000'000;
-/// Who waits looks again every kSignalRecheckNs; who has not looked for so long
-/// is stopped, in a wait that may be over.
+/// A waiting rank checks again every kSignalRecheckNs. If it has not checked
+/// for this long, it is stopped, in a wait that may be over.
 inline constexpr int64_t kStoppedNs = kSignalRecheckNs + 1'000'000'000;
-/// How long two ranks have waited for each other in different calls when they
-/// give up. It cannot end well; but a signal handler of one of them may be about
-/// to make the call of the other, in which that is already.
+/// How long two ranks may wait for each other in different calls before they
+/// fail. Such a wait cannot end well, unless a signal handler of one of them is
+/// about to make the call in which the other one already is.
 inline constexpr int64_t kCrossedNs = 1'000'000'000;
 
-/// How long this thread has slept in waits of all sessions, with what it did
-/// between one sleep and the next.
+/// How long this thread has slept in the waits of all sessions, including what
+/// it did between one sleep and the next.
 inline thread_local int64_t slept_ns = 0;
 
 class Session {
  public:
-  /// Takes place `rank` in the region and reserves this rank's share. Does not
-  /// block: join() comes next.
+  /// Takes place `rank` in the region and reserves this rank's memory. Does not
+  /// block: call join() next.
   Session(std::shared_ptr<Region> region, int rank, const uint64_t nonce[2],
           const GroupOptions& options);
   ~Session();
@@ -70,7 +71,8 @@ class Session {
   Session& operator=(const Session&) = delete;
   /// Blocks until every rank has taken its place.
   void join();
-  /// Leaves in good order. Idempotent; later calls throw Failure{kClosed}.
+  /// Leaves the group in good order. Idempotent; later calls throw
+  /// Failure{kClosed}.
   void close();
 
   int rank() const { return mapping_.rank(); }
@@ -84,31 +86,31 @@ class Session {
   Transfers& transfers() { return transfers_; }
 
   // --- the state of the group ---
-  /// Tells the others that this rank raised; they raise too, quoting the
+  /// Publishes that this rank raised. The other ranks raise too, and quote the
   /// message.
   void abort(const char* message);
   bool is_closed() const { return closed_; }
-  /// Whether this process is a child forked from the one that joined; it does
-  /// not map the region.
+  /// Whether this process was forked from the one that joined; it does not map
+  /// the region.
   bool is_forked() const { return fork_generation_ != fork_generation(); }
-  /// `forwards`: how many this rank has begun since its last backward.
+  /// `forwards`: the number of forwards since this rank's last backward.
   void set_activity(const char* text, uint32_t forwards = 0);
   /// Throws unless this process may use the group: not closed, not forked, not
   /// aborted.
   void check_usable() const;
-  /// Whether a rank has ended the group: died, given up, raised.
+  /// Whether a rank has ended the group: it died, timed out, or raised.
   bool is_over() const {
     // Acquire; pairs with abort_group().
     return mapping_.header().abort.load(std::memory_order_acquire) != 0;
   }
-  /// Takes a range of this rank's slab out of the memory that others see. Only
-  /// after the end of the group: no array may come to lie there again.
+  /// Makes a range of this rank's slab private. Only after the end of the
+  /// group, because no array may be placed there again.
   void keep_to_itself(size_t offset, size_t bytes) {
     mapping_.region().keep_to_itself(mapping_.layout().slab_at(rank()) + offset,
                                      bytes);
   }
   void die_for_test() { liveness_->die(); }
-  /// This thread makes a call that may wait.
+  /// Records that this thread makes a call that may wait.
   void note_caller() {
     const uint64_t self = static_cast<uint64_t>(pthread_self());
     uint64_t known = caller_.load(std::memory_order_relaxed);
@@ -119,15 +121,16 @@ class Session {
   }
 
   // --- waiting ---
-  /// Blocks until `ready()`. Sleeps on `word` (whoever makes ready() true
-  /// changes it, then wakes it if `sleepers` is not 0). `place`, of
-  /// wait_place(), tells the others where this rank is; `is_late(r)` tells for
-  /// whom it waits. Point-to-point traffic goes on meanwhile.
+  /// Blocks until `ready()`. Sleeps on `word`: the rank that makes ready() true
+  /// changes the word, then wakes its sleepers if `sleepers` is not 0. `place`,
+  /// of wait_place(), shows the other ranks where this one waits; `is_late(r)`:
+  /// whether it waits for rank r. Messages between two ranks move on during the
+  /// wait.
   template <class Ready, class IsLate>
   void wait_until(uint64_t place, Atomic<uint32_t>& word,
                   Atomic<uint32_t>& sleepers, int64_t timeout_ns, Ready ready,
                   IsLate is_late);
-  /// Negative: that of whoever makes this thread's call, or else the group's.
+  /// Negative: the time-out of the caller on this thread, or else the group's.
   int64_t timeout_ns(double timeout_s) const {
     return seconds_to_ns(timeout_s < 0 ? patience().timeout_s : timeout_s);
   }
@@ -142,18 +145,19 @@ class Session {
   void decide_spinning();
   [[noreturn]] void fail_from_abort(double waited_s) const;
   [[noreturn]] void fail_deadline(Failure so_far);
-  /// All for whom this rank waits in the end, through others.
+  /// All ranks for which this rank waits, directly or through others.
   void find_reached(const Failure& so_far, uint64_t (&waiting)[2],
                     uint64_t (&reached)[2]) const;
   /// Whether this rank, which waits at `place` since `start_ns`, and a rank for
-  /// which it waits are in different calls, each for the other: neither can
-  /// come. And all for whom they wait have come to some call, so that an error
-  /// can tell which one is out of step.
+  /// which it waits are in different calls and wait for each other, so that
+  /// neither can arrive. Also requires that all ranks for which they wait are
+  /// in some call, so that the error can say which one is out of step.
   bool is_crossed(uint64_t place, int64_t start_ns,
                   const Failure& so_far) const;
-  /// Whether a rank waits for others, and is not on its way back from there.
+  /// Whether a rank waits for others; false if its wait is over and it is just
+  /// returning.
   bool is_waiting(int rank) const;
-  /// Takes back that this rank waits, unless the group has ended meanwhile.
+  /// Clears this rank's wait, unless the group has ended in the meantime.
   void end_waiting();
 
   const GroupOptions options_;
@@ -164,12 +168,14 @@ class Session {
   int64_t spin_ns_ = 0;
   int yields_ = 0;
   bool has_core_per_rank_ = false;
-  static constexpr int64_t kSpinAloneNs = 4000;  ///< then with yields
+  /// Spins longer than this with yields.
+  static constexpr int64_t kSpinAloneNs = 4000;
   Atomic<bool> closed_{false};
-  /// The first thread to make a call, and whether others have made some.
+  /// The first thread to make a call, and whether other threads have made
+  /// calls.
   Atomic<uint64_t> caller_{0};
   Atomic<bool> has_several_callers_{false};
-  Atomic<int> waits_{0};  ///< under way
+  Atomic<int> waits_{0};  ///< waits in progress
 };
 
 template <class Ready, class IsLate>
@@ -185,7 +191,7 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
         cpu_relax();
         if (ready()) return;
       }
-      // The scheduler may have put the late rank on this very core.
+      // The scheduler may have placed the late rank on this very core.
       if (spun_ns > kSpinAloneNs) sched_yield();
       spun_ns = now_ns() - start_ns;
     } while (spun_ns < spin_ns_);
@@ -202,8 +208,8 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
   RankLine& own = mapping_.own_line();
   Hooks* const hooks = current_hooks;
   if (hooks != nullptr) hooks->before_block();
-  // seq_cst: orders this announcement before the look at `word`; pairs with the
-  // change of the word before the look at `sleepers` of whoever wakes.
+  // seq_cst: orders this increment before the load of `word`. The waking rank
+  // changes the word before it loads `sleepers`.
   struct Announced {
     Atomic<uint32_t>& count;
     explicit Announced(Atomic<uint32_t>& c) : count(c) {
@@ -247,14 +253,15 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
       if (so_far.culprit < 0) so_far.culprit = r;
       // Acquire: its last message is seen; pairs with LivenessThread::let_go().
       if (line(r).life.load(std::memory_order_acquire) == kLifeLeft) {
-        transfers_.advance_all();  // its last message may have come meanwhile
+        transfers_.advance_all();  // its last message may have arrived by now
         if (ready()) return;
         abort_group(header, Reason::kLeft, rank(), r);
         fail_from_abort(so_far.waited_s);
       }
     }
-    // Each time: another thread of this rank may have waited, too, and be done.
-    // Relaxed: read where a deadline has passed, by people in the end.
+    // Stored in each round: another thread of this rank may have waited, too,
+    // and be done. Relaxed: these words are only read for error messages after
+    // a deadline.
     const bool is_alone = waits_.load(std::memory_order_relaxed) == 1 &&
                           !has_several_callers_.load(std::memory_order_relaxed);
     own.waits_since_ns.store(start_ns, std::memory_order_relaxed);
@@ -266,7 +273,8 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
     const int64_t now = now_ns();
     own.looked_ns.store(now, std::memory_order_release);
     if (now >= deadline_ns) {
-      if (ready()) return;  // it came while we looked whom to blame
+      // It became ready during the search for the rank to blame.
+      if (ready()) return;
       fail_deadline(so_far);
     }
     if (is_alone && now - start_ns > kCrossedNs &&
@@ -283,7 +291,8 @@ void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
                                {&header.abort, 0},
                                {&header.departures, departures},
                                {&own.bell, bell}};
-    // A signal that came before the sleep does not end it: look again soon.
+    // A signal that arrives before the sleep does not end it: wake up soon and
+    // check.
     const int64_t wake_ns =
         std::min({deadline_ns, warn_ns, now + kSignalRecheckNs});
     const FutexResult woken = futex_wait_any(waits, wake_ns);

@@ -1,9 +1,11 @@
-// Words for people, in memory that its owner changes while others read.
+// Text for messages, in memory that its owner changes while other ranks read
+// it.
 //
-// Each byte is stored and loaded as an atomic. A reader that comes in the middle
-// of a change sees the beginning of one text and the end of another, bounded by
-// the array: odd for a moment, in an error that names who was last seen doing what. No data
-// is read because of it, so no order is needed, and no reader waits.
+// Each byte is stored and loaded as an atomic. A rank that reads during a
+// change sees the beginning of one text and the end of another, within the
+// bounds of the array. That is harmless: the text is only shown in errors, as a
+// rank's last activity. No data is read because of it, so no order is needed,
+// and no reader waits.
 #pragma once
 
 #include <atomic>
@@ -12,7 +14,7 @@
 
 namespace paceline {
 
-/// As much of `text` as fits, and a zero.
+/// Writes as much of `text` as fits, and a zero.
 template <size_t N>
 void write_text(char (&to)[N], const char* text) {
   size_t i = 0;
@@ -21,7 +23,8 @@ void write_text(char (&to)[N], const char* text) {
   std::atomic_ref(to[i]).store(0, std::memory_order_relaxed);
 }
 
-/// Up to the first zero. What fits may end in the middle of a character.
+/// Reads up to the first zero. A truncated text may end in the middle of a
+/// character.
 template <size_t N>
 std::string read_text(const char (&from)[N]) {
   std::string text;

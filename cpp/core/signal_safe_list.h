@@ -1,8 +1,8 @@
-// A list that signal handlers and forked children may walk, at any moment.
+// A list that signal handlers and forked children may walk at any moment.
 //
-// It takes no lock and its entries are never freed: one that was taken out is
-// used again. Taking out waits until nobody walks, so that what an entry points
-// to may go away afterwards.
+// It takes no lock, and its entries are never freed: a removed entry is used
+// again. take_out() waits until no thread walks the list, so that the object to
+// which the entry points may be destroyed afterwards.
 #pragma once
 
 #include <sched.h>
@@ -25,8 +25,8 @@ class SignalSafeList {
     // published.
     Entry* entry = first_.load(std::memory_order_acquire);
     for (; entry != nullptr; entry = entry->next) {
-      // Acquire in the exchange: who had it before is done; pairs with the
-      // release of kFree in take_out().
+      // Acquire in the exchange: the previous user of the entry is done; pairs
+      // with the release of kFree in take_out().
       uint32_t state = kFree;
       if (entry->state.compare_exchange_strong(state, kChanging,
                                                std::memory_order_acquire))
@@ -48,11 +48,11 @@ class SignalSafeList {
   }
 
   void take_out(Entry* entry) {
-    // seq_cst here and in visit(): either the walker sees that the entry goes,
-    // or this thread sees the walker.
+    // seq_cst here and in visit(): either the walking thread sees that the
+    // entry is changing, or this thread sees the walker.
     entry->state.store(kChanging, std::memory_order_seq_cst);
     while (walkers_.load(std::memory_order_seq_cst) != 0) sched_yield();
-    // Release: nobody looks at the value any more; pairs with the exchange in
+    // Release: no thread reads the value any more; pairs with the exchange in
     // put().
     entry->state.store(kFree, std::memory_order_release);
   }
@@ -70,7 +70,7 @@ class SignalSafeList {
     walkers_.fetch_sub(1, std::memory_order_seq_cst);
   }
 
-  /// In a forked child, which has none of the threads that walked.
+  /// For a forked child, which has none of the threads that walked.
   void forget_walkers() { walkers_.store(0, std::memory_order_relaxed); }
 
  private:

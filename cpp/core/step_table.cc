@@ -39,7 +39,7 @@ bool StepTable::decide(bool wants) {
 
 void StepTable::finish(int of) {
   fault_point(Point::kStepWritten);
-  // Release: the part is written; pairs with is_finished().
+  // Release: the shard is written; pairs with is_finished().
   line(of).done.store(own_step(), std::memory_order_release);
   fault_point(Point::kStepDone);
 }
@@ -52,10 +52,10 @@ bool StepTable::is_finished(int of) const {
 bool StepTable::is_whole() const {
   // Acquire; pairs with decide().
   const uint64_t decision = head_->decision.load(std::memory_order_acquire);
-  if ((decision & 1) == 0) return true;  // the last step was not made at all
+  if ((decision & 1) == 0) return true;  // the last step was not made
   const uint64_t step = decision >> 1;
   for (int r = 0; r < world_; ++r) {
-    // Acquire: the part is written; pairs with finish().
+    // Acquire: the shard is written; pairs with finish().
     if (line(r).done.load(std::memory_order_acquire) < step) return false;
   }
   return true;
@@ -103,11 +103,12 @@ int StepTable::claim(int of, std::optional<int> instead_of) {
   Atomic<uint64_t>& word = line(of).claim;
   // Acquire; pairs with the exchange below, of another rank.
   uint64_t seen = word.load(std::memory_order_acquire);
-  // A claim of an earlier step is none.
+  // A claim of an earlier step does not count.
   while (seen >> 16 != step ||
          (instead_of &&
           seen == (step << 16 | static_cast<uint64_t>(*instead_of + 1)))) {
-    // acq_rel: what the rank before has done is seen; pairs with the same.
+    // acq_rel: the work of the rank that claimed before is seen; pairs with
+    // this exchange on other ranks.
     if (word.compare_exchange_weak(seen, own, std::memory_order_acq_rel))
       return rank_;
   }

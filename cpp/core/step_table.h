@@ -1,20 +1,22 @@
-// How far each rank of a host is with a step on memory that they share: what
-// tells a whole step from half of one when a rank is lost.
+// How far each rank of a host is with an optimizer step on shared memory. When
+// a rank is lost, this table shows whether the step is complete.
 //
-// Lies beside the values that the step writes, so it outlives the group and its
-// ranks. It begins as zeros.
+// It lies beside the values that the step writes, so it outlives the group and
+// its ranks. It starts as zeros. Each rank writes one shard of the values.
 //
-//   decision   whether the ranks make step n. A rank that has met all others
-//              says yes before it writes; one that could not meet them says no.
-//              Whoever speaks first has decided for all, so nobody writes after
-//              another rank has told that nothing was written.
-//   done       of each rank, the last step of which its part is written
-//   progress   of each rank, how far it is within its part, in blocks: a block
-//              is open when a copy of its old values is made and it may be half
-//              written, and closed when it is written
-//   gave up    of each rank, the last step in which it has raised before its
-//              part was written: the others need not wait for it
-//   claim      of each rank, who does the rest of its part if it is lost
+//   decision   whether the ranks make step n. A rank that has passed the barrier
+//              with all others decides yes before it writes; a rank for which the
+//              barrier failed decides no. The first decision holds for all ranks,
+//              so no rank writes after another has reported that nothing was
+//              written.
+//   done       of each rank, the last step of which its shard is written
+//   progress   of each rank, how far it is within its shard, in blocks: a block
+//              is open when its old values are copied and it may be half written,
+//              and closed when it is written
+//   gave up    of each rank, the last step in which it raised before its shard
+//              was written: the others need not wait for it
+//   claim      of each rank, which rank writes the rest of its shard if it is
+//              lost
 #pragma once
 
 #include <cstddef>
@@ -29,7 +31,7 @@ namespace paceline {
 
 class StepTable {
  public:
-  /// Memory to be copied before a block is written.
+  /// Memory to copy before a block is written.
   struct Copy {
     const void* from;
     void* to;
@@ -40,42 +42,46 @@ class StepTable {
     bool is_open;    ///< this one may be half written
   };
 
-  /// What `world` ranks need.
+  /// The bytes that the table of `world` ranks takes.
   static constexpr size_t bytes(int world) {
     return (static_cast<size_t>(world) + 1) * kLinePairBytes;
   }
 
-  /// The step table at `at`, which outlives this object, for the rank `rank`.
+  /// The table at `at`, which outlives this object, as seen by rank `rank`.
   StepTable(void* at, int world, int rank);
 
-  /// The step that is made, or that was made last.
+  /// The step that the ranks make now, or made last.
   uint64_t step() const;
-  /// Whether every rank's part of every step that was decided on is written.
+  /// Whether every rank's shard is written for the last step that was decided
+  /// on.
   bool is_whole() const;
-  /// Says whether this rank wants the next step; returns what was decided.
+  /// Proposes whether to make the next step; returns what was decided.
   bool decide(bool wants);
-  // What follows is of the step that this rank decided on last, and without
-  // one, of the step that is made: another rank may have gone on to the next.
+  // The functions below refer to the step that this rank last decided on, or,
+  // if it has decided on none, to step(): another rank may have gone on to the
+  // next step.
 
-  /// The part of `of` is written.
+  /// Publishes that the shard of rank `of` is written.
   void finish(int of);
   bool is_finished(int of) const;
 
-  /// The values that block `block` of `of` will replace are copied first.
+  /// Copies the values that block `block` of the shard of `of` will replace,
+  /// then publishes the block as open.
   void open_block(int of, uint32_t block, const std::vector<Copy>& copies);
   void close_block(int of, uint32_t block);
   Progress progress(int of) const;
 
-  /// This rank's part is not to be awaited: it has raised.
+  /// Publishes that this rank has raised and will not write its shard.
   void give_up();
   bool has_given_up(int of) const;
-  /// The rank that does the rest of the part of `of`: this one, unless another
-  /// has come first. `instead_of`: a rank that had come first, and is lost.
+  /// Claims the rest of the shard of `of`. Returns the rank that writes it:
+  /// this one, unless another has claimed it first. `instead_of`: a rank that
+  /// had claimed it and is lost.
   int claim(int of, std::optional<int> instead_of);
 
  private:
   struct alignas(kLinePairBytes) Head {
-    Atomic<uint64_t> decision;  ///< twice the step, and 1 if it is made
+    Atomic<uint64_t> decision;  ///< twice the step, plus 1 if it is made
   };
   struct alignas(kLinePairBytes) Line {
     Atomic<uint64_t> done;

@@ -1,8 +1,9 @@
-// Small text files, as the kernel shows them in /proc and /sys.
+// Reads small text files, such as those of /proc and /sys.
 //
-// Streams of the standard library, and what parses numbers by a locale, are not
-// used in the core: where it is linked with a C++ runtime of its own, the loader
-// may give it the locales of another one in the same process, and it crashes.
+// The core does not use the standard library's streams or locale-dependent
+// number parsers: where the core is linked with its own C++ runtime, the loader
+// may give it the locales of another runtime in the same process, and it
+// crashes.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +13,19 @@
 
 namespace paceline {
 
-/// All of a file; empty where it cannot be read.
+/// The whole file; empty if it cannot be read.
 std::string read_text_file(const std::string& path);
 
-/// Takes the first line, or all of the text where it has no line end, off its
-/// front. False: there is none.
+/// Removes the first line from the front of the text, or all of it if it has no
+/// line end. False: the text was empty.
 bool take_line(std::string_view& text, std::string_view& line);
 
-/// Takes the first word off the front of a text, and the blanks before it;
+/// Removes the first word and the blanks before it from the front of a text;
 /// empty: there is none.
 std::string_view take_word(std::string_view& text);
 
-/// The number that a word begins with; none: it begins with something else.
+/// The number at the beginning of a word; none: the word does not begin with
+/// one.
 std::optional<int64_t> parse_integer(std::string_view word);
 std::optional<uint64_t> parse_natural(std::string_view word);
 

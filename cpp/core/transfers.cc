@@ -81,8 +81,8 @@ int Transfers::source_of_waiting(uint64_t tag) {
     if (queue != queues_.end() && !queue->second.empty()) continue;
     Channel& channel = mapping_.channel(source, mapping_.rank());
     const uint64_t at = channel.read.load(std::memory_order_relaxed);
-    // Acquire: pairs with the release in advance_send(); a header is written
-    // whole.
+    // Acquire: pairs with the release in advance_send(), which publishes a
+    // complete header.
     if (channel.written.load(std::memory_order_acquire) == at) continue;
     MessageHeader header;
     ring_read(mapping_.slab(source) + Layout::outbox_at(mapping_.rank()), at,
@@ -140,13 +140,13 @@ bool Transfers::advance(Transfer& transfer) {
   return transfer.sends ? advance_send(transfer) : advance_receive(transfer);
 }
 
-// Moves what the ring has room for; true when the whole message is in it.
+// Moves as much as the ring has room for; true when the whole message is in it.
 bool Transfers::advance_send(Transfer& transfer) {
   Channel& channel = mapping_.channel(mapping_.rank(), transfer.peer);
   std::byte* outbox =
       mapping_.slab(mapping_.rank()) + Layout::outbox_at(transfer.peer);
   // Relaxed: only this rank writes `written`. Acquire on `read`: the receiver
-  // is done with the bytes before; pairs with advance_receive().
+  // has read the bytes before; pairs with advance_receive().
   const uint64_t begin = channel.written.load(std::memory_order_relaxed);
   uint64_t at = begin;
   size_t room =
@@ -176,16 +176,17 @@ bool Transfers::advance_send(Transfer& transfer) {
   return transfer.moved == transfer.bytes;
 }
 
-// Moves what has arrived; true when the whole message was read. One that does
-// not fit is read away, so that its sender and the messages behind it go on.
+// Moves what has arrived; true when the whole message was read. A message that
+// does not fit is read and discarded, so that its sender and the messages
+// behind it go on.
 bool Transfers::advance_receive(Transfer& transfer) {
   Channel& channel = mapping_.channel(transfer.peer, mapping_.rank());
   const std::byte* outbox =
       mapping_.slab(transfer.peer) + Layout::outbox_at(mapping_.rank());
   const uint64_t begin = channel.read.load(std::memory_order_relaxed);
   uint64_t at = begin;
-  // Acquire: pairs with the release in advance_send(); the bytes before
-  // `written` are there.
+  // Acquire: the bytes before `written` are there; pairs with the release in
+  // advance_send().
   size_t available =
       static_cast<size_t>(channel.written.load(std::memory_order_acquire) - at);
   if (!transfer.header_moved) {

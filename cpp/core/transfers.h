@@ -1,5 +1,5 @@
-// Messages between two ranks: rings of bytes in the sender's outbox, moved on
-// whenever either end looks.
+// Messages between two ranks: rings of bytes in the sender's outbox, which
+// either end moves on whenever it makes a call or waits.
 #pragma once
 
 #include <cstddef>
@@ -17,15 +17,15 @@ namespace paceline {
 
 using TransferId = uint64_t;
 
-/// Leads every message in its ring.
+/// Precedes every message in its ring.
 struct MessageHeader {
   uint64_t bytes;
   uint64_t tag;
 };
 
 /// The messages that this rank has started and not finished. Starting never
-/// blocks; every wait of the group moves all of them on, so that two ranks that
-/// both send before they receive can't deadlock.
+/// blocks. Every wait of the group moves all of them on, so that two ranks that
+/// both send before they receive cannot deadlock.
 class Transfers {
  public:
   explicit Transfers(const Mapping& mapping) : mapping_(mapping) {}
@@ -34,16 +34,16 @@ class Transfers {
                    bool sends);
   void advance_all();
   bool is_finished(TransferId id);
-  /// Forgets a finished transfer; throws what went wrong with it.
+  /// Forgets a finished transfer; throws its error if it has one.
   void collect(TransferId id);
-  /// Forgets a transfer that is finished, or, when `is_over`, any: its memory
-  /// is not touched from then on. False: it is still under way.
+  /// Forgets a transfer if it is finished or `is_over`: its memory is not
+  /// accessed from then on. False: it is still in progress.
   bool forget(TransferId id, bool is_over);
-  /// A rank whose next message has this tag and no receive that was started for
-  /// it; -1: none. Looks behind the rank found last first, so that no sender is
-  /// passed over for ever.
+  /// A rank whose next message has this tag and for which no receive was
+  /// started; -1: none. Begins after the rank that it found last, so that no
+  /// sender is passed over for ever.
   int source_of_waiting(uint64_t tag);
-  /// Whom an unfinished transfer waits for.
+  /// The rank for which an unfinished transfer waits.
   int peer_of(TransferId id);
 
  private:
@@ -55,7 +55,7 @@ class Transfers {
     bool sends;
     size_t moved = 0;
     bool header_moved = false;
-    /// The message does not fit: read it away, then raise.
+    /// The message does not fit: read and discard it, then raise.
     bool is_drained_only = false;
     size_t incoming_bytes = 0;
     bool finished = false;
@@ -78,7 +78,7 @@ class Transfers {
   std::unordered_map<int, Queue> queues_;
   std::vector<bool> outbox_reserved_;
   Atomic<size_t> unfinished_{0};
-  int last_source_ = 0;  ///< that source_of_waiting() found
+  int last_source_ = 0;  ///< the last result of source_of_waiting()
 };
 
 }  // namespace paceline
