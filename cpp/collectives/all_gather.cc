@@ -1,35 +1,37 @@
-// all_gather and gather: everybody's bytes, in rank order, on every rank or on
-// one. all_gather_pieces: the same for bytes that lie in many pieces, in place.
+// all_gather and gather: the bytes of all ranks, in rank order, on every rank
+// or on one. all_gather_pieces: the same, in place, for blocks that consist of
+// many spans.
 //
 // Words: N ranks, each with a block of B bytes. The receivers are all ranks in
-// all_gather, and the root in gather.
+// all_gather, and the root in gather. A piece is the kPieceBytes of a block
+// that fit a staging buffer.
 //
-// Small (B <= kSmallBytes), one synchronisation:
+// Small (B <= kSmallBytes), one barrier:
 //   1. copy own block to own small buffer;
-//   2. meet;
+//   2. barrier;
 //   3. each receiver copies all N small buffers to `out`.
 //
-// In the region, two synchronisations:
-//   1. meet;
-//   2. each receiver copies everybody's block from where it lies to `out`; its
-//      own block is skipped if it lies there already;
-//   3. meet: nobody may overwrite a block that another rank still reads.
+// In the region, two barriers:
+//   1. barrier;
+//   2. each receiver copies every rank's block from the region to `out`; it skips
+//      its own block if that is already there;
+//   3. barrier: no rank may overwrite a block that another rank still reads.
 //
-// Any other array, in pieces of kPieceBytes through two staging buffers, one
-// synchronisation a piece. For each piece k:
-//   copy piece k in;  meet;
-//   each receiver copies everybody's piece k to its place in `out`.
+// Any other array, piece by piece through two staging buffers, one barrier per
+// piece. For each piece k:
+//   copy piece k in;  barrier;
+//   each receiver copies every rank's piece k to its place in `out`.
 //   Two buffers are enough: see all_reduce.cc.
 //
 // Bytes per rank: B are copied in (none in the region), and a receiver copies
 // N * B out, of which (N - 1) * B come from other ranks.
 //
-// all_gather_pieces goes through the two staging buffers for every size and
-// wherever the pieces lie, one synchronisation for each kPieceBytes of the
-// longest block. For each k, until the longest block is through:
-//   copy the k-th kPieceBytes of own block in;  meet;
-//   copy everybody else's k-th kPieceBytes to their places.
-//   A small piece costs a memcpy and no synchronisation.
+// all_gather_pieces uses the two staging buffers for every size and wherever the
+// spans are, with one barrier per piece of the longest block. For each piece k of
+// the longest block:
+//   copy piece k of own block in;  barrier;
+//   copy every other rank's piece k to its spans.
+//   A small span costs a memcpy and no barrier.
 //
 // Bytes per rank: its own block is copied in, all others are copied out.
 #include "collectives/all_gather.h"
@@ -78,13 +80,14 @@ void gather_everywhere_or_at(Calls& calls, int root, const void* in, void* out,
   }
 }
 
-/// A place in a block, which moves forward.
+/// A position in a block, which moves forward.
 class Cursor {
  public:
   explicit Cursor(const std::vector<std::span<std::byte>>& block)
       : block_(block) {}
 
-  /// Calls `copy(at, offset, length)` for each run of the next `bytes` at most.
+  /// Calls `copy(at, offset, length)` for each span, or part of one, in the
+  /// next `bytes` bytes at most.
   template <class Copy>
   void advance(size_t bytes, Copy copy) {
     size_t done = 0;
@@ -104,7 +107,7 @@ class Cursor {
  private:
   const std::vector<std::span<std::byte>>& block_;
   size_t piece_ = 0;
-  size_t used_ = 0;  ///< bytes of this piece that are behind
+  size_t used_ = 0;  ///< bytes of this span that are done
 };
 
 }  // namespace
@@ -124,7 +127,7 @@ void all_gather_pieces(
   calls.begin(CallKind::kAllGather, total, DType::kUInt8, ReduceOp::kSum, 0, 1,
               timeout_s);
   size_t begin = 0;
-  do {  // at least once: who passes nothing waits for the others, too
+  do {  // at least once: a rank without bytes waits for the others, too
     std::byte* const own = calls.piece(calls.rank());
     cursors[static_cast<size_t>(calls.rank())].advance(
         kPieceBytes, [&](std::byte* at, size_t offset, size_t length) {

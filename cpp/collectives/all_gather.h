@@ -1,5 +1,5 @@
-// all_gather, all_gather_pieces and gather: everybody's bytes, in rank order.
-// The steps and bytes are at the head of all_gather.cc.
+// all_gather, all_gather_pieces and gather: the bytes of all ranks, in rank
+// order. The steps and byte counts are at the top of all_gather.cc.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@ namespace paceline {
 /// rank.
 void all_gather(Calls& calls, const void* in, void* out, size_t bytes,
                 double timeout_s);
-/// Copies the bytes that rank r owns to the same bytes on all other ranks:
-/// `blocks[r]` lists them as pieces of this rank's memory, in the same number
+/// Copies the bytes that rank r owns to the same bytes on all other ranks.
+/// `blocks[r]` lists them as spans of this rank's memory, in the same number
 /// and of the same sizes on every rank.
 void all_gather_pieces(
     Calls& calls, const std::vector<std::vector<std::span<std::byte>>>& blocks,

@@ -1,34 +1,34 @@
 // all_reduce and reduce.
 //
-// Words: N ranks, each with B bytes. A chunk is the share of an array that one
-// rank reduces.
+// Words: N ranks, each with B bytes. A chunk is what one rank reduces of an array.
+// A piece is the kPieceBytes of an array that fit a staging buffer.
 //
-// Small (B <= kSmallSumBytes), one synchronisation:
+// Small (B <= kSmallSumBytes), one barrier:
 //   1. copy own data to own small buffer;
-//   2. meet;
+//   2. barrier;
 //   3. every rank reduces all N small buffers by itself.
 //   Bytes read per rank: B + N * B, all in cache.
 //
-// In the region, two synchronisations and no copy:
-//   1. meet;
-//   2. rank r reduces chunk r of everybody's array and writes the result into
-//      everybody's array;
-//   3. meet.
+// In the region, two barriers and no copy:
+//   1. barrier;
+//   2. rank r reduces chunk r of every rank's array and writes the result into
+//      every rank's array;
+//   3. barrier.
 //   Over all ranks, each byte of each array is read once and written once.
 //
-// Any other array, in pieces of kPieceBytes through two staging buffers, one
-// synchronisation a piece. For each piece k:
-//     copy piece k in;  meet;
+// Any other array, piece by piece through two staging buffers, one barrier per
+// piece. For each piece k:
+//     copy piece k in;  barrier;
 //     reduce own chunk of piece k in place;  copy piece k - 1 out.
-//   About 2 cache lines change owner per line of result. It would be one if
-//   each rank reduced everybody's piece straight into its own array. But where
-//   cores share no cache (EPYC), a line that another core has only read takes
-//   ten times as long to be written again as one that it has written.
-//   Reading the other's array with process_vm_readv, in pieces of 1 MiB, takes
+//   About 2 cache lines change owner per line of the result. It would be one if
+//   each rank reduced every rank's piece straight into its own array. But where
+//   cores share no cache (EPYC), writing to a line that another core has only
+//   read takes ten times as long as writing to one that it has written.
+//   Reading the other rank's array with process_vm_readv, 1 MiB at a time, takes
 //   longer: 8.1 ms for 25 MiB and two ranks, against 3.7 ms through the staging
 //   buffers. With huge pages, which tensors seldom have, it takes 3.5 ms.
-//   Two buffers are enough: piece k + 1 goes where piece k - 1 was, and nobody
-//   needs that any more once all have met for piece k.
+//   Two buffers are enough: piece k + 1 replaces piece k - 1, which no rank needs
+//   any more once all have passed the barrier of piece k.
 #include "collectives/all_reduce.h"
 
 #include <string.h>
@@ -48,8 +48,8 @@ struct Range {
   size_t size() const { return end - begin; }
 };
 
-// Chunk `index` of `parts` of `count` elements; chunks begin on cache lines, so
-// that no two ranks write one.
+// Chunk `index` of `parts` of `count` elements. Chunks begin at a pair of cache
+// lines, so that no two ranks write to the same line.
 Range chunk_of(size_t count, size_t element_bytes, int index, int parts) {
   const size_t line = kLinePairBytes / element_bytes;
   const size_t lines = (count + line - 1) / line;
@@ -60,7 +60,7 @@ Range chunk_of(size_t count, size_t element_bytes, int index, int parts) {
   return {at(index), at(index + 1)};
 }
 
-// Everybody's array at array_of(rank), whole, into `out`.
+// Reduces the whole arrays at array_of(rank) of all ranks into `out`.
 template <class ArrayOf>
 void reduce_all(Calls& calls, ArrayOf array_of, void* out, size_t count,
                 DType dtype, ReduceOp op) {
@@ -73,8 +73,8 @@ void reduce_all(Calls& calls, ArrayOf array_of, void* out, size_t count,
   fault_point(Point::kAfterReduce);
 }
 
-// This rank's chunk of the arrays at array_of(rank), in place; root < 0: the
-// result goes to all of them.
+// Reduces this rank's chunk of the arrays at array_of(rank), in place; root <
+// 0: the result goes to all arrays.
 template <class ArrayOf>
 void reduce_chunk(Calls& calls, ArrayOf array_of, int root, size_t count,
                   DType dtype, ReduceOp op) {
@@ -124,7 +124,7 @@ void reduce_through_pieces(Calls& calls, int root, std::byte* data,
 void reduce_everywhere_or_at(Calls& calls, int root, void* data, size_t count,
                              DType dtype, ReduceOp op) {
   const size_t bytes = count * dtype_bytes(dtype);
-  // Below kTinyBytes the second synchronisation costs more than a copy.
+  // Below kTinyBytes the second barrier costs more than a copy.
   const uint64_t place = bytes <= kTinyBytes ? 0 : calls.place_of(data, bytes);
   if (bytes <= kSmallSumBytes && place == 0)
     memcpy(calls.small(calls.rank()), data, bytes);

@@ -1,4 +1,4 @@
-// all_reduce and reduce: everybody's array, element by element over the ranks.
+// all_reduce and reduce: the arrays of all ranks, reduced element by element.
 #pragma once
 
 #include <cstddef>
@@ -9,14 +9,14 @@
 
 namespace paceline {
 
-/// Up to this every rank reduces all of an array by itself.
+/// Up to this size, every rank reduces the whole array by itself.
 inline constexpr size_t kSmallSumBytes = 4 * 1024 / kSmaller;
 
-/// Replaces the array on every rank by the reduction over all ranks. An array in
-/// the region is used where it is, another is copied through it.
+/// Replaces the array on every rank by the reduction over all ranks. An array
+/// in the region is reduced in place; any other is copied through the region.
 void all_reduce(Calls& calls, void* data, size_t count, DType dtype,
                 ReduceOp op, double weight, double timeout_s);
-/// The same on `root` alone.
+/// The same, but only `root` gets the result.
 void reduce(Calls& calls, void* data, size_t count, DType dtype, ReduceOp op,
             int root, double timeout_s);
 

@@ -1,22 +1,23 @@
 // all_to_all: rank s sends in_bytes[d] bytes to rank d, which may differ for
 // every pair.
 //
-// Words: N ranks. Rank r sends S bytes in all and receives R, counting what it
+// Words: N ranks. Rank r sends S bytes in all and receives R, including what it
 // sends to itself. M is the longest message of any pair. Each staging buffer is
-// divided into N slots, one per destination, of some kPieceBytes / N bytes.
+// divided into N slots, one per destination, of some kPieceBytes / N bytes. A
+// piece is the part of a message that fits a slot.
 //
-// The way is the same for every size, and wherever the arrays lie:
+// The steps are the same for every size, and wherever the arrays are:
 //   1. each rank writes to its small buffer how much it sends to each rank and
 //      expects from each;
-//   2. meet;
-//   3. every rank reads all small buffers, so all know M, and all come to the
-//      same verdict if a pair disagrees;
-//   4. for each part k of the messages, as long as a slot, until M is reached:
-//        copy part k of the message to each rank to the rank's slot;  meet;
-//        copy the own slot out of everybody's staging buffer.
+//   2. barrier;
+//   3. every rank reads all small buffers, so all know M, and all fail alike if a
+//      pair disagrees;
+//   4. for each piece k of the messages, until M is reached:
+//        copy piece k of the message to each rank to that rank's slot;  barrier;
+//        copy the own slot out of every rank's staging buffer.
 //   Two buffers are enough: see all_reduce.cc.
 //
-// Synchronisations: one, and one for each part.
+// Barriers: one, and one for each piece.
 // Bytes per rank: S are copied in and R out. Besides, each rank writes 2 * N
 // sizes and reads 2 * N * N.
 #include "collectives/all_to_all.h"
@@ -32,7 +33,7 @@
 namespace paceline {
 namespace {
 
-/// What each rank puts into its small buffer.
+/// The content of each rank's small buffer.
 struct Sizes {
   uint64_t sends[kMaxRanks];
   uint64_t expects[kMaxRanks];

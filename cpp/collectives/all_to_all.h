@@ -1,4 +1,4 @@
-// all_to_all: other bytes from every rank to every rank.
+// all_to_all: different bytes from every rank to every rank.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@
 
 namespace paceline {
 
-/// in_bytes[r] go to rank r, out_bytes[r] come from it; both arrays are
-/// contiguous in rank order. Throws kMismatch on every rank when a pair
+/// in_bytes[r] bytes go to rank r, and out_bytes[r] come from it; both arrays
+/// are contiguous in rank order. Throws kMismatch on every rank if a pair
 /// disagrees.
 void all_to_all(Calls& calls, const void* in,
                 std::span<const uint64_t> in_bytes, void* out,

@@ -1,4 +1,4 @@
-// barrier: nobody returns before everybody has called it.
+// barrier: no rank returns before all ranks have called it.
 //
 // Steps: one barrier. Bytes: one line, the gate's.
 #pragma once

@@ -1,36 +1,37 @@
-// broadcast and scatter: one rank's data goes out.
+// broadcast and scatter: the data of one rank goes to all others.
 //
 // Words: N ranks. B is the number of bytes that each rank has in the end: the
-// whole array in broadcast, one block in scatter.
+// whole array in broadcast, one block in scatter. A piece is what fits a staging
+// buffer (kPieceBytes).
 //
-// broadcast, small (B <= kSmallBytes), one synchronisation:
+// broadcast, small (B <= kSmallBytes), one barrier:
 //   1. the root copies its data to its small buffer;
-//   2. meet;
+//   2. barrier;
 //   3. every other rank copies the root's small buffer out.
 //
-// broadcast in the region, two synchronisations:
-//   1. meet;
-//   2. every other rank copies the root's array from where it lies;
-//   3. meet: the root may not overwrite what another rank still reads.
+// broadcast in the region, two barriers:
+//   1. barrier;
+//   2. every other rank copies the root's array from the region;
+//   3. barrier: the root may not overwrite what another rank still reads.
 //
-// broadcast of any other array, in pieces of kPieceBytes through the root's two
-// staging buffers, one synchronisation a piece. For each piece k:
-//   the root copies piece k in;  meet;
+// broadcast of any other array, piece by piece through the root's two staging
+// buffers, one barrier per piece. For each piece k:
+//   the root copies piece k in;  barrier;
 //   every other rank copies piece k out.
 //   With two buffers the root may be one piece ahead.
 //
 // Bytes per rank in broadcast: the root copies B in (none in the region), and
 // every other rank copies B out.
 //
-// scatter goes through staging buffers for every size and wherever the arrays
-// lie. A staging buffer of the root is divided into N slots, one per rank:
-//   1. meet, which compares the calls before a staging buffer is touched;
-//   2. for each part k of a block, as long as a slot:
-//        the root copies part k of every block to the block's slot;  meet;
+// scatter uses staging buffers for every size and wherever the arrays are. A
+// staging buffer of the root is divided into N slots, one per rank:
+//   1. barrier, which compares the calls before a staging buffer is written;
+//   2. for each piece k of a block, as long as a slot:
+//        the root copies piece k of every block to the block's slot;  barrier;
 //        every rank copies its slot out.
 //
-// Bytes per rank in scatter: the root copies N * B in, and every rank, also the
-// root, copies B out.
+// Bytes per rank in scatter: the root copies N * B in, and every rank, including
+// the root, copies B out.
 #include "collectives/broadcast.h"
 
 #include <string.h>
@@ -74,7 +75,7 @@ void scatter(Calls& calls, const void* in, void* out, size_t bytes, int root,
              double timeout_s) {
   calls.begin(CallKind::kScatter, bytes, DType::kUInt8, ReduceOp::kSum, root, 1,
               timeout_s);
-  calls.meet();  // compares the calls before any staging buffer is touched
+  calls.meet();  // compares the calls before any staging buffer is written
   const auto ranks = static_cast<size_t>(calls.world());
   const auto* blocks = static_cast<const std::byte*>(in);
   const size_t slot_bytes =

@@ -1,5 +1,5 @@
-// broadcast and scatter: one rank's data goes out. The steps and bytes are at
-// the head of broadcast.cc.
+// broadcast and scatter: the data of one rank goes to all others. The steps and
+// byte counts are at the top of broadcast.cc.
 #pragma once
 
 #include <cstddef>

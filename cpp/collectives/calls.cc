@@ -18,16 +18,15 @@ void Calls::begin(CallKind kind, size_t count, DType dtype, ReduceOp op,
            .weight = weight};
   call_timeout_ns_ = session_.timeout_ns(timeout_s);
   own_.call[call_.number & 1] = call_;
-  // Release: publishes the record; pairs with describe_ranks(), of whoever
-  // tells an error.
+  // Release: publishes the record; pairs with describe_ranks() on a rank that
+  // reports an error.
   own_.call_number.store(call_.number, std::memory_order_release);
 }
 
 Places Calls::meet(uint64_t place) {
   fault_point(Point::kBeforeArrive);
   Gate& gate = gate_;
-  // Relaxed: this rank itself took part in the phase before, so it knows the
-  // value.
+  // Relaxed: this rank took part in the previous phase, so it knows the value.
   const uint32_t phase = gate.phase.load(std::memory_order_relaxed);
   uint32_t flags = 0;
   uint64_t first = 0;
@@ -38,7 +37,7 @@ Places Calls::meet(uint64_t place) {
     flags |= kCallsDiffer;
   }
   first = 0;
-  // Place 0 ("not in the region") is stored as 1, so that it too is compared.
+  // Place 0 ("not in the region") is stored as 1, so that it is compared, too.
   const uint64_t place_word = place + 1;
   if (!gate.place.compare_exchange_strong(first, place_word,
                                           std::memory_order_relaxed) &&
@@ -46,17 +45,18 @@ Places Calls::meet(uint64_t place) {
     flags |= kPlacesDiffer;
   }
   if (flags != 0) gate.flags.fetch_or(flags, std::memory_order_relaxed);
-  // acq_rel: the release half publishes this rank's data and its flags; the
-  // acquire half lets the last to arrive see everybody's. Partners: this
-  // operation on the other ranks, in meet(); what the last has acquired it
-  // hands on with `phase`.
+  // acq_rel: the release half publishes this rank's data and flags; the acquire
+  // half lets the last rank to arrive see those of all ranks. Pairs with this
+  // operation on the other ranks. The last rank passes on what it has acquired
+  // with `phase`.
   const bool is_last =
       gate.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 ==
       mapping_.header().world;
-  // Who was stopped and arrives after the others have given up may have reduced
-  // arrays that they have freed since: the gate stays shut for everybody. Not
-  // before the arrival: what was read earlier was valid only if the group still
-  // goes on here.
+  // A rank that was stopped may arrive after the others have given up, and
+  // reduce arrays that they have freed since. So a rank that finds the group
+  // over here does not pass the gate, and the gate stays shut for all. This
+  // check must follow the arrival: what this rank read earlier is valid only if
+  // the group still runs here.
   if (session_.is_over()) [[unlikely]]
     session_.check_usable();
   if (is_last) {
@@ -66,9 +66,9 @@ Places Calls::meet(uint64_t place) {
     gate.fingerprint.store(0, std::memory_order_relaxed);
     gate.place.store(0, std::memory_order_relaxed);
     gate.arrived.store(0, std::memory_order_relaxed);
-    // seq_cst: a release for the resets and everybody's data (pairs with the
-    // acquire of `phase` in meet(), below), and ordered before the look at the
-    // sleepers.
+    // seq_cst: a release for the resets and for the data of all ranks (pairs
+    // with the acquire of `phase` below), and ordered before the load of
+    // `sleepers`.
     gate.phase.store(phase + 1, std::memory_order_seq_cst);
     if (gate.sleepers.load(std::memory_order_seq_cst) != 0)
       futex_wake(gate.phase, kWakeAll);
@@ -77,8 +77,8 @@ Places Calls::meet(uint64_t place) {
   // must not look as if it had arrived.
   own_.arrivals.store(phase + 1, std::memory_order_relaxed);
   fault_point(Point::kAfterArrive);
-  // Acquire in ready(): everybody's data; pairs with the store of `phase` by
-  // the last to arrive.
+  // Acquire in ready(): the data of all ranks; pairs with the store of `phase`
+  // by the last rank to arrive.
   session_.wait_until(
       wait_place(WaitKind::kCall, phase), gate.phase, gate.sleepers,
       call_timeout_ns_,
@@ -102,7 +102,8 @@ uint64_t Calls::place_of(const void* data, size_t bytes) const {
 }
 
 const double* Calls::weights(double (&storage)[kMaxRanks]) const {
-  // Reading them touches a cache line of every rank.
+  // Only for a mean, because reading the weights touches a cache line of every
+  // rank.
   if (static_cast<ReduceOp>(call_.op) != ReduceOp::kMean) return nullptr;
   bool all_one = true;
   for (int r = 0; r < world(); ++r) {

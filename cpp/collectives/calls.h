@@ -1,11 +1,11 @@
-// What every collective is made of: a call that says what it is, barriers, and
-// buffers where the others can read.
+// What every collective consists of: a description of the call, barriers, and
+// buffers that the other ranks can read.
 //
-// A collective puts data where the others can read it (its small buffers, its
-// staging buffers, or an array that lies in the region), and calls meet(), which
-// returns once every rank has got there. Ranks call the same collectives in the
-// same order; meet() compares what they call and makes all of them fail together
-// when they differ.
+// A collective puts data where the other ranks can read it (its small buffers,
+// its staging buffers, or an array in the region), and calls barrier(), which
+// returns once every rank has reached it. Ranks must make the same collective
+// calls in the same order; barrier() compares their calls and makes all of them
+// fail together if they differ.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@
 
 namespace paceline {
 
-/// Where the ranks' arrays of one call lie.
+/// Where the ranks' arrays of one call are.
 enum class Places {
   kDifferent,  ///< at different offsets, or not all in the region
   kOutside,    ///< all outside the region
@@ -40,16 +40,16 @@ class Calls {
   int rank() const { return mapping_.rank(); }
   int world() const { return mapping_.world(); }
   std::byte* slab(int rank) const { return mapping_.slab(rank); }
-  /// Held while a collective runs. Messages and the reducer do without: what
-  /// they wait for must not depend on a collective that waits for them.
+  /// Held while a collective runs. Messages and the reducer do not take it:
+  /// they must not depend on a collective that waits for them.
   Turn& turn() { return turn_; }
 
   void begin(CallKind kind, size_t count, DType dtype, ReduceOp op, int root,
              double weight, double timeout_s);
-  /// Arrives at the gate and waits for everybody. Throws kMismatch on every
-  /// rank when calls differ. Returns how the `place`s of all ranks compare.
+  /// Arrives at the gate and waits for all ranks. Throws kMismatch on every
+  /// rank if calls differ. Returns how the `place`s of all ranks compare.
   Places meet(uint64_t place = 0);
-  /// 0 when the pointer is not in this rank's heap; else a number that is equal
+  /// 0 if the pointer is not in this rank's heap; else a number that is equal
   /// at equal offsets.
   uint64_t place_of(const void* data, size_t bytes) const;
   /// The last call of this rank.
@@ -62,9 +62,9 @@ class Calls {
   std::byte* small(int rank) const {
     return slab(rank) + Layout::small_at(call_.number & 1);
   }
-  /// A rank's staging buffer of the piece with this number. Pieces are counted
-  /// over all calls, so that the two buffers alternate from call to call too:
-  /// the last piece of one call may still be read while the first of the next
+  /// A rank's staging buffer for the piece with this number. Pieces are counted
+  /// over all calls, so that the two buffers alternate across calls, too: the
+  /// last piece of one call may still be read while the first one of the next
   /// is written.
   std::byte* piece(int rank, uint64_t number) const {
     return slab(rank) + Layout::piece_at(number & 1);

@@ -1,5 +1,5 @@
-// Which ranges of a line of bytes are free, found and given back in a time that
-// grows with the logarithm of their number.
+// The free ranges of a byte range. Allocating and freeing take logarithmic time
+// in the number of free ranges.
 #pragma once
 
 #include <cstddef>
@@ -11,12 +11,12 @@
 
 namespace paceline {
 
-/// `Less` compares offsets and lengths; a test counts by it how often.
+/// `Less` compares offsets and lengths; a test counts its calls.
 template <class Less = std::less<>>
 class FreeSpace {
  public:
-  /// Best fit: the smallest free range that is long enough, and of several the
-  /// first. Arrays that come and go so leave the long ranges whole.
+  /// Best fit: the smallest free range that is long enough, and the first of
+  /// several equal ones. So short-lived arrays do not break up the long ranges.
   std::optional<size_t> take(size_t length) {
     const auto found = by_length_.lower_bound({length, 0});
     if (found == by_length_.end()) return std::nullopt;
@@ -27,8 +27,8 @@ class FreeSpace {
     return offset;
   }
 
-  /// Makes a range free that was taken, or that is new. Free ranges that touch
-  /// each other become one.
+  /// Frees a range that was taken, or adds a new one. Adjacent free ranges are
+  /// merged.
   void give_back(size_t offset, size_t length) {
     if (length == 0) return;
     const auto after = by_offset_.lower_bound(offset);

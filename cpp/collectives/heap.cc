@@ -35,7 +35,7 @@ std::optional<uint32_t> Heap::forget(size_t offset) {
   return entry;
 }
 
-// Takes the arrays that no rank uses any more off their list.
+// Takes back the arrays that all ranks have freed.
 void Heap::reclaim() {
   // Acquire: pairs with the release in free().
   uint32_t first = mapping_.header().freed_allocations.exchange(
@@ -54,15 +54,15 @@ void Heap::reclaim() {
   }
 }
 
-// Only rank 0 calls it, because garbage collectors free in another order on
-// each rank.
+// Called by rank 0 alone, because garbage collectors free in a different order
+// on each rank.
 void Heap::decide(size_t length) {
   reclaim();
   uint32_t entry = kNoAllocationLeft;
   if (!free_entries_.empty()) {
     const std::optional<size_t> offset = free_space_.take(length);
     entry = offset ? free_entries_.back() : kNoRoom;
-    try {  // for all ranks at once: each by itself would find enough
+    try {  // for all ranks together: each alone would find enough memory
       if (offset)
         Region::check_memory(uint64_t{length} * mapping_.header().world);
     } catch (const Failure&) {
@@ -75,21 +75,22 @@ void Heap::decide(size_t length) {
                                                  std::memory_order_relaxed);
       mapping_.allocations()[entry].owners.store(mapping_.header().world,
                                                  std::memory_order_relaxed);
-      // Release, though what reads it is ordered by last_allocation; pairs with
-      // allocate().
+      // Release, although last_allocation already orders the readers; pairs
+      // with allocate().
       mapping_.allocations()[entry].bytes.store(length,
                                                 std::memory_order_release);
     }
   }
-  // Release: publishes the entry; pairs with allocate(). (The barrier after it
-  // would do, too.)
+  // Release: publishes the entry; pairs with allocate(). (The following barrier
+  // would suffice.)
   mapping_.header().last_allocation.store(entry, std::memory_order_release);
 }
 
 size_t Heap::allocate(size_t bytes, double timeout_s) {
   calls_.begin(CallKind::kAllocate, bytes, DType::kUInt8, ReduceOp::kSum, 0, 1,
                timeout_s);
-  // More than any slab: refused below, and no sum overflows on the way there.
+  // Larger than any slab: decide() refuses it, and no sum overflows before
+  // that.
   bytes = std::min(bytes, size_t{1} << 60);
   const size_t length = round_up(std::max<size_t>(bytes, 1), page_bytes());
   calls_.meet();
@@ -140,8 +141,8 @@ size_t Heap::allocate(size_t bytes, double timeout_s) {
   return offset;
 }
 
-// Throws on every rank if one could not reserve its share, and names it. `own`
-// is why this one could not.
+// Throws on every rank if one could not reserve its memory, and names that
+// rank. `own`: the failure of this rank.
 void Heap::check_reserved(size_t length,
                           const std::optional<Failure>& own) const {
   Failure failure{.reason = Reason::kNoMemory};
@@ -174,13 +175,13 @@ void Heap::free(size_t offset, bool others_still_read) {
     mapping_.region().release(mapping_.layout().slab_at(calls_.rank()) + offset,
                               array.bytes.load(std::memory_order_relaxed));
   }
-  // acq_rel: the last rank to come here tells rank 0 for all of them; pairs
-  // with each other.
+  // acq_rel: the last rank to free the array passes it to rank 0 on behalf of
+  // all ranks; pairs with this operation on the others.
   if (array.owners.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   uint32_t first =
       mapping_.header().freed_allocations.load(std::memory_order_relaxed);
-  // Release: the array and all that was done with it; pairs with the exchange
-  // in reclaim().
+  // Release: all use of the array has ended; pairs with the exchange in
+  // reclaim().
   do {
     array.next.store(first, std::memory_order_relaxed);
   } while (!mapping_.header().freed_allocations.compare_exchange_weak(

@@ -1,7 +1,8 @@
-// Arrays at the same offset in every rank's slab.
+// Allocates arrays at the same offset in every rank's slab.
 //
-// Steps: all meet; rank 0 decides where; all meet; each rank reserves its own
-// share; a third barrier tells all of them whether somebody could not. No data
+// Steps: a barrier; rank 0 decides where; a barrier; each rank reserves its own
+// memory; a third barrier, after which all ranks know whether any could not. No
+// data moves.
 // moves.
 #pragma once
 
@@ -26,12 +27,12 @@ class Heap {
   Heap& operator=(const Heap&) = delete;
 
   Session& session() const { return calls_.session(); }
-  /// Collective: the same offset on every rank, page-aligned and zeroed. Throws
-  /// on every rank when one lacks memory.
+  /// Collective: returns the same offset on every rank, of page-aligned, zeroed
+  /// memory. Throws on every rank if one lacks memory.
   size_t allocate(size_t bytes, double timeout_s);
-  /// Not collective: gives this rank's share back; the offset is used again
-  /// once all ranks have freed it. `others_still_read`: the memory stays until
-  /// then, too.
+  /// Not collective: frees this rank's memory of the array. The offset is used
+  /// again once all ranks have freed it. `others_still_read`: the memory, too,
+  /// stays until then.
   void free(size_t offset, bool others_still_read = false);
 
  private:
@@ -43,7 +44,7 @@ class Heap {
 
   Calls& calls_;
   const Mapping& mapping_;
-  /// What only rank 0 knows, which decides: the free part of the slabs, and
+  /// Only on rank 0, which decides: the free ranges of the slabs, and the
   /// entries without an array.
   FreeSpace<> free_space_;
   std::vector<uint32_t> free_entries_;

@@ -1,6 +1,6 @@
-// One rank's end of a group of ranks that map the same region, put together from
-// its parts: what the binding and the tests hold. A user of one part includes
-// that part alone.
+// One rank's end of a group whose ranks map the same region, assembled from its
+// parts, for the binding and the tests. Code that uses one part includes that
+// part alone.
 #pragma once
 
 #include <cstdint>
@@ -17,12 +17,12 @@ namespace paceline {
 
 struct HostGroup {
   /// Maps the region behind `fd` and takes place `rank` in it. Does not block:
-  /// session.join() comes next.
+  /// call session.join() next.
   HostGroup(int fd, int rank, const uint64_t nonce[2],
             const GroupOptions& options)
       : HostGroup(std::make_shared<Region>(fd), rank, nonce, options) {}
-  /// The same on a mapping that several ranks of one process share: ranks as
-  /// threads, for the C++ tests.
+  /// The same on a mapping that several ranks of one process share: the C++
+  /// tests run ranks as threads.
   HostGroup(std::shared_ptr<Region> region, int rank, const uint64_t nonce[2],
             const GroupOptions& options)
       : session(std::move(region), rank, nonce, options) {}

@@ -14,7 +14,7 @@ TransferId Messages::start_send(const void* data, size_t bytes, int destination,
     misuse("send to rank " + std::to_string(destination) + " of " +
            std::to_string(session_.world()));
   }
-  // A send only reads it.
+  // A send only reads the array.
   auto* unchanged = static_cast<std::byte*>(const_cast<void*>(data));
   return transfers_.start(unchanged, bytes, destination, tag, true);
 }
@@ -33,8 +33,8 @@ TransferId Messages::start_receive(void* data, size_t bytes, int source,
 bool Messages::test(TransferId id) {
   if (!session_.is_forked()) {
     transfers_.advance_all();
-    // Before the look at the group: a message that has come counts, even if its
-    // sender has died, or has raised, since.
+    // Before the check of the group: a message that has arrived counts, even if
+    // its sender has died or raised since.
     if (transfers_.is_finished(id)) return true;
   }
   session_.check_usable();
@@ -56,7 +56,7 @@ void Messages::wait(TransferId id, double timeout_s) {
           },
           [&](int r) { return r == peer; });
     } catch (const Failure&) {
-      // The caller may free the array now; another thread of this rank must
+      // The caller may now free the array, so another thread of this rank must
       // not go on filling it.
       transfers_.forget(id, true);
       throw;
@@ -86,7 +86,7 @@ int Messages::wait_for_source(uint64_t tag, double timeout_s) {
         source = transfers_.source_of_waiting(tag);
         return source >= 0;
       },
-      // Who has left is to blame only when nobody else is there to send.
+      // A rank that has left is to blame only if all others have left, too.
       [&](int r) {
         if (!has_left(r)) return true;
         for (int other = 0; other < session_.world(); ++other)

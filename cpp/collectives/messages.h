@@ -1,9 +1,10 @@
 // Messages between two ranks: started in order per pair, finished by wait().
 //
-// Steps and bytes: the sender copies a header of 16 bytes and the message to its
-// outbox for the receiver, a ring of kOutboxBytes, as far as there is room; the
-// receiver copies it out and gives the room back. Each byte is written twice and
-// read twice. Both move on whenever either end looks (core/transfers.h).
+// Steps and bytes: the sender copies a header of 16 bytes and the message to
+// its outbox for the receiver, a ring of kOutboxBytes, as far as there is room.
+// The receiver copies it out and frees the room. Each byte is written twice and
+// read twice. Transfers move on whenever either end makes a call or waits
+// (core/transfers.h).
 #pragma once
 
 #include <cstddef>
@@ -21,7 +22,7 @@ class Messages {
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;
 
-  /// Never block.
+  /// These two never block.
   TransferId start_send(const void* data, size_t bytes, int destination,
                         uint64_t tag);
   TransferId start_receive(void* data, size_t bytes, int source, uint64_t tag);
@@ -30,15 +31,15 @@ class Messages {
   /// A rank that has sent a message with this tag for which no receive was
   /// started; -1: none.
   int source_of_waiting(uint64_t tag);
-  /// Blocks until there is one.
+  /// Blocks until there is such a rank.
   int wait_for_source(uint64_t tag, double timeout_s);
-  /// Lets go of a transfer that nobody will wait for. False: it is under way,
+  /// Drops a transfer for which no thread will wait. False: it is in progress,
   /// and its memory must stay. Never blocks, never throws.
   bool forget(TransferId id);
 
  private:
-  /// Like no other rank's: a message is of two, and each end waits for the
-  /// other.
+  /// Different on each rank: a message concerns two ranks, and each waits for
+  /// the other.
   uint64_t place_of_wait() const {
     return wait_place(WaitKind::kMessage,
                       static_cast<uint64_t>(session_.rank()));

@@ -1,23 +1,24 @@
 // reduce_scatter: every rank holds N blocks of `count` elements; rank r gets
-// the reduction of everybody's block r.
+// the reduction of block r of all ranks.
 //
-// Words: N ranks. A block has B bytes, so an array has N * B.
+// Words: N ranks. A block has B bytes, so an array has N * B. A piece is the part
+// of a block that fits a slot of a staging buffer.
 //
-// Small (N * B <= kSmallBytes), one synchronisation:
+// Small (N * B <= kSmallBytes), one barrier:
 //   1. copy own array to own small buffer;
-//   2. meet;
-//   3. rank r reduces block r of everybody's small buffer to `out`.
+//   2. barrier;
+//   3. rank r reduces block r of every rank's small buffer to `out`.
 //
-// In the region, two synchronisations and no copy:
-//   1. meet;
-//   2. rank r reduces block r of everybody's array to `out`;
-//   3. meet: nobody may overwrite what another rank still reads.
+// In the region, two barriers and no copy:
+//   1. barrier;
+//   2. rank r reduces block r of every rank's array to `out`;
+//   3. barrier: no rank may overwrite what another rank still reads.
 //
 // Any other array, through two staging buffers, each divided into N slots, one
-// per block. One synchronisation for each part k of a block, as long as a slot:
-//   copy part k of each block to the block's slot;  meet;
-//   rank r reduces slot r of everybody's staging buffer to its part of `out`,
-//   and writes it to these slots as well: see all_reduce.cc.
+// per block. One barrier for each piece k of a block:
+//   copy piece k of each block to the block's slot;  barrier;
+//   rank r reduces slot r of every rank's staging buffer to piece k of `out`, and
+//   writes the result to these slots as well: see all_reduce.cc.
 //   Two buffers are enough: see all_reduce.cc.
 //
 // Bytes per rank: N * B are copied in (none in the region); N * B are read to
@@ -61,7 +62,7 @@ void reduce_scatter(Calls& calls, const void* in, void* out, size_t count,
     for (int r = 0; r < calls.world(); ++r)
       inputs[r] = calls.slab(r) + place +
                   block_bytes * static_cast<size_t>(calls.rank());
-    // `out` may be a part of `in`; nobody else reads this rank's block there.
+    // `out` may be within `in`; no other rank reads this rank's block there.
     reduce_to(&out, 1, count);
     calls.meet();
     return;

@@ -1,4 +1,4 @@
-// reduce_scatter: rank r gets the reduction of everybody's block r.
+// reduce_scatter: rank r gets the reduction of all ranks' blocks r.
 #pragma once
 
 #include <cstddef>

@@ -1,5 +1,5 @@
-// Collectives of one process take turns: the threads of a rank must not make
-// two at a time.
+// The collectives of one process take turns: no two threads of a rank may make
+// one at the same time.
 #pragma once
 
 #include <pthread.h>
@@ -13,26 +13,27 @@
 
 namespace paceline {
 
-/// A lock that knows who holds it, so that a thread that would wait for itself
-/// (in a signal handler that interrupted its own collective) can be told, and
-/// others whom they wait for. Who holds it is the lock: taking and giving back
-/// are one atomic operation each while nobody waits, because a small collective
-/// takes no longer than ten of them.
+/// A lock that knows which thread holds it. A thread that would wait for itself
+/// (in a signal handler that interrupted its own collective) gets an error
+/// instead, and errors of other threads can name the holder. The holder's id is
+/// the lock: taking and releasing it are one atomic operation each while no
+/// thread waits, because a small collective takes no longer than ten of them.
 class Turn {
  public:
-  /// As Python's threading.get_ident() has it; never 0.
+  /// As returned by Python's threading.get_ident(); never 0.
   using Thread = uint64_t;
 
-  /// Returns whether this thread has the turn now. Not for one that has it.
+  /// Takes the turn if it is free; returns whether it did. The caller must not
+  /// hold it.
   bool try_take() {
     Thread nobody = kNobody;
     // acquire: sees what the last holder did; pairs with give_back(). seq_cst:
-    // orders it after try_take_for()'s announcement.
+    // ordered after the increment of `waiting_` in try_take_for().
     return holder_.compare_exchange_strong(nobody, this_thread(),
                                            std::memory_order_seq_cst,
                                            std::memory_order_seq_cst);
   }
-  /// The same, once it is free, or when `limit` is over.
+  /// Waits until the turn is free and takes it, or returns false after `limit`.
   bool try_take_for(std::chrono::nanoseconds limit) {
     waiting_.fetch_add(1, std::memory_order_seq_cst);
     std::unique_lock lock(mutex_);
@@ -42,18 +43,18 @@ class Turn {
     return taken;
   }
   void give_back() {
-    // seq_cst: before the look at `waiting_`. Whoever announced itself too late
-    // for that look finds the turn free.
+    // seq_cst: before the load of `waiting_`. A thread that increments
+    // `waiting_` after that load finds the turn free.
     holder_.store(kNobody, std::memory_order_seq_cst);
     if (waiting_.load(std::memory_order_seq_cst) == 0) return;
-    // Who has announced itself either has not looked yet, or sleeps.
+    // A thread in try_take_for() has either not checked yet, or sleeps.
     {
       const std::lock_guard lock(mutex_);
     }
     given_back_.notify_one();
   }
-  /// Relaxed suffices: a thread always sees what it stored itself, and what
-  /// others stored is only told.
+  /// Relaxed suffices: a thread always sees its own stores, and those of other
+  /// threads only serve error messages.
   bool is_mine() const { return holder() == this_thread(); }
   Thread holder() const { return holder_.load(std::memory_order_relaxed); }
 
@@ -64,7 +65,7 @@ class Turn {
 
   Atomic<Thread> holder_{kNobody};
   Atomic<uint32_t> waiting_{0};
-  std::mutex mutex_;  ///< of `given_back_`
+  std::mutex mutex_;  ///< for `given_back_`
   std::condition_variable given_back_;
 };
 
