@@ -32,7 +32,7 @@ int BackwardReports::end_averaging(int64_t now_ns, int64_t waited_ns) {
     sum_ns += worked_ns.emplace_back(int64_t{each.worked_us} * 1000);
     if (worked_ns.back() > worked_ns[last]) last = worked_ns.size() - 1;
   }
-  if (!is_known) return -1;  // in the first backward nobody knows
+  if (!is_known) return -1;  // unknown in the first backward
   const int64_t longest_ns = worked_ns[last];
   times_.note(worked_ns, last,
               static_cast<int64_t>(world) * longest_ns - sum_ns);
@@ -71,7 +71,7 @@ uint32_t BackwardReports::outcome() const {
   uint32_t outcome = 0;
   uint32_t note = 0;
   uint32_t difference = BackwardStatus::kNone;
-  const RankReport* first = nullptr;  // with data
+  const RankReport* first = nullptr;  // first rank with data
   for (const RankReport& each : reports_) {
     if (each.unused != 0) outcome |= kBackwardUnused;
     if (note != 0 && each.note != 0 && each.note != note)

@@ -1,5 +1,5 @@
-// What a finished backward has come to: the same on all ranks, but for what is
-// of this rank alone.
+// The result of a finished backward: the same on all ranks, except for the
+// members that concern this rank alone.
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@
 namespace paceline {
 
 struct BackwardResult {
-  /// The parameters, of so many, that no rank with data has marked, by
-  /// `unused`.
+  /// The parameters, out of `parameters`, that no rank with data has marked,
+  /// according to `unused`.
   std::vector<size_t> unused_by_all(size_t parameters) const {
     size_t with_data = 0;
     std::vector<size_t> times_unused(parameters);
@@ -40,28 +40,29 @@ struct BackwardResult {
   }
 
   uint32_t outcome = 0;  ///< kBackward...
-  /// Whether the gradients are no means, on any rank.
+  /// Whether the gradients are not means, on any rank.
   bool is_void = false;
-  /// What each rank told of the backward.
+  /// What each rank reported of the backward.
   struct Rank {
     BackwardStatus status() const { return BackwardStatus::unpack(word); }
     uint64_t word;
     uint32_t note;
   };
   std::vector<Rank> ranks;
-  /// Parameters that each rank did not mark; empty: all have marked all.
+  /// The parameters that each rank did not mark; empty: all ranks have marked
+  /// all.
   std::vector<std::vector<size_t>> unused;
   /// Those that no rank with data has marked.
   std::vector<size_t> globally_unused;
   /// (rank, parameter) of each gradient that was not finite.
   std::vector<std::pair<int, size_t>> nonfinite;
-  /// Parameters whose mean is not finite though every rank's gradient is: their
-  /// sum overflowed.
+  /// Parameters whose mean is not finite although every rank's gradient is:
+  /// their sum overflowed.
   std::vector<size_t> overflowed;
-  /// Parameters whose gradients, on this rank, shared memory with others: their
-  /// means are in the gradient buffer only. In no order.
+  /// Parameters whose gradients shared memory with others on this rank: their
+  /// means are in the gradient buffer only. In no particular order.
   std::vector<size_t> overlapping;
-  /// When this rank's first bucket was complete, as now_ns() tells it; 0: never.
+  /// When this rank's first bucket was complete, by now_ns(); 0: none was.
   int64_t first_bucket_ns = 0;
 };
 

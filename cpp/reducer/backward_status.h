@@ -1,16 +1,16 @@
-// What a rank tells the others of its backward when it ends.
+// What a rank reports to the others when its backward ends.
 //
-// It travels as one 64-bit word: in shared memory, where the reducer puts it,
-// and in the messages that Python sends through process groups. pack(),
-// unpack() and difference() alone know how the word is made:
+// It is exchanged as one 64-bit word: in shared memory, where the reducer puts
+// it, and in the messages that Python sends through process groups. Only
+// pack(), unpack() and difference() know the format of the word:
 //
 //   bit 63: buffers were written, with the kinds 0 to 2
 //   bit 62: this rank is asked to stop
 //   bits 59-61, kind     bits 0-58, from the highest to the lowest
-//   0  counts            digest of the inputs (19), forwards left (20),
+//   0  counts            digest of the inputs (19), forwards left over (20),
 //                        forwards (20)
-//   1  frozen            digest of the idle parameters (19), the same
-//   2  static graph      the same as 0
+//   1  frozen            digest of the idle parameters (19), the rest as in 0
+//   2  static graph      as in 0
 //   3  graph changed     0
 //   4  twice             index of the parameter
 //   6  refused           index of the parameter
@@ -22,20 +22,23 @@
 
 namespace paceline {
 
-/// Ranks whose words are equal agree; one without data agrees with all others,
-/// one whose backward was broken off with none, nor with its like. Two that
-/// tell counts agree if one of the two is the same: a rank that skipped a
-/// backward has made more forwards than others, and has left one more of them.
-/// Where only the forwards differ, some ranks have made longer episodes; where
-/// only those differ that are left, some have not used an output. But whoever
-/// made none at all is in a backward of its own, which others do not make.
+/// Ranks whose words are equal agree. A rank without data agrees with all
+/// others. A rank whose backward was interrupted agrees with none, not even
+/// with another such rank. Two ranks that report counts agree if one of the two
+/// counts is the same: a rank that skipped a backward has made more forwards
+/// than others, and has as many more left over. If only `forwards` differs,
+/// some ranks have run more forwards per backward; if only the forwards left
+/// over differ, some ranks have not used an output. But a rank that made no
+/// forward at all is in a backward of its own, which the others do not make.
 struct BackwardStatus {
   static constexpr uint32_t kValueBits = 59;
   static constexpr uint32_t kCountBits = 20;
-  /// Of a digest, frozen or inputs: what counts of forwards leave of the value.
+  /// The bits of a digest (of frozen parameters or of inputs): what the two
+  /// counts leave of the value.
   static constexpr uint32_t kDigestBits = kValueBits - 2 * kCountBits;
 
-  // Not explicit: a number of forwards alone, all of them left, says the least.
+  // Not explicit: a number of forwards, all of them left over, is the plainest
+  // status.
   constexpr BackwardStatus(uint32_t count = 0) : forwards(count) {}  // NOLINT
 
   static constexpr BackwardStatus without_data() {
@@ -50,55 +53,56 @@ struct BackwardStatus {
     return status;
   }
 
-  /// Since the last synchronised backward.
+  /// Forwards since the last synchronised backward.
   uint32_t forwards = 0;
-  /// How many of them this backward has come to; it has left the others.
+  /// How many of them this backward has reached; the others are left over.
   uint32_t reached = 0;
   /// A parameter whose gradient cannot be averaged.
   std::optional<uint32_t> refused = {};
-  /// A parameter whose gradient came again after it had been handed over.
+  /// A parameter whose gradient arrived again after it had been handed over.
   std::optional<uint32_t> twice = {};
   /// A digest of the frozen parameters that got no gradient.
   std::optional<uint32_t> frozen = {};
-  /// A digest of what the model was called with; 0: nothing is told of it.
-  /// Ranks should differ in it. Left out where frozen parameters are told of.
+  /// A digest of the model's inputs, in which ranks should differ; 0: not
+  /// reported. Not reported together with `frozen`.
   uint32_t inputs = 0;
-  /// Other parameters were used than in the first backward, against a promise.
+  /// static_graph was promised, but other parameters were used than in the
+  /// first backward.
   bool graph_changed = false;
-  /// That promise was made after wrapping, and no good backward has shown yet
-  /// that all ranks have made it.
+  /// static_graph was promised after wrapping, and no good backward has shown
+  /// yet that all ranks have promised it.
   bool static_graph = false;
   /// The user's program has written to buffers since they were synchronised.
-  /// Ranks may differ in it.
+  /// Ranks may differ in this.
   bool wrote_buffers = false;
-  /// A signal asks this rank to stop. Ranks may differ in it.
+  /// A signal asks this rank to stop. Ranks may differ in this.
   bool stops = false;
-  /// There is no more data.
+  /// This rank has no more data.
   bool finished = false;
   /// The backward has ended in an exception.
   bool interrupted = false;
 
   constexpr bool operator==(const BackwardStatus&) const = default;
 
-  /// Whether it tells counts of forwards, alone or with something else.
+  /// Whether it reports counts of forwards, alone or with something else.
   constexpr bool is_count() const {
     return !refused && !twice && !graph_changed && !finished && !interrupted;
   }
-  /// Whether it tells counts of forwards and nothing else.
+  /// Whether it reports counts of forwards and nothing else.
   constexpr bool is_plain() const {
     return is_count() && !static_graph && !frozen && !wrote_buffers && !stops &&
            inputs == 0;
   }
 
-  /// Forgets the backward that is over. A promise stays: see static_graph.
+  /// Clears the status after a backward. static_graph stays: see there.
   constexpr void begin_next() {
     const bool promised = static_graph;
     *this = {};
     static_graph = promised;
   }
 
-  /// Encodes the status as one word. If there are several things to tell, the
-  /// word tells the one that matters most.
+  /// Encodes the status as one word. If there is more than one thing to report,
+  /// the word holds the most important one.
   constexpr uint64_t pack() const {
     const uint64_t flag = stops ? kStops : 0;
     if (interrupted) return kInterrupted | flag;
@@ -151,8 +155,9 @@ struct BackwardStatus {
     return status;
   }
 
-  /// What differs between two ranks, as bits. Ranks disagree if both do, in
-  /// whichever pairs of them; everything else than counts differs in both.
+  /// What differs between two ranks, as bits. Ranks disagree if both bits
+  /// occur, in any pairs of them. Any difference other than in counts sets both
+  /// bits.
   enum Difference : uint32_t {
     kNone = 0,
     kInForwards = 1,

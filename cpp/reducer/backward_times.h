@@ -1,5 +1,5 @@
-// When the ranks of one model come to the ends of their backward passes, and how
-// long they wait there for each other.
+// When the ranks of one model reach the ends of their backwards, and how long
+// they wait there for each other.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct BackwardTimes {
         held_up_ns(world),
         recent_ns(world) {}
 
-  /// Adds the sums of a reducer that this one's has replaced.
+  /// Adds the sums of a reducer that this one has replaced.
   void add(const BackwardTimes& earlier) {
     waited_ns += earlier.waited_ns;
     backwards += earlier.backwards;
@@ -31,9 +31,9 @@ struct BackwardTimes {
     add_all(times_last, earlier.times_last);
     add_all(held_up_ns, earlier.held_up_ns);
   }
-  /// All ranks have ended a backward, after they had worked so long since the
-  /// one before. `late_ns`: how much later than the others the last one came,
-  /// summed over them.
+  /// Call when all ranks have ended a backward. `worked`: how long each has
+  /// worked since the previous one. `late_ns`: how much later than the others
+  /// the last rank arrived, summed over the others.
   void note(std::span<const int64_t> worked, size_t last, int64_t late_ns) {
     const auto others = std::max<int64_t>(1, std::ssize(worked) - 1);
     for (size_t r = 0; r < worked.size(); ++r) {
@@ -51,21 +51,21 @@ struct BackwardTimes {
 
   /// How long this rank has waited in all.
   int64_t waited_ns = 0;
-  /// How much of that was for each rank, the last to end its backward. The rest
-  /// was for chunks in the hands of others, or for the network.
+  /// How much of that was for each rank as the last to end its backward. The
+  /// rest was for chunks that other ranks reduced, or for the network.
   std::vector<int64_t> waited_for_ns;
-  /// The backward passes that the following sums are of: those before which it
-  /// is known how long all ranks have worked.
+  /// The number of backwards in the following sums: those for which it is known
+  /// how long every rank has worked.
   uint64_t backwards = 0;
   /// How long each rank worked between the end of a backward and the end of its
-  /// next backward, without waiting.
+  /// next one, without waiting.
   std::vector<int64_t> worked_ns;
-  /// In how many backward passes it was the last to end its backward.
+  /// The number of backwards in which each rank was the last to end.
   std::vector<int64_t> times_last;
-  /// How much later than the others it was then, in the mean over these.
+  /// How much later than the others it was then, as the mean over the others.
   std::vector<int64_t> held_up_ns;
-  /// As `worked_ns`, each by itself, of the last backward passes of the reducer
-  /// in use, in no order.
+  /// Like `worked_ns`, but the single values of the latest backwards of the
+  /// reducer in use, in no particular order.
   std::vector<std::vector<int64_t>> recent_ns;
 
  private:

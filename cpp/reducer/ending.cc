@@ -1,4 +1,5 @@
-// How a backward ends, the same for all ranks; see the head of reducer.h.
+// The end of a backward, with the same result on all ranks; see the top of
+// reducer.h.
 #include <string.h>
 
 #include <algorithm>
@@ -17,7 +18,7 @@ uint32_t Reducer::finish(const BackwardStatus& status, bool allow_unused,
                          bool allow_globally_unused) {
   check_usable();
   if (!in_backward_) begin_backward();
-  has_no_means_ = true;  // until it has
+  has_no_means_ = true;  // until the backward has succeeded
   try {
     outcome_ = complete_backward(status, allow_unused, allow_globally_unused);
     backward_over_ns_ = now_ns();
@@ -62,7 +63,8 @@ uint32_t Reducer::complete_backward(const BackwardStatus& status,
   finished_backwards_ = backward_;
   constexpr uint32_t kBoth = kBackwardForwardsDiffer | kBackwardLeftDiffer;
   if ((verdict & kBoth) != kBoth) verdict &= ~kBoth;
-  // Not by what this rank allows: one without data has nothing to allow.
+  // The settings of this rank do not matter: a rank without data has none to
+  // apply.
   if ((verdict & kBackwardUnusedRefused) != 0 && allow_globally_unused &&
       is_unused_alike())
     verdict ^=
@@ -91,10 +93,10 @@ uint32_t Reducer::complete_backward(const BackwardStatus& status,
          saw(shared.overflow_backward, kBackwardOverflow);
 }
 
-// Whoever caught the exception that broke the backward off may have cleared the
-// gradients since, in place, and the next backward adds to them. They are not
-// written any more: by a void backward neither, whose complete buckets are
-// reduced.
+// The code that caught the exception which interrupted the backward may have
+// cleared the gradients since, in place, and the next backward adds to them. So
+// they must not be written any more, not even by a void backward, in which
+// complete buckets are reduced.
 void Reducer::forget_outside() {
   overlapping_.clear();
   for (Parameter& parameter : parameters_) parameter.copy_back = nullptr;
@@ -114,7 +116,7 @@ void Reducer::collect_written(std::vector<Extent>& found) const {
 
 void Reducer::part_overlapping() {
   overlapping_.clear();
-  if (scatters_) return;  // nothing is written there
+  if (scatters_) return;  // no gradient outside the buffer is written
   overlapping_ = find_overlapping();
   for (const size_t index : overlapping_) {
     Parameter& parameter = parameters_[index];
@@ -122,8 +124,8 @@ void Reducer::part_overlapping() {
   }
 }
 
-// Only chunks that are assigned to this rank are not there already, and none of
-// them is reduced yet.
+// Only chunks that are assigned to this rank are not in the gradient buffer
+// already, and none of them is reduced yet.
 void Reducer::move_into_buffer(Parameter& parameter) {
   for (uint32_t i = parameter.first_segment; i < parameter.end_segment; ++i) {
     const Segment& segment = segments_[segments_in_order_[i]];
@@ -134,8 +136,8 @@ void Reducer::move_into_buffer(Parameter& parameter) {
   parameter.copy_back = nullptr;
 }
 
-// A parameter without a gradient counts as zeros, or as what mark_unused() was
-// told of; its buckets can be posted after all.
+// A parameter without a gradient counts as zeros, or as the content that
+// mark_unused() announced; its buckets can be posted after all.
 void Reducer::add_unused() {
   for (Parameter& parameter : parameters_) {
     if (parameter.ready_in_backward == backward_) continue;
@@ -147,9 +149,9 @@ void Reducer::add_unused() {
   }
 }
 
-// Whether all ranks with data have left the same parameters unused. The others
-// have marked everything, or nothing. All read the same: what ranks wrote
-// before they ended, and write again only when all have ended another backward.
+// Whether all ranks with data have left the same parameters unused. Ranks
+// without data do not count. All ranks read the same values: ranks write them
+// before they end, and again only when all have ended another backward.
 bool Reducer::is_unused_alike() const {
   const uint64_t* first = nullptr;
   for (int r = 0; r < session_.world(); ++r) {
@@ -161,8 +163,8 @@ bool Reducer::is_unused_alike() const {
   return true;
 }
 
-// Says that this rank's backward is over, and waits for the others to say so,
-// reducing meanwhile.
+// Publishes that this rank's backward is over, and waits for the other ranks,
+// while it reduces chunks.
 uint32_t Reducer::end_backward(const BackwardStatus& status, uint32_t flags) {
   BackwardControl& shared = control();
   BackwardHeader& own = header(session_.rank(), backward_);
@@ -195,9 +197,10 @@ uint32_t Reducer::end_backward(const BackwardStatus& status, uint32_t flags) {
     flags |= kBackwardNotesDiffer;
   }
   if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);
-  // acq_rel: releases this rank's header, unused bits and flags; the last to
-  // end acquires everybody's. Partners: each other; what the last has acquired
-  // it hands on with ended_backward, in count_up().
+  // acq_rel: releases this rank's header, unused bits and flags; the last rank
+  // to end acquires those of all ranks. Pairs with this operation on the
+  // others. The last rank passes on what it has acquired with ended_backward,
+  // in count_up().
   const uint64_t all = backward_ * static_cast<uint64_t>(session_.world());
   if (shared.ended.fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
     shared.verdict.store(shared.flags.load(std::memory_order_relaxed),
@@ -205,7 +208,7 @@ uint32_t Reducer::end_backward(const BackwardStatus& status, uint32_t flags) {
     shared.flags.store(0, std::memory_order_relaxed);
     shared.status.store(0, std::memory_order_relaxed);
     shared.note.store(0, std::memory_order_relaxed);
-    // Unless somebody has given up on it.
+    // Unless a rank has given up on this backward.
     if (count_up(shared.ended_backward, backward_)) ring(kWakeAll);
   }
   own.stage.store(stage(kEnded), std::memory_order_relaxed);
@@ -250,13 +253,14 @@ void Reducer::record_wait(int whom) {
   wait_began_ns_ = 0;
 }
 
-// Chunks of complete buckets may have been reduced; what they hold is of no use
-// then. Brings the counters to where the backward would have ended.
+// Chunks of complete buckets may have been reduced; their content is of no use
+// then. Sets the counters to the values that the backward would have ended
+// with.
 void Reducer::restart_without_reduction() {
   BackwardControl& shared = control();
   const auto world = static_cast<uint64_t>(session_.world());
-  // Two barriers: nobody reduces any more before rank 0 writes; nobody goes on
-  // before it has.
+  // Two barriers: no rank reduces any more when rank 0 writes, and no rank goes
+  // on before rank 0 has written.
   const auto meet = [&](Stage next, uint64_t target) {
     if (count_up(shared.restarted, target)) ring(kWakeAll);
     header(session_.rank(), backward_)
@@ -302,7 +306,8 @@ void Reducer::wait_until(Stage awaited, Ready ready) {
       wait_place(WaitKind::kBackward, (control_at_ << 20) + backward_),
       shared.bell, shared.sleepers, session_.timeout_ns(-1), ready, [&](int r) {
         const BackwardHeader& theirs = header(r, backward_);
-        // What a rank owes is its own fault only once all gradients are there.
+        // Chunks that a rank has not reduced are its own fault only once all
+        // gradients are there.
         const bool can_reduce = has_reached(
             shared.ended_backward.load(std::memory_order_relaxed), backward_);
         return theirs.stage.load(std::memory_order_relaxed) < stage(awaited) ||

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kWordBits = 64;
 
-/// The kernels take so many at once.
+/// The kernels take this many arrays at once.
 void check_arrays(const std::vector<const void*>& arrays) {
   if (arrays.empty() || arrays.size() > static_cast<size_t>(kMaxRanks))
     misuse(std::to_string(arrays.size()) + " arrays");
@@ -65,7 +65,7 @@ void HostSums::close() {
   closed_ = true;
   in_backward_ = false;
   heap_.free(buffer_at_);
-  // Others may still be reading how far this rank has come.
+  // Other ranks may still read how far this rank has come.
   heap_.free(control_at_, true);
 }
 
@@ -196,13 +196,13 @@ void HostSums::find_nonfinite(size_t index, size_t first, size_t count,
   for (int r = 0; r < session_.world(); ++r) {
     const void* copy = at(r, index, first);
     const DType dtype = buckets_[index].dtype;
-    // A weight that is 0 in the type that sums are made in takes a rank out.
+    // A rank whose weight is 0 in the type of the sums does not count.
     const bool counts = sum_type(dtype) == DType::kFloat64
                             ? each[r] != 0
                             : static_cast<float>(each[r]) != 0;
     if (!counts) continue;
     ReduceStats seen;
-    // The maximum over one array, written nowhere: it is looked at all the
+    // The maximum of one array, without an output: the kernel checks it all the
     // same.
     reduce(dtype, ReduceOp::kMax, &copy, 1, nullptr, 0, count, nullptr, &seen);
     if (has_bit(seen.nonfinite_ranks, 0))
@@ -253,7 +253,7 @@ HostSums::Averaged HostSums::average(size_t index, size_t first, size_t count,
       weighted_mean(dtype, values.data(), static_cast<int>(values.size()),
                     copies, session_.world(), count, factors(weights),
                     total_weight, stops_at_nonfinite, &seen);
-  // Where it has stopped, what it has seen last is not written.
+  // If it has stopped early, the block that it saw last is not written.
   return {.count = done, .is_finite = !seen.has_nonfinite || done < count};
 }
 
@@ -269,11 +269,11 @@ bool HostSums::is_nonfinite(size_t index, size_t first, size_t count) const {
 void HostSums::count_share() {
   check_usable();
   fault_point(Point::kChunkReduced);
-  // Release: the share is written everywhere, and slots and flags with it;
+  // Release: the share is written on all ranks, and slots and flags with it;
   // pairs with the acquire in wait_published().
   const bool is_last =
       count_up(bell().published, backward_ * shares_per_backward());
-  // After that: where this rank is stopped in between, it is late.
+  // After count_up(): if this rank is stopped in between, it shows as late.
   progress(session_.rank()).published.fetch_add(1, std::memory_order_relaxed);
   if (is_last) ring();
 }

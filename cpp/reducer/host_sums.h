@@ -1,47 +1,47 @@
-// One host's part in a mean over several hosts: what its ranks do in the memory
-// that they share, before and after the sums travel.
+// One host's part in a mean over several hosts: what its ranks do in shared
+// memory, before and after the sums travel between hosts.
 //
 // Words
 //   gradient buffer
-//            one contiguous piece of each rank's slab, at the same offset, with
-//            a place for every gradient
+//            one contiguous range of each rank's slab, at the same offset, with a
+//            place for every gradient
 //   bucket   a byte range of the gradient buffer, of one type; a rank posts it
 //            once every gradient in it is final there
-//   share    the part of a bucket that one rank of the host sums, exchanges
-//            with its peers on the other hosts, and publishes. Who has which
-//            part the caller decides; together they are the bucket.
+//   share    the chunk of a bucket that one rank of the host sums, exchanges with
+//            its peers on the other hosts, and publishes. The caller assigns the
+//            shares; together they make up the bucket.
 //   sum      of the host's ranks, weighted and undivided, in sum_type()
 //   slot     a few bytes of the backward that all ranks of the host read at its
-//            end: what the ranks of all hosts tell of it
+//            end: the reports of the ranks of all hosts
 //
 // Steps of backward p, on each rank of a host
 //   1. post(b):      posted[b] = p   (release: its gradients of b are in place)
 //   2. is_complete(b), wait_complete(b): posted[b] >= p on every rank of the
 //                    host            (acquire)
-//   3. sum(b, ...):  reads everybody's copy of its share, writes the sum to
+//   3. sum(b, ...):  reads every rank's copy of its share, and writes the sum to
 //                    memory of the caller, who sends it to the other hosts
-//   4. publish(b, ...): from the sums of all hosts, writes the mean into
-//                    everybody's copy of its share
-//   5. count_share(): published += 1 (release: that share is written
-//                    everywhere, and so are the slots that came with it)
+//   4. publish(b, ...): from the sums of all hosts, writes the mean into every
+//                    rank's copy of its share
+//   5. count_share(): published += 1 (release: that share is written on all
+//                    ranks, and so are the slots that came with it)
 //   6. wait_published(): published reaches p times the number of shares of the
 //                    host (acquire), and all means are in place
-// Where a host has one rank, its gradients may travel instead of sums. Then
-// nothing is summed before, and average() takes the place of step 4.
+// Where a host has one rank, its gradients may be sent instead of sums. Then
+// step 3 is left out, and average() replaces step 4.
 //
 // Nothing is reset: counters only grow. `published` is a settled count
-// (settled_count.h), so a backward is good for all ranks of the host or for
+// (settled_count.h), so a backward succeeds for all ranks of the host or for
 // none.
 //
 // Slots, weights and flags of a backward are kept twice, for odd and even
-// backward passes: a fast rank may be one backward ahead of one that still
-// reads. It is never two ahead, because a backward ends only when every rank
-// has posted all of it.
+// backwards: a fast rank may be one backward ahead of one that still reads. It
+// is never two ahead, because a backward ends only when every rank has posted
+// all of it.
 //
-// Steps 4 and 5 may be made by another thread than the others.
+// Another thread than that of the other steps may make steps 4 and 5.
 //
-// Bytes: of a bucket of S bytes on a host of L ranks, each rank reads S for
-// step 3 (L copies of S/L), and writes S in step 4.
+// Bytes: of a bucket of S bytes on a host of L ranks, each rank reads S in step
+// 3 (L copies of S/L), and writes S in step 4.
 #pragma once
 
 #include <cstddef>
@@ -65,7 +65,7 @@ struct SummedBucket {
   size_t count() const { return (end - begin) / dtype_bytes(dtype); }
 };
 
-/// Neighbouring ranks of a host, by their numbers in it.
+/// Consecutive ranks of a host, numbered within the host.
 struct Neighbours {
   int begin;
   int end;
@@ -88,61 +88,62 @@ class HostSums {
   /// `is_in_gradients`: as in Reducer::set_weight().
   void begin_backward(double weight, bool is_in_gradients = false);
   void post(size_t bucket);
-  /// Whether all ranks of the host have posted it in this backward.
+  /// Whether all ranks of the host have posted the bucket in this backward.
   bool is_complete(size_t bucket) const;
   /// Blocks until all ranks of the host have posted the bucket.
   void wait_complete(size_t bucket);
   /// All ranks of the host.
   Neighbours everybody() const { return {0, session_.world()}; }
-  /// The sum of the weights of some ranks in this backward. It is known once a
-  /// bucket is complete.
+  /// The sum of the weights of some ranks in this backward. Known once a bucket
+  /// is complete.
   double total_weight(Neighbours ranks) const;
-  /// The sum over some ranks of a part of a complete bucket; `first` counts
-  /// from its beginning. `stats`: whose gradients hold an infinity or a NaN,
-  /// counted from the first of these ranks.
+  /// Sums a range of a complete bucket over some ranks; `first` counts elements
+  /// from the bucket's beginning. `stats` receives which gradients hold an
+  /// infinity or a NaN, numbered from the first of these ranks.
   void sum(size_t bucket, size_t first, size_t count, Neighbours ranks,
            void* out, ReduceStats* stats) const;
-  /// Finds the ranks whose gradients hold an infinity or a NaN in a part of a
-  /// bucket that is not yet published, and sets their bits in `ranks`.
+  /// Finds the ranks whose gradients hold an infinity or a NaN in a range of a
+  /// bucket that is not published yet, and sets their bits in `ranks`.
   void find_nonfinite(size_t bucket, size_t first, size_t count,
                       uint64_t ranks[2]) const;
   /// Adds the sums of several hosts, without dividing them.
   void add_sums(size_t bucket, const std::vector<const void*>& sums,
                 size_t count, void* out) const;
-  /// Writes the mean of a part into the copies of all ranks of the host.
+  /// Writes the mean of a range into the copies of all ranks of the host.
   /// Returns whether all of it is finite.
   bool publish(size_t bucket, size_t first, size_t count,
                const std::vector<const void*>& sums, double total_weight);
   struct Averaged {
-    /// How many elements hold the mean now; those before the first block
-    /// whose mean holds an infinity or a NaN, if it was to stop there.
+    /// The number of elements that hold the mean now: those before the first
+    /// block whose mean holds an infinity or a NaN, if `stops_at_nonfinite`.
     size_t count;
     /// Whether the mean of these is finite.
     bool is_finite;
   };
-  /// Writes the weighted mean of arrays of the bucket's own type, one for each
-  /// host, into the copies of all ranks of this host. One of the arrays may be
-  /// such a copy; it is written only once it has been read. The bits are those
-  /// of sum() and publish().
+  /// Writes the weighted mean of arrays of the bucket's own type, one per host,
+  /// into the copies of all ranks of this host. One of the arrays may be such a
+  /// copy; it is written only after it has been read. The result has the same
+  /// bits as that of sum() and publish().
   Averaged average(size_t bucket, size_t first, size_t count,
                    const std::vector<const void*>& values,
                    const std::vector<double>& weights, double total_weight,
                    bool stops_at_nonfinite);
-  /// Whether a part of a published bucket holds an infinity or a NaN.
+  /// Whether a range of a published bucket holds an infinity or a NaN.
   bool is_nonfinite(size_t bucket, size_t first, size_t count) const;
   /// Counts this rank's share of a bucket as published.
   void count_share();
-  /// Blocks until all shares of this backward are. Negative: as long as the
-  /// group waits. Throws on all ranks of the host, but those in which a signal
-  /// handler has raised or that are closed, or on none.
+  /// Blocks until all shares of this backward are published. Negative: as long
+  /// as the group waits. Throws on all ranks of the host or on none, except for
+  /// ranks that are closed or in which a signal handler has raised.
   void wait_published(double timeout_s);
 
-  /// Tells the host that a mean of this backward is not finite; before
-  /// count_share().
+  /// Reports to the host that a mean of this backward is not finite; call it
+  /// before count_share().
   void note_overflow();
-  /// Whether any rank of the host has said so; after wait_published().
+  /// Whether any rank of the host has reported an overflow; call it after
+  /// wait_published().
   bool has_overflow() const;
-  /// A slot of this backward. It is written before count_share() and read after
+  /// A slot of this backward. Written before count_share(), and read after
   /// wait_published().
   std::byte* slot(size_t index) const;
   size_t num_slots() const { return num_slots_; }
@@ -151,33 +152,34 @@ class HostSums {
   int64_t waited_ns() const { return waited_ns_; }
   /// Whether this rank has begun a backward that it has not ended.
   bool in_backward() const { return in_backward_; }
-  /// Ranks of the host that wait at the end of a backward this rank has not
-  /// ended.
+  /// The ranks of the host that wait at the end of a backward which this rank
+  /// has not ended.
   std::vector<int> waiting_ranks() const;
-  /// After the end of the group: takes this rank's part of the gradient buffer
-  /// out of the shared memory, with the values that it has. A rank that was
-  /// stopped and goes on may still write its share into the others' copies.
+  /// After the end of the group: makes this rank's copy of the gradient buffer
+  /// private, with its present values. Without that, a rank that was stopped
+  /// and goes on may still write its share into the copies of the others.
   void keep_buffer();
   void close();
 
  private:
-  // What follows lies in rank 0's copy of the control array.
+  // The following is in rank 0's copy of the control array.
   struct alignas(kLinePairBytes) Bell {
-    /// Futex word: something that a rank of this host waits for has changed.
+    /// Futex word: something for which a rank of this host waits has changed.
     Atomic<uint32_t> bell;
     Atomic<uint32_t> sleepers;
-    /// How many shares all ranks have published, in all backward passes.
+    /// How many shares all ranks have published, over all backwards.
     Atomic<uint64_t> published;
   };
-  // What follows lies in each rank's own copy of the control array.
+  // The following is in each rank's own copy of the control array.
   struct alignas(kLinePairBytes) Progress {
     double weight[2];
-    /// The last backward in which it noted an overflow.
+    /// The last backward in which the rank reported an overflow.
     Atomic<uint64_t> overflow_backward;
-    /// How many shares this rank has published in all backward passes: evidence
-    /// for whoever waits.
+    /// How many shares this rank has published over all backwards. Waiting
+    /// ranks use it to find the late rank.
     Atomic<uint64_t> published;
-    /// The last backward that it has posted all of, and waits for.
+    /// The last backward of which the rank has posted all buckets, and for
+    /// which it waits.
     Atomic<uint64_t> ended_backward;
   };
 
@@ -188,7 +190,7 @@ class HostSums {
   template <class Ready, class IsLate>
   void wait_until(double timeout_s, Ready ready, IsLate is_late);
   std::vector<double> weights(Neighbours ranks) const;
-  /// What arrays of these weights are to be multiplied by; null: by nothing.
+  /// The factors by which arrays of these weights are multiplied; null: none.
   const double* factors(const std::vector<double>& weights) const;
 
   std::byte* buffer_of(int rank) const {
@@ -223,7 +225,7 @@ class HostSums {
   } layout_{};
   size_t buffer_at_ = 0;
   size_t control_at_ = 0;
-  /// Under way, or finished last.
+  /// The current backward, or the last one if none is open.
   uint64_t backward_ = 0;
   bool in_backward_ = false;
   bool are_weights_in_gradients_ = false;

@@ -1,4 +1,4 @@
-// What a finished backward was like; see reducer.h.
+// Queries after a finished backward; see reducer.h.
 #include <array>
 #include <bit>
 #include <limits>

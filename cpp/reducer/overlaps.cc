@@ -10,24 +10,25 @@
 namespace paceline {
 namespace {
 
-/// The backward passes of this process. A thread looks into its own alone, so
-/// the lock is held for the list.
+/// The open backwards of this process. A thread examines only its own
+/// backwards, so the lock protects the list alone.
 struct OpenBackwards {
   std::mutex mutex;
   std::vector<OpenBackward*> backwards;
   uint32_t fork_generation;
 };
 
-// A forked child has none of its parent's backward passes; and the lock may
-// have been held by a thread that it does not have.
+// A forked child has none of its parent's backwards, and a thread that it does
+// not have may have held the lock.
 OpenBackwards& open_backwards() {
   static Atomic<OpenBackwards*> current{nullptr};
-  // Acquire: what another thread has made; pairs with the exchange below.
+  // Acquire: the list that another thread has made; pairs with the exchange
+  // below.
   OpenBackwards* seen = current.load(std::memory_order_acquire);
   if (seen == nullptr || seen->fork_generation != fork_generation()) {
     auto fresh = std::make_unique<OpenBackwards>();
     fresh->fork_generation = fork_generation();
-    // acq_rel: publishes what this thread has made, or finds what another has;
+    // acq_rel: publishes this thread's list, or finds that of another thread;
     // pairs with itself in other threads, and with the load above.
     if (current.compare_exchange_strong(seen, fresh.get(),
                                         std::memory_order_acq_rel))
@@ -80,9 +81,9 @@ std::vector<size_t> OpenBackward::find_overlapping() {
         std::find(found.begin(), found.end(), extent.parameter) == found.end())
       found.push_back(extent.parameter);
   };
-  // The one that reaches furthest of those that begin before. Whoever overlaps
-  // with any of them overlaps with it; and those that it overlaps with, it does
-  // when they come.
+  // Of the extents that begin earlier, the one that reaches furthest. An extent
+  // that overlaps with any of them overlaps with this one. The extents that
+  // this one overlaps with are found when the loop reaches them.
   const Extent* furthest = &extents_[0];
   for (size_t i = 1; i < extents_.size(); ++i) {
     const Extent& extent = extents_[i];

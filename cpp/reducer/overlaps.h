@@ -1,14 +1,14 @@
-// Gradients that share memory.
+// Finds gradients that share memory.
 //
-// Two parameters behind views of one sum may get one memory for both gradients,
-// on one rank and not on the others. If the means were written there, only one
-// of the two would remain; and one that is written before the other was read is
-// read as that other's gradient. So such means stay in the gradient buffer, and
-// the front end gives each of these gradients memory of its own. This holds
-// between all backward passes that one thread runs at a time: several models
-// may get their gradients in one backward. The gradient of an input, or what a
-// hook has kept, may share the memory as well: the front end says where such
-// tensors are (add_foreign).
+// Two parameters used through views of one sum may get the same memory for both
+// gradients, on one rank and not on the others. If the means were written
+// there, only one of the two would remain; and if one is written before the
+// other was read, it is read as the other one's gradient. So such means stay in
+// the gradient buffer, and the front end gives each of these gradients memory
+// of its own. This holds across all backwards that one thread has open at a
+// time: several models may get their gradients in one backward of autograd. The
+// gradient of an input, or a tensor that a hook has kept, may share the memory
+// as well: the front end reports where such tensors are (add_foreign).
 #pragma once
 
 #include <cstddef>
@@ -21,7 +21,7 @@ namespace paceline {
 struct Extent {
   const std::byte* begin;
   const std::byte* end;
-  /// kForeign: of no parameter of the backward that asks.
+  /// kForeign: not a parameter of the backward that collects the extents.
   size_t parameter;
   /// Whether other models have the parameter, too.
   bool is_shared = false;
@@ -32,16 +32,16 @@ struct Extent {
 
 inline constexpr size_t kForeign = ~size_t{0};
 
-/// What a thread may be in, one for each model: it knows where its gradients
-/// are, and finds out which of them share memory with any others. A subclass
-/// leaves it in its destructor.
+/// A backward that a thread has open, one per model: it knows where its
+/// gradients are, and finds those that share memory with any others of that
+/// thread. A subclass calls leave() in its destructor.
 class OpenBackward {
  public:
   OpenBackward(const OpenBackward&) = delete;
   OpenBackward& operator=(const OpenBackward&) = delete;
 
-  /// A tensor that is no gradient of any backward holds this memory, too. For
-  /// the backward that this thread has entered.
+  /// Reports that a tensor which is not a gradient of any backward uses this
+  /// memory, too. Applies to the backward that this thread has entered.
   void add_foreign(const void* begin, size_t bytes) {
     add_copied(kForeign, begin, bytes, false);
   }
@@ -49,21 +49,22 @@ class OpenBackward {
  protected:
   OpenBackward() = default;
   ~OpenBackward() = default;
-  /// This thread begins a backward.
+  /// Opens the backward on this thread.
   void enter();
   void leave();
-  /// The caller has copied a gradient from there, and will copy its mean back.
-  /// `is_shared`: other models have the parameter, too. If they get its gradient
-  /// from the same memory, they get the same mean, and may all write it.
+  /// Reports that the caller has copied a gradient from this memory, and will
+  /// copy its mean back. `is_shared`: other models have the parameter, too. If
+  /// they get its gradient from the same memory, they get the same mean, and
+  /// may all write it.
   void add_copied(size_t parameter, const void* gradient, size_t bytes,
                   bool is_shared);
-  /// Parameters whose gradients share memory with any other one that was handed
-  /// over in this thread's backward passes; in no order.
+  /// The parameters whose gradients share memory with any other gradient that
+  /// was handed over in this thread's open backwards; in no particular order.
   std::vector<size_t> find_overlapping();
 
  private:
-  /// Adds the gradients that will be written to where they lie, with their
-  /// parameters.
+  /// Adds the memory of the gradients that will be overwritten with their
+  /// means.
   virtual void collect_written(std::vector<Extent>& found) const = 0;
   void collect(const OpenBackward& from);
 

@@ -1,5 +1,5 @@
-// From parameters and buckets to segments and chunks, and their memory; see the
-// words in reducer.h.
+// Divides parameters and buckets into segments and chunks, and allocates their
+// memory; see the words in reducer.h.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -11,14 +11,15 @@
 namespace paceline {
 namespace {
 
-// Chunks large enough that claiming costs nothing, small enough that two ranks
-// share the last bucket.
+// Chunks are so large that claiming costs next to nothing, and so small that
+// two ranks can share the work of the last bucket.
 constexpr size_t kChunkBytes = 128 * 1024 / kSmaller;
 constexpr uint32_t kAssignedChunksPerRank = 2;
 
 }  // namespace
 
-// Cuts parameters into segments, segments into buckets, buckets into chunks.
+// Divides parameters into segments, and groups segments into buckets and
+// chunks.
 void Reducer::plan(const std::vector<BucketSpan>& spans,
                    std::vector<OwnedBytes> owned) {
   std::vector<Segment> all;
@@ -54,10 +55,11 @@ void Reducer::plan(const std::vector<BucketSpan>& spans,
   for (uint32_t b = 0; b < spans.size(); ++b) {
     Bucket bucket{};
     bucket.first_chunk = static_cast<uint32_t>(chunks_.size());
-    // "Full": the first segment opens a chunk.
+    // "Full", so that the first segment opens a chunk.
     size_t chunk_bytes = kChunkBytes;
-    // Each from where it begins: buckets come in the order in which they are
-    // complete, which with several dtypes is not that of the gradient buffer.
+    // Each bucket from its own beginning: buckets are in the order in which
+    // they become complete, which with several dtypes is not that of the
+    // gradient buffer.
     auto next = std::lower_bound(
         all.begin(), all.end(), spans[b].begin,
         [](const Segment& s, size_t begin) { return s.offset < begin; });
@@ -154,7 +156,7 @@ void Reducer::allocate(bool assigns_chunks) {
   layout_.unused_at = layout_.headers_at + 2 * sizeof(BackwardHeader);
   layout_.bytes = layout_.unused_at + 2 * unused_words_ * sizeof(uint64_t);
   control_at_ = heap_.allocate(layout_.bytes, -1);
-  // The next allocation, a collective, brings it to the others.
+  // The next allocation, which is a collective, publishes it to the others.
   if (session_.rank() == 0)
     control().assigns_chunks = assigns_chunks && session_.has_core_per_rank();
   try {
@@ -165,8 +167,8 @@ void Reducer::allocate(bool assigns_chunks) {
   }
 }
 
-// Small buckets are better reduced by the first who can. If means are
-// scattered, the segments have owners already.
+// Small buckets are not assigned: any rank that has time reduces them. If means
+// are scattered, the segments have owners already.
 void Reducer::assign_chunks() {
   if (!scatters_ && control().assigns_chunks == 0) return;
   const auto world = static_cast<uint32_t>(session_.world());
@@ -178,7 +180,8 @@ void Reducer::assign_chunks() {
     bucket.first_own = static_cast<uint32_t>(own_chunks_.size());
     for (uint32_t c = bucket.first_chunk; c < bucket.end_chunk; ++c) {
       const uint32_t first = chunks_[c].first_segment;
-      // Begins with another rank in each bucket: none gets all the odd ones.
+      // Begins with another rank in each bucket, so that no rank gets all the
+      // odd chunks.
       if (!scatters_) {
         const auto owner =
             static_cast<int>((c - bucket.first_chunk + b) % world);

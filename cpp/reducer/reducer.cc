@@ -41,13 +41,13 @@ void Reducer::close() {
   in_backward_ = false;
   leave();
   heap_.free(buffer_at_);
-  // The counters are in rank 0's share: others may still be reading how the
-  // last backward ended.
+  // The counters are in rank 0's memory, where other ranks may still read how
+  // the last backward ended.
   heap_.free(control_at_, true);
 }
 
-// A backward that the group did not survive stays as it is: going on with it
-// would write where gradients were that the caller has given up since.
+// After the end of the group, an open backward stays as it is: going on with it
+// would write to gradients that the caller may have freed since.
 void Reducer::check_usable() {
   if (closed_) throw Failure{.reason = Reason::kClosed};
   try {
@@ -132,7 +132,8 @@ bool Reducer::post_complete(const Parameter& parameter) {
   return posted;
 }
 
-// What this rank reduces itself is read where it is; the others need the rest.
+// Segments that this rank reduces itself are read where they are; the other
+// ranks need the rest.
 void Reducer::copy_in(const Parameter& parameter) {
   for (uint32_t i = parameter.first_segment; i < parameter.end_segment; ++i) {
     const Segment& segment = segments_[segments_in_order_[i]];
@@ -146,8 +147,9 @@ void Reducer::post(Bucket& bucket, size_t index) {
   fault_point(Point::kBeforePost);
   bucket.posted = true;
   if (first_bucket_ns_ == 0) first_bucket_ns_ = now_ns();
-  // acq_rel: releases this rank's gradients and header; the last to arrive
-  // acquires everybody's. Partners: each other, and the acquire in progress().
+  // acq_rel: releases this rank's gradients and header; the last rank to arrive
+  // acquires those of all ranks. Pairs with this operation on the others, and
+  // with the acquire in progress().
   if (Recorder* recorder = Recorder::current(); recorder != nullptr)
     recorder->record(Event::kPosted, static_cast<int64_t>(index), 0);
   const uint64_t arrived =
@@ -169,11 +171,11 @@ bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
   const uint64_t base = backward_ << 32;
   uint64_t seen = claim.load(std::memory_order_relaxed);
   while (true) {
-    // A claim of an earlier backward counts as none.
+    // A claim of an earlier backward does not count.
     const uint64_t next = std::max(seen, base);
     if (static_cast<uint32_t>(next) >= count) return false;
-    // Relaxed: a claim only decides who; the data was acquired through
-    // `arrived`.
+    // Relaxed: a claim only decides which rank reduces the chunk; the data was
+    // acquired through `arrived`.
     if (claim.compare_exchange_weak(seen, next + 1,
                                     std::memory_order_relaxed)) {
       *chunk = bucket.first_chunk + static_cast<uint32_t>(next);
@@ -197,8 +199,8 @@ void Reducer::progress(ChunkLimit limit) {
     const uint32_t most =
         limit == ChunkLimit::kAll ? chunks : (chunks + world - 1) / world;
     if (bucket.done >= most) continue;
-    // Acquire: everybody's gradients of this bucket are in place; pairs with
-    // the release in post().
+    // Acquire: all ranks' gradients of this bucket are in place; pairs with the
+    // release in post().
     if (bucket_control(b).arrived.load(std::memory_order_acquire) < all)
       continue;
     if (!weights_known_) read_weights();
@@ -208,8 +210,8 @@ void Reducer::progress(ChunkLimit limit) {
     own.is_reducing.store(1, std::memory_order_relaxed);
     while (bucket.done < most && !bucket.exhausted) {
       uint32_t chunk = 0;
-      // Whoever was stopped and goes on should not write where others have
-      // given up: they may use that memory for something else.
+      // A rank that was stopped and goes on must not write after the others
+      // have given up: they may use that memory for something else.
       if (session_.is_over()) break;
       if (!claim_chunk(b, &chunk)) {
         bucket.exhausted = true;
@@ -221,8 +223,8 @@ void Reducer::progress(ChunkLimit limit) {
       ++bucket.done;
       if (bucket.is_assigned)
         own.assigned_left.fetch_sub(1, std::memory_order_relaxed);
-      // Release: the chunk is written everywhere; pairs with the acquire of
-      // whoever waits for the count.
+      // Release: the chunk is written on all its receivers; pairs with the
+      // acquire of the ranks that wait for the count.
       if (count_up(control().chunks_done, backward_ * total_chunks_))
         ring(kWakeAll);
     }
@@ -244,8 +246,8 @@ std::byte* Reducer::own_place_of(const Segment& segment) const {
   return parameter.copy_back + (segment.offset - parameter.span.offset);
 }
 
-// What other ranks reduced lies in the gradient buffer only. If means are
-// scattered, all means stay there.
+// The means that other ranks computed are in the gradient buffer only. If means
+// are scattered, all means stay there.
 void Reducer::copy_back() {
   if (scatters_) return;
   for (size_t s = 0; s < segments_.size(); ++s) {
@@ -275,9 +277,9 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
   for (uint32_t s = chunk.first_segment; s < chunk.end_segment; ++s) {
     const Segment& segment = segments_[s];
     for (int r = 0; r < world; ++r) arrays[r] = buffer_of(r) + segment.offset;
-    // Where the gradient is not in the gradient buffer, it is read and replaced
-    // where it is: one copy less to bring back. Only after the end of this
-    // rank's backward (see progress()), and only memory of this gradient alone
+    // A gradient outside the gradient buffer is read and replaced where it is,
+    // which saves copying its mean back. Only after the end of this rank's
+    // backward (see progress()), and only if no other gradient uses its memory
     // (see part_overlapping()). It is not replaced if means are scattered.
     if (std::byte* own = own_place_of(segment); own != nullptr) {
       arrays[session_.rank()] = own;
@@ -316,7 +318,8 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
 // The squares of float64 gradients may overflow where the mean does not.
 bool Reducer::is_all_finite(const Segment& segment, const void* mean) {
   ReduceStats seen;
-  // The maximum over one array, written nowhere: it is looked at all the same.
+  // The maximum of one array, without an output: the kernel checks it all the
+  // same.
   paceline::reduce(segment.dtype, ReduceOp::kMax, &mean, 1, nullptr, 0,
                    segment.count, nullptr, &seen);
   return seen.nonfinite_ranks[0] == 0;

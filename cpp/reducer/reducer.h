@@ -1,18 +1,18 @@
-// One backward pass after the other: gradients become ready, buckets are
-// posted, chunks are reduced by whoever has time, and at the end every rank
-// holds the mean.
+// Runs one backward after the other: gradients become ready, buckets are
+// posted, chunks are reduced by any rank that has time, and at the end every
+// rank holds the mean.
 //
 // Words
 //   gradient buffer
-//            one contiguous piece of each rank's slab, at the same offset, with
-//            a place for every gradient
+//            one contiguous range of each rank's slab, at the same offset, with a
+//            place for every gradient
 //   bucket   a byte range of the gradient buffer; a rank posts it once every
 //            gradient in it is final there
 //   segment  at most kSegmentElements of one parameter: the unit of the
 //            statistics, the same for every bucket size
-//   chunk    a run of segments of one bucket: the unit of work
-//   receiver a rank that needs the mean of a segment: all ranks, or, of a
-//            backward that scatters, those that own a part of it
+//   chunk    consecutive segments of one bucket: the unit of work
+//   receiver a rank that needs the mean of a segment: all ranks, or, in a
+//            backward that scatters, those that own some of it
 //
 // Steps of backward p, for N ranks (counters only grow; nothing is reset)
 //   1. a rank posts bucket b:   arrived[b] += 1
@@ -20,69 +20,70 @@
 //   2. arrived[b] == N * p:     b is complete, any rank may claim chunks of it
 //                               (acquire)
 //   3. claim[b] = (p, next):    a compare-and-swap hands each chunk to exactly
-//                               one rank, which reads everybody's copy and
+//                               one rank, which reads every rank's copy and
 //                               writes the mean into the copies of its
 //                               receivers
 //   4. chunks_done += 1         (release: that chunk is written everywhere)
-//   5. a rank's backward ends:  ended += 1, with what it left unused; the last
-//                               to end writes the verdict, whether to go on,
-//                               and sets ended_backward = p
+//   5. a rank's backward ends:  ended += 1, with its unused parameters; the last
+//                               rank to end writes the verdict, whether to go
+//                               on, and sets ended_backward = p
 //   6. chunks_done == p * all:  the backward is complete, and its mean is in
 //                               place (acquire)
 //
-// Parameters that a rank leaves unused, where all or those that nobody uses are
-// allowed: it gives zeros for them before step 5. If only nobody's are and the
-// verdict tells of any, each rank then compares what all ranks with data have
-// left unused, and all find the same: it is alike, or the backward is void.
+// If a rank allows unused parameters (any, or only globally unused ones), it
+// writes zeros for them before step 5. If only globally unused ones are allowed
+// and the verdict reports any, each rank then compares the unused parameters of
+// all ranks with data, and all ranks come to the same result: either they are
+// the same on all of them, or the backward is void.
 //
-// A backward is good for all ranks or for none
+// A backward succeeds for all ranks or for none
 //
-// What ranks wait for is that a count reaches a number: ended_backward the
-// number of the backward, chunks_done that of step 6, restarted that of the
-// barrier after a void backward. They are settled counts (settled_count.h): of
-// every wait all ranks see the same end, however the death and the last chunk
-// fall; and a rank that never waits in a backward has not added to `ended`,
-// without which nobody passes step 5. Poison is there before or soon after the
-// group's abort word, which wakes those who wait.
+// Ranks wait for a count to reach a number: ended_backward the number of the
+// backward, chunks_done that of step 6, restarted that of the barrier after a
+// void backward. They are settled counts (settled_count.h): all ranks see the
+// same end of every wait, whether a death or the last chunk comes first. A rank
+// that never waits in a backward has not added to `ended`, and without it no
+// rank passes step 5. The poison bit is set before or soon after the group's
+// abort word, which wakes the waiting ranks.
 //
 // After the end of the group
 //
-// A rank that was stopped with a chunk in its hands and goes on later still
-// writes that chunk, into every rank's gradient buffer; it looks at the abort
-// word before each further one. So a reducer whose backward fails, and whose
-// gradients may live in the gradient buffer, takes its own part of the gradient
-// buffer out of the shared memory: same addresses, same values, seen by this
-// process alone.
+// A rank that was stopped while it reduced a chunk, and goes on later, still
+// writes that chunk into every rank's gradient buffer; it checks the abort word
+// before each further chunk. So a reducer whose backward fails, and whose
+// gradients may be in the gradient buffer, makes its own copy of the gradient
+// buffer private: same addresses, same values, visible to this process alone.
 //
-// Chunks are claimed: a rank that is behind in its backward has the least time
-// for them, and those who wait for it have the most. In a large bucket they are
-// assigned, to the ranks in turn, if gradients lie outside of the gradient
-// buffer and every rank has a core of its own: what a rank reduces itself need
-// not be copied into the gradient buffer (with two ranks, half of all).
+// Chunks are claimed, because a rank that is behind in its backward has the
+// least time for them, and the ranks that wait for it have the most. In a large
+// bucket they are assigned to the ranks in turn if gradients are outside the
+// gradient buffer and every rank has a core of its own: what a rank reduces
+// itself need not be copied into the gradient buffer (with two ranks, half of
+// all gradients).
 //
-// Gradients outside of the gradient buffer
+// Gradients outside the gradient buffer
 //
-// Their memory belongs to the framework, which may use it for other gradients
-// too. While a rank's backward runs, autograd may still have to read it there,
-// so it is read and never written: a rank takes no chunk of a bucket with such
+// Their memory belongs to the framework, which may use it for other gradients,
+// too. While a rank's backward runs, autograd may still have to read it, so it
+// is read and never written: a rank takes no chunk of a bucket with such
 // gradients before its own backward has ended. From then on it reads a gradient
 // where it is and writes the mean there. Gradients that overlap with each other
 // are moved into the gradient buffer at the end of backward, before anything is
-// written; their means stay there, and the result tells which they are.
+// written; their means stay there, and the result lists them.
 //
 // A backward that scatters
 //
 // If every element has an owner, its mean is written to the owner's gradient
 // buffer and nowhere else: N reads and 1 write for each element on N ranks,
-// where each other backward makes N reads and N writes. All chunks are
-// assigned: a segment is reduced by the owner of its first element, in one
-// piece, so that its share of the norm has the bits of any other backward. If
-// others own a part of the segment, they are its receivers too, and what they
-// do not own of it they do not read. The memory of gradients outside of the
+// where other backwards make N reads and N writes. All chunks are assigned: the
+// owner of a segment's first element reduces the whole segment, so that its
+// contribution to the norm has the same bits as in any other backward. Other
+// ranks that own some of the segment are its receivers, too; they do not read
+// the elements that they do not own. The memory of gradients outside the
 // gradient buffer is read and never written, so gradients may overlap. Nothing
-// is reduced before a rank's own backward ends: an owner has all of some
-// buckets, and if it reduced them at once, its backward would come later to the
-// buckets that the others wait for.
+// is reduced before a rank's own backward ends: an owner has whole buckets to
+// reduce, and doing that at once would delay its backward's later buckets, for
+// which the others wait.
 #pragma once
 
 #include <cstddef>
@@ -131,29 +132,30 @@ inline constexpr uint32_t kBackwardNonFinite = 2;
 inline constexpr uint32_t kBackwardForwardsDiffer = 4;
 inline constexpr uint32_t kBackwardFinished = 8;
 inline constexpr uint32_t kBackwardOverflow = 16;
-/// The notes of the ranks differ. This is no error by itself: the means are in
-/// place.
+/// The notes of the ranks differ. This is not an error by itself: the means are
+/// in place.
 inline constexpr uint32_t kBackwardNotesDiffer = 32;
-/// Replaces kBackwardUnused when no rank has used any of the parameters, which
-/// is allowed.
+/// Replaces kBackwardUnused if no rank has used any of these parameters, and
+/// that is allowed.
 inline constexpr uint32_t kBackwardGloballyUnused = 64;
-/// A rank left parameters unused, and did not allow it. Ranks report it to each
-/// other; callers get kBackwardUnused.
+/// A rank left parameters unused against its settings. Only exchanged between
+/// ranks; callers get kBackwardUnused.
 inline constexpr uint32_t kBackwardUnusedRefused = 128;
 /// A rank reported more than its counts of forwards; see BackwardStatus.
 inline constexpr uint32_t kBackwardReported = 256;
-/// Ranks left different numbers of forwards without a backward. Published
-/// between ranks, as kBackwardForwardsDiffer says that they made different
-/// numbers of them; callers get that one if it was both.
+/// Ranks left different numbers of forwards without a backward. Only exchanged
+/// between ranks, while kBackwardForwardsDiffer means there that they made
+/// different numbers of forwards. Callers get kBackwardForwardsDiffer if both
+/// are set.
 inline constexpr uint32_t kBackwardLeftDiffer = 512;
 
 class Reducer final : OpenBackward {
  public:
   using OpenBackward::add_foreign;
   /// Collective: allocates the gradient buffer and the counters.
-  /// `assigns_chunks`: gradients will lie outside of the gradient buffer; see
-  /// the words. `owned`: means are scattered; all bytes of all parameters, the
-  /// same on all ranks. Empty: all ranks get all means.
+  /// `assigns_chunks`: gradients will be outside the gradient buffer; see
+  /// above. `owned`: means are scattered; covers all bytes of all parameters,
+  /// the same on all ranks. Empty: all ranks get all means.
   Reducer(Heap& heap, size_t buffer_bytes,
           const std::vector<ParameterSpan>& parameters,
           const std::vector<BucketSpan>& buckets, bool assigns_chunks,
@@ -164,48 +166,48 @@ class Reducer final : OpenBackward {
 
   std::byte* gradient_buffer() const { return buffer_of(session_.rank()); }
   /// Sets the weight of this rank in the mean of the next backward.
-  /// `is_in_gradients`: its gradients are sums that bear it already, so that it
-  /// counts in the divisor alone; the same on all ranks.
+  /// `is_in_gradients`: its gradients are sums that include the weight already,
+  /// so the weight counts in the divisor alone; the same on all ranks.
   void set_weight(double weight, bool is_in_gradients = false) {
     weight_ = weight;
     are_weights_in_gradients_ = is_in_gradients;
   }
-  /// What this rank reports of itself with the end of this backward; 0:
-  /// nothing, which agrees with everything. `recorded_backward`: the backward's
-  /// number in a recording, which notes when this rank has all its gradients;
-  /// negative: nothing is recorded.
+  /// Sets what this rank reports at the end of this backward; 0: nothing, which
+  /// agrees with every note. `recorded_backward`: the backward's number in a
+  /// recording, which notes when this rank has all its gradients; negative:
+  /// records nothing.
   void set_note(uint32_t note, int64_t recorded_backward = -1) {
     note_ = note;
     recorded_backward_ = recorded_backward;
   }
-  /// The gradient of a parameter is final, and was copied into the gradient
-  /// buffer from `bytes` of memory at `gradient`, where its mean will be copied
-  /// back. `is_shared`: see OpenBackward::add_copied().
+  /// The gradient of a parameter is final, and the caller has copied `bytes`
+  /// from `gradient` into the gradient buffer and will copy the mean back
+  /// there. `is_shared`: see OpenBackward::add_copied().
   void mark_copied(size_t index, void* gradient, size_t bytes, bool is_shared);
   /// The gradient of a parameter is final at `gradient` (null: in the gradient
   /// buffer already). Its memory is read until finish() returns, and written
   /// only within finish(); if means are scattered, it is never written.
   void mark_ready(size_t index, void* gradient);
-  /// This backward has not used the parameter, but what its place in the
-  /// gradient buffer holds counts in the mean, instead of zeros.
+  /// This backward has not used the parameter, but the content of its place in
+  /// the gradient buffer counts in the mean, instead of zeros.
   void mark_unused(size_t index);
-  /// Ends this rank's backward; blocks until the backward is complete
-  /// everywhere. Returns kBackward... flags. Globally unused: unused on all
-  /// ranks that have data.
+  /// Ends this rank's backward; blocks until the backward is complete on all
+  /// ranks. Returns kBackward... flags. Globally unused: unused on all ranks
+  /// that have data.
   uint32_t finish(const BackwardStatus& status, bool allow_unused,
                   bool allow_globally_unused = false);
   /// Whether this rank has marked gradients of a backward that it has not
   /// finished.
   bool in_backward() const { return in_backward_; }
 
-  /// What the last backward has come to; read before another one ends.
+  /// The result of the last backward; call it before another one ends.
   BackwardResult result() const;
-  /// Ranks that wait at the end of a backward that this rank has not ended.
+  /// Ranks that wait at the end of a backward which this rank has not ended.
   std::vector<int> waiting_ranks() const;
   /// NaN if the last backward was not averaged.
   double squared_norm() const;
-  /// Since the reducer was made. Work is without what a rank slept in waits of
-  /// any group.
+  /// Since the reducer was made. Working time excludes what a rank slept in
+  /// waits of any group.
   BackwardTimes& times() { return times_; }
   size_t num_chunks() const { return total_chunks_; }
   void close();
@@ -213,17 +215,17 @@ class Reducer final : OpenBackward {
  private:
   static constexpr int kNobody = -1;
   struct Segment {
-    /// Bytes into the gradient buffer.
+    /// In bytes, within the gradient buffer.
     size_t offset;
     uint32_t count;
     uint32_t parameter;
-    /// The number of this segment in the order in which squared norms are
+    /// The position of this segment in the order in which squared norms are
     /// summed: by parameter, then by offset in the parameter.
     uint32_t order;
     DType dtype;
-    /// The rank that its chunk is assigned to.
+    /// The rank to which its chunk is assigned.
     int owner = kNobody;
-    /// Into receivers_, if means are scattered.
+    /// Indices into receivers_, if means are scattered.
     uint32_t first_receiver = 0;
     uint32_t end_receiver = 0;
     size_t bytes() const { return count * dtype_bytes(dtype); }
@@ -238,9 +240,9 @@ class Reducer final : OpenBackward {
     uint32_t end_part = 0;
     /// The last backward in which its gradient was marked ready.
     uint64_t ready_in_backward = 0;
-    /// The last backward in which it was unused, and its place counts.
+    /// The last backward in which it was unused while its place counts.
     uint64_t counts_in_backward = 0;
-    /// Where the mean goes; null: it stays in the gradient buffer.
+    /// Where the mean is copied to; null: it stays in the gradient buffer.
     std::byte* copy_back = nullptr;
   };
   struct Chunk {
@@ -250,32 +252,32 @@ class Reducer final : OpenBackward {
   struct Bucket {
     uint32_t first_chunk;
     uint32_t end_chunk;
-    /// How many parameters have a part in this bucket.
+    /// The number of parameters with a part in this bucket.
     uint32_t parameters = 0;
-    /// How many of those parameters are not ready in this backward.
+    /// The number of those that are not ready in this backward.
     uint32_t pending = 0;
     /// Whether this rank has posted it in this backward.
     bool posted = false;
     /// Whether no chunk is left to claim.
     bool exhausted = false;
-    /// Whether it holds gradients of this rank that lie outside of the gradient
+    /// Whether it holds gradients of this rank that are outside the gradient
     /// buffer.
     bool has_outside = false;
-    /// Chunks that this rank has reduced in this backward.
+    /// The number of its chunks that this rank has reduced in this backward.
     uint32_t done = 0;
     /// Whether each of its chunks is assigned to one rank.
     bool is_assigned = false;
-    /// Those of this rank, into own_chunks_.
+    /// The range of own_chunks_ with those assigned to this rank.
     uint32_t first_own = 0;
     uint32_t end_own = 0;
   };
-  // What follows lies in rank 0's copy of the control array.
+  // The following is in rank 0's copy of the control array.
   struct alignas(kLinePairBytes) BackwardControl {
     Atomic<uint64_t> ended;
-    /// kBackward..., but for kBackwardNonFinite, of the backward that is
-    /// ending.
+    /// kBackward... flags of the backward that is ending, except
+    /// kBackwardNonFinite and kBackwardOverflow.
     Atomic<uint32_t> flags;
-    /// The word of the first to end that has data, plus 1; 0: nobody has.
+    /// The word of the first rank with data to end, plus 1; 0: none has.
     Atomic<uint64_t> status;
     /// The note of the first rank to end that has one.
     Atomic<uint32_t> note;
@@ -305,21 +307,21 @@ class Reducer final : OpenBackward {
     uint64_t nonfinite_ranks[2];
     uint64_t has_overflowed;
   };
-  // What follows lies in each rank's own copy. There are two of each, because a
+  // The following is in each rank's own copy. There are two of each, because a
   // fast rank may be one backward ahead of one that still reads.
   struct alignas(kLinePairBytes) BackwardHeader {
     double weight;
     /// BackwardStatus::pack()
     uint64_t status;
     uint32_t note;
-    // Evidence for whoever waits: how far this rank has come, whether others
-    // wait for a chunk in its hands, and how many of the chunks assigned to it
-    // it has not reduced yet.
+    // Read by waiting ranks to find the late rank: how far this rank has come,
+    // whether it is reducing a chunk, and how many of the chunks assigned to it
+    // are left.
     Atomic<uint64_t> stage;
     Atomic<uint32_t> is_reducing;
     Atomic<uint32_t> assigned_left;
-    /// When it has ended its backward, and how long it had worked until then
-    /// since the backward before; 0: there was none.
+    /// When it ended its backward, and how long it had worked since the
+    /// previous backward; 0: there was none.
     int64_t ended_ns;
     int64_t worked_ns;
   };
@@ -333,24 +335,25 @@ class Reducer final : OpenBackward {
   void check_usable();
   void begin_backward();
   void copy_in(const Parameter& parameter);
-  /// Posts the buckets in which its gradient was the last; whether there is
-  /// any.
+  /// Posts the buckets in which its gradient was the last; returns whether
+  /// there are any.
   bool post_complete(const Parameter& parameter);
   void post(Bucket& bucket, size_t index);
   void add_unused();
-  /// Whatever is reduced of this backward stays in the gradient buffer.
+  /// Keeps whatever is reduced of this backward in the gradient buffer.
   void forget_outside();
-  /// How much of the complete buckets a rank reduces: in the middle of its
-  /// backward no more than 1/N of each (a rank that is behind should not do the
-  /// others' work as well) and only of those that lie in the gradient buffer,
-  /// at its end all that is left. If means are scattered, nothing before the
-  /// end.
+  /// How much of the complete buckets a rank reduces. In the middle of its
+  /// backward (kOwnShare): at most 1/N of each, so that a rank that is behind
+  /// does not do the others' work as well, and only of buckets that are
+  /// entirely in the gradient buffer; nothing if means are scattered. At its
+  /// end (kAll): all that is left.
   enum class ChunkLimit { kOwnShare, kAll };
   void progress(ChunkLimit limit);
   bool claim_chunk(size_t bucket, uint32_t* chunk);
   void reduce_chunk(const Chunk& chunk);
   static bool is_all_finite(const Segment& segment, const void* mean);
-  /// Where this rank's gradient is, if not in the gradient buffer; else null.
+  /// Where this rank's gradient is if it is outside the gradient buffer; else
+  /// null.
   std::byte* own_place_of(const Segment& segment) const;
   void copy_back();
   double sum_squared_norms(const SegmentStats* table) const;
@@ -360,35 +363,35 @@ class Reducer final : OpenBackward {
   bool is_unused_alike() const;
   void find_unused(BackwardResult& result) const;
   void find_nonfinite(BackwardResult& result) const;
-  /// Notes who ended its backward last, how long this rank has waited for it,
-  /// and how long each rank has worked. Returns the last rank.
+  /// Records which rank ended its backward last, how long this rank has waited
+  /// for it, and how long each rank has worked. Returns the last rank.
   int note_arrivals(int64_t waited_ns);
   uint32_t end_backward(const BackwardStatus& status, uint32_t flags);
   void restart_without_reduction();
-  /// Stages of a backward that others wait for; kVoid and kReset only if
+  /// Stages of a backward for which other ranks wait; kVoid and kReset only if
   /// nothing is reduced.
   enum Stage : uint64_t { kEnded = 1, kVoid = 2, kReset = 3 };
   uint64_t stage(Stage of_this_backward) const {
     return backward_ * 4 + of_this_backward;
   }
 
-  /// Does `work` now and then until the count has reached the target. Throws,
-  /// and then no rank returns from this wait that has not done so already.
+  /// Calls `work` repeatedly until the count has reached the target. If it
+  /// throws, no rank returns from this wait that has not done so already.
   template <class Work>
   void wait_for(Atomic<uint64_t>& count, uint64_t target, Stage awaited,
                 Work work);
   template <class Ready>
   void wait_until(Stage awaited, Ready ready);
-  /// Records the last wait, if there was any. `whom`: the last rank to come, or
-  /// kNobody.
+  /// Records the last wait, if there was any. `whom`: the last rank to arrive,
+  /// or kNobody.
   void record_wait(int whom);
   void ring(int count);
-  /// After the end of the group; see the head.
+  /// After the end of the group; see the top of this file.
   void keep_buffer();
 
   void collect_written(std::vector<Extent>& found) const override;
-  /// Moves gradients into the gradient buffer that share memory with any other
-  /// gradient handed over in this thread's backward passes.
+  /// Moves gradients that share memory with any other gradient handed over in
+  /// this thread's backwards into the gradient buffer.
   void part_overlapping();
   void move_into_buffer(Parameter& parameter);
 
@@ -421,10 +424,10 @@ class Reducer final : OpenBackward {
   Heap& heap_;
   Session& session_;
   const size_t buffer_bytes_;
-  /// Whether gradients may live in the gradient buffer.
+  /// Whether gradients may be kept in the gradient buffer.
   const bool holds_gradients_;
   const bool scatters_;
-  /// Those of each segment, one segment after the other.
+  /// The receivers of each segment, one segment after the other.
   std::vector<int> receivers_;
   std::vector<Segment> segments_;
   std::vector<Chunk> chunks_;
@@ -446,12 +449,11 @@ class Reducer final : OpenBackward {
   size_t buffer_at_ = 0;
   size_t control_at_ = 0;
 
-  /// The backward that is under way, or else the one that was finished last.
+  /// The current backward, or the last finished one if none is open.
   uint64_t backward_ = 0;
   uint64_t finished_backwards_ = 0;
-  uint32_t outcome_ = 0;  ///< of that one
-  /// Whether the last backward was begun only to be ended, and was not
-  /// averaged.
+  uint32_t outcome_ = 0;  ///< of the last finished backward
+  /// Whether the last backward was void: it has ended without an average.
   bool has_no_means_ = false;
   bool in_backward_ = false;
   double weight_ = 1;
@@ -467,9 +469,10 @@ class Reducer final : OpenBackward {
   std::vector<double> weights_;
   double total_weight_ = 0;
   size_t first_open_bucket_ = 0;
-  /// Backward passes that ended without reduction; the same on all ranks.
+  /// The number of backwards that ended without reduction; the same on all
+  /// ranks.
   uint64_t restarts_ = 0;
-  /// When the last wait began; 0: there was none since record_wait().
+  /// When the last wait began; 0: none since record_wait().
   int64_t wait_began_ns_ = 0;
   BackwardTimes times_;
   /// When this rank's last backward was over, and `slept_ns` at that time.

@@ -4,8 +4,8 @@ namespace paceline {
 
 bool count_up(Atomic<uint64_t>& count, uint64_t target) {
   uint64_t seen = count.load(std::memory_order_relaxed);
-  // acq_rel: releases what this rank has done; whoever reaches the target has
-  // acquired what all have. Partners: count_up() of the other ranks, settle(),
+  // acq_rel: releases this rank's work; the rank that reaches the target has
+  // acquired that of all. Pairs with count_up() of the other ranks, settle(),
   // and the acquires in Reducer::wait_for() and HostSums::wait_published().
   do {
     if ((seen & kPoison) != 0) return false;
@@ -15,7 +15,7 @@ bool count_up(Atomic<uint64_t>& count, uint64_t target) {
 }
 
 bool settle(Atomic<uint64_t>& count, uint64_t target) {
-  // Acquire, at each look; pairs with count_up(). The release half of the
+  // Acquire at each load; pairs with count_up(). The release half of the
   // exchange has nothing to publish.
   uint64_t seen = count.load(std::memory_order_acquire);
   while (!has_reached(seen, target)) {
