@@ -1,5 +1,5 @@
-// The only file that includes numpy, whose table of functions each file would
-// have to import for itself.
+// The only file that includes numpy, because each file that does must import
+// numpy's function table.
 #include "bind/array_buffer.h"
 
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION

@@ -14,19 +14,19 @@ namespace nb = nanobind;
 namespace paceline {
 namespace {
 
-/// What a rank records of the backward passes of one model, and what it sums up
-/// of them.
+/// Records the backwards of one model, and keeps their sums.
 ///
 /// Wrappers call it in each step, between two large computations that leave
-/// little of Python in the processor's caches; so all that one moment of a
-/// backward takes is one call.
+/// little of Python in the processor's caches. So each event of a backward
+/// takes only one call.
 class BackwardRecords {
  public:
-  /// `samples_in(inputs, kwargs)` is asked where the first input is no tensor.
+  /// `samples_in(inputs, kwargs)` is called if the first input is not a tensor.
   explicit BackwardRecords(nb::object samples_in)
       : samples_in_(std::move(samples_in)) {}
 
-  /// What the model is called with counts where it is trained on.
+  /// `inputs` and `kwargs` are those of the model; their samples count if it is
+  /// training.
   void begin_forward(int64_t backward, bool is_syncing, bool is_training,
                      nb::handle inputs, nb::handle kwargs) {
     const int64_t found = is_training ? samples_of(inputs, kwargs) : 0;
@@ -42,7 +42,7 @@ class BackwardRecords {
   void begin_backward(int64_t backward) {
     note(Event::kBackwardBegan, backward, 0);
   }
-  /// When that was.
+  /// Returns when that was.
   int64_t end_backward(int64_t backward, bool has_raised) {
     over_ns_ = note(Event::kAveragingEnded, backward, has_raised);
     return over_ns_;
@@ -74,11 +74,11 @@ class BackwardRecords {
           size.is_valid() && PyLong_CheckExact(size.ptr()))
         return nb::cast<int64_t>(size);
     }
-    if (!samples_in_.is_valid()) return 0;  // the garbage collector was here
+    if (!samples_in_.is_valid()) return 0;  // cleared by the garbage collector
     return nb::cast<int64_t>(samples_in_(inputs, kwargs));
   }
 
-  /// Invalid: it is no list or tuple, or an empty one.
+  /// The first item; invalid if `row` is not a list or tuple, or is empty.
   static nb::handle first_of(nb::handle row) {
     if (!row.is_valid()) return {};
     if (PyTuple_Check(row.ptr()) && PyTuple_GET_SIZE(row.ptr()) > 0)
@@ -102,7 +102,7 @@ PyType_Slot slots[] = {
 }  // namespace
 
 void bind_backward_records(nb::module_& m) {
-  // Without names of arguments, which take longer to call.
+  // Without argument names, which make calls slower.
   nb::class_<BackwardRecords>(m, "BackwardRecords", nb::type_slots(slots))
       .def(nb::init<nb::object>())
       .def_ro("samples", &BackwardRecords::samples,

@@ -1,4 +1,4 @@
-// What each file of this folder adds to the module.
+// Each file of this folder adds its classes and functions to the module.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -17,26 +17,27 @@
 namespace paceline {
 namespace {
 
-/// A buffer of so many bytes is looked at whole.
+/// A buffer of up to this many bytes is hashed as a whole.
 constexpr size_t kWhole = 256;
-/// As many bytes at the begin, in the middle and at the end of a larger one.
+/// The number of bytes sampled at the beginning, in the middle and at the end
+/// of a larger buffer.
 constexpr size_t kPiece = 64;
 
 /// The dictionaries in which a module and its children keep their buffers, and
-/// what each was when it was last noted: which object, its version, and a
-/// sample of its bytes, because numpy and `.data` write without a new version.
-/// Every forward asks what has changed since. All bytes are compared where the
-/// last note has looked at all, as that of a synchronisation does. That of a
-/// forward looks at a sample, so that large buffers are read twice in each
-/// step, and not four times.
+/// a snapshot of each buffer: the object, its version, and a sample of its
+/// bytes, because numpy and `.data` write without a new version. Every forward
+/// asks what has changed since. All bytes are compared if the last snapshot
+/// hashed all of them, as the one after a synchronisation does. The one after a
+/// forward takes a sample, so that large buffers are read twice in each step,
+/// and not four times.
 ///
-/// The bytes of running statistics are not looked at while their layer trains
+/// The bytes of running statistics are not hashed while their layer trains
 /// them: every forward writes them, and none reads them.
 class BufferSnapshot {
  public:
-  /// `owners` has for each dictionary another one, of the layers that may train
-  /// the buffers of these keys. `example` is a tensor of the framework, by which
-  /// bytes are looked at; None: they are not.
+  /// `owners` has, for each dictionary, another one that maps its keys to the
+  /// layers that may train these buffers. `example` is a tensor of the
+  /// framework, which gives access to the bytes; None: bytes are not compared.
   BufferSnapshot(nb::list dicts, nb::list owners, const std::string& version,
                  nb::object example)
       : dicts_(std::move(dicts)),
@@ -50,14 +51,14 @@ class BufferSnapshot {
   }
 
   void note(bool whole) {
-    if (!dicts_.is_valid()) return;  // the garbage collector was here
+    if (!dicts_.is_valid()) return;  // cleared by the garbage collector
     if (!holds_same()) return take(whole);
     for (Held& each : held_)
       each.look = look(each.value.ptr(), each.owner, whole);
   }
 
-  /// Number of the dictionary, and key, of each that was added, removed,
-  /// replaced or written to since.
+  /// The dictionary's number and the key of each buffer that was added,
+  /// removed, replaced or written to since.
   std::vector<std::pair<size_t, nb::object>> changed() {
     std::vector<std::pair<size_t, nb::object>> found;
     if (!dicts_.is_valid()) return found;
@@ -71,7 +72,7 @@ class BufferSnapshot {
     return found;
   }
 
-  /// Whether the dictionaries hold the objects that were last noted.
+  /// Whether the dictionaries hold the same objects as in the last snapshot.
   bool holds_same() const {
     if (!dicts_.is_valid()) return true;
     size_t number = 0, i = 0;
@@ -103,7 +104,7 @@ class BufferSnapshot {
   void clear() {
     dicts_.reset();
     owners_.reset();
-    // What ends with them may run Python code, which finds nothing here.
+    // Destroying them may run Python code, which finds an empty snapshot.
     std::vector<Held> held;
     held.swap(held_);
   }
@@ -125,7 +126,7 @@ class BufferSnapshot {
   struct Held {
     nb::object key;
     nb::object value;
-    nb::object owner;  ///< the layer that may train it; invalid: none does
+    nb::object owner;  ///< the layer that may train it; invalid: none
     Look look;
   };
 
@@ -149,7 +150,7 @@ class BufferSnapshot {
       }
       ends.push_back(held.size());
     }
-    held_.swap(held);  // what ends with the old ones may run Python code
+    held_.swap(held);  // destroying the old ones may run Python code
     ends_.swap(ends);
   }
 
@@ -158,7 +159,7 @@ class BufferSnapshot {
     if (value == Py_None) return found;
     const nb::object version = nb::steal(version_.get(value));
     if (version.is_valid()) found.version = PyLong_AsLongLong(version.ptr());
-    if (PyErr_Occurred() != nullptr) PyErr_Clear();  // it counts no writes
+    if (PyErr_Occurred() != nullptr) PyErr_Clear();  // it has no version
     found.has_sample = !owner.is_valid() || !is_training(owner);
     if (found.has_sample) look_at_bytes(value, whole, found);
     return found;
@@ -213,7 +214,7 @@ class BufferSnapshot {
     }
   }
 
-  /// What was held under this key, most probably at place `i`.
+  /// The snapshot of this key, most probably at place `i`.
   const Held* find(PyObject* key, size_t i, size_t begin, size_t end) const {
     if (i < end && held_[i].key.ptr() == key) return &held_[i];
     for (size_t j = begin; j < end; ++j)

@@ -1,11 +1,11 @@
-// Python's lock and signals around one call into the core.
+// Releases Python's lock and runs its signal handlers around one call into the
+// core.
 //
-// Python's signal handlers run inside of waits, so that Ctrl-C and a handler
-// that exits need not wait for a rank that is late. One that makes a collective
-// itself can't do so inside of another one, which is half done: it would find
-// its work after the collective. So in a collective, handlers other than that
-// of SIGINT first wait for its end, for a short time. (In torch they always
-// do.)
+// Signal handlers run inside of waits, so that Ctrl-C and a handler that exits
+// need not wait for a late rank. A handler that itself makes a collective
+// cannot do so inside another one, which is half done; it would have to be made
+// after that one. So in a collective, handlers other than that of SIGINT first
+// wait a short time for its end. (In torch they always do.)
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -18,18 +18,18 @@
 
 namespace paceline {
 
-/// Calls that have given Python's lock away and not taken it back yet. At the
-/// end of the interpreter their threads would be ended inside of C++, which
-/// ends the process; so the interpreter waits for them.
+/// The calls that have released Python's lock and not taken it back yet. When
+/// the interpreter finalizes, it would end their threads inside C++, which
+/// aborts the process; so the interpreter waits for them.
 inline std::atomic<int> calls_without_lock{0};
 
 /// How long a signal handler waits for the end of the collective that its
-/// signal has interrupted. In a job that is well a collective ends within less;
-/// launchers give a process that they end 10 s or more.
+/// signal interrupted. In a healthy job a collective takes less; launchers give
+/// a process that they terminate 10 s or more.
 inline constexpr int64_t kHandlerPatienceNs = 2'000'000'000;
 
-/// Gives Python's lock away when the call sleeps (or at once), and takes it
-/// back at the call's end or when Python must be asked something.
+/// Releases Python's lock when the call sleeps (or at once), and takes it back
+/// at the call's end or when it needs Python.
 class CallHooks final : public Hooks {
  public:
   CallHooks(HostGroup* group, const nanobind::object& slow,
@@ -46,7 +46,7 @@ class CallHooks final : public Hooks {
   CallHooks(const CallHooks&) = delete;
   CallHooks& operator=(const CallHooks&) = delete;
 
-  /// From now on this is a collective: see the head of this file.
+  /// From now on this call is a collective: see the top of this file.
   void defer_handlers() { defers_handlers_ = true; }
   void before_block() override {
     if (saved_ != nullptr) return;
@@ -82,30 +82,33 @@ class CallHooks final : public Hooks {
  private:
   bool may_run_handlers(bool by_signal) {
     if (!defers_handlers_) return true;
-    if (PyOS_InterruptOccurred() != 0) {  // which forgets it
+    // Clears the interrupt, so set it again.
+    if (PyOS_InterruptOccurred() != 0) {
       PyErr_SetInterrupt();
       return true;
     }
     const int64_t now = now_ns();
     if (by_signal && signal_ns_ == 0) signal_ns_ = now;
-    // A signal that was not seen came before the sleep, or to another thread.
+    // A signal that this call did not see came before the sleep, or to another
+    // thread.
     const int64_t since_ns = signal_ns_ != 0 ? signal_ns_ : blocked_ns_;
     if (now < since_ns + kHandlerPatienceNs) return false;
     signal_ns_ = 0;
     return true;
   }
 
-  Hooks*& slot_ = current_hooks;  ///< looked up once: it is found by thread
+  /// Looked up once, because thread-local access is slow.
+  Hooks*& slot_ = current_hooks;
   Hooks* const outer_ = slot_;
   HostGroup* group_;
   const nanobind::object& slow_;
   PyThreadState* saved_ = nullptr;
   bool defers_handlers_ = false;
-  int64_t blocked_ns_ = 0;  ///< when this call first gave the lock away
-  int64_t signal_ns_ = 0;   ///< the first since handlers ran last; 0: none
+  int64_t blocked_ns_ = 0;  ///< when this call first released the lock
+  int64_t signal_ns_ = 0;   ///< first signal since handlers last ran; 0: none
 };
 
-/// Makes a call that waits for nobody, and is long, without Python's lock.
+/// Makes a long call that waits for no other rank, without Python's lock.
 template <class Call>
 void without_lock(Call&& call) {
   const nanobind::object nobody = nanobind::none();

@@ -1,6 +1,6 @@
-// What we use of DLPack 1.x: the layout of a tensor, and the table of C
-// functions that a framework offers as `__dlpack_c_exchange_api__`.
-// See https://dmlc.github.io/dlpack/latest/c_api.html
+// The parts of DLPack 1.x that we use: the layout of a tensor, and the table of
+// C functions that a framework offers as `__dlpack_c_exchange_api__`. See
+// https://dmlc.github.io/dlpack/latest/c_api.html
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -41,7 +41,7 @@ struct Tensor {
   uint64_t byte_offset;
 
   void* begin() const { return static_cast<char*>(data) + byte_offset; }
-  /// The bytes of the array if its elements lie one after the other, else 0.
+  /// The size of the array in bytes if its elements are contiguous, else 0.
   size_t nbytes_in_a_row() const {
     int64_t count = 1;
     for (int32_t i = ndim; i-- > 0;) {
@@ -52,7 +52,7 @@ struct Tensor {
   }
 };
 
-/// Borrows what a Python object holds; -1: a Python exception is set.
+/// Borrows the tensor of a Python object; -1: a Python exception is set.
 using Borrow = int (*)(void* py_object, Tensor* out);
 
 struct ExchangeApi {
@@ -66,7 +66,7 @@ struct ExchangeApi {
   void* current_stream;
 };
 
-/// How to look at tensors of the framework that has made this one.
+/// The function that reads tensors of the framework that made this one.
 inline Borrow find_borrow(nanobind::handle tensor) {
   const nanobind::object capsule = tensor.attr("__dlpack_c_exchange_api__");
   auto* api = static_cast<ExchangeApi*>(

@@ -1,5 +1,5 @@
-// The numbers by which Python and the core know the same things, and the core's
-// limits. Python reads them; it spells none by itself.
+// The numbers of enumerations, which Python shares with the core, and the
+// core's limits. Python reads them here and defines none itself.
 #include <nanobind/nanobind.h>
 
 #include <cstdint>

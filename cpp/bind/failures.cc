@@ -33,8 +33,8 @@ nb::dict describe_call(const CallRecord& call) {
   return facts;
 }
 
-/// What fits in shared memory may have been cut in the middle of a character, or
-/// read while it changed.
+/// Text from shared memory may have been truncated in the middle of a
+/// character, or read while it changed.
 nb::object as_text(const std::string& bytes) {
   return nb::steal(PyUnicode_DecodeUTF8(
       bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
@@ -65,7 +65,8 @@ nb::list describe_ranks(const HostGroup& group) {
   nb::list ranks;
   for (int r = 0; r < group.world(); ++r) {
     const RankLine& line = group.session.line(r);
-    // Acquire: the record of that number is whole; pairs with Calls::begin().
+    // Acquire: the record of that number is complete; pairs with
+    // Calls::begin().
     const uint64_t number = line.call_number.load(std::memory_order_acquire);
     nb::dict facts;
     facts["rank"] = r;
@@ -76,8 +77,8 @@ nb::list describe_ranks(const HostGroup& group) {
     const uint32_t crash = line.crash.load(std::memory_order_acquire);
     facts["crash_signal"] = (crash & kCrashIsFatal) != 0 ? crash & 0xff : 0;
     facts["call"] = describe_call(line.call[number & 1]);
-    // The entry that this rank's current call uses: what the other did when the
-    // calls differed.
+    // The other rank's entry for this rank's current call: what the other rank
+    // called if the calls differ.
     facts["same_call"] =
         describe_call(line.call[group.calls.current().number & 1]);
     facts["activity"] = as_text(read_text(line.activity));
@@ -130,7 +131,7 @@ std::string describe_interruption() {
         words == nullptr ? nullptr : PyUnicode_AsUTF8(words);
     if (utf8 != nullptr && *utf8 != '\0') text += std::string(": ") + utf8;
     Py_XDECREF(words);
-    PyErr_Clear();  // of its str()
+    PyErr_Clear();  // an error of str(value)
   }
   PyErr_Restore(type, value, traceback);
   return text;
@@ -158,7 +159,7 @@ void bind_failures(nb::module_& m) {
       [](const std::exception_ptr& thrown, void*) {
         try {
           std::rethrow_exception(thrown);
-        } catch (const Failure& failure) {  // outside of any call
+        } catch (const Failure& failure) {  // outside any call
           set_error(failure, nullptr);
         }
       });

@@ -1,5 +1,5 @@
-// Failures of the core as Python exceptions. The words are written in Python
-// (collectives/failures.py); here only the facts are collected.
+// Failures of the core as Python exceptions. Python writes the messages
+// (collectives/failures.py); this file only collects the facts.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,13 +10,14 @@
 
 namespace paceline {
 
-/// Sets what the factory makes of the facts as Python's exception, unless one
-/// is set already.
+/// Passes the facts to the factory and sets the result as Python's exception,
+/// unless one is set already.
 void set_error(const Failure& failure, HostGroup* group);
-/// Raises the same.
+/// Does the same, and throws it.
 [[noreturn]] void raise_failure(const Failure& failure, HostGroup* group);
 
-/// What other ranks are told of the exception that a signal handler has raised.
+/// The message for other ranks about the exception that a signal handler has
+/// raised.
 std::string describe_interruption();
 
 nanobind::dict describe_failure(const Failure& failure, HostGroup* group);

@@ -1,11 +1,11 @@
-// What Python's garbage collector calls of a class that holds objects.
+// Slots for Python's garbage collector, for classes that hold Python objects.
 #pragma once
 
 #include <nanobind/nanobind.h>
 
 namespace paceline {
 
-/// A slot of the type of T, which has `int traverse(visitproc, void*)`.
+/// A type slot for T, which has `int traverse(visitproc, void*)`.
 template <class T>
 int traverse_slot(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
@@ -13,7 +13,7 @@ int traverse_slot(PyObject* self, visitproc visit, void* arg) {
   return nanobind::inst_ptr<T>(self)->traverse(visit, arg);
 }
 
-/// A slot of the type of T, which has `void clear()`.
+/// A type slot for T, which has `void clear()`.
 template <class T>
 int clear_slot(PyObject* self) {
   nanobind::inst_ptr<T>(self)->clear();

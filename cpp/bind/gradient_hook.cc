@@ -18,7 +18,7 @@
 namespace paceline {
 namespace {
 
-/// An attribute in a class's __slots__, read without Python's search for it.
+/// An attribute in a class's __slots__, read without Python's attribute lookup.
 class Slot {
  public:
   Slot(nb::handle object, const char* name) {
@@ -29,7 +29,7 @@ class Slot {
                   ->d_member->offset;
   }
   bool is_true(nb::handle object) const { return value(object) == Py_True; }
-  /// Of an integer that is a phase.
+  /// For an attribute that holds the number of a phase.
   BackwardPhase phase(nb::handle object) const {
     PyObject* number = value(object);
     return number == nullptr
@@ -48,11 +48,11 @@ class Slot {
   Py_ssize_t offset_;
 };
 
-/// The usual case of a hook written in Python: it looks at the gradient through
-/// DLPack and hands it over. Whatever is not usual is left to the Python hook.
+/// The common case of a hook written in Python: it reads the gradient through
+/// DLPack and hands it over. In any other case it calls the Python hook.
 ///
 /// It runs some hundred times in each backward, between kernels that leave
-/// little of it in the caches: what it does not touch costs nothing.
+/// little of it in the caches, so it touches as little memory as possible.
 class GradientHook {
  public:
   GradientHook(nb::object in_python, nb::object state, size_t parameter,
@@ -103,16 +103,16 @@ class GradientHook {
     }
   }
 
-  /// A new reference, or null with an exception set.
+  /// Returns a new reference, or null with an exception set.
   PyObject* call(PyObject* parameter) {
-    if (!state_.is_valid()) Py_RETURN_NONE;  // the garbage collector was here
+    if (!state_.is_valid()) Py_RETURN_NONE;  // cleared by the garbage collector
     const bool is_usual =
         is_syncing_.is_true(state_) &&
         phase_.phase(state_) >= BackwardPhase::kRunning &&
-        handed_->find(parameter_) == nullptr &&  // else it came twice
+        handed_->find(parameter_) == nullptr &&  // else it arrived twice
         taker_->is_open();
     if (!is_usual) return call_python(parameter);
-    // Its gradient may have been kept in the dtype from before.
+    // The parameter may have kept a gradient of its earlier dtype.
     const nb::object dtype = nb::steal(dtype_of_.get(parameter));
     if (!dtype.is_valid()) return nullptr;
     if (!dtype.is(dtype_object_)) return call_python(parameter);
@@ -127,8 +127,8 @@ class GradientHook {
       if (!gradient_in_buffer_) {
         pointer = tensor.begin();
       } else if (nbytes_ > kUnlockBytes) {
-        // The framework copies it now: with all its threads and without
-        // Python's lock, and on a device so that its memory is free again.
+        // The framework copies it at once: with all its threads and without
+        // Python's lock, and on a device so that the memory can be reused.
         return call_python(parameter);
       } else if (is_copied_) {
         if (!leave_waiting(gradient)) return nullptr;
@@ -159,20 +159,21 @@ class GradientHook {
     int64_t size;
     int64_t stride;
   };
-  /// Whether a gradient is asked if its memory holds other values than its own,
-  /// which DLPack does not tell: torch negates lazily. What torch so makes are
-  /// imaginary parts, which lie apart from each other, unless there is but one.
-  /// So it is enough to ask once, in case that the model does it by hand.
+  /// How often a gradient is asked whether its memory holds other values than
+  /// its own, which DLPack does not show: torch negates lazily. torch produces
+  /// such tensors as imaginary parts, whose elements are not contiguous unless
+  /// there is only one. So asking once is enough, in case the model does it by
+  /// hand.
   enum class Asks : uint8_t { kNever, kOnce, kAlways };
 
-  // Whoever takes gradients holds nothing that leads back here.
+  // The gradient taker holds nothing that refers back to this object.
   std::array<nb::object*, 9> held_objects() {
     return {&in_python_, &state_,  &dtype_object_, &handed_object_, &place_,
             &left_,      &staged_, &waiting_,      &note_stream_};
   }
 
-  /// The framework copies the gradient to its place once its bucket is
-  /// complete. False: an exception is set.
+  /// Leaves the gradient to the framework, which copies it to its place once
+  /// its bucket is complete. False: an exception is set.
   bool leave_waiting(const nb::object& gradient) {
     return PyDict_SetItem(waiting_.ptr(), index_.ptr(), gradient.ptr()) == 0;
   }
@@ -180,7 +181,8 @@ class GradientHook {
     return !is_noted_ ||
            nb::steal(PyObject_CallNoArgs(note_stream_.ptr())).is_valid();
   }
-  /// The framework copies it there, which may be now, and its mean back.
+  /// Leaves it to the framework to copy the gradient to its place, perhaps at
+  /// once, and the mean back.
   PyObject* leave_to_copy(const nb::object& gradient, void* pointer) {
     if (!leave_waiting(gradient)) return nullptr;
     handed_->put(parameter_, gradient);
@@ -191,7 +193,7 @@ class GradientHook {
     Py_RETURN_NONE;
   }
 
-  /// Converting a model moves its gradients, and the place with them, which is
+  /// Converting a model moves its gradients, and with them `place_`, which is
   /// the same tensor.
   bool is_place_in_buffer() const {
     dlpack::Tensor tensor;
@@ -201,12 +203,12 @@ class GradientHook {
     return false;
   }
 
-  /// Looks at a gradient; false: it is not one that can be taken as it is.
+  /// Reads a gradient; false: it cannot be taken as it is.
   bool borrow_usual(const nb::object& gradient, dlpack::Tensor& tensor) {
     if (!Py_IS_TYPE(gradient.ptr(),
                     reinterpret_cast<PyTypeObject*>(type_.ptr())))
-      return false;                               // None, say
-    if (borrow_(gradient.ptr(), &tensor) != 0) {  // sparse, say
+      return false;                               // None, for example
+    if (borrow_(gradient.ptr(), &tensor) != 0) {  // sparse, for example
       PyErr_Clear();
       return false;
     }
@@ -235,12 +237,12 @@ class GradientHook {
     return PyObject_CallOneArg(in_python_.ptr(), parameter);
   }
 
-  // First what each call reads.
+  // First the members that each call reads.
   nb::object state_;
   Slot is_syncing_;
   Slot phase_;
   size_t parameter_;
-  nb::object dtype_object_;  ///< of the parameter, as it was wrapped
+  nb::object dtype_object_;  ///< of the parameter when it was wrapped
   TensorAttribute dtype_of_{"dtype"};
   nb::object handed_object_;
   HandedGradients* handed_;
@@ -249,14 +251,15 @@ class GradientHook {
   TensorAttribute grad_{"grad"};
   nb::object place_;
   nb::object type_;
-  /// What stands in the parameter's gradient once it lies in the gradient
-  /// buffer: the place, or what tells that this rank gets a part of the mean.
+  /// The tensor that replaces the parameter's gradient once that is in the
+  /// gradient buffer: `place_`, or a stand-in which shows that this rank gets
+  /// only a shard of the mean.
   nb::object left_;
   nb::object staged_;
-  /// By parameter, the gradients that the framework is to copy to their places;
+  /// The gradients that the framework is to copy to their places, by parameter;
   /// None: this hook copies them.
   nb::object waiting_;
-  /// Called when a gradient has come, for the stream that has brought it, or
+  /// Called when a gradient arrives, to note the stream that produced it; or
   /// None.
   nb::object note_stream_;
   nb::object index_;
@@ -274,7 +277,7 @@ class GradientHook {
   nb::object transformed_name_;
 };
 
-/// Called as a slot of the type, without nanobind's search for an overload.
+/// Called through a type slot, without nanobind's overload resolution.
 PyObject* call_slot(PyObject* self, PyObject* args, PyObject* keywords) {
   if (PyTuple_GET_SIZE(args) != 1 || keywords != nullptr) {
     PyErr_SetString(PyExc_TypeError, "a hook gets one parameter");

@@ -1,4 +1,4 @@
-// Whom a hook in C++ hands gradients over to.
+// The object to which a C++ hook hands gradients over.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,8 +10,8 @@
 
 namespace paceline {
 
-/// Where a model is in a backward; `Phase` in reducer/backward/state.py says
-/// more. From kRunning on a backward is under way.
+/// The state of a model's backward, explained at `Phase` in
+/// reducer/backward/state.py. From kRunning on, a backward is in progress.
 enum class BackwardPhase : uint8_t {
   kIdle,
   kInterrupted,
@@ -22,14 +22,14 @@ enum class BackwardPhase : uint8_t {
 
 class GradientTaker {
  public:
-  /// Whether gradients are taken; else whoever hands one over in Python is told
-  /// why they are not.
+  /// Whether gradients are taken; if not, the Python function that takes them
+  /// raises the reason.
   virtual bool is_open() const = 0;
-  /// The gradient of a parameter is final there; null: in the gradient buffer
-  /// already.
+  /// The gradient of a parameter is final at this address; null: in the
+  /// gradient buffer already.
   virtual void mark_ready(size_t parameter, Pointer gradient) = 0;
-  /// The same of one that the caller copies to its place from these bytes.
-  /// `is_shared`: see OpenBackward::add_copied().
+  /// The same for a gradient that the caller copies from these bytes to its
+  /// place. `is_shared`: see OpenBackward::add_copied().
   virtual void mark_copied(size_t parameter, Pointer gradient, size_t bytes,
                            bool is_shared) = 0;
 
@@ -37,7 +37,7 @@ class GradientTaker {
   ~GradientTaker() = default;
 };
 
-/// The one behind a Python object, which lives as long as that.
+/// The taker behind a Python object; it lives as long as that object.
 GradientTaker* gradient_taker(nanobind::handle object);
 
 }  // namespace paceline

@@ -15,13 +15,13 @@
 namespace paceline {
 namespace {
 
-// Slots of the type, because Python's hooks use them as often as the core's.
+// Type slots, because Python's hooks use them as often as the core's.
 
 HandedGradients& of(PyObject* self) {
   return *nb::inst_ptr<HandedGradients>(self);
 }
 
-/// SIZE_MAX: it is no index of a parameter, and an exception is set.
+/// SIZE_MAX: it is not an index of a parameter, and an exception is set.
 size_t parameter_of(PyObject* key) {
   const size_t parameter = PyLong_AsSize_t(key);
   return PyErr_Occurred() == nullptr ? parameter : SIZE_MAX;
@@ -57,7 +57,7 @@ int set_slot(PyObject* self, PyObject* key, PyObject* gradient) {
   if (parameter == SIZE_MAX) return -1;
   try {
     of(self).put(parameter, nb::borrow(gradient));
-  } catch (const std::exception&) {  // memory, or an absurd index
+  } catch (const std::exception&) {  // out of memory, or an absurd index
     PyErr_NoMemory();
     return -1;
   }

@@ -1,4 +1,4 @@
-// The gradients that were handed over in a backward pass, by parameter.
+// The gradients that were handed over in a backward, by parameter.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -16,9 +16,9 @@ namespace paceline {
 
 namespace nb = nanobind;
 
-/// What a dict[int, gradient] would hold, in the order of insertion, without
-/// its hashing: hooks ask and add once per parameter. And whether they are
-/// still what was handed over, if it was told where to look.
+/// Like a dict[int, gradient] in the order of insertion, but without hashing:
+/// hooks look up and add once per parameter. After watch() it also checks
+/// whether parameters still hold the gradients that were handed over.
 class HandedGradients {
  public:
   HandedGradients() = default;
@@ -26,7 +26,7 @@ class HandedGradients {
   HandedGradients& operator=(const HandedGradients&) = delete;
   ~HandedGradients() { clear(); }
 
-  /// Borrowed, or null.
+  /// Returns a borrowed reference, or null.
   PyObject* find(size_t parameter) const {
     return parameter < gradients_.size() ? gradients_[parameter].ptr()
                                          : nullptr;
@@ -40,40 +40,42 @@ class HandedGradients {
     }
     gradients_[parameter] = std::move(gradient);
   }
-  /// Looks from now on, when asked, whether parameters still hold what was
-  /// handed over. `parameters` holds None for one that is not looked at;
-  /// `version` is an attribute of gradients that each change in place counts
-  /// up; without both names, only memory is looked at. `uses` tells how many
-  /// tensors lie in a storage, for the parameters `in_own_memory`: those whose
-  /// gradients stay where the framework made them.
+  /// From now on, look() checks whether parameters still hold what was handed
+  /// over. `parameters` holds None for one that is not checked. `version` is an
+  /// attribute of gradients that each change in place increments; without both
+  /// names, only memory is checked. `uses` counts the tensors in a storage, for
+  /// the parameters `in_own_memory`: those whose gradients stay where the
+  /// framework made them.
   void watch(nb::list parameters, const std::string& gradient,
              const std::string& version, nb::object uses,
              const std::vector<size_t>& in_own_memory);
-  /// A backward begins: notes where gradients lie that are there already.
+  /// Call when a backward begins: notes the storages of gradients that exist
+  /// already.
   void begin();
 
   struct Found {
-    /// Parameters whose gradient is another, or was changed, since it was
-    /// handed over.
+    /// Parameters whose gradient is a different object, or was changed, since
+    /// it was handed over.
     std::vector<size_t> changed;
-    /// Parameters whose gradient has come since begin() into memory that
-    /// other tensors hold than gradients of these parameters. What was there
-    /// before lies where the user has it lie, in one tensor for all, perhaps.
+    /// Parameters whose gradient was placed, since begin(), in memory that
+    /// tensors other than gradients of these parameters use, too. Gradients in
+    /// storages from before begin() do not count: the user has placed them
+    /// there, perhaps all in one tensor.
     std::vector<size_t> shared;
   };
-  /// Looks at what was handed over.
+  /// Checks the gradients that were handed over.
   Found look();
-  /// `Found::shared` among parameters whose gradients were not handed over.
+  /// `Found::shared` for parameters whose gradients were not handed over.
   std::vector<size_t> shared_among(const std::vector<size_t>& parameters);
   const std::vector<size_t>& order() const { return order_; }
-  /// As if it had not been handed over.
+  /// Removes a gradient, as if it had not been handed over.
   void discard(size_t parameter) {
     if (find(parameter) == nullptr) return;
     const nb::object gradient = std::move(gradients_[parameter]);
     std::erase(order_, parameter);
   }
   void clear() {
-    // A gradient's end may run Python code, which finds nothing here any more.
+    // Destroying a gradient may run Python code, which finds this object empty.
     std::vector<nb::object> gradients;
     gradients.swap(gradients_);
     std::vector<size_t> order;
@@ -81,7 +83,7 @@ class HandedGradients {
     for (const size_t parameter : order) gradients[parameter].reset();
     if (!gradients_.empty()) return;
     order.clear();
-    gradients_.swap(gradients);  // the next backward hands over as many
+    gradients_.swap(gradients);  // the next backward has as many
     order_.swap(order);
   }
   int traverse(visitproc visit, void* arg) const {
@@ -98,11 +100,11 @@ class HandedGradients {
     size_t parameter;
   };
 
-  /// The storage of a parameter's gradient; 0: it has none.
+  /// The storage of a parameter's gradient; 0: it has no gradient.
   uintptr_t storage_of_gradient(size_t parameter);
-  /// 0 where it has none.
+  /// The version of a gradient; 0: it has none.
   long long version_of(PyObject* gradient);
-  /// The gradient of a parameter; invalid: it is not looked at.
+  /// The gradient of a parameter; invalid: it is not checked.
   nb::object gradient_of(size_t parameter);
   void note_uses(size_t parameter, PyObject* gradient) {
     if (parameter >= in_own_memory_.size() || !in_own_memory_[parameter])
@@ -110,7 +112,8 @@ class HandedGradients {
     const StorageUses::Use use = uses_->of(gradient);
     if (use.count > 1) used_.push_back({use, parameter});
   }
-  /// Those of `used_` that are shared with others than each other. Ends empty.
+  /// The gradients in `used_` whose storage is used by tensors outside `used_`.
+  /// Clears `used_`.
   std::vector<size_t> take_shared();
 
   std::vector<nb::object> gradients_;  ///< by parameter; invalid: none yet

@@ -14,8 +14,9 @@
 namespace paceline {
 namespace {
 
-/// Parameters with one hook each, and whether others have come after it in the
-/// dictionary in which a parameter keeps its hooks. Each step asks this.
+/// Finds parameters, each with one hook of ours, to which another hook was
+/// added later, in the dictionary that holds a parameter's hooks. Called in
+/// each step.
 class HookOrder {
  public:
   HookOrder(nb::list parameters, nb::list hooks, const std::string& attribute)
@@ -26,10 +27,11 @@ class HookOrder {
       misuse("each parameter has one hook");
   }
 
-  /// Indices of parameters whose last hook is another one.
+  /// The indices of the parameters whose last hook is not ours.
   std::vector<size_t> not_last() {
     std::vector<size_t> found;
-    if (!parameters_.is_valid()) return found;  // the garbage collector came
+    // Cleared by the garbage collector.
+    if (!parameters_.is_valid()) return found;
     for (size_t i = 0; i < parameters_.size(); ++i) {
       const nb::object dict =
           nb::steal(attribute_.get(nb::handle(parameters_[i]).ptr()));
@@ -51,8 +53,9 @@ class HookOrder {
  private:
   std::array<nb::list*, 2> lists() { return {&parameters_, &hooks_}; }
 
-  /// Borrowed. In the order in which the framework calls hooks, which is that
-  /// of a plain dict also where the dictionary is an OrderedDict.
+  /// Returns a borrowed reference. The order is that in which the framework
+  /// calls hooks: that of a plain dict, even where the dictionary is an
+  /// OrderedDict.
   static PyObject* last_of(PyObject* dict) {
     PyObject* last = nullptr;
     PyObject* value = nullptr;

@@ -21,8 +21,8 @@ namespace {
 
 constexpr uint32_t kNothing = 0;
 
-/// 32 bits: 1, accumulated, 8 of dropped, 10 of writes, 12 of the sample. See
-/// paceline/reducer/backward/drift.py for what they mean.
+/// 32 bits: 1, accumulated, 8 of dropped, 10 of writes, 12 of the sample. Their
+/// meaning is in paceline/reducer/backward/drift.py.
 uint32_t pack_note(int64_t writes, uint64_t sample, int64_t dropped,
                    bool accumulated) {
   const auto most = static_cast<uint32_t>(std::min<int64_t>(dropped, 0xff));
@@ -31,8 +31,8 @@ uint32_t pack_note(int64_t writes, uint64_t sample, int64_t dropped,
          (static_cast<uint32_t>(sample) & 0xfff) << 20;
 }
 
-/// Looks at the parameters without Python: each step does so between two large
-/// computations, when nothing of it is in the processor's caches any more.
+/// Reads the parameters without Python: this runs in each step between two
+/// large computations, when none of it is in the processor's caches any more.
 class Look {
  public:
   Look(nb::list counted, const std::string& version, nb::list sampled,
@@ -68,7 +68,7 @@ class Look {
         PyErr_Clear();
         return 0;
       }
-      // Its memory may have been replaced by other, smaller memory.
+      // A smaller memory may have replaced the tensor's.
       if (tensor.device.type != dlpack::kCpu || tensor.begin() == nullptr ||
           tensor.nbytes_in_a_row() < begins_[i] + sizes_[i])
         return 0;
@@ -94,16 +94,17 @@ class Look {
   dlpack::Borrow borrow_ = nullptr;
 };
 
-/// Counts what this rank does between two backward passes.
+/// Counts what this rank does between two backwards.
 class IterationNotes {
  public:
-  /// `count_writes` may be None: the framework does not count.
+  /// `count_writes` is None if the framework does not count writes.
   IterationNotes(nb::object count_writes, nb::object take_sample)
       : count_writes_(std::move(count_writes)),
         take_sample_(std::move(take_sample)) {}
-  /// `version` is an attribute that each write to a tensor counts up. `begins`
-  /// and `sizes` say, in bytes, what of each of `sampled` is looked at. Each
-  /// backward looks at some of them: all have had their turn after `turns`.
+  /// `version` is an attribute that each write to a tensor increments. `begins`
+  /// and `sizes` are the range, in bytes, of each tensor in `sampled` that is
+  /// read. Each backward reads some of the ranges, and `turns` backwards read
+  /// all of them.
   IterationNotes(nb::list counted, const std::string& version, nb::list sampled,
                  std::vector<size_t> begins, std::vector<size_t> sizes,
                  size_t turns)
@@ -146,7 +147,7 @@ class IterationNotes {
     return look_.has_value() ? look_->traverse(visit, arg) : 0;
   }
   void clear() {
-    // What ends with them may run Python code, which finds nothing here.
+    // Destroying them may run Python code, which finds this object empty.
     std::optional<Look> look;
     look.swap(look_);
     const nb::object count_writes = std::move(count_writes_);
@@ -156,7 +157,7 @@ class IterationNotes {
   int64_t batches = 0;
 
  private:
-  /// Not once the garbage collector was here.
+  /// False after the garbage collector has cleared it.
   bool is_valid() const { return look_.has_value() || take_sample_.is_valid(); }
   bool counts_writes() const {
     return look_.has_value() || !count_writes_.is_none();

@@ -1,18 +1,18 @@
-// Threads of foreign libraries at the end of the process, which must not abort
-// it. They sleep until it has ended, whatever status that is with.
+// Keeps threads of other libraries from aborting the process at its end. They
+// sleep until it has ended, with whatever status.
 //
-// One kind comes back from a library when the interpreter ends. Before Python
-// 3.14 a daemon thread that asks for the interpreter's lock then is ended by
-// pthread_exit, which unwinds its stack. Where a function on it must not throw,
-// as pybind11's destructor that takes the lock, unwinding calls std::terminate,
-// and with it the whole process is aborted. Python 3.14 lets such a thread
-// sleep; remove this part when that is the oldest version that is supported.
+// One kind returns from a library while the interpreter finalizes. Before
+// Python 3.14, a daemon thread that then asks for the interpreter's lock is
+// ended by pthread_exit, which unwinds its stack. If a function on the stack
+// must not throw, such as pybind11's destructor that takes the lock, unwinding
+// calls std::terminate, which aborts the process. Python 3.14 lets such a
+// thread sleep; remove this part when that is the oldest supported version.
 //
-// The other kind goes on after the interpreter has ended, while static objects
-// are destroyed. With Paddle, rank 0 serves a store in such a thread. If
-// another rank ends in that moment, the thread writes a line to Paddle's log,
-// which is a static object, too. Its lock is destroyed by then, and so it calls
-// abort() without a word.
+// The other kind keeps running after the interpreter has ended, while static
+// objects are destroyed. With Paddle, rank 0 serves a store in such a thread.
+// If another rank ends at that moment, the thread writes a line to Paddle's
+// log, which is a static object, too. The log's lock is destroyed by then, so
+// the thread calls abort() without a message.
 #include <Python.h>
 #include <nanobind/nanobind.h>
 #include <signal.h>
@@ -31,7 +31,7 @@ std::terminate_handler previous = nullptr;
 
 bool is_main_thread() { return syscall(SYS_gettid) == getpid(); }
 
-// Needs no lock: both read one atomic word.
+// Needs no lock: both calls read one atomic word.
 bool is_interpreter_ending() {
 #if PY_VERSION_HEX >= 0x030d0000
   return Py_IsFinalizing() || !Py_IsInitialized();
@@ -46,16 +46,16 @@ bool is_interpreter_ending() {
   std::abort();
 }
 
-// For the signal that abort() raises first. Where another process has sent it,
-// it ends this one as always.
+// Handles the signal that abort() raises first. If another process sent the
+// signal, it ends this process as always.
 void sleep_or_abort(int number, siginfo_t* info, void*) {
   while (info->si_code == SI_TKILL && !is_main_thread()) pause();
   signal(number, SIG_DFL);
   raise(number);
 }
 
-// Called last by the interpreter: the process has nothing more to do than to
-// destroy static objects, and no thread a reason to abort it.
+// The interpreter calls this last: the process has nothing left to do but
+// destroy static objects, and no thread has a reason to abort it.
 void hold_threads_that_abort() {
   struct sigaction action = {};
   action.sa_sigaction = sleep_or_abort;
@@ -68,7 +68,7 @@ void hold_late_threads() {
   if (is_done) return;
   is_done = true;
   previous = std::set_terminate(sleep_or_terminate);
-  // It fails where the interpreter has no place left, which changes nothing.
+  // Fails if the interpreter has no slot left; that does no harm.
   static_cast<void>(Py_AtExit(hold_threads_that_abort));
 }
 

@@ -1,4 +1,4 @@
-// paceline._core: the core as Python sees it. The only folder that includes
+// paceline._core: the Python module of the core. No other folder includes
 // Python.
 #include <nanobind/nanobind.h>
 
@@ -8,8 +8,8 @@
 NB_MODULE(_core, m) {
   using namespace paceline;
   if (!import_numpy()) throw nanobind::python_error();
-  // torch keeps process groups, and so their cores, beyond the end of the
-  // interpreter. That is no mistake of ours, and no news for users.
+  // torch keeps process groups, and so their cores, beyond the interpreter's
+  // end. That is not our leak, and a warning would not help users.
   nanobind::set_leak_warnings(false);
   bind_failures(m);
   bind_enumerations(m);

@@ -12,12 +12,12 @@
 namespace paceline {
 namespace {
 
-/// The dictionaries in which a module and its children keep what they hold,
-/// what was in them, and which parameters had a flag set: requires_grad,
-/// say. Every forward asks whether that has changed.
+/// A snapshot of the dictionaries in which a module and its children keep their
+/// members, and of the parameters that had a flag set, for example
+/// requires_grad. Every forward asks whether that has changed.
 ///
-/// What was in them is kept alive: else a layer made after another was dropped
-/// may get its address, and pass for it.
+/// The members are kept alive: otherwise a new layer may get the address of one
+/// that was dropped, and be taken for it.
 class ModuleSnapshot {
  public:
   ModuleSnapshot(nb::list dicts, const std::string& flag, nb::list with_flag,
@@ -33,7 +33,7 @@ class ModuleSnapshot {
   }
 
   bool is_unchanged() {
-    if (!dicts_.is_valid()) return true;  // the garbage collector was here
+    if (!dicts_.is_valid()) return true;  // cleared by the garbage collector
     size_t count = 0;
     const bool are_same = walk([this, &count](size_t i, PyObject* held) {
       ++count;
@@ -50,7 +50,7 @@ class ModuleSnapshot {
   }
   void clear() {
     for (nb::list* list : lists()) list->reset();
-    // What ends with them may run Python code, which finds nothing here.
+    // Destroying them may run Python code, which finds an empty snapshot.
     std::vector<nb::object> held;
     held.swap(held_);
   }
@@ -60,7 +60,7 @@ class ModuleSnapshot {
     return {&dicts_, &with_flag_, &without_flag_};
   }
 
-  /// Calls `visit` with what is held, numbered, until it returns false.
+  /// Calls `visit` with each member and its number, until it returns false.
   template <class Visit>
   bool walk(Visit visit) const {
     size_t i = 0;
@@ -86,7 +86,7 @@ class ModuleSnapshot {
   TensorAttribute flag_;
   nb::list with_flag_;
   nb::list without_flag_;
-  std::vector<nb::object> held_;  ///< what the dictionaries held
+  std::vector<nb::object> held_;  ///< the members of the dictionaries
 };
 
 PyType_Slot slots[] = {

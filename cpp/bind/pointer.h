@@ -16,9 +16,9 @@ inline void* as_pointer(Pointer pointer) {
   return reinterpret_cast<void*>(pointer);
 }
 
-/// The memory of `bytes` bytes that an argument of `call` names. An address of 0
-/// with bytes behind it is refused: so answers a tensor that has no memory of
-/// its own, because it consists of other tensors, or of none.
+/// The memory of `bytes` bytes that an argument of `call` points to. Refuses an
+/// address of 0 with a size above 0, which is what a tensor without memory of
+/// its own reports, because it consists of other tensors, or of none.
 inline void* memory_at(Pointer pointer, size_t bytes, const char* call) {
   if (pointer == 0 && bytes > 0) [[unlikely]] {
     misuse(std::string(call) + " got an address of 0 with " +

@@ -1,4 +1,4 @@
-// BackwardMarks as Python calls it.
+// The Python class for BackwardMarks.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -18,13 +18,14 @@ namespace nb = nanobind;
 using MarkedPlaces =
     std::vector<std::tuple<size_t, size_t, std::vector<size_t>>>;
 
-/// BackwardMarks, and what Python does once a bucket is complete.
+/// BackwardMarks with a Python callback for complete buckets.
 class PyBackwardMarks final : public GradientTaker {
  public:
   /// `places`: (offset, bytes, buckets) of each parameter. `on_complete` is
-  /// called when a bucket is complete, and again at each gradient after that if
-  /// it says so: some bucket still waits, for others. It must not lead back
-  /// here, because the garbage collector does not look into this.
+  /// called when a bucket is complete. If it returns true (a complete bucket
+  /// still waits for others), it is called again at each later gradient. It
+  /// must not refer back to this object, because the garbage collector does not
+  /// traverse it.
   PyBackwardMarks(Pointer gradient_buffer, const MarkedPlaces& places,
                   nb::object on_complete);
 
@@ -33,8 +34,9 @@ class PyBackwardMarks final : public GradientTaker {
   void mark_copied(size_t parameter, Pointer gradient, size_t bytes,
                    bool is_shared) override;
   std::vector<size_t> end_backward(bool keeps_means);
-  /// No gradient is taken any more. May come from another thread than the
-  /// backward, which goes on: if it ends well, its means are still copied back.
+  /// Takes no more gradients. May be called from another thread than the
+  /// backward's, which goes on: if it succeeds, its means are still copied
+  /// back.
   void close() { is_open_ = false; }
   BackwardMarks& marks() { return marks_; }
 

@@ -1,4 +1,4 @@
-// BackwardReports as Python calls it.
+// The Python class for BackwardReports.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -49,7 +49,7 @@ void read(BackwardReports& reports, const nb::list& rows) {
   reports.read(std::move(found));
 }
 
-/// `nonfinite` and what follows: as in BackwardResult.
+/// `nonfinite` to `first_bucket_ns`: as in BackwardResult.
 BackwardResult conclude(const BackwardReports& reports,
                         std::vector<std::vector<size_t>> unused,
                         std::vector<std::pair<int, size_t>> nonfinite,
@@ -73,7 +73,7 @@ BackwardResult conclude(const BackwardReports& reports,
   return result;
 }
 
-/// One entry for each rank; none before the first backward.
+/// One entry per rank; empty before the first backward.
 template <class Read>
 auto by_rank(Read read) {
   return [read](const BackwardReports& reports) {

@@ -1,5 +1,5 @@
-// The compression of gradients as Python calls it: addresses, and Python's lock
-// given away while the loops run.
+// Python functions for the compression of gradients. They take addresses, and
+// release Python's lock while the loops run.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 

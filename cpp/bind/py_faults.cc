@@ -1,4 +1,4 @@
-// Faults that tests ask for.
+// Fault injection for tests.
 #include <nanobind/nanobind.h>
 
 #include "bind/bindings.h"

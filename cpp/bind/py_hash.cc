@@ -1,4 +1,4 @@
-// Hashes of memory as Python calls them.
+// Python functions that hash memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -40,8 +40,8 @@ uint64_t sample_all(const std::vector<Pointer>& pointers,
   return hash;
 }
 
-/// A hash of where tensors lie, and in which form, but not of their values; 0:
-/// some cannot be looked at.
+/// A hash of the addresses and layouts of tensors, but not of their values; 0:
+/// one of them cannot be read.
 uint64_t hash_layouts(nb::list tensors) {
   if (tensors.size() == 0) return 0;
   const dlpack::Borrow borrow = dlpack::find_borrow(tensors[0]);

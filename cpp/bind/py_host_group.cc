@@ -29,7 +29,8 @@ namespace {
 
 using namespace nb::literals;
 
-/// How long to wait for another thread's collective before a look at signals.
+/// How long to wait for another thread's collective before checking for
+/// signals.
 constexpr std::chrono::nanoseconds kLockSlice{100'000'000};
 
 ReduceOp checked_op(int op, DType dtype) {
@@ -40,7 +41,8 @@ ReduceOp checked_op(int op, DType dtype) {
   return static_cast<ReduceOp>(op);
 }
 
-/// What a call moves. An unknown dtype has none: the call itself refuses it.
+/// The bytes that a call moves; 0 for an unknown dtype, which the call itself
+/// refuses.
 size_t bytes_of(size_t count, int dtype) {
   return is_dtype(dtype) ? count * dtype_bytes(static_cast<DType>(dtype)) : 0;
 }

@@ -1,7 +1,8 @@
-// HostGroup as Python calls it: pointers as integers, failures as exceptions.
+// The Python class for HostGroup: pointers are integers, failures are
+// exceptions.
 //
 // A call holds Python's lock until it sleeps or has much to copy, because
-// giving the lock away and taking it back costs more than a small collective.
+// releasing the lock and taking it back costs more than a small collective.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -21,15 +22,15 @@ namespace paceline {
 
 namespace nb = nanobind;
 
-// Payloads from which copying takes longer than handing Python's lock to
-// another thread and back.
+// Copying payloads of at least this size takes longer than passing Python's
+// lock to another thread and back.
 inline constexpr size_t kUnlockBytes = 64 * 1024;
 
 inline bool is_dtype(int dtype) {
   return dtype >= 0 && dtype <= static_cast<int>(DType::kBool);
 }
 
-/// Throws a misuse unless it is one.
+/// Throws a misuse unless it is a dtype's number.
 inline DType checked_dtype(int dtype) {
   if (!is_dtype(dtype)) misuse("unknown dtype number " + std::to_string(dtype));
   return static_cast<DType>(dtype);
@@ -38,7 +39,7 @@ inline DType checked_dtype(int dtype) {
 template <class Body>
 using Result = std::invoke_result_t<Body, HostGroup&>;
 
-/// A HostGroup, and how to build its errors.
+/// A HostGroup, and the way its errors are reported.
 class PyHostGroup {
  public:
   PyHostGroup(int fd, int rank, nb::bytes nonce, const std::string& name,
@@ -53,7 +54,7 @@ class PyHostGroup {
     group_ = std::make_shared<HostGroup>(
         fd, rank, words, GroupOptions{name, timeout_s, warn_after_s, spin_us});
   }
-  /// The same group, for somebody who waits as `patience` says.
+  /// The same group, for a user with time-outs of its own.
   PyHostGroup(const PyHostGroup& other, Patience patience)
       : group_(other.group_), slow_(other.slow_), patience_(patience) {}
 
@@ -61,14 +62,15 @@ class PyHostGroup {
     call(kUnlockBytes, [](HostGroup& group) { group.session.join(); });
   }
 
-  /// Turns failures of `body` into Python exceptions.
+  /// Converts failures of `body` into Python exceptions.
   template <class Body>
   Result<Body> guard(CallHooks& hooks, Body body) {
     try {
       return body(*group_);
     } catch (const Failure& failure) {
       hooks.lock();
-      // Whoever waits for this rank in the same call would wait in vain.
+      // Otherwise ranks that wait for this one in the same call would wait in
+      // vain.
       if (failure.reason == Reason::kInterrupted)
         group_->session.abort(describe_interruption().c_str());
       raise_failure(failure, group_.get());
@@ -84,13 +86,13 @@ class PyHostGroup {
     return guard(hooks, body);
   }
 
-  /// The same for a collective: those of one process take turns. `body` is also
-  /// given what is left of `timeout_s`.
+  /// The same for a collective: those of one process take turns. `body` also
+  /// gets the rest of `timeout_s`.
   template <class Body>
   auto collective(size_t bytes, double timeout_s, Body body) {
     check_not_forked();
     group_->session.note_caller();
-    // Here, where it is at hand: below it would be looked up by thread.
+    // Here, because below it would be looked up in thread-local storage.
     if (timeout_s < 0) timeout_s = patience_.timeout_s;
     CallHooks hooks(group_.get(), slow_, &patience_, bytes >= kUnlockBytes);
     struct Given {
@@ -108,8 +110,8 @@ class PyHostGroup {
                  [&](HostGroup& group) { return body(group, timeout_s); });
   }
 
-  /// Runs `body`, which waits for nobody and begins with check_usable():
-  /// Python's lock stays where it is.
+  /// Runs `body`, which waits for no other rank and begins with check_usable().
+  /// Does not release Python's lock.
   template <class Body>
   void call_without_waiting(Body body) {
     try {
@@ -122,8 +124,8 @@ class PyHostGroup {
   HostGroup& group() { return *group_; }
   double timeout_s() const { return patience_.timeout_s; }
   const Patience& patience() const { return patience_; }
-  /// Before anything else is touched: a forked child maps no region, and a lock
-  /// may have been held by a thread that it does not have.
+  /// Call before any other access: a forked child maps no region, and a thread
+  /// that it does not have may have held a lock.
   void check_not_forked() {
     if (group_->session.is_forked())
       raise_failure({.reason = Reason::kForked}, group_.get());
@@ -131,9 +133,9 @@ class PyHostGroup {
 
   void all_reduce(Pointer data, size_t count, int dtype, int op, double weight,
                   double timeout_s);
-  /// The same on a numpy array; false: it is not one that can be taken as it
-  /// is. `ordinal` is a handle because Python's enumerations are no exact ints,
-  /// which nanobind converts through a new object.
+  /// The same for a numpy array; false: the array cannot be used as it is.
+  /// `ordinal` is a handle, because Python's enumerations are not exact ints,
+  /// and nanobind would convert them through a new object.
   bool all_reduce_array(nb::handle array, nb::handle ordinal, double weight,
                         double timeout_s);
   void reduce(Pointer data, size_t count, int dtype, int op, int root,
@@ -141,12 +143,14 @@ class PyHostGroup {
   void reduce_scatter(Pointer in, Pointer out, size_t count, int dtype, int op,
                       double timeout_s);
   void broadcast(Pointer data, size_t bytes, int root, double timeout_s);
-  /// Many small pieces of memory in one broadcast, large ones where they are.
+  /// Broadcasts many ranges of memory: the small ones packed into one
+  /// broadcast, the large ones in place.
   void broadcast_all(const std::vector<Pointer>& pieces,
                      const std::vector<size_t>& sizes, int root,
                      double timeout_s);
-  /// Bytes that each rank owns, in many pieces, to the same pieces elsewhere.
-  /// `counts` says how many of the pieces each rank owns, in rank order.
+  /// Copies the ranges of memory that each rank owns to the same ranges of the
+  /// other ranks. `counts`: how many of the `pieces` each rank owns, in rank
+  /// order.
   void all_gather_pieces(const std::vector<Pointer>& pieces,
                          const std::vector<size_t>& sizes,
                          const std::vector<size_t>& counts, double timeout_s);
@@ -175,9 +179,9 @@ class PyHostGroup {
   Pointer pointer(size_t offset, int rank);
 
  private:
-  /// Returns once this thread may make a collective, which it does not do now,
-  /// with what is left of `timeout_s`. The call has not begun: it leaves no
-  /// trace if it gives up.
+  /// Waits until this thread may make a collective, and returns what is left of
+  /// `timeout_s`. The collective has not begun yet, so a failure here leaves no
+  /// trace.
   double wait_for_turn(CallHooks& hooks, double timeout_s);
 
   std::shared_ptr<HostGroup> group_;

@@ -1,4 +1,4 @@
-// HostSums as Python calls it.
+// The Python class for HostSums.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-/// A HostSums, with the group kept alive behind it.
+/// A HostSums that keeps its group alive.
 class PyHostSums {
  public:
   PyHostSums(nb::object group, size_t buffer_bytes,
@@ -22,8 +22,8 @@ class PyHostSums {
     group_->check_not_forked();
     return *sums_;
   }
-  /// Runs `body`, which waits for no rank, without Python's lock if it goes
-  /// through many bytes.
+  /// Runs `body`, which waits for no rank, without Python's lock if it
+  /// processes many bytes.
   template <class Body>
   void work(size_t bytes, Body body) {
     group_->check_not_forked();

@@ -1,4 +1,4 @@
-// The reductions, one call at a time, and arithmetic with default floats.
+// The reductions, as single calls, and arithmetic with default floats.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>

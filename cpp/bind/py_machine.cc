@@ -1,4 +1,4 @@
-// What this machine's kernel can do, and what this process does at the moment.
+// Features of this machine's kernel, and the calls that this process is in.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>

@@ -1,4 +1,4 @@
-// The one copy of a model's values on a host, as Python sees it.
+// The Python class for the single copy of a model's values on a host.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -20,8 +20,8 @@ namespace {
 
 using Runs = std::vector<std::pair<size_t, size_t>>;
 
-/// What is called when a stray write was undone; never given back, because a
-/// write may stray at any time, also at the end of the interpreter.
+/// Called after a stray write. Never freed, because a stray write may occur at
+/// any time, even while the interpreter finalizes.
 PyObject* teller = nullptr;
 std::atomic<bool> is_telling{false};
 
@@ -34,7 +34,7 @@ int tell(void*) {
   return 0;
 }
 
-/// Within a signal handler. The main thread calls tell() when it comes back
+/// Runs within a signal handler. The main thread calls report() when it returns
 /// from the kernel that has written, or at its next line of Python.
 void on_stray_write() {
   if (!is_telling.exchange(true) && Py_AddPendingCall(tell, nullptr) != 0)

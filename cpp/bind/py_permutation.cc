@@ -1,4 +1,4 @@
-// Permutation as Python sees it: checks places, and takes numpy arrays.
+// The Python class for Permutation: checks places, and takes numpy arrays.
 #include <nanobind/nanobind.h>
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What this process records; see core/recorder.h.
+// The records of this process; see core/recorder.h.
 #include <nanobind/nanobind.h>
 
 #include "bind/bindings.h"
@@ -12,8 +12,8 @@ using namespace nb::literals;
 namespace paceline {
 namespace {
 
-/// Something that a program does now and then: its begin and end are recorded,
-/// and its time is added up. Not within itself.
+/// Records the beginning and end of an activity of the program, and adds up its
+/// time. The activity must not be nested in itself.
 class TimedRecords {
  public:
   TimedRecords(uint16_t began, uint16_t ended)
@@ -29,7 +29,7 @@ class TimedRecords {
   int64_t total_ns = 0;
 
  private:
-  /// When that was; 0: nothing is recorded.
+  /// Returns when that was; 0: recording is off.
   static int64_t note(Event event) {
     Recorder* const recorder = Recorder::current();
     if (recorder == nullptr) return 0;
@@ -56,13 +56,13 @@ void bind_recorder(nb::module_& m) {
       },
       "count_pointer"_a, "records_pointer"_a, "capacity"_a);
   m.def("stop_recording", [] { Recorder::use(nullptr); });
-  // Without names of arguments, which take longer to call: it is called several
-  // times in each backward.
+  // Without argument names, which make calls slower: it is called several times
+  // in each backward.
   m.def("record", [](uint16_t event, int64_t first, int64_t second) {
     if (Recorder* recorder = Recorder::current(); recorder != nullptr)
       recorder->record(static_cast<Event>(event), first, second);
   });
-  // As hooks that get arguments, of which they need none.
+  // Usable as hooks, whose arguments they ignore.
   nb::class_<TimedRecords>(m, "TimedRecords")
       .def(nb::init<uint16_t, uint16_t>())
       .def("begin", [](TimedRecords& self, const nb::args&) { self.begin(); })

@@ -1,4 +1,4 @@
-// Reducer as Python calls it.
+// The Python class for Reducer.
 #pragma once
 
 #include <memory>
@@ -12,7 +12,7 @@
 
 namespace paceline {
 
-/// A Reducer, with the group kept alive behind it.
+/// A Reducer that keeps its group alive.
 class PyReducer final : public GradientTaker {
  public:
   PyReducer(nb::object group, size_t buffer_bytes,
@@ -41,7 +41,7 @@ class PyReducer final : public GradientTaker {
     });
   }
 
-  bool is_open() const override { return true; }  // it raises by itself
+  bool is_open() const override { return true; }  // mark_ready() itself raises
   void mark_ready(size_t parameter, Pointer gradient) override {
     check_not_nested();
     group_->call_without_waiting([&](HostGroup&) {
@@ -75,10 +75,11 @@ class PyReducer final : public GradientTaker {
     });
     return last_ = nb::cast(reducer_->result());
   }
-  /// What finish() has returned, for a caller that an exception has kept from
-  /// it; None: it has not.
+  /// The result of finish(), for a caller that did not receive it because of an
+  /// exception; None: finish() has not completed.
   nb::object last() const { return last_; }
-  /// This rank goes on with no backward: the others raise.
+  /// Ends the group: this rank goes on with no backward, and the other ranks
+  /// raise.
   void give_up(const char* why) { group_->group().session.abort(why); }
   void close() { reducer_->close(); }
   Reducer& reducer() {
@@ -87,9 +88,8 @@ class PyReducer final : public GradientTaker {
   }
 
  private:
-  /// A signal handler may run inside of finish(). What it does on the group has
-  /// its place beside a backward that ends; another backward of this reducer
-  /// has not.
+  /// A signal handler may run inside finish(). It may use the group while a
+  /// backward ends, but it must not start another backward of this reducer.
   void check_not_nested() {
     if (finishing_ == 0 || finishing_ != Turn::this_thread()) return;
     raise_failure({.reason = Reason::kNested,
@@ -102,7 +102,7 @@ class PyReducer final : public GradientTaker {
   PyHostGroup* group_;
   std::unique_ptr<Reducer> reducer_;
   nb::object last_ = nb::none();
-  Turn::Thread finishing_ = 0;  ///< the thread that is in finish(); 0: none
+  Turn::Thread finishing_ = 0;  ///< the thread in finish(); 0: none
 };
 
 }  // namespace paceline

@@ -1,4 +1,4 @@
-// The memory that ranks share, before there is a group.
+// The memory that ranks share, before a group exists.
 #include <nanobind/nanobind.h>
 #include <string.h>
 #include <unistd.h>

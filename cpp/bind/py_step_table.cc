@@ -1,4 +1,4 @@
-// How far each rank is with a step on shared memory, as Python sees it.
+// The Python class for the step table of steps on shared memory.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -21,7 +21,7 @@ using namespace nb::literals;
 namespace paceline {
 namespace {
 
-/// A fault that a test has asked for becomes an exception of errors.py.
+/// Converts an injected fault of a test into an exception of errors.py.
 template <class Body>
 auto guarded(Body body) {
   try {

@@ -18,7 +18,7 @@
 namespace paceline {
 namespace {
 
-/// Of torch's object of a tensor, which is larger.
+/// The bytes searched in torch's object of a tensor, which is larger than this.
 constexpr size_t kSearchedBytes = 8 * sizeof(void*);
 
 PyType_Slot slots[] = {
@@ -32,10 +32,11 @@ PyType_Slot shared_pointer_slots[] = {
     {Py_tp_clear, reinterpret_cast<void*>(clear_slot<SharedPointerUses>)},
     {0, nullptr}};
 
-/// Of what describes a tensor of Paddle's, which may be smaller.
+/// The bytes searched in Paddle's description of a tensor, which may be
+/// smaller.
 constexpr size_t kSearchedDescription = 128 * sizeof(void*);
 
-/// Reads words wherever they are, or nowhere: the kernel copies them.
+/// Reads words at any address, even an invalid one: the kernel copies them.
 class CarefulReader {
  public:
   CarefulReader() { is_open_ = pipe2(ends_.data(), O_CLOEXEC) == 0; }
@@ -46,7 +47,7 @@ class CarefulReader {
     close(ends_[0]);
     close(ends_[1]);
   }
-  /// 0 where nothing can be read.
+  /// 0 if the word cannot be read.
   uintptr_t word_at(uintptr_t address) const {
     uintptr_t word = 0;
     if (!is_open_ || address == 0 || address % sizeof(word) != 0) return 0;
@@ -86,7 +87,8 @@ CountedStorageUses::CountedStorageUses(const nb::list& samples, nb::object tell)
     object_bytes = std::min(
         object_bytes, static_cast<size_t>(Py_TYPE(sample.ptr())->tp_basicsize));
   }
-  // The distance at which the word wanted lies in all of them; the end if none.
+  // The offset at which all of them hold the wanted word; `end` if there is
+  // none.
   const auto find = [&](size_t from, size_t end, auto place, auto wanted) {
     for (; from + sizeof(void*) <= end; from += sizeof(void*)) {
       bool is_in_all = true;
@@ -119,7 +121,7 @@ StorageUses::Use CountedStorageUses::of(PyObject* tensor) const {
 }
 
 CountedStorageUses::Told CountedStorageUses::told_of(nb::handle tensor) const {
-  if (!tell_.is_valid()) return {};  // the garbage collector was here
+  if (!tell_.is_valid()) return {};  // cleared by the garbage collector
   const auto [address, storage, count] =
       nb::cast<std::tuple<uintptr_t, uintptr_t, size_t>>(tell_(tensor));
   return {address, {storage, count}};
@@ -159,7 +161,7 @@ bool SharedPointerUses::learn(const Samples& samples) {
     const uintptr_t holder = memory.word_at(description + at);
     return holder != 0 && holder == memory.word_at(view + at) &&
            holder != memory.word_at(other + at) &&
-           // Behind its table of virtual functions it has the address.
+           // After its virtual table it holds the address.
            memory.word_at(holder + sizeof(void*)) == samples.memory &&
            memory.count_of(description + at) == 2 &&
            memory.count_of(other + at) == 1;
@@ -169,7 +171,7 @@ bool SharedPointerUses::learn(const Samples& samples) {
        of_holder_ += sizeof(void*)) {
   }
   if (of_holder_ >= kSearchedDescription) return false;
-  // As of_gradient() does from now on.
+  // As of_gradient() will do.
   const uintptr_t autograd = memory.word_at(address_of(samples.parameter) +
                                             of_tensor_ + 2 * sizeof(void*));
   const uintptr_t gradient = memory.word_at(autograd + sizeof(void*));
@@ -188,8 +190,9 @@ StorageUses::Use SharedPointerUses::of(PyObject* tensor) const {
 
 uintptr_t SharedPointerUses::of_gradient(PyObject* parameter) const {
   if (!is_tensor(parameter)) return 0;
-  // Behind the description it has a shared_ptr to what autograd knows of it,
-  // whose first member is one to the gradient, a tensor without Python object.
+  // After the description there is a shared_ptr to the parameter's autograd
+  // data, whose first member is a shared_ptr to the gradient, a tensor without
+  // a Python object.
   const uintptr_t autograd = word_at(reinterpret_cast<uintptr_t>(parameter) +
                                      of_tensor_ + 2 * sizeof(void*));
   const uintptr_t gradient =

@@ -1,4 +1,4 @@
-// How many tensors lie in one piece of memory, without a call of their framework.
+// Counts the tensors that share a storage, without a call into their framework.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -16,7 +16,7 @@ class StorageUses {
  public:
   struct Use {
     uintptr_t storage;  ///< its address; 0: the tensor has none
-    size_t count;       ///< the tensors that lie in it
+    size_t count;       ///< the number of tensors that use it
   };
 
   virtual ~StorageUses() = default;
@@ -31,24 +31,25 @@ class StorageUses {
   }
 };
 
-/// Of storages that count their uses themselves.
+/// For storages that count their uses themselves.
 ///
-/// torch has only calls for this that take as long as the rest of a hook (they
-/// make a Python object for each storage). But the number lies in memory at a
-/// fixed distance: in a tensor's Python object there is the address of torch's
-/// own object, in that one the address of the storage, and in that one the
-/// count. Where these lie is not written down anywhere, so it is learned from
-/// tensors whose addresses and counts torch tells (see `uses_of_storages` in
-/// paceline/torch). If they lie nowhere, the slow call is asked instead.
+/// torch offers only calls for this that take as long as the rest of a hook
+/// (they make a Python object for each storage). But the count can be read from
+/// memory at fixed offsets: a tensor's Python object holds the address of
+/// torch's own object, which holds the address of the storage, which holds the
+/// count. These offsets are not documented, so they are learned from tensors
+/// whose addresses and counts torch returns (see `uses_of_storages` in
+/// paceline/torch). If they are not found, the slow call is used.
 class CountedStorageUses final : public StorageUses {
  public:
   /// `samples` are tensors; `tell(tensor)` returns the addresses of torch's
   /// object and of the storage, and the count.
   CountedStorageUses(const nb::list& samples, nb::object tell);
 
-  /// A tensor of another class than the samples counts as one without storage.
+  /// A tensor of a class other than that of the samples counts as one without
+  /// storage.
   Use of(PyObject* tensor) const override;
-  /// Whether the numbers are read where they lie.
+  /// Whether the counts are read directly from memory.
   bool is_direct() const { return is_direct_; }
 
   int traverse(visitproc visit, void* arg) const {
@@ -73,9 +74,9 @@ class CountedStorageUses final : public StorageUses {
     return {storage, static_cast<uint32_t>(counts) - (counts >> 63)};
   }
 
-  /// Behind the pointer to the table of virtual functions: the count is the low
-  /// half of a word. Its highest bit says that a Python object of the storage
-  /// counts, too.
+  /// After the pointer to the virtual table: the count is the low half of a
+  /// word. Its highest bit says that a Python object of the storage is included
+  /// in the count.
   static constexpr size_t kOfCount = sizeof(void*);
 
   nb::object tell_;
@@ -85,19 +86,20 @@ class CountedStorageUses final : public StorageUses {
   size_t of_storage_ = 0;  ///< in torch's object
 };
 
-/// Of memory that std::shared_ptr counts, as Paddle's is.
+/// For memory that std::shared_ptr counts, as Paddle's is.
 ///
-/// A Paddle tensor is a shared_ptr to an object that describes it, and that is
-/// one to its memory: detach() copies the first, a view makes a new object over
-/// the same memory. Paddle tells neither count, but both lie at fixed distances
-/// (a pointer, then the block with the count), which are learned from tensors.
+/// A Paddle tensor is a shared_ptr to an object that describes it, which holds
+/// a shared_ptr to its memory: detach() copies the first, and a view makes a
+/// new description of the same memory. Paddle exposes neither count, but both
+/// are at fixed offsets (a pointer, then the block with the count), which are
+/// learned from tensors.
 class SharedPointerUses final : public StorageUses {
  public:
   struct Samples {
-    nb::handle tensor;     ///< with one detach() and one view that live
+    nb::handle tensor;     ///< with one detach() and one view that are alive
     nb::handle view;       ///< of `tensor`
-    nb::handle other;      ///< of the same kind in memory of its own
-    nb::handle described;  ///< Python's object for what describes `tensor`
+    nb::handle other;      ///< of the same kind, in memory of its own
+    nb::handle described;  ///< Python's object for the description of `tensor`
     uintptr_t memory;      ///< of `tensor`
     nb::handle parameter;  ///< a leaf that has a gradient
     nb::handle gradient;   ///< its gradient
@@ -105,9 +107,10 @@ class SharedPointerUses final : public StorageUses {
 
   explicit SharedPointerUses(const Samples& samples);
 
-  /// Whether the counts were found. If not, no tensor has memory.
+  /// Whether the counts were found. If not, every tensor counts as one without
+  /// memory.
   bool is_known() const { return is_known_; }
-  /// For a gradient that its parameter and one Python object hold: 1.
+  /// 1 for a gradient that its parameter and one Python object hold.
   Use of(PyObject* tensor) const override;
   /// The memory of a parameter's gradient; 0: it has none.
   uintptr_t of_gradient(PyObject* parameter) const;
@@ -126,14 +129,14 @@ class SharedPointerUses final : public StorageUses {
                object, reinterpret_cast<PyTypeObject*>(type_.ptr())) != 0;
   }
   /// The address of the shared_ptr to the memory; 0: none, or another kind of
-  /// tensor (a sparse one, say).
+  /// tensor (a sparse one, for example).
   uintptr_t holder_in(uintptr_t description) const {
     if (description == 0 || word_at(description) != kind_) return 0;
     const uintptr_t holder = description + of_holder_;
     return word_at(holder) == 0 ? 0 : holder;
   }
-  /// How many copies of this shared_ptr there are: the low half of a word, the
-  /// other half counts weak ones.
+  /// The number of copies of this shared_ptr: the low half of a word, whose
+  /// other half counts the weak ones.
   static size_t count_of(uintptr_t shared_pointer) {
     const uintptr_t block = word_at(shared_pointer + sizeof(void*));
     return block == 0 ? 1
@@ -142,7 +145,7 @@ class SharedPointerUses final : public StorageUses {
 
   nb::object type_;
   bool is_known_ = false;
-  uintptr_t kind_ = 0;    ///< its table of virtual functions
+  uintptr_t kind_ = 0;    ///< its virtual table
   size_t of_tensor_ = 0;  ///< in the Python object
   size_t of_holder_ = 0;  ///< in the description
 };

@@ -1,4 +1,4 @@
-// An attribute of tensors, without Python's search for it.
+// An attribute of tensors, read without Python's attribute lookup.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,14 +7,14 @@ namespace paceline {
 
 namespace nb = nanobind;
 
-/// Where a class keeps an attribute is found once for the class of a tensor.
-/// One that is no function in C is looked up each time.
+/// The class of a tensor is searched once for the attribute's C function. An
+/// attribute without one is looked up each time.
 class TensorAttribute {
  public:
   explicit TensorAttribute(const char* name)
       : name_(nb::steal(PyUnicode_InternFromString(name))) {}
 
-  /// A new reference, or null with an exception set.
+  /// Returns a new reference, or null with an exception set.
   PyObject* get(PyObject* tensor) {
     const PyGetSetDef* const found = find(tensor);
     return found != nullptr && found->get != nullptr
@@ -34,7 +34,8 @@ class TensorAttribute {
     if (!Py_IS_TYPE(tensor, reinterpret_cast<PyTypeObject*>(type_.ptr()))) {
       type_ = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(tensor)));
       descriptor_ = nb::steal(PyObject_GetAttr(type_.ptr(), name_.ptr()));
-      if (!descriptor_.is_valid()) PyErr_Clear();  // its instances have it
+      // An attribute of the instances.
+      if (!descriptor_.is_valid()) PyErr_Clear();
       const bool is_in_c = descriptor_.is_valid() &&
                            Py_IS_TYPE(descriptor_.ptr(), &PyGetSetDescr_Type);
       found_ = is_in_c
@@ -46,8 +47,8 @@ class TensorAttribute {
   }
 
   nb::object name_;
-  nb::object type_ = nb::none();  ///< of the last tensor
-  nb::object descriptor_;         ///< keeps what is found
+  nb::object type_ = nb::none();  ///< class of the last tensor
+  nb::object descriptor_;         ///< keeps `found_` alive
   const PyGetSetDef* found_ = nullptr;
 };
 
