@@ -1,9 +1,9 @@
 // The loops behind code_table.h. codes_<set>.cc defines PACELINE_ISA, the
 // namespace, and includes this.
 //
-// Values are walked in blocks of kCodeBlock: prepared in a local buffer, then
-// stored as codes. No standard library, for the reason given in
-// kernels/reduce_blocks.h.
+// Values are processed in blocks of kCodeBlock: prepared in a local buffer,
+// then stored as codes. The standard library is not used, for the reason given
+// in kernels/reduce_blocks.h.
 #pragma once
 
 #include "compression/code_table.h"
@@ -13,8 +13,8 @@ namespace paceline::PACELINE_ISA {
 namespace {
 
 constexpr float kNan = __builtin_nanf("");
-// Sums and what is made of them stay below, so that 127 times a rounded 127th
-// is still finite.
+// Sums and their codes stay below this limit, so that 127 times a rounded 127th
+// of them is still finite.
 constexpr float kHuge = 0x1p127f;
 
 bool is_finite(float x) { return __builtin_fabsf(x) <= __FLT_MAX__; }
@@ -51,7 +51,8 @@ struct ByteCodes {
   static void store(const float* x, size_t count, void* codes) {
     const float largest = largest_finite(x, count);
     float scale = largest / kLargestCode;
-    // Below, 1 / scale is infinite, or the processor may take it for 0.
+    // Below this, 1 / scale is infinite, or the processor may treat `scale` as
+    // 0.
     if (scale < __FLT_MIN__) scale = 0;
     const float inverse = scale == 0 ? 0 : 1 / scale;
     __builtin_memcpy(codes, &scale, sizeof(scale));
@@ -81,7 +82,7 @@ struct ByteCodes {
 
  private:
   // As integers, because a maximum of floats is only vectorised with fast-math:
-  // without their sign, floats are ordered as their bits are.
+  // without their sign, floats are in the order of their bits.
   static float largest_finite(const float* x, size_t count) {
     int32_t largest = 0;
     for (size_t i = 0; i < count; ++i) {
@@ -107,9 +108,10 @@ struct TopCodes {
     size_t num_lost = 0;
     for (size_t i = 0; i < kCodeBlock; ++i) keys[i] = kTaken;
     for (size_t i = 0; i < count; ++i) {
-      // Without their sign, floats are ordered as their bits are, and what is
-      // not finite comes first. The place stands in the lowest bits, so that
-      // one maximum finds both; the first of equal ones has the larger key.
+      // Without their sign, floats are in the order of their bits, and values
+      // that are not finite come first. The place is in the lowest bits, so
+      // that one maximum finds both; the first of equal values has the larger
+      // key.
       const int32_t bits = __builtin_bit_cast(int32_t, x[i]) & 0x7fffffff;
       num_lost += bits >= 0x7f800000 ? 1 : 0;
       keys[i] = (bits & ~kPlaceBits) | (kPlaceBits - static_cast<int32_t>(i));
@@ -120,7 +122,8 @@ struct TopCodes {
       int32_t largest = kTaken;
       for (size_t i = 0; i < kCodeBlock; ++i)
         largest = keys[i] > largest ? keys[i] : largest;
-      // Of a short last block all are taken: then a zero is added to the first.
+      // If a short last block has no value left, a zero is added to its first
+      // place.
       const int32_t place =
           largest == kTaken ? 0 : kPlaceBits - (largest & kPlaceBits);
       values[k] = largest == kTaken ? 0.0f : x[place];
@@ -150,7 +153,8 @@ size_t block_length(size_t first, size_t count) {
   return count - first < kCodeBlock ? count - first : kCodeBlock;
 }
 
-// What is to be sent of finite values: `sum`; and in its place if it can't be.
+// Computes in `sum` what is to be sent of finite values. A value that is not
+// finite stays as it is (every NaN as the same one).
 void add_error(const float* values, const float* error, float factor,
                size_t count, float* __restrict sum) {
   for (size_t i = 0; i < count; ++i) {
@@ -162,7 +166,7 @@ void add_error(const float* values, const float* error, float factor,
   }
 }
 
-// In the range of the codes; infinities and NaNs stay.
+// Limits values to the range of the codes; infinities and NaNs stay.
 template <class Codes>
 void limit(const float* sum, size_t count, float* __restrict x) {
   for (size_t i = 0; i < count; ++i) {
@@ -187,7 +191,7 @@ void encode_blocks(const float* values, const float* error, float* next_error,
     Codes::load(to, length, x);
     for (size_t k = 0; k < length; ++k) {
       const float next = sum[k] - x[k];
-      // Nor does a finite value lose its error to a neighbour's NaN.
+      // A finite value does not lose its error because of a neighbour's NaN.
       next_error[i + k] = is_finite(next) ? next : kept[k];
     }
   }

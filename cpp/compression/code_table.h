@@ -1,12 +1,13 @@
-// What the dispatcher (compression.cc) and the compiled sets of loops (codes_*)
-// share. Only plain data and declarations, as in kernels/kernel_table.h.
+// Declarations shared by the dispatcher (compression.cc) and the compiled sets
+// of loops (codes_*). Only plain data and declarations, as in
+// kernels/kernel_table.h.
 #pragma once
 
 #include "compression/compression.h"
 
 namespace paceline {
 
-/// One encoding's loops; the arguments are those of compression.h.
+/// The loops of one encoding; the arguments are those of compression.h.
 struct Codec {
   void (*encode)(const float* values, const float* error, float* next_error,
                  float factor, size_t count, void* codes);

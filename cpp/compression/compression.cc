@@ -1,4 +1,4 @@
-// Forwards to the set of loops that this processor runs.
+// Calls the set of loops for this processor.
 #include "compression/compression.h"
 
 #include "compression/code_table.h"

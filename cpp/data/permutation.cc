@@ -11,7 +11,7 @@
 namespace paceline {
 namespace {
 
-// Both digits of a block stay in the first-level cache.
+// The digits of a block stay in the first-level cache.
 constexpr size_t kBlock = 512;
 
 // Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
@@ -25,7 +25,7 @@ class SplitMix64 {
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
   }
-  /// Below `bound`, each value equally likely: Lemire, "Fast random integer
+  /// A number below `bound`, all equally likely: Lemire, "Fast random integer
   /// generation in an interval", TOMACS 29(1), 2019.
   uint64_t below(uint32_t bound) {
     const uint32_t rejected = -bound % bound;
@@ -83,7 +83,7 @@ void Permutation::fill(int64_t* out, size_t count, uint64_t start,
   if (count == 0) return;
   uint32_t left[kBlock];
   uint32_t right[kBlock];
-  // Both digits are counted on; a division for each place would take longer
+  // Both digits are incremented; a division for each place would take longer
   // than all rounds.
   uint64_t l = start / columns_;
   uint64_t r = start % columns_;
@@ -137,8 +137,8 @@ void Permutation::permute(uint32_t* left, uint32_t* right, size_t count,
   }
 }
 
-// Ends: a place inside led out here, and the rounds, being a bijection, must
-// come back to it.
+// This ends: the rounds are a bijection, so the walk from a place inside must
+// come back inside.
 uint64_t Permutation::walk(uint64_t outside) const {
   const auto columns = static_cast<uint32_t>(columns_);
   while (outside >= length_) {

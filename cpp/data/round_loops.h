@@ -4,8 +4,8 @@
 namespace paceline::PACELINE_ISA {
 namespace {
 
-// Without a branch, for the vectoriser. `range` may exceed 2^31, so that the
-// sum of two digits might not fit.
+// Without a branch, so that it vectorises. `range` may exceed 2^31, so the sum
+// of two digits might not fit.
 void add_hash(uint32_t* __restrict changed, const uint32_t* __restrict read,
               size_t count, uint32_t range, RoundKey key) {
   for (size_t i = 0; i < count; ++i) {

@@ -1,7 +1,7 @@
 // The rounds of a permutation, compiled once per instruction set.
 //
 // Only plain data and declarations, as in kernels/kernel_table.h: a function
-// with a body in here would be compiled for several instruction sets.
+// defined here would be compiled for several instruction sets.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@ inline constexpr int kNumRounds = 8;
 
 struct RoundKey {
   uint32_t before_first;   ///< mixed in before the first multiplication
-  uint32_t before_second;  ///< and before the second
+  uint32_t before_second;  ///< mixed in before the second one
 };
 
 /// The digits of `count` places; all left[i] < rows and right[i] < columns.

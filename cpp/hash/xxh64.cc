@@ -76,7 +76,8 @@ uint64_t sample_hash(const void* data, size_t nbytes, uint64_t seed) {
   const auto* begin = static_cast<const std::byte*>(data);
   uint64_t hash = xxh64(begin, kLine, seed);
   for (size_t piece = 0; piece < nbytes; piece += kSampleEvery) {
-    // Not at the same place in each piece: rows may be as long as a piece.
+    // Not at the same place in each block, because rows may be as long as a
+    // block.
     const size_t lines = (std::min(kSampleEvery, nbytes - piece)) / kLine;
     if (lines == 0) break;
     const size_t line = (piece / kSampleEvery * kPrime1 >> 32) % lines;

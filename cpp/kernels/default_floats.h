@@ -1,15 +1,16 @@
-// Floating-point arithmetic as a process starts with it, for as long as an
-// object of this class lives on this thread.
+// Gives this thread the floating-point settings of a new process, for as long
+// as an object of this class lives.
 //
-// A processor rounds, flushes subnormals to zero and traps as a register of the
-// thread says, and anybody may write that register: torch.set_flush_denormal(),
-// a library that was linked with -ffast-math, fesetround(), feenableexcept().
-// Each rank reduces some elements, and small arrays are reduced by every rank
-// for itself; so ranks, or threads of one rank, would get different bits.
+// A register of the thread decides how the processor rounds, whether it flushes
+// subnormals to zero, and whether it traps. Any code may write that register:
+// torch.set_flush_denormal(), a library that was linked with -ffast-math,
+// fesetround(), feenableexcept(). Each rank reduces some elements, and every
+// rank reduces small arrays by itself, so ranks, or threads of one rank, would
+// get different bits.
 //
-// Reading the register takes some 2 ns. It is written, and written back, only
-// where it differs. The compiler may move arithmetic across both, so what is to
-// be protected stands in a function that is not inlined. Only for files that
+// Reading the register takes some 2 ns. It is only written, and restored, if it
+// differs. The compiler may move arithmetic across both, so the arithmetic to
+// be protected must be in a function that is not inlined. Only for files that
 // are compiled for every processor; see kernel_table.h.
 #pragma once
 
@@ -30,7 +31,7 @@ struct FloatControl {
   static FloatControl read() { return {_mm_getcsr()}; }
   void write() const { _mm_setcsr(word); }
   bool is_default() const {
-    constexpr uint32_t kStatus = 0x3f;  // only tells what has happened so far
+    constexpr uint32_t kStatus = 0x3f;  // only records past exceptions
     return (word & ~kStatus) == FloatControl{}.word;
   }
 };
@@ -48,7 +49,8 @@ struct FloatControl {
   bool is_default() const { return word == 0; }
 };
 #else
-/// The standard library's way, which is slower and so is always taken.
+/// The standard library's functions are slower, so nothing is checked before
+/// writing.
 struct FloatControl {
   std::fenv_t word = *FE_DFL_ENV;
 

@@ -1,11 +1,11 @@
-// How each element type is held in memory (Stored) and reduced (Compute), and
-// the loops between the two.
+// How each element type is stored in memory (Stored) and reduced (Compute), and
+// the loops that convert between the two.
 //
 // Included once per instruction set by reduce_blocks.h, and by
-// compression/code_loops.h; hence all in an unnamed namespace. Results hold one
-// NaN, the positive quiet one: which NaN a sum of two NaNs gives depends on the
-// order of a processor's operands, and "the same bits everywhere" would not
-// hold.
+// compression/code_loops.h; hence everything is in an unnamed namespace.
+// Results hold one NaN, the positive quiet one: which NaN a sum of two NaNs
+// gives depends on the order of a processor's operands, and results would not
+// have the same bits everywhere.
 #pragma once
 
 #if defined(__F16C__)
@@ -49,8 +49,8 @@ struct BFloat16 {
     }
   }
 
-  // Rounds to nearest even: adds half a unit, less one bit when the kept part
-  // is even. NaNs come as the canonical one, which keeps its top half.
+  // Rounds to nearest even: adds half a unit, less one bit if the kept half is
+  // even. NaNs arrive as the canonical one, which keeps its top half.
   static void narrow(const float* from, size_t count, uint16_t* __restrict to) {
     for (size_t i = 0; i < count; ++i) {
       const uint32_t bits = __builtin_bit_cast(uint32_t, from[i]);
@@ -91,8 +91,8 @@ struct Float16 {
       to[i] = _cvtss_sh(from[i], _MM_FROUND_TO_NEAREST_INT);
   }
 #elif defined(PACELINE_NEON)
-  // Each NEON has these two conversions; they round as FPCR says, which
-  // default_floats.h has set. GCC 12 finds them only one element at a time.
+  // Every NEON has these two conversions; they round according to FPCR, which
+  // default_floats.h has set. GCC 12 uses them only one element at a time.
   static constexpr size_t kStep = 4;
 
   static void widen(const uint16_t* from, size_t count, float* __restrict to) {
@@ -121,9 +121,9 @@ struct Float16 {
   }
 
  private:
-  // Without a branch, so that the loops above vectorise. Subnormals go through
-  // an integer, because a program may have told the processor to flush
-  // subnormal float32s to zero.
+  // Branch-free, so that the loops above vectorise. Subnormals go through an
+  // integer, because a program may have set the processor to flush subnormal
+  // float32s to zero.
   static float widen_one(uint16_t half) {
     const uint32_t magnitude = half & 0x7fff;
     const uint32_t sign = static_cast<uint32_t>(half & 0x8000) << 16;
@@ -137,8 +137,8 @@ struct Float16 {
                               sign | (magnitude < 0x7c00 ? finite : nonfinite));
   }
 
-  // Rounds to nearest even. Adding 0.5 to what will be subnormal leaves its
-  // value in units of 2^-24 in the lowest bits, rounded by the processor.
+  // Rounds to nearest even. Adding 0.5 to a value that will be subnormal leaves
+  // it, in units of 2^-24, in the lowest bits, rounded by the processor.
   static uint16_t narrow_one(float value) {
     const uint32_t bits = __builtin_bit_cast(uint32_t, value);
     const uint32_t magnitude = bits & 0x7fffffff;
@@ -178,8 +178,8 @@ template <class Format>
 concept Floating = requires { Format::kExponent; };
 
 // Elements that are reduced at a time: the blocks of a few ranks fit the L1
-// cache together. Whole multiples of 16, for add_squares(). Of 0.5 to 8 KiB,
-// 2 KiB was fastest on a Xeon (Skylake), for 8-byte types 4 KiB.
+// cache together. Whole multiples of 16, for add_squares(). Of 0.5 to 8 KiB, 2
+// KiB was fastest on a Xeon (Skylake), and 4 KiB for 8-byte types.
 template <class T>
 constexpr size_t kBlock = sizeof(T) == 8 ? 512 : 2048 / sizeof(T);
 

@@ -1,9 +1,9 @@
-// What the dispatcher (kernels.cc) and the compiled sets of loops
-// (kernels_*.cc) share.
+// Declarations shared by the dispatcher (kernels.cc) and the compiled sets of
+// loops (kernels_*.cc).
 //
-// Only plain data and declarations: a function with a body in here would be
-// compiled for several instruction sets, and the linker might keep the one that
-// this processor cannot run.
+// Only plain data and declarations: a function defined here would be compiled
+// for several instruction sets, and the linker might keep the one that this
+// processor cannot run.
 #pragma once
 
 #include <cstddef>
@@ -14,10 +14,10 @@ namespace paceline {
 
 inline constexpr int kNumDTypes = 10;
 inline constexpr int kNumOps = 5;
-inline constexpr int kNumFloats = 4;  ///< the first of the types
+inline constexpr int kNumFloats = 4;  ///< the first ones of DType
 
 /// The arguments of reduce(), sum_weighted(), mean_of_sums() and
-/// weighted_mean(), checked and never null where a loop reads them.
+/// weighted_mean(), checked, and not null where a loop reads them.
 struct Request {
   const void* const* inputs;
   int num_inputs;
@@ -30,7 +30,7 @@ struct Request {
   bool stops_at_nonfinite = false;  ///< only with `stats`
 };
 
-/// Returns how many elements are written.
+/// Returns the number of elements written.
 using ReduceFunction = size_t (*)(const Request& request);
 
 /// One instruction set's loops; null where the type has no such op.

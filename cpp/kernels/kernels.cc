@@ -1,4 +1,4 @@
-// Forwards to the set of loops that this processor runs.
+// Calls the set of loops for this processor.
 #include "kernels/kernels.h"
 
 #include <algorithm>
@@ -15,15 +15,15 @@ namespace {
 
 constexpr PerIsa<const KernelTable> kTables = {PACELINE_VERSIONS_OF(kKernels)};
 
-/// Whether all bits of `exponent` are set in no element: those of infinities
-/// and NaNs.
+/// Whether no element has all bits of `exponent` set, as infinities and NaNs
+/// have.
 template <typename Bits>
 bool is_free_of(Bits exponent, const void* array, size_t count) {
   const auto* bytes = static_cast<const std::byte*>(array);
-  constexpr size_t kBlock = 4096;  // within which the loop has no way out
+  constexpr size_t kBlock = 4096;  // the inner loop runs without an exit
   for (size_t i = 0; i < count;) {
     const size_t end = std::min(count, i + kBlock);
-    Bits found = 0;  // of the same width, as the vectors' elements
+    Bits found = 0;  // as wide as the elements, to vectorise
     for (; i < end; ++i) {
       Bits bits;
       std::memcpy(&bits, bytes + i * sizeof(Bits), sizeof(Bits));
@@ -34,7 +34,7 @@ bool is_free_of(Bits exponent, const void* array, size_t count) {
   return true;
 }
 
-// Not inlined: its arithmetic stays between the two ends of DefaultFloats.
+// Not inlined, so that its arithmetic stays within the scope of DefaultFloats.
 [[gnu::noinline]] void reduce_with_default_floats(DType dtype, ReduceOp op,
                                                   Request request) {
   if (request.total_weight == 0) {  // not given
@@ -150,7 +150,8 @@ void reduce(DType dtype, ReduceOp op, const void* const* inputs, int num_inputs,
 
 void scale(DType dtype, void* array, size_t count, double factor) {
   assert(is_supported(dtype, ReduceOp::kMean));
-  // The mean of one array that weighs `factor`, where all weigh 1.
+  // The mean of one array with the weight `factor`, divided by a total weight
+  // of 1.
   const void* input = array;
   const DefaultFloats default_floats;
   reduce_with_default_floats(

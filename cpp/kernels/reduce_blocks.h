@@ -1,16 +1,14 @@
-// All reductions of one instruction set. kernels_<set>.cc defines
-// PACELINE_ISA, the namespace, and includes this; its compile flags make
-// the difference.
+// All reductions of one instruction set. kernels_<set>.cc defines PACELINE_ISA,
+// the namespace, and includes this; its compile flags make the difference.
 //
-// Arrays are walked in blocks that fit the L1 cache. For each block: the
-// tree over ranks gives the result in a local buffer, the statistics are taken,
-// and only then is it copied to every output, so that an output may be an
-// input.
-// The tree: neighbours are combined four at a time, ((0+1)+(2+3)), which is two
-// levels of the binary tree; sixteen ranks are four such groups, combined
-// likewise; and so on.
+// Arrays are processed in blocks that fit the L1 cache. For each block, the
+// tree over ranks computes the result in a local buffer, the statistics are
+// taken, and only then is the result copied to every output, so that an output
+// may be an input. In the tree, neighbours are combined four at a time,
+// ((0+1)+(2+3)), which is two levels of the binary tree; sixteen ranks are four
+// such groups, combined in the same way; and so on.
 //
-// Standard library functions are kept out: they are inline, and the linker
+// Standard library functions are not used: they are inline, and the linker
 // keeps one copy of each, which might be the one compiled for a newer
 // processor.
 #pragma once
@@ -21,7 +19,7 @@
 namespace paceline::PACELINE_ISA {
 namespace {
 
-/// The part of every rank's array that is being reduced; it fits the L1 cache.
+/// The block of every rank's array that is being reduced; it fits the L1 cache.
 template <class Format>
 struct Block {
   using Stored = typename Format::Stored;
@@ -35,15 +33,14 @@ struct Block {
     return static_cast<const Stored*>(request.inputs[rank]) + offset;
   }
 
-  // A weight of 0 takes a rank out, whatever its array holds: 0 * NaN would
-  // not.
+  // A weight of 0 excludes a rank, whatever its array holds: 0 * NaN would not.
   bool has_input(int rank) const {
     return request.weights == nullptr ||
            static_cast<Compute>(request.weights[rank]) != 0;
   }
 
-  // Where the rank's (weighted) values are to be found: in its array if
-  // possible, else in `scratch`.
+  // Returns the rank's (weighted) values: in its array if possible, else in
+  // `scratch`.
   const Compute* values(int rank, Compute* scratch) const {
     if (!has_input(rank)) {
       __builtin_memset(scratch, 0, count * sizeof(Compute));
@@ -102,8 +99,8 @@ void note_nonfinite(const Block<Format>& block, ReduceStats* stats) {
   }
 }
 
-// What ReduceStats tells of reduce(); does nothing when nobody asked. Inputs are
-// of the format In, the result of Out.
+// Fills the ReduceStats of reduce(), if there are any to fill. Inputs have the
+// format In, the result Out.
 template <class Op, class In, class Out>
 class NormObserver {
  public:
@@ -122,7 +119,8 @@ class NormObserver {
       add_squares(result, block.count, lanes_);
     }
     squared_norm_ = sum_lanes(lanes_);
-    // An infinity or a NaN stays one in sums and products, not in a minimum.
+    // An infinity or a NaN stays one in sums and products, but not in a
+    // minimum.
     constexpr bool kShows = __is_same(Op, Sum) || __is_same(Op, Product);
     if (!kShows || !(squared_norm_ <= __DBL_MAX__)) {
       note_nonfinite(block, stats_);
@@ -141,8 +139,8 @@ class NormObserver {
   alignas(64) double lanes_[kLanes] = {};
 };
 
-// What ReduceStats tells of sums between hosts. Squares in float64 take longer
-// than the sum itself, and nobody needs them there.
+// Fills the ReduceStats of sums between hosts, without the norm: squares in
+// float64 take longer than the sum itself, and are not used there.
 template <class Op, class In, class Out>
 class FiniteObserver {
  public:
@@ -208,15 +206,15 @@ size_t reduce_array(const Request& request) {
   }
 }
 
-// Dividing by a power of two is multiplying by its inverse, bit for bit, and a
-// tenth of the work.
+// Dividing by a power of two gives the same bits as multiplying by its inverse,
+// which takes a tenth of the work.
 bool is_power_of_two(double x) {
   constexpr int kNonMantissaBits = 12;
   return x >= 1 && x <= 0x1p64 &&
          __builtin_bit_cast(uint64_t, x) << kNonMantissaBits == 0;
 }
 
-// The sum over the inputs, divided by the total weight; 1 in place of a 0.
+// The sum over the inputs, divided by the total weight, or by 1 if that is 0.
 template <class In, class Out, template <class, class, class> class Observer>
 size_t divide_sum(const Request& request, bool has_input) {
   using Compute = typename Out::Compute;
@@ -235,11 +233,11 @@ size_t reduce_mean(const Request& request) {
   for (int rank = 0; rank < request.num_inputs && !has_input; ++rank) {
     has_input = static_cast<Compute>(request.weights[rank]) != 0;
   }
-  // When every weight is 0 the sum is 0, and so shall be the mean.
+  // If every weight is 0, the sum is 0, and the mean must be, too.
   return divide_sum<Format, Format, NormObserver>(request, has_input);
 }
 
-/// The format of sums of a type: see sum_type().
+/// The format of the sums of a type: see sum_type().
 template <class T>
 struct SumFormat {
   using Type = Float32;
@@ -264,7 +262,7 @@ size_t mean_of_sums(const Request& request) {
       request, static_cast<Compute>(request.total_weight) != 0);
 }
 
-// The bits of sum_weighted() and mean_of_sums() of that sum.
+// Gives the same bits as sum_weighted() followed by mean_of_sums().
 template <class Format>
 size_t weighted_mean(const Request& request) {
   using Compute = typename Format::Compute;

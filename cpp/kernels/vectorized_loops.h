@@ -1,8 +1,8 @@
 // The innermost loops, written so that the compiler vectorises them; see
 // formats.h for the namespaces.
 //
-// Each runs over one block. combine() reads the ranks' arrays and copy()
-// writes them; everything between stays in the L1 cache.
+// Each processes one block. combine() reads the ranks' arrays and copy() writes
+// them; in between, everything stays in the L1 cache.
 #pragma once
 
 #include "kernels/formats.h"
@@ -13,7 +13,7 @@ namespace {
 constexpr int kFanIn = 4;  // inputs that combine() takes at a time
 constexpr int kLanes = 16;
 
-// Operators. Integers come as unsigned for sum and product, which wrap.
+// Operators. Sums and products get integers as unsigned, which wrap.
 
 struct Sum {
   template <class T>
@@ -23,16 +23,15 @@ struct Sum {
 };
 
 struct Product {
-  // The 1u keeps 16-bit operands from being promoted to int, which could
-  // overflow.
+  // 1u keeps 16-bit operands from being promoted to int, which could overflow.
   template <class T>
   static T apply(T a, T b) {
     return static_cast<T>(1u * a * b);
   }
 };
 
-// A NaN in `b` fails the comparison and is taken, one in `a` is kept by the
-// second test.
+// A NaN in `b` fails the comparison, so `b` is taken; the second test keeps one
+// in `a`.
 struct Min {
   template <class T>
   static T apply(T a, T b) {
@@ -47,7 +46,7 @@ struct Max {
   }
 };
 
-// What is done to an element once all ranks are in.
+// What is done to an element after all ranks are combined.
 
 struct Keep {
   template <class T>
@@ -56,7 +55,7 @@ struct Keep {
   }
 };
 
-// Leaves one NaN: see formats.h.
+// Turns every NaN into the same one: see formats.h.
 template <class T>
 struct Canonical {
   static constexpr T kNan = sizeof(T) == 4 ? static_cast<T>(__builtin_nanf(""))
@@ -138,7 +137,7 @@ void add_squares(const T* in, size_t count, double* lanes) {
   }
 }
 
-// Halves are added up until one is left, which is a tree too.
+// Adds one half of the lanes to the other until one lane is left: a tree, too.
 double sum_lanes(const double* lanes) {
   double sums[kLanes];
   for (int lane = 0; lane < kLanes; ++lane) sums[lane] = lanes[lane];
