@@ -1,7 +1,7 @@
-"""Whose sums go from host to host, and in which order they are added up there.
+"""The blocks of ranks whose sums go from host to host, and the order in which these sums are added.
 
 A block is a node of the binary tree over all ranks, or a whole host. With nodes of the tree the sums have the
-bits of one host with all ranks; whole hosts send the least.
+bits of one host with all ranks; with whole hosts the fewest bytes are sent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.reducer.sum_order import add_in_order, join_in_order
 
 @dataclass(frozen=True)
 class Block:
-    """Neighbouring ranks of a host, whose sum goes to the other hosts."""
+    """Consecutive ranks of a host whose sum goes to the other hosts."""
 
     host: int
     local_ranks: tuple[int, int]
@@ -23,12 +23,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Whose sums travel, and how they are added.
+    """All blocks, and how their sums are added.
 
     Attributes:
         blocks: In the order of their lowest ranks.
-        steps: Pairs to be added one after the other, by their numbers: block i has number i, the result of
-            step j the number len(blocks) + j. Empty: all at once, as `add_in_order` does.
+        steps: Pairs to add, one after the other, by number: block i has number i, and the result of step j
+            has the number len(blocks) + j. Empty: add all at once, as `add_in_order` does.
     """
 
     blocks: tuple[Block, ...]
@@ -44,7 +44,7 @@ class Blocks:
 
 
 def whole_hosts(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
-    """Each host as one block: the fewest bytes.
+    """Each host as one block, so that the fewest bytes are sent.
 
     Example:
         >>> whole_hosts([[0], [1], [2]], 128).steps, whole_hosts([[0], [1], [2]], 2).steps
@@ -57,7 +57,7 @@ def whole_hosts(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
 def exact_blocks(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
     """The largest nodes of the tree over all ranks that lie on one host each, and the rest of this tree.
 
-    So their sum is that of one host with all the ranks, to the last bit.
+    So their sum has the bits of one host with all the ranks.
 
     Example:
         >>> exact_blocks([[0, 1], [2, 3]], 128) == whole_hosts([[0, 1], [2, 3]], 128)
@@ -111,7 +111,7 @@ def _flatten(tree: _Tree, blocks: list[Block], pairs: list[_Pair]) -> None:
 
 
 def has_bits_of_one_host(ranks: Sequence[Sequence[int]]) -> bool:
-    """Whether sums in each host, and then over the hosts, are the sums of one host with all the ranks.
+    """Whether sums within each host, and then over the hosts, have the bits of one host with all the ranks.
 
     Example:
         >>> has_bits_of_one_host([[0, 1], [2, 3]]), has_bits_of_one_host([[0, 2], [1, 3]])

@@ -1,10 +1,10 @@
-"""What a message between hosts holds of sums: the values as they are, or codes of fewer bytes.
+"""The formats of sums in messages between hosts: plain values, or codes of fewer bytes.
 
-What encoding took from a shard stays with the rank that sends it, and is added the next time; what it took in
-a backward that was not good, or from a parameter that no rank used, is as if it had not been.
+The encoding error of a shard stays on the rank that sends it, and is added to the next sums. The errors of a
+backward that was not good, and those of parameters that no rank used, are left as they were before it.
 
-Words: a *shard*, a *part*, a *piece* as at the head of this folder; the *error* of a shard is what its codes
-have not delivered yet, per unit of weight, so that it does not grow when the weights of ranks change.
+Words: *shard*, *part* and *piece* as in the package docstring; the *error* of a shard is what its codes have
+not delivered yet, per unit of weight, so that it does not grow when the weights of ranks change.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, TOP_K, Elements,
 from paceline.reducer.plan import Plan, pieces_of
 
 ENCODINGS = {"bf16": BF16, "fp16": FP16, "int8": EIGHT_BIT, "topk": TOP_K}
-"""What `compress_between_hosts` may be, and its number in the core (cpp/compression)."""
+"""The values of `compress_between_hosts`, and their numbers in the core (cpp/compression)."""
 
-_SMALLEST_WEIGHT = 2.0**-126  # of which float32 still holds the inverse
+_SMALLEST_WEIGHT = 2.0**-126  # its inverse is still finite in float32
 
 _Piece: TypeAlias = tuple[int, KeptError, slice, Elements]
-"""Some elements of a parameter: the round in which this rank sends their sums, where their error is kept,
-which ones they are, and their place there."""
+"""Some elements of a parameter: the round in which this rank sends their sums, the object that keeps their
+error, the elements, and their place in that object."""
 
 
 class SumFormat(Protocol):
-    """How sums stand in messages. `weight` is what the sums hold: of a host, or of all."""
+    """The format of sums in messages. `weight` is the total weight of the sums: of a host, or of all."""
 
     def nbytes(self, bucket: int, count: int) -> int: ...
 
     def room(self, phase: int, bucket: int, payload: int) -> int:
-        """The address where the sums are made that `write` puts into a message; good for one piece."""
+        """The address to which sums are written before `write` puts them into a message; for one piece."""
         ...
 
     def write(self, phase: int, bucket: int, elements: range, payload: int, weight: float) -> None:
-        """Put the sums of a piece, which are in `room`, into a message."""
+        """Write the sums of a piece, which are in `room`, into a message."""
         ...
 
     def read(self, bucket: int, count: int, payload: int, weight: float, row: int) -> int:
-        """The address of the sums of a message, as all hosts see them; good until `row` is used again."""
+        """The address of the sums of a message, as all hosts read them; valid until `row` is used again."""
         ...
 
 
@@ -59,17 +59,14 @@ class PlainSums:
         return payload
 
     def write(self, phase: int, bucket: int, elements: range, payload: int, weight: float) -> None:
-        """They are there."""
+        """Nothing to do, because `room` is in the message."""
 
     def read(self, bucket: int, count: int, payload: int, weight: float, row: int) -> int:
         return payload
 
 
 class CodedSums:
-    """A `SumFormat` of codes, with error feedback; sums of float64 go as they are.
-
-    Making one is collective over the ranks of the host if errors are taken over.
-    """
+    """A `SumFormat` of codes, with error feedback; sums of float64 are not encoded."""
 
     def __init__(
         self,
@@ -85,7 +82,7 @@ class CodedSums:
         self._plain = PlainSums(itemsizes)
         self._hosts_per_own = sum(host_sizes) / host_sizes[host]
         self._is_coded = [itemsize == 4 for itemsize in itemsizes]
-        # The error of each shard, and that of the part whose sums over all hosts this rank sends.
+        # The errors of each shard, and of the part whose sums over all hosts this rank sends.
         self._errors: tuple[list[KeptError], list[KeptError]] = ([], [])
         self._firsts: list[tuple[int, int]] = []
         for route, is_coded in zip(routes, self._is_coded):
@@ -102,8 +99,8 @@ class CodedSums:
     def take_over(self, before: CodedSums, group: _core.HostGroup) -> None:
         """Begin with the errors of another plan of the same parameters. Collective over `group`, the host.
 
-        Which rank of the host sends a value may have changed. An error of sums over all hosts has another
-        owner now, too: it becomes one of this host's shard, as if all ranks weighed the same.
+        A value may now be sent by another rank of the host, and the sum over all hosts by another owner. So
+        the error of such a sum becomes an error of this host's shard, as if all ranks had the same weight.
         """
         for index, spec in enumerate(self._plan.parameters):
             if spec.itemsize > 4 or not spec.numel:
@@ -118,7 +115,7 @@ class CodedSums:
     def error_of(self, index: int) -> Floats:
         """What this rank has not delivered yet of a parameter's sums; zeros where another rank sends them.
 
-        That of sums over all hosts counts as one of this host's.
+        The error of sums over all hosts is scaled to count as one of this host's sums.
         """
         whole: Floats = np.zeros(self._plan.parameters[index].numel, np.float32)
         for phase, kept, elements, place in self._pieces.get(index, ()):
@@ -136,9 +133,9 @@ class CodedSums:
                 kept.begin_with(place, whole[elements])
 
     def adopt(self, unused: Iterable[tuple[int, range]]) -> None:
-        """The backward that has ended is good: what was encoded in it is delivered, and the rest is kept.
+        """Use the errors of the last backward, which was good: the sums encoded in it are delivered.
 
-        Without this call the next backward begins with the errors that this one began with.
+        Without this call the next backward begins with the same errors as this one.
         """
         left_out: dict[KeptError, list[Elements]] = {}
         for index, without in unused:
@@ -181,7 +178,7 @@ class CodedSums:
             return
         kept, first = self._errors[phase][bucket], self._firsts[bucket][phase]
         place = elements.start - first, elements.stop - first
-        if weight < _SMALLEST_WEIGHT:  # no rank looks at codes without a weight
+        if weight < _SMALLEST_WEIGHT:  # no rank reads codes without a weight
             kept.wait(place)
         else:
             kept.encode(self._encoding, self._rooms[phase].ctypes.data, weight, place, payload)

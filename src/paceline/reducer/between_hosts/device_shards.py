@@ -1,17 +1,17 @@
-"""Shards of buckets on devices, between hosts: what a transport needs beside its process group.
+"""Averages shards of buckets on devices between hosts, for a transport over a host's process group.
 
-The process group of a host leaves each of its ranks a shard of each bucket, and then it is as
-if this rank were a host of its own. So a `HierarchicalReducer` over hosts of one rank each, whose plan has
-one parameter for each shard, exchanges it with the peers, and gives back the mean over the hosts.
+The process group of a host leaves each of its ranks a shard of each bucket. From then on each rank acts as a
+host of its own: a `HierarchicalReducer` over hosts of one rank each, whose plan has one parameter for each
+shard, exchanges the shard with the peers, and returns the mean over the hosts.
 
 Steps of a backward, on each rank
-1. `bring`: a bucket has been launched. What fetches the shard of it (which waits for the process group, and
-   for the device) goes to a thread, so that no hook waits. The thread takes the shards in the order of the
-   plan, and makes no call on any group.
+1. `bring`: a bucket has been launched. The function that fetches its shard (it waits for the process group
+   and for the device) goes to a thread, so that no hook waits. The thread takes the shards in the order of
+   the plan, and makes no call on any group.
 2. The thread fetches the shard into memory of the host and marks it ready, and the exchange sends it while
    the backward goes on.
 3. `finish`: all shards have been marked; the exchange is finished, and they hold means. The last shard is
-   sent only now, so nothing that needs means can be begun before.
+   sent only now, so nothing that needs means can begin earlier.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buc
 from paceline.reducer.protocol import BackwardStatus
 from paceline.rendezvous.limits import start_thread
 
-_LOOK_S = 0.05  # how often whoever waits looks for signals, and for a failure that was not reported to it
+_LOOK_S = 0.05  # how often a wait checks for signals, and for a failure of which it was not notified
 
 
 def shard_elements(plan: Plan, bucket: int, num_ranks: int) -> int:
@@ -47,8 +47,8 @@ def shard_elements(plan: Plan, bucket: int, num_ranks: int) -> int:
 
 
 def plan_of_shards(plan: Plan, num_ranks: int) -> Plan:
-    """One parameter, and one bucket, for one rank's shard of each bucket; the same for all places
-    in a host.
+    """A plan with one parameter, and one bucket, for one rank's shard of each bucket; the same for all local
+    ranks.
     """
     specs = []
     for number, bucket in enumerate(plan.buckets):
@@ -93,9 +93,9 @@ def gaps_in_shard(plan: Plan, bucket: int, place: Place) -> list[slice]:
 def take_over(
     before: CodedSums, plan_before: Plan, codes: CodedSums, plan: Plan, place: Place, host: _core.HostGroup
 ) -> None:
-    """Begin with the errors of encoding of another plan of the same parameters. Collective over the host.
+    """Begin with the encoding errors of another plan of the same parameters. Collective over the host.
 
-    Which rank of the host sends a value has changed, as in `CodedSums.take_over`.
+    The values that each rank of the host sends have changed, as in `CodedSums.take_over`.
     """
     kept = before.kept()
     errors: list[Floats] = [
@@ -116,7 +116,7 @@ def take_over(
 
 
 class DeviceShards:
-    """One rank's shards on their way to the peers and back, one backward after the other."""
+    """Exchanges one rank's shards with its peers, one backward after the other."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class DeviceShards:
         start_thread(self._thread)
 
     def bring(self, bucket: int, fetch: Callable[[], None]) -> None:
-        """Take over a bucket that was just launched; they come in the plan's order. Does not block."""
+        """Take over a bucket that was just launched; called in the plan's order. Does not block."""
         self.check()
         self._coming.put((bucket, fetch))
 
@@ -157,7 +157,7 @@ class DeviceShards:
                     raise self._late()
                 self._changed.wait(_LOOK_S)
             self._num_ready = 0
-        self._peer_monitor.publish_waiting()  # for another host: those of this one have none to blame here
+        self._peer_monitor.publish_waiting()  # for another host; ranks of this host have not caused this wait
         self.reducer.finish(BackwardStatus(1), False)
         if self._host is not None:
             saw = np.array([self.reducer.saw_nonfinite], np.float32)
@@ -191,7 +191,7 @@ class DeviceShards:
         self.stop()
 
     def stop(self) -> None:
-        """End the thread. Does not block."""
+        """End the thread when it has nothing more to do. Does not block."""
         self._coming.put(None)
 
     def close(self) -> None:
@@ -205,7 +205,7 @@ class DeviceShards:
                 bucket, fetch = shard
                 fetch()
                 self.reducer.mark_ready(bucket)
-                del shard, fetch  # they keep the transport, which may be dropped
+                del shard, fetch  # they keep the transport alive, which may be dropped
                 with self._changed:
                     self._num_ready += 1
                     self._changed.notify_all()

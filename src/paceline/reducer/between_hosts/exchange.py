@@ -1,29 +1,30 @@
-"""One rank's shard of each bucket on its way to the other hosts and back; this folder's head has the words.
+"""Exchanges one rank's shard of each bucket with the other hosts; the package docstring defines the words.
 
-The thread that runs the backward makes and sends, and one thread waits, adds up and publishes. It has
-to be a thread, because a transport tells that a message has come only to who waits for it; its waits let
-Python's lock go. So messages travel while the backward goes on.
+The thread that runs the backward makes and sends messages; another thread waits, adds up and publishes. It
+has to be a thread, because a transport reports an arrived message only to a caller that waits for it. Its
+waits release Python's global lock, so messages travel while the backward goes on.
 
 Steps of a bucket, on each rank
 1. `_make_ready`: receives are begun; those of the first buckets before their backward, as far as there is
-   memory. An engine that asks the receiver for room before it sends gets its answer at once then. The thread
-   begins them when the backward before has ended; where there are few, while messages of that backward are
-   still on their way and nothing runs: two threads that hand Python's lock to and fro take longer than the
-   work itself (0.3 to 0.6 ms of a backward of 100 kB).
+   memory. A process group that asks the receiver for room before it sends then gets its answer at once. The
+   waiting thread begins them when the previous backward has ended. If there are few, it begins them while
+   messages of the previous backward are still on their way and nothing else runs, because two threads that
+   pass Python's global lock back and forth take longer than the work (0.3 to 0.6 ms of a backward of 100 kB).
 2. `launch`: the shard is sent: summed over the host's ranks piece by piece (`sum_messages`), or as it is
    (`value_messages`).
-3. The thread: in one round the pieces of all blocks are published as they come. In two, those of this host's
-   part are added up and sent on, the next bucket's come first if there is one, and then the parts of the
-   others are published.
-4. The thread waits for what was sent: until then its memory is not free. Then the next bucket may have it.
-Where there are few messages, no other rank on the host, and signals are heard meanwhile, whoever runs the
-backward makes steps 3 and 4 itself: it has nothing else to do, and need not wake and be woken.
+3. The waiting thread: in one round, the pieces of all blocks are published as they arrive. In two rounds, the
+   pieces of this host's part are added up and sent. Then, after the first round of the next bucket if that is
+   launched, the parts of the other hosts are published.
+4. The waiting thread waits until the messages are sent and so their memory is free. Then the next bucket may
+   use it.
+If there are few messages, no other rank on the host, and signal handlers run during waits, then the thread
+that runs the backward does steps 3 and 4 itself: it has nothing else to do, and no thread has to be woken.
 
-Memory: a few buckets are under way at a time (WINDOW), each in a *room* of its own for what is sent and what
-is received: together about WINDOW * 2 to 3 shards of the largest bucket, or one for values, whatever the size
-of the model. There are two at least, so that a model of one bucket can receive that of the next backward. A
-bucket has the same room in every backward (that of a model of one bucket takes turns), so its messages are
-laid out once, when it first comes (`messages`).
+Memory: a few buckets are in flight at a time (WINDOW), each in a *room* of its own for the messages sent and
+received: together about WINDOW * 2 to 3 shards of the largest bucket, or one shard each for values, whatever
+the size of the model. There are at least two rooms, so that a model of one bucket can receive that of the
+next backward. A bucket has the same room in every backward (that of a model of one bucket alternates), so its
+messages are laid out once, when it is first used (`messages`).
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ from paceline.reducer.between_hosts.value_messages import InFlightFewValues, InF
 from paceline.rendezvous.limits import start_thread
 
 WINDOW = 4
-_LOOK_S = 0.05  # how often who waits for free memory looks whether the host's group is over
-_FEW_MESSAGES = 8  # of a backward: then their receives are begun in the backward before it
+_LOOK_S = 0.05  # how often a thread that waits for free memory checks whether the host's group has ended
+_FEW_MESSAGES = 8  # of a backward: with at most so many, receives are begun during the backward before it
 
 
 class _ReceiveNext: ...
@@ -58,12 +59,12 @@ _RECEIVE_NEXT = _ReceiveNext()
 
 
 class HostExchange:
-    """Carries the sums of one rank's shards to the other hosts and back.
+    """Exchanges the sums of one rank's shards with the other hosts.
 
     Args:
         terms: What all buckets of this rank have in common.
-        group: The memory of this host, whose other ranks are notified of a failure.
-        control: Reports to all ranks a failure of one.
+        group: The shared memory of this host, whose other ranks are notified of a failure.
+        control: Reports a failure of this rank to all ranks, and theirs to this one.
         timeout_s: Most seconds to wait for ranks of the host.
     """
 
@@ -79,35 +80,35 @@ class HostExchange:
         self._rooms = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, max(2, len(buckets))))]
         self._is_taken = [False] * len(self._rooms)
         self._laid_out: dict[tuple[int, int], InFlightBucket] = {}  # by bucket and room
-        # Of all steps but the last, whose result has its own place.
+        # Results of all steps except the last, whose result has its own place.
         self._joined = [np.empty(self._piece_bytes(), np.uint8) for _ in terms.blocks.steps[:-1]]
         self._values = ValuesBackward(terms)
         self._is_free = threading.Condition()
-        self._number = 1  # of the backward under way, or of the next one
+        self._number = 1  # of the current backward, or else of the next one
         self._ready: deque[InFlightBucket] = deque()  # of that backward, in the plan's order, not launched
-        self._next_ready = 0  # its first bucket that has not been among them
-        self._is_due = False  # its first receives are still to be begun, by the thread
-        # Held by whoever begins receives, which the four above are about. Nothing does in
+        self._next_ready = 0  # its first bucket that has not been in `_ready`
+        self._is_due = False  # its first receives must still be begun by the waiting thread
+        # Held while receives are begun, for the four attributes above. None are begun during
         # `_open_next_backward`.
         self._making = threading.Lock()
         self._has_few_messages = len(buckets) == 1 and self._has_few()
         is_alone = group.world_size == 1
         self._waits_itself = self._has_few_messages and is_alone and terms.transport.lets_signals_in
         self._met: CollectiveError | None = None
-        # Of `_take_only`, which has not waited for what was sent.
+        # Of `_take_only`, which has not waited until its messages were sent.
         self._last_in_flight: InFlightBucket | None = None
         self._launched: queue.SimpleQueue[InFlightBucket | _ReceiveNext | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         start_thread(self._thread)
         control.at_failure(self._fail)
-        lifetime.before_leaving(self.join)  # this rank's backward may be over, and its peer's not
+        lifetime.before_leaving(self.join)  # this rank's backward may be over before its peer's
 
     # --- the thread that runs the backward ---
 
     def end_backward(self) -> None:
-        """Let the thread begin to receive what peers send of the next backward.
+        """Let the waiting thread begin to receive what peers send for the next backward.
 
-        The thread, because nothing waits for it: the user's program goes on meanwhile.
+        It does this while the user's program continues.
         """
         if not self._has_few_messages:
             self._open_next_backward()
@@ -124,10 +125,10 @@ class HostExchange:
         """Sum this rank's shard of a bucket that all ranks of the host have posted, and begin to exchange it.
 
         Returns:
-            Whether it was launched: False where there is no memory now.
+            Whether it was launched: False if there is no memory now.
 
         Raises:
-            CollectiveError: The exchange has failed, or there was no memory in time.
+            CollectiveError: The exchange has failed, or no memory became free in time.
         """
         with self._making:
             self._is_due = False
@@ -157,16 +158,16 @@ class HostExchange:
         self.stop()
 
     def stop(self) -> None:
-        """End the thread, once it has nothing more to do."""
+        """End the waiting thread when it has nothing more to do. Does not block."""
         self._launched.put(None)
 
     def join(self) -> None:
-        """Wait until the thread has ended, and the memory of this host is not written any more."""
+        """Wait until the waiting thread has ended, and the memory of this host is no longer written."""
         self.stop()
         self._thread.join(self._timeout_s)
 
     def _make_ready(self, *, may_wait: bool) -> None:
-        """Begin receives of the buckets that come next, as far as there is memory."""
+        """Begin receives of the next buckets, as far as there is memory."""
         if self._met is not None:
             raise self._met
         while self._next_ready < len(self._terms.routes):
@@ -190,7 +191,7 @@ class HostExchange:
                 self._group.check_usable()  # a rank of this host may have died meanwhile
             is_late = self._is_taken[room]
             self._is_taken[room] = True
-        if is_late:  # not under the lock, which whoever gives the reason needs
+        if is_late:  # not under the lock, which the thread that reports the reason needs
             raise self._waits.late(self._terms.others, "take earlier buckets", bucket)
         in_flight = self._laid_out.get((bucket, room))
         if in_flight is None:
@@ -205,7 +206,7 @@ class HostExchange:
     def _take_only(self, in_flight: InFlightBucket) -> None:
         """Wait for the messages of a backward of one bucket, and publish the means.
 
-        Those that were sent have most likely gone by the next backward, which needs their memory.
+        The next backward needs the memory of the sent messages; most likely they have left by then.
         """
         before, self._last_in_flight = self._last_in_flight, in_flight
         with _core.DefaultFloats():
@@ -249,14 +250,14 @@ class HostExchange:
     def _has_few(self) -> bool:
         return self._kind_of(0).num_coming(self._terms, 0) <= _FEW_MESSAGES
 
-    # --- the thread that waits ---
+    # --- the waiting thread ---
 
     def _run(self) -> None:
         try:
-            with _core.DefaultFloats():  # sums of weights too are the same on all hosts
+            with _core.DefaultFloats():  # so that sums of weights, too, are the same on all hosts
                 self._wait_and_publish()
         except CollectiveError as error:
-            self._fail(unpack_failure(error))  # another rank of this host may have reported what it met
+            self._fail(unpack_failure(error))  # another rank of this host may have reported its error
         except BaseException as error:
             self._fail(error)
 
@@ -267,7 +268,7 @@ class HostExchange:
                 halfway.remove(in_flight)
                 in_flight.second_round()
             else:
-                if self._has_few_messages:  # they are on their way, and the user's thread waits, too
+                if self._has_few_messages:  # messages are on their way, and the user's thread waits, too
                     self._open_next_backward()
                     self._receive_next()
                 in_flight.first_round()
@@ -284,7 +285,7 @@ class HostExchange:
             self._is_free.notify()
 
     def _next(self, halfway: deque[InFlightBucket]) -> InFlightBucket | None:
-        """What was launched last comes before the second round of what came before it."""
+        """The last launched bucket if there is a new one; else the oldest that waits for its second round."""
         while True:
             try:
                 in_flight = self._launched.get(block=not halfway)
@@ -295,16 +296,16 @@ class HostExchange:
             self._receive_next()
 
     def _open_next_backward(self) -> None:
-        """All buckets of this backward are launched: receives are those of the next one from now on."""
+        """Count the next backward: all buckets of this one are launched, so receives are for the next."""
         self._number, self._next_ready, self._is_due = self._number + 1, 0, True
 
     def _receive_next(self) -> None:
-        """Begin receives of the backward that comes next, unless it has come.
+        """Begin receives of the next backward, unless it has begun.
 
-        Where a connection has broken meanwhile the next backward tells, because the one that has ended is
-        good.
+        If a connection has broken meanwhile, the next backward raises the error, because the backward that
+        has ended is good.
         """
-        # Whoever holds it makes them itself, and may be waiting for memory that only this thread frees.
+        # A thread that holds it begins the receives itself, and may wait for memory that this thread frees.
         if not self._making.acquire(blocking=False):
             return
         try:
@@ -320,7 +321,7 @@ class HostExchange:
 
     def _fail(self, error: BaseException) -> None:
         with self._is_free:
-            if self.failure is not None:  # a consequence
+            if self.failure is not None:  # this error is a consequence of the first
                 return
             self.failure = error
             self._is_free.notify_all()
@@ -328,6 +329,6 @@ class HostExchange:
         self._report(error)
 
     def _report(self, error: BaseException) -> None:
-        """Report the reason to all hosts, then end the connections, so that the peers wake."""
+        """Report the reason to all hosts, then end the connections, so that the waits of peers end."""
         self._control.report_failure(error)
         self._terms.transport.abort()

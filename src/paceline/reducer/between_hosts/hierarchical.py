@@ -1,26 +1,26 @@
-"""One backward pass over several hosts: sums in the memory of each host, then between hosts, then back.
+"""Averages gradients over several hosts: sums in the memory of each host, then between hosts, then back.
 
-The rank with local rank l has the same *shard* of each bucket on every host. It sums that over
-its host's ranks, exchanges the sum with its peers, and writes the mean into the gradient buffers of all
-ranks of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks
+The ranks with local rank l have the same *shard* of each bucket on every host. Such a rank sums the shard
+over its host's ranks, exchanges the sum with its peers, and writes the mean into the gradient buffers of all
+ranks of its host. So each byte crosses the network as rarely as possible, over the connections of all ranks
 that have a shard: as many on each host as the smallest host has ranks.
 
 Steps of a backward, for H hosts of L ranks
-1. A parameter is marked ready. Buckets that became complete on this rank are posted; those that all ranks of
+1. A parameter is marked ready. Buckets that became complete on this rank are posted. Those that all ranks of
    the host have posted are summed and sent, in the plan's order, as far as there is memory.
-2. At the end places of unmarked parameters are cleared and the remaining buckets posted and launched. Every
-   rank launches the same buckets in every backward, whatever its backward did.
-3. What this rank reports of its backward travels beside its shard of the last bucket, and comes to the peer,
-   who lays it where all ranks of its host read it. So the verdict takes no further round. A rank without a
-   shard writes it into the memory of its host before it posts the last bucket, and another one sends both.
+2. At the end, places of unmarked parameters are cleared and the remaining buckets posted and launched. Every
+   rank launches the same buckets in every backward, whatever its own backward did.
+3. This rank's report of its backward travels with its shard of the last bucket to each peer, which writes it
+   where all ranks of its host can read it. So the outcome needs no further round. A rank without a shard
+   writes its report into the memory of its host before it posts the last bucket, and another rank sends both.
    Only if some rank reports gradients that are not finite, a second exchange shows which.
-Sums are undivided, and each message tells its host's weight: the mean is divided once, by the total.
+Sums are undivided, and each message contains its host's weight: the mean is divided once, by the total.
 
-Bits: over hosts sums are added up in the order of the hosts' lowest ranks, over the ranks of a host in rank
-order, both as a binary tree. Where both together are the tree of one host (`blocks.has_bits_of_one_host`; for
-example aligned blocks of 2**k ranks), the bits are those of one host; else the same on every rank, in every
-run of this layout, for every bucket size. If they have to be those of one host all the same, hosts send the
-sums of several blocks of their ranks instead of one (`blocks.exact_blocks`).
+Bits: sums of hosts are added in the order of the hosts' lowest ranks, and those of a host's ranks in rank
+order, both as a binary tree. If both together form the tree of one host (`blocks.has_bits_of_one_host`; for
+example aligned blocks of 2**k ranks), the bits are those of one host. Otherwise they are the same on every
+rank, in every run of this layout, for every bucket size. If they must be those of one host nevertheless,
+hosts send the sums of several blocks of their ranks instead of one sum (`blocks.exact_blocks`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _PAIR = struct.Struct("<II")
 
 @dataclass(frozen=True)
 class Hosts:
-    """Who is where."""
+    """The layout of ranks on hosts, and what connects them."""
 
     rank: int
     world_size: int
@@ -83,7 +83,7 @@ class HierarchicalReducer(ReportingReducer):
     """A `Reducer` over several hosts. Making one is collective, over all their ranks.
 
     Attributes:
-        codes: What keeps the errors of encoding; None: nothing is encoded.
+        codes: Encodes sums, and keeps the encoding errors; None: nothing is encoded.
         saw_nonfinite: Whether the last backward had a gradient or a mean that is not finite; all ranks agree.
     """
 
@@ -112,8 +112,8 @@ class HierarchicalReducer(ReportingReducer):
         )
         begin = self._core.buffer_pointer
         super().__init__(plan, hosts.world_size, hosts.who, [begin + offset for offset in plan.offsets])
-        self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shards
-        self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shards
+        self._found: set[tuple[int, int]] = set()  # (rank, parameter) not finite in this rank's shards
+        self._not_finite: set[int] = set()  # parameters whose mean is not finite in this rank's shards
         self.codes: CodedSums | None = None
         self.saw_nonfinite = False
         self._own_ranks = hosts.own_ranks
@@ -133,7 +133,7 @@ class HierarchicalReducer(ReportingReducer):
 
     @property
     def buffer_pointer(self) -> int:
-        """Address of this rank's gradient buffer, zeros at first; it is there as long as `memory` lives."""
+        """Address of this rank's gradient buffer, initially zeros; valid as long as `memory` lives."""
         return self._core.buffer_pointer
 
     @property
@@ -141,18 +141,18 @@ class HierarchicalReducer(ReportingReducer):
         return self._core
 
     def waiting_ranks(self) -> list[int]:
-        """The ranks of this host that wait; those of others are unknown."""
+        """The ranks of this host that wait; it is unknown for ranks of other hosts."""
         return [self._own_ranks[local_rank] for local_rank in self._core.waiting_ranks()]
 
     def _squared_norm(self) -> float:
-        """Computed when asked, segment by segment as on one host: the same bits."""
+        """Computed on demand, segment by segment as on one host, so that it has the same bits."""
         total = 0.0
         with _core.DefaultFloats():
             for offset, spec in zip(self._plan.offsets, self._plan.parameters):
                 for first in range(0, spec.numel, SEGMENT_ELEMENTS):
                     length = min(SEGMENT_ELEMENTS, spec.numel - first)
                     pointer = self.buffer_pointer + offset + first * spec.itemsize
-                    # The maximum over one array, written nowhere: the norm is seen on the way.
+                    # The maximum over one array, stored nowhere: the call computes the norm as well.
                     norm, _, _ = _core.reduce_arrays(
                         _DTYPES[spec.dtype], _core.REDUCE_OPS["max"], [pointer], [], length
                     )
@@ -160,7 +160,7 @@ class HierarchicalReducer(ReportingReducer):
         return total
 
     def adopt_errors(self, unused: Collection[int] | None) -> None:
-        """See `Reduction.adopt_errors`; with `encoding` only."""
+        """See `Reduction.adopt_errors`; does something only with `encoding`."""
         if self.codes is not None and unused is not None and not self.saw_nonfinite:
             parameters = self._plan.parameters
             self.codes.adopt((index, range(parameters[index].numel)) for index in unused)
@@ -174,7 +174,7 @@ class HierarchicalReducer(ReportingReducer):
 
     def _begin_backward(self) -> None:
         super()._begin_backward()
-        self._next = 0  # the first bucket that is not launched
+        self._next = 0  # the first bucket that is not yet launched
         self._is_begun = False
 
     def _take_complete(self) -> bool:
@@ -194,12 +194,12 @@ class HierarchicalReducer(ReportingReducer):
             self._core.begin_backward(self._weight, self._is_weight_in_gradients)
         for number in self.marks.take_complete():
             self._note_complete_bucket(number)
-            # Whoever sends the report of a rank without a shard finds it once the last one is complete.
+            # The last bucket of a rank without a shard is posted after its report, which another rank sends.
             if self._has_shard or number < self._last:
                 self._core.post(number)
 
     def _launch_complete(self) -> None:
-        """Launch buckets in order, but for the last one, which carries what the end of the backward tells."""
+        """Launch buckets in order, except the last one, which carries the report of this backward."""
         marks, core = self.marks, self._core
         while self._next < self._last and marks.is_complete(self._next) and core.is_complete(self._next):
             if not self._launch(self._next, may_wait=False):
@@ -209,7 +209,7 @@ class HierarchicalReducer(ReportingReducer):
     def _launch(
         self, bucket: int, make_report: Callable[[], bytes] | None = None, *, may_wait: bool = True
     ) -> bool:
-        if self._exchange is None:  # its shard is empty; others of this host read its report where it is
+        if self._exchange is None:  # it has no shard; other ranks of this host read its report from memory
             self._core.count_share()
             return True
         return self._exchange.launch(bucket, self._note_nonfinite, make_report, may_wait=may_wait)
@@ -226,7 +226,7 @@ class HierarchicalReducer(ReportingReducer):
                 self._exchange.end_backward()
         except BaseException as error:
             self._raise_reason(error)
-        control.activity = before  # one that raises does not go on, and is none to blame
+        control.activity = before  # not after an error: a rank that raised does not continue, and is not late
 
     def _clear(self, param: int) -> None:
         plan = self._plan
@@ -258,7 +258,7 @@ class HierarchicalReducer(ReportingReducer):
             pairs = zip(slots, reports.unused)
             self._unused = [unpack_bits(slot[REPORT_BYTES:]) if count else [] for slot, count in pairs]
         self._nonfinite, self._overflowed = [], []
-        # All ranks see the same reports, and the same means.
+        # All ranks see the same reports and the same means.
         self.saw_nonfinite = reports.counts_nonfinite or self._core.has_overflow
         if self.saw_nonfinite and self._hosts.gather is not None:
             self._gather_nonfinite(self._hosts.gather)
@@ -266,7 +266,7 @@ class HierarchicalReducer(ReportingReducer):
                 self._clear_gaps()
 
     def _clear_gaps(self) -> None:
-        """Codes may spread a NaN between parameters, where nothing would ever overwrite it."""
+        """Clear the bytes between parameters: codes may write a NaN there, which nothing would overwrite."""
         for offset, spec in zip(self._plan.offsets, self._plan.parameters):
             end = offset + spec.nbytes
             gap = min(-end % ALIGNMENT_BYTES, self._plan.buffer_bytes - end)

@@ -1,4 +1,4 @@
-"""Which communicator connects the ranks of a model; and the one between several hosts."""
+"""Chooses the communicator between the ranks of a model; and the communicator between several hosts."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def connect(
     Args:
         peers: The ranks that train the model.
         ops: The framework's functions.
-        owner: The class that asks for it, for errors.
+        owner: The class to name in errors.
         on_host: Whether all trainable parameters are on the CPU; the same on all ranks.
-        reduce_through: "memory", "group", "hosts", or the best of what needs no such wish ("auto"); the same
-            on all ranks.
-        between_hosts: What is asked of the way between hosts; the same on all ranks. None: only values are
-            moved.
-        join_hosts: Connects the ranks of several hosts, given the memory of this one; None: it cannot.
-            Collective.
-        why_not_joined: Why it cannot, in words.
+        reduce_through: "memory", "group", "hosts", or "auto": the best one that needs no explicit request;
+            the same on all ranks.
+        between_hosts: The options for sums between hosts; the same on all ranks. None: the communicator is
+            only for values.
+        join_hosts: Connects the ranks of several hosts, given the memory of this one; returns None if it
+            cannot. Collective.
+        why_not_joined: The reason if it cannot, in words.
         calls_of_hooks: See `MemoryCommunicator`.
     """
     memory = peers.share_hosts() if on_host and reduce_through != "group" else None
@@ -89,7 +89,7 @@ def connect(
 def check_group(
     peers: object, ops: FrameworkOps[Any], owner: str, *, on_host: bool, reduce_through: str
 ) -> None:
-    """Refuse what only the memory of one host could do, and ranks that no process group connects."""
+    """Refuse a request for shared memory, and ranks that no process group connects."""
     on_device = f"parameters on {ops.names.device}"
     if reduce_through == "memory":
         raise ConfigError(
@@ -120,7 +120,7 @@ class HostReducers:
     def make(
         self, plan: Plan, options: ReductionOptions, instead_of: Reduction[Any] | None
     ) -> HierarchicalReducer | None:
-        """The reducer of a plan; None: it is one for the process group alone. Collective, over all ranks."""
+        """The reducer of a plan; None: the process group must average it. Collective, over all ranks."""
         if instead_of is not None:
             instead_of.reducer.close()
         if options.skip_unused or not plan.buckets:
@@ -128,7 +128,7 @@ class HostReducers:
         return self.make_next(plan, self._codes)
 
     def make_next(self, plan: Plan, before: CodedSums | None) -> HierarchicalReducer:
-        """The reducer of a plan that follows on the one before, if there was one. Collective, as above."""
+        """The reducer of a plan that may replace an earlier one. Collective, over all ranks."""
         self._num_plans += 1
         generation = self._hosts.model * PLANS + self._num_plans % PLANS
         reducer = HierarchicalReducer(
@@ -139,8 +139,8 @@ class HostReducers:
 
 
 class HostsCommunicator(BesideCommunicator[_Tensor]):
-    """A `Communicator` between several hosts: gradients meet in the memory of each, all else goes over the
-    group.
+    """A `Communicator` between several hosts: gradients are summed in the memory of each host, and all else
+    goes over the process group.
     """
 
     most_bucket_bytes: int | None = BUCKET_BYTES

@@ -1,7 +1,7 @@
-"""Messages of a bucket between hosts: laid out once, written and begun anew in every backward.
+"""The messages of an in-flight bucket between hosts: laid out once, filled and sent in every backward.
 
 A bucket has the same memory, peers and tags in every backward, so a backward only writes headers and begins
-transfers. `sum_messages` and `value_messages` have the kinds.
+transfers. The two kinds of in-flight buckets are in `sum_messages` and `value_messages`.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Terms:
     """What all buckets of one rank have in common.
 
     Attributes:
-        core: The part of this host.
-        transport: To the peers.
-        waits: For messages.
-        spans: Where each bucket is in the gradient buffer: its first byte, the one behind its last, and the
+        core: The part of the reducer in this host's memory.
+        transport: Connects to the peers.
+        waits: Waits for messages, and makes the errors.
+        spans: Where each bucket is in the gradient buffer: its first byte, the one after its last, and the
             bytes of an element.
-        routes: The way of this rank's shard of each bucket.
-        sums: How sums stand in messages.
-        blocks: Whose sums go from host to host, and how they are added.
-        reporting: The ranks whose reports travel beside the last bucket, of each host.
+        routes: The route of this rank's shard of each bucket.
+        sums: The format of sums in messages.
+        blocks: The blocks whose sums go from host to host, and how they are added.
+        reporting: For each host, the ranks whose reports travel with the last bucket.
         report_bytes: Size of one report.
         generation: Number of the plan.
-        on_overflow: Called by the thread that waits with (bucket, elements), if their mean may not be finite.
-        on_nonfinite: Called by the thread that waits with (bucket, elements, values, weights) if some
-            gradient may not be finite there, before anything is overwritten. `values`: where the first of
-            these elements of each host is; `weights`: what the hosts weigh.
+        on_overflow: Called by the waiting thread with (bucket, elements) if their mean may not be finite.
+        on_nonfinite: Called by the waiting thread with (bucket, elements, values, weights) if some gradient
+            may not be finite there, before anything is overwritten. `values`: for each host, the address of
+            the first of these elements; `weights`: the weights of the hosts.
     """
 
     core: _core.HostSums
@@ -77,21 +77,21 @@ class Terms:
         return turns_of(self.host, self.num_hosts)
 
     def is_last(self, bucket: int) -> bool:
-        """Whether the reports of a backward travel beside this bucket."""
+        """Whether the reports of a backward travel with this bucket."""
         return bucket == len(self.routes) - 1
 
     def bytes_of_reports(self, host: int) -> int:
         return len(self.reporting[host]) * self.report_bytes
 
     def take_reports(self, host: int, reports: Message) -> None:
-        """Lay what the ranks of a host report of their backward where all ranks of this one read it."""
+        """Write the reports of a host's ranks to where all ranks of this host can read them."""
         rows = reports.reshape(-1, self.report_bytes)
         for rank, report in zip(self.reporting[host], rows, strict=True):
             self.core.write_slot(rank, report.tobytes())
 
 
 class Layout:
-    """Cuts a room into messages."""
+    """Allocates messages in a room."""
 
     def __init__(self, memory: Message) -> None:
         self._memory = memory
@@ -115,16 +115,16 @@ class Coming(Protocol):
 
 
 class Sent:
-    """A message with a header that this rank makes, in every backward anew.
+    """A message with a header that this rank fills and sends in every backward.
 
     Attributes:
-        block: Whose sums it holds.
-        elements: Which ones.
+        block: The block whose sums it holds.
+        elements: The elements of these sums.
         memory: The whole message.
-        payload: The address behind the header.
+        payload: The address after the header.
         envelope: The header.
-        reports: Where reports stand in it; None: it has none.
-        ways: The hosts that it goes to, and what sends it there.
+        reports: The memory for reports in the message; None: it has none.
+        ways: The hosts that it goes to, and the function that sends it there.
     """
 
     __slots__ = ("block", "elements", "envelope", "memory", "payload", "reports", "ways")
@@ -138,13 +138,13 @@ class Sent:
         self.ways: list[tuple[int, Begin]] = []
 
     def put_reports(self, packed: bytes) -> None:
-        """Lay what the ranks of this host report of their backward behind the message."""
+        """Write the packed reports of this host's ranks behind the payload."""
         assert self.reports is not None
         self.reports[:] = np.frombuffer(packed, np.uint8)
 
 
 class Received:
-    """A message with a header that another host makes, in every backward anew."""
+    """A message with a header that another host sends in every backward."""
 
     __slots__ = (
         "begin",
@@ -176,13 +176,13 @@ class Received:
 
 
 class InFlightBucket(ABC):
-    """A bucket under way, in one room.
+    """A bucket in flight, in one room.
 
     Attributes:
-        bucket: The same.
-        number: The backward in which it is under way.
+        bucket: Its index in the plan.
+        number: The backward in which it is in flight.
         is_one_round: See `paceline.reducer.between_hosts.routes.Route`.
-        has_report: Whether the reports of a backward travel beside it.
+        has_report: Whether the reports of a backward travel with it.
     """
 
     def __init__(self, terms: Terms, bucket: int) -> None:
@@ -190,7 +190,7 @@ class InFlightBucket(ABC):
         self.bucket, self.number = bucket, 0
         self.is_one_round = terms.routes[bucket].is_one_round
         self.has_report = terms.is_last(bucket)
-        # Of this backward, with the host that they go to: their memory is not free yet.
+        # The sends of this backward, with the hosts that they go to: their memory is not free yet.
         self._sends: list[tuple[int, Transfer]] = []
 
     def begin(self, number: int) -> None:
@@ -206,17 +206,17 @@ class InFlightBucket(ABC):
 
     @abstractmethod
     def first_round(self) -> None:
-        """Wait for what comes first; then means are there (one round), or are sent to the others."""
+        """Wait for the first messages. Then the means are there (one round), or are sent to the others."""
 
     @abstractmethod
     def second_round(self) -> None:
-        """Wait for the means that others send."""
+        """Wait for the means that other hosts send."""
 
     @abstractmethod
     def silent(self) -> Iterable[int]: ...
 
     def wait_sent(self) -> None:
-        """Wait until nothing reads this rank's messages any more."""
+        """Wait until this rank's messages are sent."""
         host, timeout = -1, self._timeout
         try:
             for host, send in self._sends:  # noqa: B007  # the error names it
@@ -225,7 +225,7 @@ class InFlightBucket(ABC):
             raise self._lost(error, host) from error
         self._sends.clear()
 
-    # Between megabytes each call of a function in Python takes about a microsecond, so these have loops.
+    # These have loops inside, because each function call in Python takes about a microsecond.
 
     def _send(self, message: Sent, weight: float) -> None:
         message.envelope.write(self.number, weight)
@@ -236,7 +236,7 @@ class InFlightBucket(ABC):
         try:
             for host, begin in ways:
                 sends.append((host, begin()))
-        except RuntimeError as error:  # the connection has broken before
+        except RuntimeError as error:  # the connection was broken before
             raise self._lost(error, host) from error
 
     def _receive_all(self, messages: Iterable[Coming]) -> None:
@@ -260,12 +260,12 @@ class InFlightBucket(ABC):
         return self._terms.waits.lost(error, host, self.bucket, self.silent())
 
     def _arrived_later(self, message: Received, weight: float) -> None:
-        """As `_arrived`, for a further message of a host that has reported its weight before."""
+        """As `_arrived`, for a further message of a host whose weight is known."""
         if self._arrived(message) != weight:
             raise self._terms.waits.mismatch(message.host, message.memory, f"weight {weight}")
 
     def _arrived(self, message: Received) -> float:
-        """Wait for a message, check it, and take the reports beside it; returns its weight."""
+        """Wait for a message, check it, and take the reports in it; returns its weight."""
         self._wait(message)
         weight = message.envelope.weight_in(self.number)
         if weight is None:

@@ -1,4 +1,4 @@
-"""What a user asks of sums between hosts, and the error where gradients do not go between hosts."""
+"""The user's options for sums between hosts, and the errors if gradients do not go between hosts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from paceline.arguments import show
 from paceline.errors import ConfigError
 
 A_HOOK = "a communication hook, which averages over the process group alone"
-"""Why sums do not go from host to host."""
+"""A reason why sums do not go from host to host, for `BetweenHosts.refuse`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenHosts:
-    """What is asked of the way between hosts.
+    """The user's options for sums between hosts.
 
-    `compression` and `deterministic` are never both set: the wrapper's arguments refuse that.
+    `compression` and `deterministic` are never both set, because the wrapper's arguments refuse that.
     """
 
     owner: str
@@ -23,7 +23,7 @@ class BetweenHosts:
     deterministic: str | None
 
     def refuse(self, seen: str) -> None:
-        """Refuse what was asked for, if anything was, because sums do not go from host to host here."""
+        """Refuse the options that were given, if any, because sums do not go from host to host here."""
         if self.compression is not None:
             raise ConfigError(
                 f"{self.owner}: compress_between_hosts={show(self.compression)} is not possible here.",
@@ -37,7 +37,7 @@ class BetweenHosts:
 
 
 def refuse_other_bits(owner: str, deterministic: str | None, seen: str) -> None:
-    """Refuse `deterministic`, if it was asked for, because the process group decides the order of sums."""
+    """Refuse `deterministic` if it was given, because the process group decides the order of sums."""
     if deterministic is not None:
         raise ConfigError(
             f"{owner}: deterministic={show(deterministic)} is not possible here.",

@@ -1,7 +1,7 @@
-"""A rank's messages to and from its peers: how long it waits, and what it raises if they fail.
+"""Waits of a rank for messages to and from its peers, and the errors if they fail.
 
-A transport knows only that a connection broke or that nothing came, so the control channel is asked which
-rank is behind each failure.
+A transport knows only that a connection broke or that nothing arrived, so the control channel is asked which
+rank caused each failure.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from paceline.health.peer_errors import is_of_a_late_peer, is_of_a_lost_peer, la
 from paceline.health.peer_monitor import PeerMonitor
 from paceline.reducer.between_hosts.wire import Header, HostsTransport, Message
 
-_SHOWN = 300  # characters of a transport's own words
-_KNOWN_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows why
-# A rank whose deadline has passed asks all others what they are in before it gives up and tells its host. The
-# rest is for a busy machine.
+_SHOWN = 300  # characters of a transport's own message
+_KNOWN_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows the reason
+# A rank whose deadline has passed asks all others for their activity before it gives up and notifies its
+# host. The rest is a margin for a busy machine.
 _ASKS_WITHIN_S = ASK_AGAIN_WITHIN_S + 2 * ASK_WITHIN_S
 
 
 def patience_s(timeout_s: float) -> float:
-    """How long to wait for a message, where ranks of one host wait `timeout_s` for each other.
+    """How long to wait for a message, if ranks of one host wait `timeout_s` for each other.
 
-    A little longer: a peer may be waiting for a rank of its own host, and it alone knows which.
+    This is a little longer, because a peer may be waiting for a rank of its own host, and only the peer knows
+    which.
     """
     return timeout_s + min(2.0, timeout_s / 2)
 
 
 def patience_with_its_host_s(timeout_s: float) -> float:
-    """How long to wait for a rank or thread of this host that waits for a message of a peer: longer than
-    that, because it knows the peer's name.
+    """How long to wait for a rank or thread of this host that waits for a message of a peer: longer than that
+    wait, because it knows the peer's name.
     """
     return patience_s(timeout_s) + _ASKS_WITHIN_S
 
 
 class PeerWaits:
-    """Hosts are given by their numbers, buckets by theirs in the plan."""
+    """One rank's waits for its peers. Hosts and buckets are given by their numbers."""
 
     def __init__(
         self,
@@ -79,15 +80,15 @@ class PeerWaits:
         )
 
     def lost(self, error: RuntimeError, host: int, bucket: int, silent: Iterable[int]) -> CollectiveError:
-        """The error for a message that a transport could not begin, or whose wait has failed."""
+        """The error for a message whose transfer could not begin, or whose wait failed."""
         text, peer = str(error)[:_SHOWN], self._transport.name(host)
         if is_of_a_late_peer(text):
-            # Who is waited for may itself be waiting for another one that is silent.
+            # The peer may itself be waiting for another rank, whose message is missing, too.
             return self.late(dict.fromkeys([host, *silent]), "average gradients", bucket, text)
         if (reported := self._peer_monitor.lost(_KNOWN_WITHIN_S)) is not None:
             return reported
         if (stopped := self._not_answering("average gradients", bucket, text)) is not None:
-            return stopped  # the peer has given up on it, and no rank could be told
+            return stopped  # the peer has given up on it, and its report could reach no rank
         is_lost = is_of_a_lost_peer(text)
         monitor = self._peer_monitor
         if (reported := monitor.find_lost(0.0) if is_lost else monitor.lost()) is not None:

@@ -1,21 +1,21 @@
-"""Messages between hosts over an engine whose calls block, and pair by their order alone.
+"""Messages between hosts over a process group whose calls block, and are paired only by their order.
 
-Each connection has one direction and one thread, at each end. The one that sends puts messages
-through in the order in which they were begun; the one that receives looks at the header of what comes, and
-lays it where it is waited for. So it does not matter in which order the two ends begin messages, nor which
-thread does, and several models may use the same connections. There may be several to each peer: an engine may
-ask for room before it sends a message, and this question waits in the same queues as data.
+Each connection has one direction, and one thread at each end. The sending thread sends messages in the order
+in which they were begun. The receiving thread reads the header of each arriving message, and copies it to the
+memory of the receive that waits for it. So the two ends may begin messages in any order and from any thread,
+and several models may share the connections. There may be several connections to each peer, because a process
+group may ask for room before it sends a message, and this question waits in the same queue as data.
 
     this rank                                                            its peer
-    send()    -> queue -> thread -> the engine's call  .. thread -> header -> memory of a receive()
-    receive() <- header <- thread <- the engine's call .. thread <- queue <- send()
+    send()    -> queue -> thread -> process group's call .. thread -> header -> memory of a receive()
+    receive() <- header <- thread <- process group's call .. thread <- queue <- send()
 
-An engine may give up a call after a time that nobody can set (Paddle's Gloo: 30 s). So the receiving thread
-is always in a call, and the sending one sends a few bytes when there has been nothing else to send for a
-while. How long this rank waits is then for it alone to say.
+A process group may give up a call after a fixed time (Paddle's Gloo: 30 s). So the receiving thread is always
+in a call, and the sending thread sends a few bytes if there has been nothing else to send for a while.
+Therefore only this rank's own deadline limits its waits.
 
-Memory: a frame for each peer, and what has come before this rank asked for it, up to what peers may have
-under way.
+Memory: a frame for each peer, and messages that have arrived before this rank began to receive them, up to
+what peers may have in flight.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ from paceline.reducer.between_hosts.wire import HEADER_BYTES, PLANS, Header, Mes
 from paceline.rendezvous.limits import start_thread
 
 FRAME_BYTES = MESSAGE_BYTES + (64 << 10)
-"""Most of one call: a piece with its header and usual reports. Longer messages take several calls."""
+"""Most bytes of one call: a piece with its header and usual reports. Longer messages take several calls."""
 IDLE_S = 8.0
-"""After so long without a message, some bytes tell that this rank is there: a third of what Paddle allows."""
-_ENDED_WITHIN_S = 1.0  # for a thread at the end of the process
+"""After this time without a message, a few bytes show that this rank is alive: a third of what Paddle allows.
+"""
+_ENDED_WITHIN_S = 1.0  # the wait for a thread at the end of the process
 _IDLE, _OVER = b"idle", b"over"
 
 Carry = Callable[[Message], None]
-"""Moves one frame, and blocks until it has been taken, or has come. Raises RuntimeError: the connection is
-over. What is received into may be longer than what comes."""
+"""Moves one frame, and blocks until it has been sent, or has arrived. Raises RuntimeError if the connection
+has ended. The memory of a received frame may be longer than the frame."""
 _Key = tuple[int, int]  # model, tag
 _Item = TypeVar("_Item")
 
@@ -62,12 +63,12 @@ class PipedTransfer:
     def __init__(self, message: Message) -> None:
         self.message = message
         self._error = ""
-        # A lock: an Event has one for each wait, and passes through Python's lock some times more.
+        # A Lock, because an Event creates a lock for each wait, and takes Python's global lock more often.
         self._under_way = threading.Lock()
         self._under_way.acquire()
 
     def end(self, error: str = "") -> None:
-        """Ends it; with an error if it failed."""
+        """End the transfer, with an error if it failed."""
         self._error = error
         self._under_way.release()
 
@@ -108,28 +109,28 @@ class Pipes:
         self._senders = [lane for each in self.outgoing.values() for lane in each]
         self._receivers = [lane for each in self.incoming.values() for lane in each]
         lifetime.at_failure(self._end_for)
-        lifetime.before_leaving(self.close, is_last=True)  # messages that are under way come first
+        lifetime.before_leaving(self.close, is_last=True)  # after messages that are still on their way
 
     def abort(self) -> None:
-        """Wake all waits; nothing can be sent any more. Not collective, does not block."""
-        if os.getpid() == self._pid:  # a forked child has the same connections, and must let them be
+        """End all waits with an error; nothing can be sent any more. Not collective, does not block."""
+        if os.getpid() == self._pid:  # a forked child has the same connections, and must not end them
             stop_receiving(self._sockets)
             for sender in self._senders:
-                sender.leave()  # a thread that has nothing to send would not see it for a while
+                sender.leave()  # wakes a thread with nothing to send, which would notice only later
 
     def close(self) -> None:
-        """Leave in good order, and end the threads. Not collective; blocks for some seconds at most."""
+        """Notify peers that this rank leaves, and end the threads. Not collective; takes seconds at most."""
         if os.getpid() != self._pid:
             return
         for sender in self._senders:
             sender.leave()
         self._join(self._senders)
-        self._join(self._receivers)  # until peers have left, too: they may be about to say so
+        self._join(self._receivers)  # until the peers have left, too, because they may be about to say so
         self.abort()
         self._join([*self._senders, *self._receivers])
 
     def _end_for(self, error: BaseException) -> None:
-        """An exception ends this process. Its threads must not come back into an interpreter that is gone."""
+        """End the threads when an exception ends this process, before the interpreter is gone."""
         if os.getpid() == self._pid:
             self.abort()
             self._join([*self._senders, *self._receivers])
@@ -189,12 +190,12 @@ class _Lane(ABC):
     def _run(self) -> None: ...
 
     def _carry(self, frame: Message) -> None:
-        """Raises RuntimeError: the connection is over, in words that `process_group_waits` knows."""
+        """Raises RuntimeError if the connection has ended, in words that `process_group_waits` knows."""
         began_s = time.monotonic()
         try:
             self._carry_frame(frame)
         except RuntimeError as error:
-            # The engine's own words stay in the cause: Paddle calls every end of a connection a time-out.
+            # The original message stays in the cause. Paddle calls every end of a connection a time-out.
             if time.monotonic() - began_s < 0.8 * self._limit_s:
                 raise RuntimeError("Connection closed by peer") from error
             text = f"Timed out: no sign of life for {self._limit_s:g} s, after which the engine gives up"
@@ -233,7 +234,7 @@ class _Outgoing(_Lane):
                 for begin in range(0, len(transfer.message), FRAME_BYTES):
                     self._carry(transfer.message[begin : begin + FRAME_BYTES])
                 transfer.end()
-                transfer = None  # what ends the connection later is not its error
+                transfer = None  # an error that ends the connection later does not concern it
         except BaseException as error:
             self._give_up(str(error) or type(error).__name__, transfer)
 
@@ -252,7 +253,7 @@ class _Outgoing(_Lane):
 class _Incoming(_Lane):
     def __init__(self, carry: Carry, limit_s: float, over: Callable[[], None]) -> None:
         self._frame: Message = np.empty(FRAME_BYTES, np.uint8)
-        # Not held: the receives of a plan that was replaced go with the plan, and what they would fill.
+        # Weak references, so that receives of a replaced plan are freed with the plan and their memory.
         self._awaited: dict[_Key, deque[weakref.ref[PipedTransfer]]] = {}
         self._early: dict[_Key, deque[Message]] = {}
         super().__init__(carry, limit_s, over, "paceline-receive")
@@ -285,7 +286,7 @@ class _Incoming(_Lane):
                     transfer.end(self._error)
 
     def _next(self) -> Message | None:
-        """The next message, in memory that the one after it will need; None: the peer has left."""
+        """The next message, in memory that is reused for the one after it; None: the peer has left."""
         while True:
             self._carry(self._frame)
             kind = bytes(self._frame[: len(_IDLE)])
@@ -329,7 +330,7 @@ def _pop(rows: dict[_Key, deque[_Item]], key: _Key) -> _Item:
 
 
 def _lay(message: Message, transfer: PipedTransfer) -> None:
-    """Refuses a message of another size, as an engine that receives into the memory itself would."""
+    """Copy a message to its receive. Refuses another size, as a transport without this copy would."""
     if len(message) != len(transfer.message):
         transfer.end(f"a message of {len(message)} bytes came where {len(transfer.message)} are awaited")
         return

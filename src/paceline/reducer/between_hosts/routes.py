@@ -1,6 +1,6 @@
-"""Who sends which part of a bucket to whom: the layout of ranks on hosts, and the route of each shard.
+"""The routes of shards between hosts: which host sends which elements of a bucket to which other.
 
-The head of this folder has the words, and what each route costs. Pure.
+The package docstring defines the words, and says what each route costs. Pure.
 """
 
 from __future__ import annotations
@@ -10,33 +10,34 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MESSAGE_BYTES = 512 << 10
-"""Most of one message, but for the next case. One connection of Gloo moves one large message after the
-other, not both ways at once; pieces let it use both directions of a link."""
+"""Most bytes of one message, except in the next case. A connection of Gloo moves large messages one after the
+other, and not both ways at once; smaller pieces let it use both directions."""
 LONG_MESSAGE_BYTES = 2 << 20
-"""Most of one message of gradients that travel as they are, between two hosts or where more buckets follow.
-Nothing has to be made before they are sent, and each message takes a rank tens of microseconds, with what
-Gloo says to the peer's. Connections between more hosts share links unevenly, and a large piece that comes
-late keeps the other links idle unless they have another bucket to carry."""
+"""Most bytes of one message of gradients, between two hosts or if more buckets follow. Nothing has to be
+computed before it is sent, and each message costs a rank tens of microseconds, including Gloo's handshake
+with the peer. Connections between more hosts share the network unevenly, and a large piece that comes late
+keeps the other connections idle unless another bucket uses them."""
 ONE_ROUND_BYTES = 12 << 10
 """How many more bytes than two rounds one round may send. At 100 Mbit/s they take 1 ms, about as long as a
 second round."""
 VALUES_BYTES = 256 << 10
-"""Smaller shards travel as sums: further messages would cost more than they save. Gradients of 16 bits always
-travel as they are, because their sums are twice as large; below this size in one round, where sums would."""
+"""Smaller shards travel as sums, because further messages would cost more than they save. Gradients of 16
+bits always travel as values, because their sums are twice as large. Below this size they go in one round if
+sums would, too."""
 BUCKET_BYTES = 4 << 20
-"""Most of a bucket between hosts: while one is exchanged the next is computed, and the last has nothing
-behind which it could hide."""
+"""Largest bucket between hosts: while one is exchanged the next is computed, and the exchange of the last one
+overlaps with nothing."""
 _BLOCK_ELEMENTS = 16
 
 
 @dataclass(frozen=True)
 class Route:
-    """How one rank's shard of a bucket travels. Elements count from the beginning of the bucket.
+    """The route of one rank's shard of a bucket. Elements count from the beginning of the bucket.
 
     Attributes:
         shard: The elements.
-        parts: In one round: one, the whole shard. Else that of each host. Each in pieces.
-        is_of_values: Whether gradients travel as they are, and not their sums.
+        parts: With one round: one part, the whole shard. With two: the part of each host. Each is in pieces.
+        is_of_values: Whether gradients travel, and not their sums.
     """
 
     shard: range
@@ -63,7 +64,7 @@ def plan_route(
     *,
     is_followed: bool = False,
 ) -> Route:
-    """The route of one rank's shard; a pure function, the same for all its peers.
+    """The route of one rank's shard; a pure function with the same result for all its peers.
 
     Example:
         >>> plan_route(64, 4, 1, 2, 2)
@@ -94,7 +95,7 @@ def plan_route(
 
 
 def _more_in_one_round(nbytes: int, num_blocks: Sequence[int]) -> float:
-    """How many bytes more than in two rounds the host with the most blocks sends in one."""
+    """How many more bytes than in two rounds the host with the most blocks sends in one."""
     hosts, blocks = len(num_blocks), max(num_blocks)
     return (blocks * hosts - blocks - 1) * (hosts - 1) * nbytes / hosts
 
@@ -110,7 +111,7 @@ def num_shards(ranks: Sequence[Sequence[int]]) -> int:
 
 
 def spoken_for(ranks: Sequence[int], local_rank: int, shards: int) -> tuple[int, ...]:
-    """The ranks of a host whose reports travel beside the shard of one of them: itself, and some without one.
+    """The ranks of a host whose reports one of them sends: itself, and some of those without a shard.
 
     Example:
         >>> spoken_for([4, 5, 6], local_rank=0, shards=2)
@@ -120,26 +121,26 @@ def spoken_for(ranks: Sequence[int], local_rank: int, shards: int) -> tuple[int,
 
 
 def turns_of(host: int, num_hosts: int) -> list[int]:
-    """The other hosts, in the order in which one sends to them.
+    """The other hosts, in the order in which this host sends to them.
 
-    In each turn every host is sent to by one other, so that no link has two messages for it while another one
-    has none.
+    In each turn every host receives from one other, so that no host has two senders while another has none.
     """
     return [(host + turn) % num_hosts for turn in range(1, num_hosts)]
 
 
 def _cut_evenly(whole: range, count: int) -> list[range]:
-    """Neighbouring ranges whose sizes differ by one block at most; only the last may end within a block."""
+    """Consecutive ranges whose sizes differ by at most one block; only the last may end within a block."""
     blocks = -(-len(whole) // _BLOCK_ELEMENTS)
     cuts = [min(len(whole), blocks * i // count * _BLOCK_ELEMENTS) for i in range(count + 1)]
     return [whole[begin:end] for begin, end in pairwise(cuts)]
 
 
 def _cut_by_blocks(shard: range, one: int, other: int) -> list[range]:
-    """The parts of two hosts that have so many blocks, with which both send the same.
+    """The parts of two hosts with these numbers of blocks, chosen so that both send equally much.
 
-    A host that owns x of the shard sends its blocks of the rest, and x: with 1 and 2 blocks, the second host
-    owns everything, gets the first one's sum and sends the result, and neither sends more than the shard.
+    A host that owns x of the shard sends its blocks' sums of the rest, and x. For example with 1 and 2
+    blocks, the second host owns everything, receives the first one's sum and sends the result, and neither
+    sends more than the shard.
     """
     blocks = -(-len(shard) // _BLOCK_ELEMENTS)
     cut = min(len(shard), blocks * (one - 1) // (one + other - 2) * _BLOCK_ELEMENTS)
@@ -147,5 +148,5 @@ def _cut_by_blocks(shard: range, one: int, other: int) -> list[range]:
 
 
 def _pieces(part: range, most: int) -> tuple[range, ...]:
-    """At least one, because a message says more than it carries."""
+    """Ranges of at most `most` elements; at least one, because its message carries more than elements."""
     return tuple(part[begin : begin + most] for begin in range(0, max(1, len(part)), most))

@@ -1,4 +1,4 @@
-"""A bucket whose sums travel: summed over the host, sent behind headers, added up, published."""
+"""In-flight buckets that exchange sums: summed over the host, sent with headers, added, and published."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class InFlightSums(InFlightBucket):
         super().__init__(terms, bucket)
         self._joined = joined
         self._own_blocks = _blocks_of(terms, terms.host)
-        # The weight of each block in this backward, as far as it is known.
+        # The weight of each block in this backward, as far as known.
         self._weights = [0.0] * len(terms.blocks.blocks)
-        self._own: list[Sent] = []  # what this rank has summed, in the order in which it is sent
+        self._own: list[Sent] = []  # sums of this host's blocks, in the order in which they are sent
         self._arriving: list[Received] = []  # in the first round
-        self._added: list[Sent] = []  # sums over all hosts, of this host's part: sent in the second round
+        self._added: list[Sent] = []  # sums over all hosts of this host's part, sent in the second round
         self._later: list[Received] = []  # in the second round
-        # For each piece of this host's part, the messages of all blocks, in their order.
+        # For each piece of this host's part, the messages of all blocks, in the order of the blocks.
         self._pieces: list[list[_Either]] = []
         self._lay_out(Layout(room))
 
@@ -38,7 +38,7 @@ class InFlightSums(InFlightBucket):
 
         mine, everything = size(route.part_of(terms.host)), sum(map(size, route.parts))
         first = len(own) * everything + (num_blocks - len(own)) * mine
-        return first if route.is_one_round else first + everything  # the second round's, of all parts
+        return first if route.is_one_round else first + everything  # with the second round's, of all parts
 
     @staticmethod
     def num_coming(terms: Terms, bucket: int) -> int:
@@ -63,7 +63,7 @@ class InFlightSums(InFlightBucket):
         core, sums, blocks = terms.core, terms.sums, terms.blocks.blocks
         for block in self._own_blocks:
             self._weights[block] = core.total_weight(blocks[block].local_ranks)
-        waiting: list[Sent] = []  # for a report to be put behind
+        waiting: list[Sent] = []  # messages that wait for the reports
         for message in self._own:
             weight, elements, payload = self._weights[message.block], message.elements, message.payload
             local_ranks = blocks[message.block].local_ranks
@@ -116,7 +116,7 @@ class InFlightSums(InFlightBucket):
             if isinstance(message, Received):
                 self._arrived(message)
             elements = message.elements
-            # This host's own part, too, as the others read it.
+            # This host's own part is decoded, too, so that it equals what the others read.
             sums = terms.sums.read(bucket, len(elements), message.payload, total, 0)
             self._publish(elements, [sums], total)
 
@@ -128,7 +128,7 @@ class InFlightSums(InFlightBucket):
         ]
 
     def _join(self, sums: list[int], count: int) -> list[int]:
-        """Add in steps, up to the two of the last one; with no steps, nothing has to be done."""
+        """Add in steps, but return the two operands of the last one; without steps, return all sums."""
         steps = self._terms.blocks.steps
         if not steps:
             return sums
@@ -152,7 +152,7 @@ class InFlightSums(InFlightBucket):
         route, host = terms.routes[self.bucket], terms.host
         one_round, mine = route.is_one_round, route.part_of(host)
         own: dict[int, list[Sent]] = {}
-        # This rank's own part last: nothing waits for it.
+        # This rank's own part comes last, because no rank waits for it.
         for part in [0] if one_round else [*terms.others, host]:
             to = terms.others if one_round else [part] if part != host else []
             own[part] = list(self._lay_out_sent(layout, 0, _sent_by(terms, host, route.parts[part]), to))
@@ -209,7 +209,7 @@ class InFlightSums(InFlightBucket):
         return layout.take(HEADER_BYTES + payload + reports)
 
     def _reports_bytes(self, host: int, phase: int, piece: int, num: int) -> int:
-        """Reports stand in the last message of the first round; 0: this is another one."""
+        """The size of the reports, which are in the last message of the first round; 0 for other messages."""
         has_reports = self.has_report and phase == 0 and piece == num - 1
         return self._terms.bytes_of_reports(host) if has_reports else 0
 
@@ -219,5 +219,5 @@ def _blocks_of(terms: Terms, host: int) -> list[int]:
 
 
 def _sent_by(terms: Terms, host: int, pieces: Sequence[range]) -> list[tuple[int, range]]:
-    """What a host sends of a part in the first round: blocks, and their elements."""
+    """What a host sends of a part in the first round: pairs of a block and its elements."""
     return list(product(_blocks_of(terms, host), pieces))

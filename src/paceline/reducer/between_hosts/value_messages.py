@@ -1,32 +1,31 @@
-"""A bucket whose gradients travel as they are, between hosts of one rank each.
+"""In-flight buckets that exchange gradients, and not sums, between hosts of one rank each.
 
-With one rank on each host nothing is to be summed before gradients travel. So they have their
-own type on the way, and the mean is that of the core over these ranks: 16 bits stay 16 bits, and the bits are
-those of one host.
+With one rank on each host nothing has to be summed before gradients are sent. So messages have the gradients'
+own dtype, and the core computes the mean over these ranks: 16 bits stay 16 bits, with the bits of one host.
 
-A large bucket goes from gradient buffer to gradient buffer, and nothing is copied to be sent
+A large bucket goes from gradient buffer to gradient buffer, without a copy before it is sent
 (`InFlightValues`). Each host owns a part of it:
 
-    first round   the gradients of each part go from the gradient buffer to its owner, and into a room there
-    the owner     averages what has come with its own gradients, in place: its gradient buffer holds the mean
+    first round   the gradients of each part go from the gradient buffer to its owner, into a room there
+    the owner     averages them with its own gradients, in place: its gradient buffer holds the mean
     second round  the mean goes from the owner's gradient buffer to every rank's
 
-So a bucket of S bytes is read and written once for S / H of it, and the memory for what comes has S bytes at
-most.
+So of a bucket of S bytes each host reads and writes S / H once, and received messages need at most S bytes of
+memory.
 
-What comes in the second round may be received at any time. It is made of what this rank has sent in the
-first, so it cannot come before that has left the memory which it overwrites. What this rank sends in the
-second has to have left before the backward ends, because gradients belong to the user then.
+The mean of the second round may be received at any time. It is computed from what this rank sent in the first
+round, so it cannot arrive before those gradients have left the memory that it overwrites. What this rank
+sends in the second round must have left before the backward ends, as the gradients belong to the user then.
 
-Gradients have no room for a header in front, and each message takes a rank tens of microseconds, with what
-its engine says to the peer's. So a backward has few headers, each a message of its own (`ValuesBackward`):
-beside the first such bucket that of the weight; beside the last one of the plan the reports; and when all
-means of a backward are made, whether they are finite. Messages with one tag come in the order in which they
-were sent, and every backward sends each of them once: where a backward begins with the right header, the rest
-of it pairs.
+There is no room for a header in front of gradients, and each message costs a rank tens of microseconds,
+including the handshake with the peer. So a backward has few headers, each a message of its own
+(`ValuesBackward`): with the first such bucket, one that has the weight; with the last bucket of the plan, one
+that has the reports; and when all means of a backward are computed, one that says whether they are finite.
+Messages of one tag arrive in the order in which they were sent, and every backward sends each of them once:
+if a backward begins with the right header, its other messages are paired correctly.
 
-A small bucket costs less as one message, behind a header, that every rank sends to every rank
-(`InFlightFewValues`). Each host then makes the whole mean, and sees by itself what is not finite.
+A small bucket is cheaper as one message with a header that every rank sends to every rank
+(`InFlightFewValues`). Each host then computes the whole mean, and finds by itself what is not finite.
 """
 
 from __future__ import annotations
@@ -49,18 +48,19 @@ from paceline.reducer.between_hosts.wire import (
     tag_of,
 )
 
-_FINITE, _NOT_FINITE = 0, 1  # the byte behind the header of the second round
+_FINITE, _NOT_FINITE = 0, 1  # the byte behind the header in the second round
 
 
 class ValuesBackward:
     """What the buckets that go from gradient buffer to gradient buffer share in a backward.
 
     Attributes:
-        buckets: Their numbers. The first one has the header of the weight beside it, and the last one that
-            shows whether means are finite.
-        weights: The weight of each host, once the header of the first one has come. The thread that runs the
-            backward writes that of this host, before; the thread that waits writes the others and reads all.
-        is_finite: Whether all means are finite that this host has made until now; for the thread that waits.
+        buckets: Their numbers. The header with the weight goes with the first one, and the header that says
+            whether means are finite with the last one.
+        weights: The weight of each host, complete after the header of the first bucket has arrived. The
+            thread that runs the backward writes that of this host earlier; the waiting thread writes the
+            others and reads all.
+        is_finite: Whether all means that this host has computed so far are finite; for the waiting thread.
     """
 
     def __init__(self, terms: Terms) -> None:
@@ -97,9 +97,9 @@ class InFlightValues(InFlightBucket):
         self._gradient_buffer = _buffer_bytes(terms.core, begin, end)
         self._shared, self._weights = shared, shared.weights
         self._is_first = bucket == shared.buckets[0]
-        self._going: list[tuple[int, Begin]] = []  # gradients of the parts of other hosts
+        self._going: list[tuple[int, Begin]] = []  # sends of gradients for the parts of other hosts
         self._pieces: list[_OwnPiece] = []
-        self._later: list[_Piece] = []  # means of the parts of other hosts
+        self._later: list[_Piece] = []  # receives of the means of other hosts' parts
         layout = _Laying(terms, bucket, Layout(room))
         self._header: Sent | None = None
         self._headers: list[Received] = []
@@ -172,7 +172,7 @@ class InFlightValues(InFlightBucket):
         self.wait_sent()  # the user may write to the gradient buffer from now on
 
     def _look_at_means_of(self, host: int) -> None:
-        """Those of earlier buckets are there: the backward has not ended."""
+        """Search a host's means for values that are not finite. Those of earlier buckets are still there."""
         for bucket in self._shared.buckets:
             for elements in self._terms.routes[bucket].parts[host]:
                 self._terms.on_overflow(bucket, elements)
@@ -279,7 +279,7 @@ def _average(
     weights: list[float],
     total: float,
 ) -> bool:
-    """Make the mean of some elements of a bucket; whether all of it is finite."""
+    """Compute the mean of some elements of a bucket; returns whether all of it is finite."""
     core, count, (_, _, itemsize) = terms.core, len(elements), terms.spans[bucket]
     done, is_finite = core.average(
         bucket, elements.start, count, values, weights, total, stops_at_nonfinite=True
@@ -316,7 +316,7 @@ class _Laying:
         return sent, received
 
     def tag(self, phase: int, piece: int) -> int:
-        """The tag of the piece with this number in its part; headers have number 0."""
+        """The tag of the piece with this number in its part; piece number 0 of a tag is for headers."""
         return tag_of(self._bucket, phase, piece + 1, self._terms.generation)
 
     def _header(

@@ -1,7 +1,7 @@
-"""What carries the messages between hosts, and what each of them says.
+"""The messages between hosts, their headers, and the interface of a transport for them.
 
-A rank that gets a header that is not what it waits for raises; a wrong pairing is never a wrong
-mean. Messages pair by tags, so buckets need no order.
+A rank that receives another header than the expected one raises, so that a wrong pairing never makes a wrong
+mean. Messages are paired by tags, so buckets need no order.
 """
 
 from __future__ import annotations
@@ -14,40 +14,42 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 Message = np.ndarray[Any, np.dtype[np.uint8]]
-"""The bytes of one message: header, payload, and a report behind it or none."""
+"""The bytes of one message: header, payload, and reports behind it, if it has any."""
 
 HEADER_BYTES = 64
 """A cache line, so that the payload behind it is aligned."""
 PLANS = 1 << 16
-"""Models that share connections tell their messages apart: generation = model * PLANS + plan."""
+"""Models that share connections use different generations: generation = model * PLANS + plan."""
 _PIECES_PER_TAG = 1 << 12
-_BITS_OF_BUCKET = 28  # of a tag: bucket, round and piece
-_PLANS_PER_TAG = 8  # few are in use at a time; a tag is a positive number of 32 bits
+_BITS_OF_BUCKET = 28  # the bits of a tag for bucket, round and piece
+_PLANS_PER_TAG = 8  # only few plans are in use at a time, and a tag is a positive number of 32 bits
 _MAGIC = b"plh1"
 _HEADER = struct.Struct("<4sHHIIIQdQ")
 
 
 class Transfer(Protocol):
-    """Its memory must stay as it is until `wait` has returned."""
+    """A message on its way. Its memory must not change until `wait` has returned."""
 
     def wait(self, timeout: Any, /) -> object:
-        """Block until the message has been sent, or has come."""
+        """Block until the message has been sent, or has arrived."""
         ...
 
 
 Begin: TypeAlias = Callable[[], Transfer]
-"""Begins to send or to receive a message. Raises RuntimeError if the connection is over."""
+"""Begins to send or to receive a message. Raises RuntimeError if the connection has ended."""
 
 
 class HostsTransport(Protocol):
-    """A message has the same memory, tag and peer in every backward. So it is prepared once, and each call of
-    what `sending` and `receiving` return begins it anew, once the one before has ended.
+    """Connects a rank to its peers on the other hosts.
+
+    A message has the same memory, tag and peer in every backward. So it is prepared once, and each call of
+    the function that `sending` or `receiving` returns begins it anew, after the previous transfer has ended.
 
     Attributes:
         host: Number of this rank's host, in the order of the hosts' lowest ranks.
-        ranks: The peer on each host, and this rank itself.
-        needs_headers: Whether every message has to begin with a header, by which this tells them apart.
-        lets_signals_in: Whether the handlers of signals run while the main thread waits for a transfer.
+        ranks: The peer on each host, and this rank itself for its own host.
+        needs_headers: Whether the transport needs a header at the beginning of every message, to identify it.
+        lets_signals_in: Whether signal handlers run while the main thread waits for a transfer.
     """
 
     host: int
@@ -56,11 +58,11 @@ class HostsTransport(Protocol):
     lets_signals_in: bool
 
     def sending(self, host: int, message: Message, tag: int) -> Begin:
-        """What sends a message to the peer on a host. It must not change before the `wait` returns."""
+        """A function that sends a message to the peer on a host. It must not change before `wait` returns."""
         ...
 
     def receiving(self, host: int, message: Message, tag: int) -> Begin:
-        """What receives, from the peer on a host, the message of this tag and size.
+        """A function that receives the message of this tag and size from the peer on a host.
 
         Example:
             Host 0 calls sending(1, message, 7)(), host 1 receiving(0, buffer, 7)(); both wait; then the
@@ -69,7 +71,7 @@ class HostsTransport(Protocol):
         ...
 
     def timeout_of(self, timeout_s: float) -> Any:
-        """What the transfers' `wait` takes for so many seconds: made once, because they are many."""
+        """Convert seconds to the argument of the transfers' `wait`; once, because there are many calls."""
         ...
 
     def name(self, host: int) -> str:
@@ -77,23 +79,23 @@ class HostsTransport(Protocol):
         ...
 
     def abort(self) -> None:
-        """Wake all waits; nothing can be sent any more. Not collective."""
+        """End all waits with an error; nothing can be sent any more. Not collective."""
         ...
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a message is.
+    """The header of a message.
 
     Attributes:
-        generation: Number of the reducer, among all whose messages take the same connections.
+        generation: Number of the reducer, among all whose messages use the same connections.
         number: The backward.
-        bucket: In the plan.
+        bucket: The index in the plan.
         round: 0, or 1 for sums that their owner sends.
-        host: That sends.
+        host: The sender.
         piece: Number among what it sends in this round: all pieces of its first block, then of the next.
-        weight: The sum over the ranks of the block; in the second round, over all.
-        nbytes: Behind the header.
+        weight: The sum of the weights of the block's ranks; in the second round, of all ranks.
+        nbytes: The bytes behind the header.
     """
 
     generation: int
@@ -107,7 +109,7 @@ class Header:
 
     @classmethod
     def read(cls, message: Message) -> Header | None:
-        """None: it is no header."""
+        """None if the message does not begin with a header."""
         magic, phase, host, generation, bucket, piece, *rest = _HEADER.unpack_from(message.data)
         number, weight, nbytes = rest
         return (
@@ -122,7 +124,7 @@ class Header:
 
 
 class Envelope:
-    """The header of a message that goes in every backward from the same memory, or comes there."""
+    """The header of a message that is sent or received with the same memory in every backward."""
 
     __slots__ = ("_expected", "_nbytes", "_view")
 
@@ -138,13 +140,13 @@ class Envelope:
         _HEADER.pack_into(self._view, 0, *self._expected, number, weight, self._nbytes)
 
     def weight_in(self, number: int) -> float | None:
-        """None: it is not the message that is waited for."""
+        """The weight in the header; None if this is not the expected message of that backward."""
         found = _HEADER.unpack_from(self._view)
         is_expected = found[:6] == self._expected and found[6] == number and found[8] == self._nbytes
         return float(found[7]) if is_expected else None
 
     def has_begun_to_come(self, number: int) -> bool:
-        """Whether the header of this backward is there; what follows may not be."""
+        """Whether the header of this backward has arrived; the rest of the message may not have."""
         found = _HEADER.unpack_from(self._view)
         return bool(found[0] == _MAGIC and found[6] == number)
 
@@ -156,16 +158,16 @@ class Envelope:
 def tag_of(bucket: int, phase: int, piece: int, generation: int = 0) -> int:
     """The number that pairs a message with its receive, between two peers.
 
-    It includes the plan: a receive that was begun under an earlier plan, for a backward that never came,
-    takes no message of this one.
+    It includes the plan, so that a receive begun under an earlier plan, for a backward that never happened,
+    takes no message of this plan.
     """
     plan = generation % PLANS % _PLANS_PER_TAG
     return (plan << _BITS_OF_BUCKET) + (bucket * 2 + phase) * _PIECES_PER_TAG + piece
 
 
 def lane_of(tag: int, lanes: int) -> int:
-    """Over which of several connections a message goes: neighbouring ones over different ones.
+    """The connection, of several, that a message uses: consecutive messages use different ones.
 
-    Those of one tag, in different backward passes, go over the same, and so stay in order.
+    Messages of one tag in different backward passes use the same connection, and so stay in order.
     """
     return (tag // (2 * _PIECES_PER_TAG) + tag % _PIECES_PER_TAG) % lanes
