@@ -1,4 +1,4 @@
-"""Local SGD: replicas that train on their own for some steps and then meet.
+"""Local SGD: replica groups that train on their own for some steps, and then synchronise.
 
 Not public.
 """

@@ -1,9 +1,9 @@
-"""Local SGD: replicas that train on their own for some steps, and then meet; the options and the arithmetic.
+"""The options and arithmetic of local SGD: replica groups train on their own and synchronise periodically.
 
-What a replica has changed in its parameters since the last sync is a gradient, too. Averaged
-over the replicas it is the *outer gradient*, and an outer optimizer, SGD with momentum, makes a step with it
-from the parameters of the last sync. With a learning rate of 1 and no momentum the new parameters are the
-mean of the replicas'.
+The change that a replica group has made to its parameters since the last sync is treated as a gradient.
+Averaged over the replica groups it is the *outer gradient*. An outer optimizer, SGD with momentum, makes a
+step with it from the parameters of the last sync. With a learning rate of 1 and no momentum, the new
+parameters are the mean of those of the replica groups.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ _Array = TypeVar("_Array", bound=Any)  # a tensor of any framework, or of numpy
 
 @dataclass(frozen=True)
 class LocalSGD:
-    """How hosts train on their own, and how often they meet: the argument `local_sgd` of a wrapper.
+    """How hosts train on their own, and how often they synchronise: the argument `local_sgd` of a wrapper.
 
-    The ranks of a host average gradients in every step, as always, and stay equal. The hosts don't: each goes
-    its own way for `every` synchronised backward passes. Then all hosts meet, and every rank goes on with the
-    same parameters: those of the last sync, from which an outer optimizer (SGD) has made one step with the
-    mean of what the hosts have changed. The defaults are those of DiLoCo; `outer_lr=1, outer_momentum=0`
-    averages parameters, as post-local SGD and torch's PeriodicModelAverager do.
+    The ranks of a host average gradients in every step, as always, and stay equal. The hosts do not: each
+    trains on its own for `every` synchronised backward passes. Then all hosts synchronise, and every rank
+    continues with the same parameters: those of the last sync, from which an outer optimizer (SGD) has made
+    one step with the mean change of the hosts. The defaults are those of DiLoCo; `outer_lr=1,
+    outer_momentum=0` averages parameters, as post-local SGD and torch's PeriodicModelAverager do.
 
     Args:
-        every: The number of synchronised backward passes between two syncs; those in no_sync() don't count.
+        every: The number of synchronised backward passes between two syncs; those in no_sync() do not count.
         outer_lr: The learning rate of the outer optimizer; above 0.
         outer_momentum: Its momentum, from 0 to less than 1.
         nesterov: Whether the momentum is Nesterov's.
-        warmup_steps: So many synchronised backward passes come first, in which gradients are averaged over
-            all ranks.
-        between: "hosts" meet, or "ranks": then each rank trains on its own, and one host can show what
+        warmup_steps: The number of synchronised backward passes at the beginning in which gradients are
+            averaged over all ranks.
+        between: "hosts" or "ranks". With "ranks" each rank trains on its own, so that one host can show what
             several will do.
 
     Raises:
-        ConfigError: A value makes no sense.
+        ConfigError: A value is invalid.
 
     Example:
         Two hosts; in the last 10 steps one has moved a weight from 1.0 to 0.8, the other to 0.6. With
-        `LocalSGD(every=10, outer_lr=1, outer_momentum=0)` it is 0.7 on both after they have met.
+        `LocalSGD(every=10, outer_lr=1, outer_momentum=0)` it is 0.7 on both after the sync.
     """
 
     every: int
@@ -68,7 +68,7 @@ class LocalSGD:
             "between": check.choice("between", self.between, MEMBERS),
         }
         for name, value in checked.items():
-            object.__setattr__(self, name, value)  # as Python's own numbers
+            object.__setattr__(self, name, value)  # converted to plain Python numbers
 
 
 def outer_step(
@@ -76,10 +76,10 @@ def outer_step(
 ) -> tuple[_Array, _Array | None]:
     """One step of the outer optimizer, for one parameter.
 
-    Products and sums are rounded one by one, so every processor and every framework finds the same bits.
+    Products and sums are rounded one by one, so every processor and every framework computes the same bits.
 
     Returns:
-        The new parameter, and the new momentum (None: the optimizer has none), as new arrays.
+        The new parameter, and the new momentum (None if the optimizer has none), as new arrays.
     """
     step = gradient
     if options.outer_momentum:

@@ -1,12 +1,12 @@
-"""Syncs of replicas that train on their own in between (local SGD), for every framework.
+"""Syncs of replica groups that train on their own in between (local SGD), for every framework.
 
-What has been taken from the parameters since the last sync is averaged as a gradient is, by a
-reducer over all ranks. So a sync has all that a backward has: deadlines, the names of ranks that are lost,
-bytes, compression and bits between hosts, and one verdict on all ranks. Only when it is good does anything
-change: every rank makes the same step of the outer optimizer, and has the same parameters.
+The change of the parameters since the last sync is averaged as a gradient is, by a reducer over all ranks. So
+a sync has everything that a backward has: deadlines, the names of lost ranks, compression and bits between
+hosts, and one outcome on all ranks. Parameters change only if the outcome is good: every rank makes the same
+step of the outer optimizer, and then has the same parameters.
 
-Words: a *member* is what trains on its own: the ranks of a host, which stay equal, or one rank. What a member
-weighs in the mean is what its gradients have weighed since the last sync.
+Words: a *replica group* (`member` in names) trains on its own: the ranks of a host, which stay equal, or one
+rank. Its weight in the mean is the sum of the weights of its backward passes since the last sync.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from paceline.reducer.replica_check import check_replicas
 
 _Tensor = TypeVar("_Tensor", bound=Any)
 
-# What a rank reports with a sync, as its note; never 0, which is nothing.
+# The flags that a rank reports in a sync, as its note; never 0, which means no note.
 _MEETS, _HAS_TRAINED, _IS_FINISHED, _HAS_STEPPED, _IN_FORWARD, _ON_DEMAND = 1, 2, 4, 8, 16, 32
 _STATE = ("steps", "since_sync", "parameters", "momentum")
 
 
 class ForwardModes:
-    """Which forwards all ranks make: some rank may run others in evaluation mode, alone.
+    """Decides which forwards count as made by all ranks: some ranks may run others alone, in evaluation mode.
 
-    So those in evaluation mode count only where all forwards of the last backward were such.
+    So forwards in evaluation mode count only if all forwards of the last backward were in that mode.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class ForwardModes:
 
 
 class Warmup:
-    """The backward passes over all ranks that come before members train on their own."""
+    """The backward passes over all ranks that come before replica groups train on their own."""
 
     def __init__(self, left: int, backward_sync: BackwardSync[Any]) -> None:
         self.left = left
@@ -79,7 +79,7 @@ class Warmup:
 
 @final
 class OuterSync(Generic[_Tensor]):
-    """The syncs of one model's replicas."""
+    """The syncs of one model's replica groups."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class OuterSync(Generic[_Tensor]):
         self._who = f"rank {communicator.rank} of {communicator.world_size}"
         self._weight = 0.0
         self._modes = ForwardModes()
-        self._are_equal = False  # the members, at the last sync; known since the first one
-        self._values: list[_Tensor] = []  # at the last sync
+        self._are_equal = False  # whether the groups were equal at the last sync; checked at the first one
+        self._values: list[_Tensor] = []  # the parameters at the last sync
         self._momentum: list[_Tensor | None] = [None] * len(tensors.names)
         most = communicator.most_bucket_bytes
         plan = plan_gradients(
@@ -122,7 +122,7 @@ class OuterSync(Generic[_Tensor]):
 
     @property
     def bits(self) -> str:
-        """Which runs give the same bits; see `WrappedModel.bits`. Who trains together is the layout."""
+        """Which runs give the same bits; see `WrappedModel.bits`. The replica groups are the layout."""
         is_by_host = self._options.between == "hosts"
         return "layout" if is_by_host and self.communicator.bits == "world" else self.communicator.bits
 
@@ -136,10 +136,10 @@ class OuterSync(Generic[_Tensor]):
     def begin_round(self) -> None:
         """Keep the parameters with which replica groups begin to train on their own."""
         if self.number == self.since == 0 and not self._are_equal:
-            self._take_values()  # again: weights may have been loaded after a first forward
+            self._take_values()  # again, because weights may have been loaded after a first forward
 
     def begin_forward(self, *, is_training: bool) -> None:
-        """A forward begins whose gradients will be needed; meet, if it is time. Collective then."""
+        """Before a forward whose gradients will be needed, sync if it is time. Collective then."""
         if self._backward_sync.autograd.is_in_backward():
             return
         self.begin_round()
@@ -147,31 +147,31 @@ class OuterSync(Generic[_Tensor]):
             self._meet(_IN_FORWARD)
 
     def sync_if_due(self) -> None:
-        """Meet, if it is time, where no forward follows: this rank has no data left. Collective then."""
+        """Sync if it is time and no forward follows, because this rank has no data left. Collective then."""
         if self.since >= self._options.every:
             self._meet(0)
 
     def meet(self) -> None:
-        """Sync now, because this rank's program asks for it. Collective."""
+        """Sync now, at the request of this rank's program. Collective."""
         self._meet(_ON_DEMAND)
 
     def finish(self) -> None:
-        """Meet until all ranks have no data left; then all have the same model. Collective."""
+        """Sync until no rank has data left; then all have the same model. Collective."""
         while not self._meet(_IS_FINISHED):
             pass
 
     # --- a sync ---
 
     def _meet(self, why: int) -> bool:
-        """Average what the members have changed, and make a step of the outer optimizer. Collective.
+        """Average the changes of the replica groups, and make a step of the outer optimizer. Collective.
 
         If it raises, no parameter has changed on this rank.
 
         Raises:
             NonFiniteGradientError: The change of a parameter is infinite or NaN somewhere; on all ranks.
-            MismatchError: Ranks have met a different number of times, or some meet in their next forward and
-                some because their program asks for it; on all ranks.
-            ReplicasDifferError: At the first sync: the members did not begin with the same parameters.
+            MismatchError: Ranks have made different numbers of syncs, or some sync in their next forward and
+                some at the request of their program; on all ranks.
+            ReplicasDifferError: At the first sync: the groups did not begin with the same parameters.
         """
         backward_sync = self._backward_sync
         backward_sync.state.check_process()
@@ -187,7 +187,7 @@ class OuterSync(Generic[_Tensor]):
         except PacelineError:
             raise
         except BaseException as error:
-            # Of a signal handler, say. The others may have made the step, or wait: all raise.
+            # For example of a signal handler. The others may have made the step, or wait, so all raise.
             backward_sync.give_up(error)
             self._reduction.reducer.give_up(error)
             raise
@@ -201,7 +201,7 @@ class OuterSync(Generic[_Tensor]):
             self._take_values()
         if not self._are_equal:
             self._check_values()
-        # Frozen ones, too, if they were trained since the last sync: members have left them apart.
+        # Including frozen ones that were trained since the last sync, because they differ between the groups.
         trained = [
             index
             for index, before in enumerate(self._values)
@@ -211,8 +211,7 @@ class OuterSync(Generic[_Tensor]):
         notes = result.notes
         active = [rank for rank, note in enumerate(notes) if note & _HAS_TRAINED]
         if not active and any(note & _HAS_STEPPED for note in notes):
-            # All backward passes have weighed nothing, but optimizers have stepped: by momentum, or weight
-            # decay.
+            # All backward passes had weight 0, but optimizers have stepped, by momentum or weight decay.
             result = self._average(trained, self.since, why)
             notes = result.notes
             active = [rank for rank, note in enumerate(notes) if note & _HAS_STEPPED]
@@ -231,7 +230,7 @@ class OuterSync(Generic[_Tensor]):
         reducer, places = self._reduction.reducer, self._reduction.places
         for index in trained:
             self._tensors.put_change(index, self._values[index], places[index])
-        # Of usual backward passes and an undisturbed rhythm this makes 1, which needs no multiplication.
+        # This is 1 for the usual number of backward passes of weight 1, which needs no multiplication.
         reducer.set_weight(weight / self._options.every)
         flags = {_HAS_TRAINED: self._weight, _HAS_STEPPED: self.since}
         reducer.set_note(_MEETS | why | sum(flag for flag, holds in flags.items() if holds))
@@ -242,7 +241,7 @@ class OuterSync(Generic[_Tensor]):
         is_uneven = all(any(note & flag for note in notes) for flag in (_IN_FORWARD, _ON_DEMAND))
         fails = is_uneven or outcome & (Outcome.SKIPPED | Outcome.NONFINITE | Outcome.OVERFLOWED)
         if (adopt_errors := self._reduction.adopt_errors) is not None:
-            # After a failure the next sync sends the whole change again, so nothing of it is kept besides.
+            # After a failure the next sync sends the whole change again, so encoding errors are not kept.
             adopt_errors(None if fails else result.globally_unused)
         if Outcome.SKIPPED in outcome:
             raise self._mismatch([status.forwards for status in result.statuses])
@@ -272,7 +271,7 @@ class OuterSync(Generic[_Tensor]):
     # --- the state ---
 
     def state(self, steps: int) -> dict[str, Any]:
-        if self.since and self._weight != self.since:  # each member has its own, and all load one state
+        if self.since and self._weight != self.since:  # each group has its own weight, but all load one state
             warn(
                 f"local_sgd_state_dict: in the middle of a round (since_sync={self.since}), without its "
                 "weights. Whoever loads it goes on as if all had been 1. Call sync_parameters() first."
@@ -285,7 +284,7 @@ class OuterSync(Generic[_Tensor]):
         return dict(zip(_STATE, (steps, self.since, values, momentum), strict=True))
 
     def carried(self) -> dict[str, Any] | None:
-        """What a copy of the wrapper goes on with; see `go_on`. None: nothing has been trained yet."""
+        """The state from which a copy of the wrapper continues; see `go_on`. None: nothing is trained yet."""
         if not self._are_equal and self.since == 0:
             return None
         names = self._tensors.names
@@ -294,9 +293,9 @@ class OuterSync(Generic[_Tensor]):
         return {**dict(zip(_STATE[1:], (self.since, values, momentum), strict=True)), "weight": self._weight}
 
     def go_on(self, carried: Mapping[str, Any]) -> None:
-        """Go on as a copy, from what the wrapper that was copied has `carried`. Collective.
+        """Continue as a copy, from what the copied wrapper's `carried` returned. Collective.
 
-        Every rank keeps its own parameters: members have trained apart since the last sync.
+        Every rank keeps its own parameters, because groups have trained apart since the last sync.
         """
         names = self._tensors.names
         values = self._loaded(carried["parameters"], "parameters")
@@ -320,7 +319,7 @@ class OuterSync(Generic[_Tensor]):
         self.since, self._weight, self._are_equal = carried["since_sync"], carried["weight"], True
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that `check_state` has found good. Collective."""
+        """Continue from a state that `check_state` has accepted. Collective."""
         names = self._tensors.names
         values = self._loaded(state["parameters"], "parameters")
         momentum = self._loaded(state["momentum"], "momentum")
@@ -464,7 +463,7 @@ def state_of_copy(steps: int, carried: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What was passed to load_local_sgd_state_dict, if it has the form of a state."""
+    """The argument of load_local_sgd_state_dict, after a check that it has the form of a state."""
     is_state = (
         isinstance(state, Mapping)
         and set(state) == set(_STATE)

@@ -1,4 +1,4 @@
-"""The parameters of one model, as an outer optimizer sees them: 16 bits as float32, complex as pairs."""
+"""A model's parameters for an outer optimizer: 16-bit types as float32, complex numbers as pairs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class OuterTensors(Generic[Tensor]):
         return not self._ops.is_equal(self._ops.rounded(before, parameter), self._ops.wide(parameter))
 
     def put_change(self, index: int, before: Tensor, place: Tensor) -> None:
-        """Fill `place` with what has been taken from the parameter since it was made `before`."""
+        """Fill `place` with the parameter's value `before` minus its present value."""
         parameter = self._parameters[index]
         self._ops.subtract(self._ops.rounded(before, parameter), self._ops.wide(parameter), place)
 

@@ -1,4 +1,4 @@
-"""The communicator between the ranks that train as one in local SGD: those of a host, or a single rank."""
+"""The communicator between the ranks of a replica group in local SGD: those of a host, or a single rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.rendezvous.exchange import Exchange
 
 _Communicator = TypeVar("_Communicator", bound=Communicator[Any])
 ReplicaGroups = tuple[tuple[int, ...], ...]
-"""The ranks of each member."""
+"""The ranks of each replica group."""
 
 
 def join_replica_group(
@@ -28,8 +28,8 @@ def join_replica_group(
     timeout_s: float,
     warn_after_s: float,
 ) -> tuple[_Communicator, ReplicaGroups]:
-    """The communicator between the ranks of this rank's member, and the ranks of each. Collective, over all
-    ranks.
+    """The communicator between the ranks of this rank's replica group, and the ranks of each group.
+    Collective, over all ranks.
     """
     if not on_host:
         raise ConfigError(
@@ -48,7 +48,7 @@ def join_replica_group(
 def share_in_replica_group(
     exchange: Exchange, between: str, timeout_s: float, warn_after_s: float
 ) -> tuple[_core.HostGroup, ReplicaGroups]:
-    """The memory of this rank's member, and the ranks of each member. Collective, over all ranks."""
+    """The shared memory of this rank's replica group, and the ranks of each. Collective, over all ranks."""
     if between == "hosts":
         memory = share_on_each_host(
             exchange, name="local SGD on one host", timeout_s=timeout_s, warn_after_s=warn_after_s
