@@ -2,8 +2,8 @@
 
     from paceline.paddle import DataParallel
 
-The only package of Paceline that imports paddle, and it does not import torch; may import everything below
-it. Paddle's private calls are all in `internals`.
+This is the only package of Paceline that imports paddle. It does not import torch, and may import every layer
+below it. All calls of Paddle's private functions are in `internals`.
 """
 
 from pathlib import Path

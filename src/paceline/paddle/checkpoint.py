@@ -1,4 +1,4 @@
-"""Paddle's side of `CheckpointOps`."""
+"""Paddle's implementation of `CheckpointOps`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class PaddleCheckpointOps(CheckpointOps):
         return "" if tensor.is_dense() else "is sparse"
 
     def state_of(self, item: Any) -> Any:
-        """With what was loaded and no step has used yet, as of frozen parameters, which Paddle leaves out."""
+        """Includes state that was loaded but not used by a step yet, as for frozen parameters; Paddle leaves
+        it out.
+        """
         state, unused = item.state_dict(), internals.loaded_and_unused(item)
         return {**unused, **state} if unused else state
 
@@ -68,13 +70,13 @@ class PaddleCheckpointOps(CheckpointOps):
         paddle.save(dict(state), str(path))
 
     def load(self, path: Path) -> Any:
-        """Not by paddle.load, which runs what a pickle names."""
+        """Not with paddle.load, which runs any code that a pickle names."""
         with path.open("rb") as file:
             return _with_tensors(_ArraysOnly(file).load())
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """Reads what paddle.save writes of tensors, which are pairs of a name and an array, and plain values."""
+    """Unpickles only what paddle.save writes: tensors, as pairs of a name and an array, and plain values."""
 
     _ALLOWED = frozenset(
         {
@@ -101,14 +103,14 @@ def _with_tensors(value: Any) -> Any:
     if isinstance(value, dict):
         return type(value)({key: _with_tensors(each) for key, each in value.items()})
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], np.ndarray):
-        return OPS.from_array(value[1])  # of bfloat16, uint16 stands for it
+        return OPS.from_array(value[1])  # bfloat16 is saved as uint16
     if isinstance(value, (list, tuple)):
         return type(value)(_with_tensors(each) for each in value)
     return value
 
 
 def _devices(parameters: Iterable[paddle.Tensor]) -> list[tuple[str, str | None]]:
-    """The CPU, and the device that this process drives."""
+    """The CPU, and the device that this process uses, if parameters are on one."""
     is_on_host = all(parameter.place.is_cpu_place() for parameter in parameters)
     return [("paddle cpu", "cpu")] if is_on_host else [("paddle cpu", "cpu"), ("paddle device", None)]
 

@@ -1,8 +1,8 @@
-"""Communication hooks that send gradients in 16 or 8 bits per value and keep what rounding took.
+"""Communication hooks that send gradients in 16 or 8 bits per value, with error feedback.
 
     model.register_comm_hook(EightBitCompression(), eight_bit_hook)
 
-How that is done is in `reducer/compression.py`; this file has Paddle's tensors.
+The algorithm is in `reducer/compression.py`; this file applies it to Paddle's tensors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which versions of Paddle these files fit; checked before anything of Paddle's inside is touched."""
+"""The versions of Paddle that these files support; checked before anything private of Paddle is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One backward pass: hooks, weights and sparse gradients of a layer.
+"""Paddle's part of a backward: hooks, weights and sparse gradients of a layer.
 
 Not public.
 """

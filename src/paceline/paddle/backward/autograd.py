@@ -1,12 +1,12 @@
-"""The backward passes of a Paddle layer: when one begins and ends, and the layer's other parts.
+"""The backward passes of a Paddle layer: detects when a backward begins and ends, and hands gradients over.
 
-A backward begins at the first gradient of an output of forward, so that a rank on which no parameter gets
-a gradient ends its backward too; or at that of a parameter, unless another wrapped model has it as well. It
-ends when backward() is over.
+A backward begins at the first gradient of a forward's output, so that a rank on which no parameter gets a
+gradient ends its backward too. It also begins at the first gradient of a parameter, unless another wrapped
+model has the parameter as well. It ends when backward() is over.
 
-In the first backward, gradients are handed over at its end. What fires more than once in it, or inside an
-inner backward (reentrant recompute), is handed over at the end of all further backward passes, when it is
-complete; so is a parameter with hooks of the user's that Paddle calls after ours.
+In the first backward, gradients are handed over at its end. A parameter whose hook fires more than once in a
+backward, or inside an inner backward (reentrant recompute), is handed over at the end of all later backward
+passes, when its gradient is complete. So is a parameter with user hooks that Paddle calls after ours.
 """
 
 from __future__ import annotations
@@ -53,17 +53,19 @@ class PaddleAutograd:
         self._state = state
         self._ways = gradients.hand_over
         self._gradients = gradients
-        self._error: BaseException | None = None  # of a hook, which must not raise
+        self._error: BaseException | None = None  # the error of a hook, which must not raise
         self._is_closed = self._is_installed = False
         self._shared: set[int] = set()
         self._is_first = True
-        self._at_end: dict[int, None] = {}  # to be handed over at the end of this backward, in this order
+        self._at_end: dict[int, None] = {}  # to hand over at the end of this backward, in this order
         self._always_at_end: set[int] = set(tensors.delayed)
         self._listen(True)
         self._begins_at_outputs = True
 
     def install(self) -> None:
-        """Once: hooks of Paddle stay, and call what `gradients.hand_over` holds then."""
+        """Called once: Paddle keeps the hooks, and they call the functions that `gradients.hand_over` has at
+        the time.
+        """
         if not self._is_installed:
             self._is_installed = True
             graphs.watch_backwards()
@@ -79,15 +81,15 @@ class PaddleAutograd:
         return scattered
 
     def use_static_graph(self, is_static: bool) -> None:
-        """What comes several times waits for the end of backward anyway."""
+        """Gradients that come several times wait for the end of backward anyway."""
 
     def close(self) -> None:
-        """Paddle keeps the hooks."""
+        """Paddle keeps the hooks, so they are only switched off."""
         self._is_closed = True
         self._listen(False)
 
     def begin_forward(self, *, is_syncing: bool, good_backwards: int) -> None:
-        """Cleared gradients stay where they are."""
+        """Keep cleared gradients where they are."""
         self._gradients.count_all()
 
     def watch(self, output: object) -> None:
@@ -106,11 +108,12 @@ class PaddleAutograd:
             if tensor.is_leaf:
                 begins_at_outputs = False
             else:
-                # Holds the `BackwardSync`, as long as the graph: the wrapper may be gone before backward().
+                # The hook keeps the `BackwardSync` alive as long as the graph, because the wrapper may be
+                # dropped before backward().
                 tensor.register_hook(graph.hook)
         self._begins_at_outputs = begins_at_outputs
         has_no_backward = hides_nothing and bool(found) and all(tensor.stop_gradient for tensor in found)
-        if state.is_forward_counted and has_no_backward:  # a sampled action, say
+        if state.is_forward_counted and has_no_backward:  # for example a sampled action
             state.take_back_forward()
         if self.weights.of_forward is not None:
             self.weights.add_forward(graph, output)
@@ -125,7 +128,7 @@ class PaddleAutograd:
                 tensor.register_hook(begin)
 
     def _on_output_gradient(self, graph: Graph, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
-        """The backward of an output has begun; or paddle.grad() through it, which is no backward."""
+        """A backward has reached an output, or paddle.grad() has, which is not a backward."""
         try:
             state = self._state
             if not calls.depth:
@@ -133,7 +136,7 @@ class PaddleAutograd:
             state.give_up_before(graph)
             if state.is_other(graph):
                 state.follow(graph)
-                if not state.is_syncing:  # a backward ends by itself
+                if not state.is_syncing:  # the end of a synchronised backward does this itself
                     graphs.at_end(EndOfBackward(state.unfollow, state.unfollow))
             if self.weights.is_used:
                 self.weights.reach(graph)
@@ -157,14 +160,14 @@ class PaddleAutograd:
 
     def _listen(self, is_listening: bool) -> None:
         self._is_listening = is_listening
-        self._is_steady = is_listening and not self._is_first  # then nothing is special about a gradient
+        self._is_steady = is_listening and not self._is_first  # gradients may be handed over at once
 
     def keep_error(self, error: BaseException) -> None:
-        """Raise the exception of a hook, which must not raise, when backward is over."""
+        """Store the exception of a hook, which must not raise, to raise it when backward is over."""
         if self._error is None:
             self._error = error
             self._listen(False)
-            # The end of a backward raises it, too; but there may be none.
+            # The end of a synchronised backward raises it, too, but this backward may be a local one.
             graphs.at_end(EndOfBackward(self.raise_kept, self._drop_kept))
 
     def raise_kept(self) -> None:
@@ -213,34 +216,38 @@ class PaddleAutograd:
         return self._is_closed or (index in self._shared and self._begins_at_outputs)
 
     def _postpone(self, index: int) -> None:
-        """Hand the gradient over at the end of this backward, and of all others if it is not complete yet."""
+        """Hand the gradient over at the end of this backward; and of all later ones, if it came again or in
+        an inner backward.
+        """
         if index in self._at_end or calls.depth > 1:
             self._always_at_end.add(index)
         if index in self._state.handed:
-            self._ways[index]()  # refuses
+            self._ways[index]()  # records the error that it came again
         else:
             self._at_end[index] = None
 
     def note_hook_of_others(self, parameter: paddle.Tensor) -> None:
-        """Hand over what this hook, which is called after ours, leaves."""
+        """Hand the gradient over at the end of backward, because another hook is called after ours and may
+        change it.
+        """
         self._always_at_end.update(i for i, each in enumerate(self._tensors.trainable) if each is parameter)
 
     def is_in_backward(self) -> bool:
         return calls.depth > 0
 
     def backward(self) -> int:
-        """A recomputed block's backward ends with the one around it."""
+        """Always the same, because a recomputed block's backward ends with the one around it."""
         return 0
 
     def await_drop(self, is_dropped: Callable[[], bool]) -> None:
-        """The thread that has the exception has dropped it."""
+        """Nothing to wait for: Paddle runs a backward in the thread of its caller."""
 
     def frozen_among(self, indices: Iterable[int]) -> set[int]:
         trainable = self._tensors.trainable
         return {index for index in indices if trainable[index].stop_gradient}
 
     def find_swapped(self) -> list[int]:
-        """A parameter of Paddle's is the same tensor always."""
+        """A parameter of Paddle always stays the same tensor."""
         return []
 
     def prepare(self) -> None:
@@ -252,7 +259,9 @@ class PaddleAutograd:
         graphs.at_end(end, before=self._hand_over_postponed)
 
     def _hand_over_postponed(self) -> None:
-        """Before any wrapped model ends its backward: the means must not become part of another one's."""
+        """Runs before any wrapped model ends its backward, so that no mean becomes part of another model's
+        gradient.
+        """
         try:
             if self._error is None:
                 pending, self._at_end = self._at_end, {}
@@ -264,7 +273,7 @@ class PaddleAutograd:
         except BaseException as error:
             self.keep_error(error)
 
-    complete = None  # `_hand_over_postponed` has done it
+    complete = None  # `_hand_over_postponed` does it
 
     def note_error(self, error: PacelineError) -> None:
         if (scattered := self._gradients.scattered) is not None:

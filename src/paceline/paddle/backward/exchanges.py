@@ -1,4 +1,4 @@
-"""Finds functions in Paddle's graph that exchange gradients between ranks when backward comes to them."""
+"""Finds functions in Paddle's graph whose backward exchanges gradients between ranks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _known: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 class _Forwards:
-    """The forwards of this process.
+    """The forwards under way in this process.
 
     Attributes:
-        backward_sync: Those of the wrapped model whose forward runs; the innermost one. None: none runs.
+        backward_sync: That of the wrapped model whose forward runs, the innermost one. None: no forward runs.
     """
 
     backward_sync: BackwardSync[Any] | None = None
@@ -38,14 +38,16 @@ forwards = _Forwards()
 
 
 def address_of(node: Any) -> int:
-    """Each look at a node makes another object in Python."""
+    """The address of a graph node. Its Python objects differ: each access makes a new one."""
     address: int = node.node_ptr()
     return address
 
 
 def find_exchanges(roots: Sequence[paddle.Tensor]) -> list[str]:
-    """A node costs Python 2 us. So the graph is searched only if it may hold what is looked for: on the CPU
-    that is a function written in Python, because Paddle's own operators exchange on devices only.
+    """The functions in the graph of these roots that exchange gradients, by name.
+
+    Visiting a node costs 2 us in Python, so the graph is searched only if it may hold such a function. On the
+    CPU only functions written in Python qualify, because Paddle's own operators exchange on devices only.
     """
     names = {
         _OF_PYTHON + function.__name__: f"{function.__module__}.{function.__qualname__}"
@@ -56,7 +58,7 @@ def find_exchanges(roots: Sequence[paddle.Tensor]) -> list[str]:
         return []
     found: dict[str, None] = {}
     for node in nodes_from(map(internals.grad_node, roots), address_of):
-        name = node.name()  # a node tells no more
+        name = node.name()  # all that a node shows
         if name in names:
             found[names[name]] = None
         elif not name.startswith(_OF_PYTHON) and (_OF_PADDLE in name or names_one(name)):
@@ -66,7 +68,7 @@ def find_exchanges(roots: Sequence[paddle.Tensor]) -> list[str]:
 
 def _functions() -> Iterator[type[paddle.autograd.PyLayer]]:
     pending: list[type[paddle.autograd.PyLayer]] = [paddle.autograd.PyLayer]
-    for function in pending:  # which grows
+    for function in pending:  # grows during the loop
         pending += function.__subclasses__()
         yield function
 

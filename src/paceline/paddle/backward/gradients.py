@@ -1,10 +1,12 @@
-"""The gradients of one model, and where they lie: Paddle's own memory, or the gradient buffer.
+"""The gradients of one model, and the memory they lie in: Paddle's own, or the gradient buffer.
 
-A gradient is handed over in one of four ways. By *pointer* the reducer reads it where Paddle
-keeps it and writes the mean there. A *copy* goes to the gradient buffer, and the mean comes back from there:
-where the reducer takes no pointers, for parameters that other wrapped models have, too, and where gradients
-are averaged in another dtype. The gradient *lives* in the gradient buffer. Or it is *taken* there, and each
-rank gets its part of the mean.
+A gradient is handed over in one of four ways:
+- By *pointer*: the reducer reads the gradient in Paddle's memory, and writes the mean there.
+- As a *copy*: the gradient is copied to the gradient buffer, and the mean is copied back. Used if the reducer
+  takes no pointers, if another wrapped model has the same parameter, and if gradients are averaged in another
+  dtype.
+- *In place*: the gradient lives in the gradient buffer.
+- *Taken*: the gradient is moved to the gradient buffer, and each rank keeps its part of the mean.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ class Gradients:
     """The gradients of the parameters that a plan lists; see `paceline.reducer.backward.front_end.Gradients`.
 
     Attributes:
-        scattered: What each rank has a part of; None: every rank gets all means.
-        hand_over: For each parameter, in the plan or not, a function that gives its gradient to the reducer;
-            this list stays.
+        scattered: The parts of the means that this rank has; None: every rank gets all means.
+        hand_over: For each parameter, in the plan or not, a function that gives its gradient to the reducer.
+            The list object stays the same.
     """
 
     def __init__(
@@ -44,7 +46,7 @@ class Gradients:
         live_in_buffer: bool,
         reduce_dtype: paddle.dtype | None = None,
     ) -> None:
-        # Rows of sparse gradients are averaged at the end of a backward.
+        # Sparse gradients are not handed over, but averaged at the end of a backward.
         self.hand_over: list[Callable[[], None]] = [_nothing] * len(tensors.all_trainable)
         self.scattered: Scattered | None = None
         self._rank = rank
@@ -76,7 +78,9 @@ class Gradients:
         return self._tensors.specs(self._reduce_dtype)
 
     def share(self, indices: set[int]) -> None:
-        """Their gradients leave the gradient buffer."""
+        """Move the gradients of these parameters, which other wrapped models have too, out of the gradient
+        buffer.
+        """
         self.leave_buffer(indices)
         self._shared = indices
         self._choose_hand_overs()
@@ -88,7 +92,7 @@ class Gradients:
                     internals.set_gradient(self._parameters[index], gradient.clone())
 
     def interrupt(self) -> None:
-        """Paddle runs a backward in the thread of its caller."""
+        """Paddle runs a backward in the thread of its caller, so nothing remains for `settle`."""
         self.leave_buffer()
 
     def settle(self) -> None: ...
@@ -139,19 +143,21 @@ class Gradients:
         return OPS.gradient(self._parameters[index]) is not None
 
     def check_cleared(self, index: int) -> None:
-        """Raise if a backward has added to what only stands for a gradient: that sum would lack it."""
+        """Raise if a backward has added to a stand-in, because the sum would lack the means that it stands
+        for.
+        """
         if self.scattered is not None and internals.stand_in_of(self._parameters[index]) is not None:
             raise left_over(self._names[index], self._state.where, OPS.names)
 
     def count(self, index: int) -> None:
-        """Let the gradient count even if it was cleared: Paddle would replace it in the next backward."""
+        """Keep the gradient even if it was cleared: Paddle would replace it in the next backward."""
         internals.count_as_gradient(self._parameters[index])
 
     def count_all(self) -> None:
-        """Let cleared gradients stay in the gradient buffer: a new one would have to be copied there."""
+        """Keep cleared gradients in the gradient buffer: Paddle's new ones would have to be copied there."""
         if self._live_in_buffer:
             for parameter, shape, dtype in zip(self._parameters, self._shapes, self._dtypes):
-                # Else Paddle would raise, on this rank alone, or add elements of another dtype as if of this.
+                # Else Paddle would raise on this rank only, or misread elements of the new dtype.
                 if parameter.shape == shape and internals.same_dtype(parameter.dtype, dtype):
                     internals.count_as_gradient(parameter)
 
@@ -179,13 +185,13 @@ class Gradients:
     def leave_out(self, indices: Collection[int]) -> None:
         for index in indices:
             self._check_kind(index)
-        self.leave_buffer(indices)  # their places there are filled with zeros
+        self.leave_buffer(indices)  # because their places there are filled with zeros
 
     def check(self) -> None:
-        """Gradients are not expected to change in mid-backward, but for hooks of the parameter itself.
+        """Find gradients whose memory another tensor holds too, and give their means memory of their own.
 
-        But an input, a view of the parameter or a hook of the user's may hold the memory of a gradient, too:
-        its mean gets memory of its own.
+        The other tensor may be an input, a view of the parameter, or one that a user's hook has kept.
+        Gradients are not expected to change during backward, except by hooks of the parameter itself.
         """
         handed = self._state.handed
         for index in handed.look()[1]:
@@ -205,7 +211,7 @@ class Gradients:
                 or gradient.shape != shape
                 or not gradient.is_contiguous()
                 or index in handed
-                or (pointer := gradient.data_ptr()) is None  # of a sparse one
+                or (pointer := gradient.data_ptr()) is None  # a sparse gradient
             ):
                 gradient = take(index)
                 if gradient is None:
@@ -223,7 +229,7 @@ class Gradients:
         def hand_over() -> None:
             gradient = take(index)
             if gradient is not None:
-                copy(gradient, True)  # a sixth of what paddle.assign() costs
+                copy(gradient, True)  # costs a sixth of paddle.assign()
                 state.handed[index] = gradient
                 state.staged.append(index)
                 mark_copied(index, gradient.data_ptr() or 0, nbytes(gradient), is_shared)
@@ -257,7 +263,7 @@ class Gradients:
 
         def hand_over() -> None:
             gradient = find()
-            # What is in its place has the shape and dtype that it had when it moved in.
+            # A gradient that is already in its place has the right shape and dtype.
             if gradient is None or index in handed or gradient.data_ptr() != own_place:
                 if not check(index, gradient):
                     return
@@ -296,7 +302,7 @@ class Gradients:
         if not self._check(index, gradient):
             return None
         assert gradient is not None
-        if not gradient.is_contiguous():  # its strides differ from those of the parameter
+        if not gradient.is_contiguous():  # its strides differ from the parameter's
             with paddle.no_grad():
                 internals.set_gradient(parameter, gradient.contiguous())
             gradient = internals.gradient_of(parameter)
@@ -304,9 +310,10 @@ class Gradients:
         return gradient
 
     def _straighten(self, index: int) -> None:
-        """Let what is added to this gradient lie as the parameter does.
+        """Make gradients that Paddle adds to this one contiguous, as the parameter is.
 
-        On custom devices Paddle adds the bytes of the two as they lie; on CPUs and GPUs it looks.
+        Custom devices add the memory of the two tensors as it lies, whatever the strides; CPUs and GPUs
+        respect strides.
         """
         parameter = self._parameters[index]
         if parameter.place.is_custom_place() and index not in self._straightened:
@@ -314,8 +321,10 @@ class Gradients:
             parameter.register_hook(lambda gradient: gradient.contiguous())
 
     def _check(self, index: int, gradient: paddle.Tensor | None) -> bool:
-        """None: the parameter counts as unused. Paddle calls its hooks, but leaves the gradient undefined, as
-        that of a batch normalisation's shift is whose scale is frozen.
+        """Whether the gradient can be handed over; records an error if it is of the wrong kind.
+
+        None counts as unused: Paddle calls the parameter's hooks, but leaves the gradient undefined, for
+        example that of a batch normalisation's shift if its scale is frozen.
         """
         if index in self._state.handed:
             self._refuse_second(index)
@@ -336,7 +345,7 @@ class Gradients:
         place.copy_(gradient, True)
         if not gradient.is_contiguous():
             self._straighten(index)
-        # A tensor of its own: what backward still has to read, or another parameter, may hold the old one.
+        # A new tensor, because the rest of the backward, or another parameter, may hold the old one.
         internals.set_gradient(parameter, place)
         own_place = internals.gradient_of(parameter)
         assert own_place is not None
@@ -359,9 +368,9 @@ class Gradients:
                 internals.count_as_gradient(parameter)
 
     def _parted_by_others(self, indices: Sequence[int]) -> list[int]:
-        """Those whose gradient another wrapped model has given memory of its own.
+        """The parameters whose gradient another wrapped model has moved to other memory.
 
-        Nothing may be written to the old memory: another tensor holds it.
+        The old memory must not be written to, because another tensor holds it.
         """
         handed = self._state.handed
         shared = {

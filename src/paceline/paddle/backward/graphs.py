@@ -1,13 +1,13 @@
-"""Paddle's autograd, as `BackwardSync` asks for it: whose gradients come, when a backward begins and ends.
+"""Paddle's autograd, as `BackwardSync` needs it: the tensors of a forward, gradient hooks, and the end of
+backward.
 
-Three things that Paddle does not report by itself: which tensors a forward returned, that a parameter's
-gradient is accumulated (and that another program has hooked that parameter later), and when the user's
-backward is over.
+Paddle does not report three things by itself: which tensors a forward returned; that a parameter's gradient
+is accumulated (and that other code has registered a hook later); and when the user's backward is over.
 
-Paddle has one function through which every backward() goes. Around it we count how deep we are, so that the
-inner backward passes of recompute and PyLayer are told from the user's, and what must happen at the end of
-the user's happens after it, where an exception reaches the user as it is. (Paddle's own hook at the end of a
-backward turns every exception into a SystemError, and fires early where they nest.)
+Every backward() goes through one function of Paddle, which is wrapped here. The wrapper counts the nesting
+depth, to tell the user's backward from the inner ones of recompute and PyLayer. After the user's backward it
+calls the functions registered with `at_end`; their exceptions reach the user unchanged. (Paddle's own hook
+for the end of a backward turns every exception into a SystemError, and fires early if backward passes nest.)
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paddle.distribution import Distribution
 from paceline.paddle import internals
 from paceline.reducer.backward.state import EndOfBackward
 
-# --- what a forward returned ---
+# --- the tensors of a forward's output ---
 
 _PLAIN = (str, bytes, int, float, complex, np.ndarray, np.generic, type(None))
 
@@ -58,7 +58,7 @@ def _leaves(output: object) -> Iterator[object]:
         yield output
 
 
-# --- hooks of parameters: ours, and those that others register after them ---
+# --- hooks of parameters: ours, and those that other code registers after ours ---
 
 
 class Listener(Protocol):
@@ -71,9 +71,9 @@ _listeners: weakref.WeakSet[Listener] = weakref.WeakSet()
 
 
 def listen(listener: Listener, parameters: Sequence[paddle.Tensor]) -> None:
-    """Report every gradient of these parameters, by their number, as long as the listener lives.
+    """Report every gradient of these parameters, by index, as long as the listener lives.
 
-    Paddle never lets go of a hook, so it must not hold what it belongs to.
+    Paddle never removes a hook, so the hook holds only a weak reference to the listener.
     """
     _watch_hooks_of_others()
     _listeners.add(listener)
@@ -101,7 +101,7 @@ def _weak_hook(listener: Listener, index: int) -> Callable[[], None]:
     return hook
 
 
-# --- when a backward begins and ends, in this process ---
+# --- the begin and end of backward passes in this process ---
 
 
 class _End(NamedTuple):
@@ -110,14 +110,14 @@ class _End(NamedTuple):
 
 
 class _Calls(threading.local):
-    """The calls of this thread.
+    """The backward calls of this thread.
 
     Attributes:
-        depth: How many backward passes it is in: 0 outside, 2 in that of a recomputed block.
+        depth: The nesting depth of backward passes: 0 outside, 2 in that of a recomputed block.
         roots: The tensors at which the innermost one begins.
-        number: Which one that is, of all that have begun in this thread.
-        ends: What to do at the end of the outermost one.
-        error: What a step of its graph raises, of which Paddle makes an OSError; None: nothing.
+        number: The number of the innermost one, of all that have begun in this thread.
+        ends: Functions to call at the end of the outermost one.
+        error: An exception raised within the graph, which Paddle replaces by an OSError; None: there is none.
     """
 
     depth = 0
@@ -146,17 +146,17 @@ def _nothing() -> None: ...
 
 
 def at_end(end: Callable[[], None], *, before: Callable[[], None] = _nothing) -> None:
-    """Call `end` when the outermost backward of this thread is over and has not raised; else drop it.
+    """Call `end` when the outermost backward of this thread is over; if the backward raises, drop it.
 
     Args:
-        end: What to call.
-        before: Called before any `end`: two wrapped models may share one backward. Must not raise.
+        end: The function to call.
+        before: Called before any `end`, because two wrapped models may share one backward. Must not raise.
     """
     calls.ends.append(_End(end, before))
 
 
 def raise_after_backward(error: Exception) -> None:
-    """Raise the error of a step of the graph when backward is over; Paddle would make it an OSError."""
+    """Raise an error of the graph when backward is over, because Paddle would replace it by an OSError."""
 
     def end() -> None:
         raise error
@@ -185,13 +185,13 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
             if calls.ends and depth == 0:
                 _call_ends()
             return result
-        except BaseException as error:  # also of a signal handler, just before the ends are called
+        except BaseException as error:  # also from a signal handler just before `_call_ends`
             calls.depth, calls.roots, calls.number = depth, outer, number
             kept = calls.error
             if depth == 0:
                 calls.ends.clear()
                 calls.error = None
-            # One that raises as a `with paddle.no_grad()` ends keeps it from ending, and nothing would train.
+            # An exception at the end of a `with paddle.no_grad()` may leave gradients disabled for good.
             paddle.set_grad_enabled(has_grad)
             if kept is not None and isinstance(error, OSError):
                 raise kept from None

@@ -48,7 +48,7 @@ class PaddleWeights(MicroBatchWeights):
                 continue
             if tensor.is_leaf:
                 has_leaf = True
-            else:  # the address of a node that is gone may be that of another one now
+            else:  # overwrites the entry of a freed node that had this address
                 self._graph_of[address_of(internals.grad_node(tensor))] = graph
         return not has_leaf and not graphs.may_hide_tensors(output)
 
@@ -79,7 +79,7 @@ class PaddleWeights(MicroBatchWeights):
         self._handles = [self._register(number) for number in range(len(self._parameters))]
 
     def _register(self, number: int) -> Any:
-        # Paddle lets no hook be registered while a parameter is frozen; those that it has it keeps.
+        # Paddle registers no hook on a frozen parameter, but keeps the hooks that it has.
         parameter = self._parameters[number]
         is_frozen, parameter.stop_gradient = parameter.stop_gradient, False
         try:
@@ -88,7 +88,7 @@ class PaddleWeights(MicroBatchWeights):
             parameter.stop_gradient = is_frozen
 
     def _put_last(self) -> None:
-        # Paddle does not say which hooks there are.
+        # Paddle has no list of its hooks, so all of ours are registered again.
         for number, handle in enumerate(self._handles):
             handle.remove()
             self._handles[number] = self._register(number)
@@ -106,9 +106,10 @@ class PaddleWeights(MicroBatchWeights):
         graphs.at_end(end)
 
     def scale(self, number: int, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
-        """Runs before Paddle adds a gradient to that of a parameter, and in paddle.grad().
+        """Runs before Paddle adds a gradient to a parameter's gradient, and in paddle.grad().
 
-        None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
+        A `gradient` of None means that backward leaves it undefined. The parameter's accumulated gradient is
+        scaled all the same.
         """
         if not graphs.calls.depth or (not self.is_weighing and self._is_foreign(number)):
             return None
@@ -122,7 +123,7 @@ class PaddleWeights(MicroBatchWeights):
         if internals.is_sparse(gradient):
             internals.scale_rows(gradient, share)
             return gradient
-        # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
+        # A weight of 0 removes a gradient, whatever its values are: 0 * NaN would be NaN.
         return gradient * share if share else paddle.zeros_like(gradient)
 
 

@@ -1,8 +1,8 @@
 """Sparse gradients (SelectedRows): the rows that any rank touched, with the mean of their values.
 
-Every rank gets every rank's rows, in rank order, each value times that rank's share of the
-weight. A row that several ranks touched stands there several times, which Paddle's optimizers add up, as they
-do for a word that occurs twice in one batch.
+Every rank gets every rank's rows, in rank order, each value times that rank's fraction of the total weight. A
+row that several ranks touched occurs several times; Paddle's optimizers add these up, as they do for a word
+that occurs twice in one batch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class SparseMeans:
     """Averages the sparse gradients of one model.
 
     Attributes:
-        squared_norm: 0: no norm counts them.
-        nonfinite: (rank, parameter) of each that was not finite in the last backward.
+        squared_norm: Always 0: norms do not include sparse gradients.
+        nonfinite: (rank, parameter) of each gradient that was not finite in the last backward.
     """
 
     squared_norm = 0.0
@@ -50,7 +50,7 @@ class SparseMeans:
 def average_rows(
     parameter: paddle.Tensor, name: str, communicator: Communicator[paddle.Tensor], weight: float = 1.0
 ) -> list[int]:
-    """Replace the sparse gradient of `parameter` by the mean over ranks, weighed. Collective.
+    """Replace the sparse gradient of `parameter` by its weighted mean over the ranks. Collective.
 
     A rank without a gradient contributes no rows, and gets every rank's; its weight counts all the same.
 
@@ -70,13 +70,13 @@ def average_rows(
     counts, weights = facts[:, 0].astype(np.int64), facts[:, 1]
     if facts[:, 2].any():
         raise _dense_error(name, np.flatnonzero(facts[:, 2]).tolist(), len(facts))
-    if (facts[:, 3:5] != facts[0, 3:5]).any():  # a row of one would be beyond the end of another
+    if (facts[:, 3:5] != facts[0, 3:5]).any():  # a row number of one rank may not exist on another
         raise _shape_error(name, facts[:, 3:5].astype(int).tolist())
     most = int(counts.max())
     dtype = np.dtype(str(parameter.dtype).removeprefix("paddle."))
     if most == 0:
         if facts[:, 5].any() and height:
-            # Optimizers tell zeros from no gradient, and Paddle's SGD divides by the number of rows.
+            # Optimizers distinguish zeros from no gradient, and Paddle's SGD divides by the number of rows.
             _replace(parameter, [0], np.zeros((1, *width), dtype))
         return []
     padded_rows, padded_values = np.zeros(most, np.int64), np.zeros((most, *width), dtype)
@@ -84,7 +84,7 @@ def average_rows(
     all_rows, all_values = communicator.gather(padded_rows), communicator.gather(padded_values)
     rows = np.concatenate([part[:count] for part, count in zip(all_rows, counts)]).tolist()
     parts = [part[:count] for part, count in zip(all_values, counts)]
-    with _core.DefaultFloats():  # every rank computes the mean for itself, and all must get the same bits
+    with _core.DefaultFloats():  # every rank computes the mean itself, and all must get the same bits
         shares = (weights / weights.sum()).astype(dtype)
         mean = np.concatenate([part * share for part, share in zip(parts, shares)])
     _replace(parameter, rows, mean)

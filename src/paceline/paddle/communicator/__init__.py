@@ -1,4 +1,4 @@
-"""What lies between the ranks: communicators, Paddle's groups below them, and the gradient buffer.
+"""The communicators between the ranks, the groups of Paddle that they use, and how ranks find each other.
 
 Not public.
 """

@@ -1,8 +1,9 @@
 """Calls of paddle.distributed that the caller can wait for up to a deadline.
 
-Paddle's Gloo does everything within the call, in C++, and takes no time-out from us. So on the CPU a
-thread of their own makes these calls, one after another, while the caller computes or waits. Those of NCCL,
-and of the engines of other devices, return at once. They are made where the caller is, and follow its stream.
+Paddle's Gloo does all its work within the call, in C++, and takes no time-out from us. So on the CPU a
+separate thread makes these calls, one after another, while the caller computes or waits. Calls of NCCL, and
+of the libraries of other devices, return at once; they are made in the caller's thread, and follow its
+stream.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
     """See `ProcessGroupCalls`; over a group of paddle.distributed, in the order in which they are begun.
 
     Attributes:
-        backend: What moves the bytes, as Paddle names it.
+        backend: The communication backend, as Paddle names it.
         on_host: Whether the group moves tensors of the CPU, or those of this process's device.
     """
 
@@ -120,7 +121,7 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
         self.wait(self.begin(lambda: self._make(broadcast), what), what)
         if packed is not pieces[0]:
             begin = 0
-            for piece in pieces:  # paddle.split() of Paddle 3.2 warns of torch's function of this name
+            for piece in pieces:  # paddle.split() of Paddle 3.2 warns about torch's function of that name
                 end = begin + int(piece.size)
                 paddle.assign(packed[begin:end], piece)
                 begin = end
@@ -143,7 +144,7 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
         return PaddleHook(hook, gradient_buffer, parameters, self, process_group)
 
     def begin_gather(self, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
-        words = np.zeros(-(-array.nbytes // 4), np.int32)  # not every backend moves bytes
+        words = np.zeros(-(-array.nbytes // 4), np.int32)  # because not every backend moves uint8
         words.view(np.uint8)[: array.nbytes] = array.reshape(-1).view(np.uint8)
         own = self._to_wire(paddle.to_tensor(words))
         out = internals.empty_on(own.place, [self.world_size * len(words)], own.dtype)
@@ -168,7 +169,7 @@ class GroupCalls(ProcessGroupCalls[paddle.Tensor]):
 
 
 class LoneCalls(GroupCalls):
-    """The calls of a process that is alone: every sum is what it has."""
+    """The calls of a single process: every sum is the process's own value."""
 
     def __init__(self, *, on_host: bool) -> None:
         self.backend, patience = "missing", (math.inf, WARN_AFTER_S)
@@ -183,7 +184,7 @@ class LoneCalls(GroupCalls):
 
 
 class MemoryCalls(GroupCalls):
-    """The calls of the ranks of one host, in the memory that they share: done when they return."""
+    """The calls of the ranks of one host, in the memory that they share: complete when they return."""
 
     def __init__(self, core: _core.HostGroup) -> None:
         self.backend, words = "shared memory", "the memory that the ranks share"
@@ -203,7 +204,7 @@ class MemoryCalls(GroupCalls):
 
 def _as_bytes(tensor: paddle.Tensor) -> paddle.Tensor:
     whole = tensor.detach().contiguous().reshape([-1])
-    # Paddle counts the offset of a part of a larger tensor in elements of the new type.
+    # paddle.view() takes the offset of a slice in elements of the new dtype, so a slice is copied first.
     return paddle.view(whole.clone() if whole.offset else whole, "uint8")
 
 
@@ -238,7 +239,7 @@ class _ThreadCall:
         self._is_done = threading.Event()
 
     def is_completed(self) -> bool:
-        # Not at once if it is not: who asks would sleep, and longer than until the end.
+        # Wait a little: a caller that gets False sleeps, probably past the end of the call.
         return self._is_done.wait(_PATIENCE_S)
 
     def run(self) -> None:
@@ -259,8 +260,9 @@ class _ThreadCall:
 class _CallThread:
     def __init__(self) -> None:
         self._calls: SimpleQueue[_ThreadCall | None] = SimpleQueue()
-        # A daemon: one that Gloo holds, for a rank that is gone, must not hold the end of this process. Nor
-        # abort it, when Gloo lets it go in that very moment, because the other ranks end as well.
+        # A daemon thread, because Gloo may block it for a lost rank, and it must not keep this process from
+        # exiting. hold_late_threads() keeps it from aborting the process if Gloo returns during the exit,
+        # when the other ranks exit as well.
         _core.hold_late_threads()
         calls = (self._calls,)
         start_thread(threading.Thread(target=_make_calls, args=calls, name="paceline-paddle", daemon=True))
@@ -278,14 +280,14 @@ def _make_calls(calls: SimpleQueue[_ThreadCall | None]) -> None:
         if call is None:
             return
         call.run()
-        del call  # and with it the tensors
+        del call  # frees its tensors
 
 
 _threads: weakref.WeakKeyDictionary[Any, _CallThread] = weakref.WeakKeyDictionary()
 
 
 def _thread_of(group: Any) -> _CallThread:
-    """One for each group: two would make its calls in an order that differs from rank to rank."""
+    """The one thread of a group: with two, the order of calls would differ between ranks."""
     if group not in _threads:
         _threads[group] = _CallThread()
     return _threads[group]

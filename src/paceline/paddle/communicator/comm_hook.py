@@ -1,4 +1,4 @@
-"""Buckets through a user's hook. Paddle has no such hooks; these are called as torch's are.
+"""Passes buckets to a user's communication hook. Paddle has no such hooks; these have torch's interface.
 
 A hook gets a state and a `GradBucket`, and returns the tensor that replaces the bucket's buffer, or a
 `Future` of it.
@@ -26,10 +26,10 @@ _HINT = "return bucket.all_reduce(bucket.buffer()).then(lambda f: f.value() / wo
 
 
 class Future(Generic[_Value]):
-    """A value that is on its way.
+    """The result of an operation that may not be complete yet.
 
     Args:
-        finish: Waits for it and returns it; called once.
+        finish: Waits for the result and returns it; called once.
     """
 
     def __init__(self, finish: Callable[[], _Value]) -> None:
@@ -38,10 +38,10 @@ class Future(Generic[_Value]):
         self._error: BaseException | None = None
 
     def wait(self) -> _Value:
-        """The value. Blocks until it is there, at most until the deadline of the wrapped model.
+        """Return the result. Blocks until it is ready, at most until the deadline of the wrapped model.
 
         Raises:
-            BaseException: What has kept it from coming; again, if it is asked for again.
+            BaseException: The error of the operation; raised again if wait() is called again.
         """
         finish, self._finish = self._finish, None
         if finish is not None:
@@ -55,11 +55,11 @@ class Future(Generic[_Value]):
         return self._value
 
     def value(self) -> _Value:
-        """As wait(): torch's name for it within `then`."""
+        """Same as wait(): torch's name for it within `then`."""
         return self.wait()
 
     def then(self, callback: Callable[[Future[_Value]], _Next]) -> Future[_Next]:
-        """The future of what `callback` returns, which is called with this future when its value is there."""
+        """The future of `callback(self)`, which is called when this future is complete."""
 
         def finish() -> _Next:
             self.wait()
@@ -69,12 +69,12 @@ class Future(Generic[_Value]):
 
 
 class GradBucket(HookedBucket[paddle.Tensor]):
-    """What a hook sees of a bucket: what torch's hooks see, and calls that connect the ranks.
+    """A bucket as a hook sees it: the interface of torch's GradBucket, and collectives between the ranks.
 
     Args:
-        calls: Between the ranks.
-        process_group: What was passed to the wrapper, or found.
-        members: The members of a `HookedBucket`.
+        calls: Collectives between the ranks.
+        process_group: The group that was passed to the wrapper, or found.
+        members: The arguments of `HookedBucket`.
     """
 
     def __init__(self, calls: GroupCalls, process_group: Any, *members: Any) -> None:
@@ -92,14 +92,14 @@ class GradBucket(HookedBucket[paddle.Tensor]):
     def all_reduce(self, tensor: paddle.Tensor) -> Future[paddle.Tensor]:
         """Begin to replace a contiguous tensor by its sum over the ranks. Collective.
 
-        Over Gloo it is exchanged while backward goes on; in shared memory it is done at once.
+        Over Gloo the exchange overlaps with backward; in shared memory it is complete when this returns.
         """
         what = "sum in a communication hook"
         call = self._calls.begin(lambda: self._calls.all_reduce(tensor), what)
         return Future(lambda: self._calls.wait(call, what)).then(lambda _: tensor)
 
     def all_gather(self, tensor: paddle.Tensor) -> Future[paddle.Tensor]:
-        """Begin to collect a contiguous tensor of every rank, by rank, in a new dimension. Collective.
+        """Begin to gather a contiguous tensor of every rank, by rank, in a new first dimension. Collective.
 
         Example:
             Rank 0 passes [1, 2] and rank 1 [3, 4]; both get the future of [[1, 2], [3, 4]].

@@ -1,4 +1,4 @@
-"""The communicator between the ranks of a model of Paddle."""
+"""Makes the communicator between the ranks of a Paddle model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.reducer.communicator import Communicator, GroupCommunicator, Memor
 
 _log = logging.getLogger("paceline")
 _has_warned_of_limit = False
-_Communicators = dict[bool, Communicator[paddle.Tensor]]  # by whether they are on the CPU
+_Communicators = dict[bool, Communicator[paddle.Tensor]]  # keys: whether the tensors are on the CPU
 _common_communicators: weakref.WeakKeyDictionary[Any, _Communicators] = weakref.WeakKeyDictionary()
 
 
@@ -65,7 +65,7 @@ def _warn_of_limit(rank: int, timeout_s: float) -> None:
 
 
 def common_communicator(group: Any, *, on_host: bool) -> Communicator[paddle.Tensor] | None:
-    """What moves values between the ranks of a group: one for all layers that ask, None in a single process.
+    """The communicator of a group, the same one for all layers that ask; None in a single process.
 
     Collective on the first call for a group.
     """

@@ -1,6 +1,6 @@
-"""The ranks that train one model, however they were started.
+"""Finds the ranks that train one model, however they were started.
 
-A `paceline.Group`, paddle.distributed, or only a launcher's environment variables bring them together.
+A `paceline.Group`, paddle.distributed, or only a launcher's environment variables connect them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from paceline.rendezvous.shared_memory import HostMemory
 from paceline.rendezvous.signatures import LOSSLESS
 
 DEFAULT_OWNER = "DataParallel"
-_HOLDER = 0  # the rank of the default group that serves Paddle's store
-_OUTSIDE = -1  # the rank that a group of Paddle has where this process is none of its ranks
+_HOLDER = 0  # the rank of the default group that runs the server of Paddle's store
+_OUTSIDE = -1  # the rank of a Paddle group on a process that is not in it
 
 _environment = EnvironmentGroup("paceline.paddle")
 
@@ -83,7 +83,7 @@ class LonePeers:
 
 
 Peers = PaddlePeers | GroupPeers | LonePeers
-"""The ranks that train one model, and what connects them."""
+"""The ranks that train one model, and the connection between them."""
 
 
 def find_peers(
@@ -93,7 +93,7 @@ def find_peers(
     device_mesh: Any = None,
     owner: str = DEFAULT_OWNER,
 ) -> Peers | None:
-    """The group that was passed, else paddle.distributed's, else one formed from the environment.
+    """The ranks of the group that was passed, else of paddle.distributed, else of the launcher's environment.
 
     Returns:
         None: this process is the only one.
@@ -109,14 +109,14 @@ def find_peers(
             return GroupPeers(environment, timeout_s, warn_after_s)
     if group is None and not (dist.is_initialized() and dist.get_world_size() > 1):
         return None
-    _core.hold_late_threads()  # rank 0 serves Paddle's store until it has ended
+    _core.hold_late_threads()  # rank 0's thread serves Paddle's store until the process ends
     patience = timeout_s or _paddles_timeout_s(), warn_after_s or WARN_AFTER_S
     calls = GroupCalls(group, *patience)
     return PaddlePeers(calls, *patience, owner) if calls.world_size > 1 else None
 
 
 def known_exchange(group: Any, device_mesh: Any = None) -> tuple[Exchange, float] | None:
-    if getattr(group, "rank", 0) == _OUTSIDE:  # no rank in the group waits for this rank
+    if getattr(group, "rank", 0) == _OUTSIDE:  # no rank of the group waits for this process
         return None
     is_there = _environment.formed is not None or dist.is_initialized()
     return exchange_of_named(
@@ -164,10 +164,10 @@ def _paddles_timeout_s() -> float:
 
 
 def connect_environment(forming_timeout_s: float | None = None) -> Group | None:
-    """Bring the processes that the launcher started together: in memory, or by paddle.distributed.
+    """Connect the processes that the launcher started: in shared memory, or with paddle.distributed.
 
     Returns:
-        None: this process is the only one, or paddle.distributed did it. Collective on the first call.
+        None: this process is the only one, or paddle.distributed connects them. Collective on the first call.
     """
     if needs_paddles_group():
         form_paddles_group(forming_timeout_s or _paddles_timeout_s())
@@ -176,9 +176,9 @@ def connect_environment(forming_timeout_s: float | None = None) -> Group | None:
 
 
 def environment_group(forming_timeout_s: float | None = None) -> Group | None:
-    """The group of all processes that the launcher started; one for all models. None for a single one.
+    """The group of all processes that the launcher started, one for all models. None for a single process.
 
-    Collective on the first call: blocks until all came.
+    Collective on the first call: blocks until all processes have called it.
     """
     if _environment.current is not None:
         return _environment.current
@@ -202,7 +202,7 @@ def environment_group(forming_timeout_s: float | None = None) -> Group | None:
 class _FrameworkKeyStore:
     """Paddle's store as a `KeyStore`.
 
-    Its `get` waits for a key that is missing, so each key has a counter beside it, which is there at once.
+    Its `get` blocks on a missing key. So each key has a counter, which can be read without blocking.
     """
 
     _lock = threading.Lock()  # all threads of this process share one connection to the store
@@ -227,5 +227,5 @@ class _FrameworkKeyStore:
         try:
             with self._lock:
                 yield
-        except ValueError as error:  # what Paddle makes of a connection that broke
+        except ValueError as error:  # Paddle's error for a broken connection
             raise RuntimeError(str(error)) from error

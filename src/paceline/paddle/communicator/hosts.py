@@ -1,11 +1,11 @@
 """The connections between hosts through Gloo groups of Paddle: two for each pair of peers and direction.
 
-Paddle's Gloo has `send` and `recv` for tensors of the CPU. Each call blocks until it is done, without
-Python's lock, and gives up after 30 s; calls of two ranks pair by how many calls each has made on the group.
-So a group of two ranks in which one only sends is a connection for `piped_transport` of
-`paceline.reducer.between_hosts`, which does the rest. A group of our own lives as long as the process: Paddle
-never gives its threads and descriptors back. So all models that are wrapped over one group of the user's
-share them.
+Paddle's Gloo has `send` and `recv` for tensors of the CPU. Each call blocks until it is complete, without
+Python's lock, and gives up after 30 s. The n-th call of one rank on a group pairs with the n-th call of the
+other. So a group of two ranks in which one only sends is a connection for `piped_transport` of
+`paceline.reducer.between_hosts`, which does the rest. Paddle never frees a group's threads and descriptors,
+so each group lives as long as the process, and all models that are wrapped over one group of the user's share
+these connections.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from paceline.rendezvous.messages import read_object, read_of_ranks
 from paceline.rendezvous.shared_memory import HostMemory
 
 MOST_HOSTS = 16
-"""With more, threads and connections would be too many: some fourteen threads for each peer."""
+"""With more hosts there would be too many threads and connections: about fourteen threads for each peer."""
 LANES = 2
-"""Connections to a peer in each direction. Gloo asks the receiver before it sends a message, and the
-question waits behind what goes the same way: with one, a link of 100 Mbit/s idled a seventh of the time."""
+"""Connections to a peer in each direction. Gloo sends a request to the receiver before each message, and the
+request queues behind earlier messages: with one connection, a 100 Mbit/s network was idle for a seventh of
+the time."""
 _CONNECT_WITHIN_S = 60.0
 _TRY_S = 2.0
 _RETRY_S = 0.02
-_FIRST_ID = 1 << 30  # of our groups; Paddle counts its own from 0
+_FIRST_ID = 1 << 30  # the first id of our groups; Paddle counts its own from 0
 _Layout = tuple[tuple[int, ...], ...]
 
 _next_id = _FIRST_ID
 _pipes: weakref.WeakKeyDictionary[Any, dict[_Layout, Pipes | None]] = weakref.WeakKeyDictionary()
-_kept: list[Pipes] = []  # for the goodbye at the end of the process, which a group may not live to see
+_kept: list[Pipes] = []  # until the end of the process, which closes them; their groups may be gone before
 
 
 def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     """Connect this rank to its peers on the other hosts. Collective, over all ranks.
 
     Returns:
-        Who is where; None: not between these ranks. They need a group of Paddle's over Gloo, and at most
-        MOST_HOSTS hosts.
+        The hosts, their ranks and the transport; None: these ranks cannot be connected so. They need a group
+        of Paddle over Gloo, and at most MOST_HOSTS hosts.
     """
     if not isinstance(peers, PaddlePeers) or not peers.calls.on_host or len(memory.hosts) > MOST_HOSTS:
         return None
@@ -81,12 +82,13 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank reports before it connects.
+    """What a rank publishes before it connects.
 
     Attributes:
-        next_id: Paddle has no group of this number, or of a higher one, there.
-        addresses: Where others may reach its host.
-        ports: Where it keeps the stores in which it meets peers: by their rank, one for each connection.
+        next_id: Paddle has no group with this id or a higher one in this process.
+        addresses: The addresses of its host for other hosts.
+        ports: The ports of the stores over which it connects to peers: by the peer's rank, one for each
+            connection.
     """
 
     next_id: int
@@ -100,7 +102,7 @@ def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | N
     own = next(host for host, ranks in enumerate(hosts) if peers.rank in ranks)
     place, shards = hosts[own].index(peers.rank), num_shards(hosts)
     same_place = [ranks[place] for ranks in hosts] if place < shards else []
-    # Of two peers, the one on the host with the lower number keeps the stores.
+    # Of two peers, the one on the host with the lower number runs the stores.
     reserved = {rank: [_reserve_port() for _ in range(2 * LANES)] for rank in same_place[own + 1 :]}
     ports = {str(rank): [each.getsockname()[1] for each in row] for rank, row in reserved.items()}
     offers = _gather_offers(peers, _Offer(_next_id, addresses_for_others(), ports))
@@ -109,7 +111,7 @@ def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | N
     before = connected_sockets()
     outgoing: dict[int, list[Carry]] = {}
     incoming: dict[int, list[Carry]] = {}
-    # All ranks come to their peers in one order, so that no two wait for each other.
+    # All ranks connect to their peers in one order, so that there is no deadlock.
     for other, peer in enumerate(same_place):
         if other == own:
             continue
@@ -167,7 +169,7 @@ class _RendezvousPoint:
             )
 
         try:
-            call_within(within_s, make)  # Paddle has time-outs of its own, and some waits without
+            call_within(within_s, make)  # because some waits of Paddle have no time-out
         except (OSError, RuntimeError, ValueError) as error:
             if self.control.failure is not None:
                 raise self.control.failure from error

@@ -1,8 +1,9 @@
-"""Processes of several hosts, or on GPUs, brought together by paddle.distributed, once all have come.
+"""Forms the group of paddle.distributed for ranks on several hosts or on GPUs, after all ranks have arrived.
 
-Paddle's store waits in silence for ranks that do not fit together, and ends the process that opens it where
-another process listens. So all ranks meet in a membership store first, at the address that the launcher gave
-them, and see who has come. Paddle's store is then at a port that rank 0 tells them there.
+Paddle's store waits without any message for ranks that do not fit together, and ends the process that opens
+it if another process listens at its port. So all ranks connect to a membership store first, at the address
+from the launcher, and check there which ranks have arrived. Rank 0 then publishes the port of Paddle's store
+there.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from paceline.rendezvous.membership_store import MembershipClient, MembershipSer
 from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError
 from paceline.rendezvous.start import Start, prepare
 
-_ANSWER_WITHIN_S = 30.0  # one call of the membership store
+_ANSWER_WITHIN_S = 30.0  # time-out of one call of the membership store
 _NAP_S = 0.005
-_LINGER_S = 2.0  # for those who read why the job cannot start
+_LINGER_S = 2.0  # for ranks that still read why the job cannot start
 _LONGEST_PROBLEM = 500  # characters
 _WHAT = "PADDLE_MASTER"
 _PREFIX = "paceline/start"
 _GLOO = ("", "auto", "gloo")
 _Found = TypeVar("_Found")
 
-_server: MembershipServer | None = None  # lives as long as this process, for whoever comes later
-_starts = itertools.count()  # every rank of a job starts as often
+_server: MembershipServer | None = None  # lives as long as this process, for ranks that arrive later
+_starts = itertools.count()  # the same on all ranks of a job
 _has_formed = False
 _membership: Membership | None = None
 
@@ -64,13 +65,13 @@ def needs_paddles_group() -> bool:
 def form_paddles_group(timeout_s: float) -> None:
     """Call paddle.distributed.init_parallel_env(), if the ranks fit together.
 
-    Collective; blocks until all have come.
+    Collective; blocks until all ranks have arrived.
 
     Raises:
-        ConfigError: The address of rank 0 cannot be, or a variable is missing; or the group was formed and
-            destroyed before, and Paddle forms none again.
-        RendezvousError: The ranks do not fit together, one cannot go on, or not all have come in time. On all
-            ranks, with names and hosts.
+        ConfigError: The address of rank 0 is not valid, or a variable is missing; or the group was formed and
+            destroyed before, because Paddle forms its group only once.
+        RendezvousError: The ranks do not fit together, one cannot go on, or not all have arrived in time.
+            Raised on all ranks, with ranks and hosts.
     """
     global _membership, _has_formed
     if dist.is_initialized():
@@ -81,11 +82,11 @@ def form_paddles_group(timeout_s: float) -> None:
             likely="paddle.distributed.destroy_process_group(), and then a model is wrapped",
             hint="destroy the group at the end of the program; or train in a new process",
         )
-    _core.hold_late_threads()  # rank 0 serves Paddle's store until it has ended
+    _core.hold_late_threads()  # rank 0's thread serves Paddle's store until the process ends
     _export_paddle_variables()
     address = _paddles_address()
     if not address:
-        dist.init_parallel_env()  # which says what is missing
+        dist.init_parallel_env()  # its error names what is missing
         return
     split_address(address, _WHAT)
     place = read_rank_environment(address=address)
@@ -118,7 +119,7 @@ def form_paddles_group(timeout_s: float) -> None:
 
 
 def _paddles_address() -> str:
-    """Where rank 0 is, in Paddle's own words; "": nothing says it."""
+    """The address of rank 0 from Paddle's variables; "": they are not set."""
     return os.environ.get(_WHAT) or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")[0].strip()
 
 
@@ -141,16 +142,18 @@ def _export_paddle_variables() -> None:
     place = read_rank_environment(needs_address=False)
     os.environ["PADDLE_TRAINER_ID"] = str(place.rank)
     os.environ["PADDLE_TRAINERS_NUM"] = str(place.world_size)
-    os.environ["PADDLE_CURRENT_ENDPOINT"] = f"{socket.gethostname()}:{place.rank}"  # only has to be there
+    os.environ["PADDLE_CURRENT_ENDPOINT"] = f"{socket.gethostname()}:{place.rank}"  # any value
     if paddle.get_device() == "cpu":
         os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
 
 
 def export_place(group: Group) -> None:
-    """Tell Paddle where each rank of one host is, where another launcher (torchrun, Slurm, MPI) started it.
+    """Set Paddle's variables for the ranks of one host, if another launcher (torchrun, Slurm, MPI) started
+    them.
 
-    Collective. Paddle's samplers and its `get_rank()` then know the rank, though it has formed no group. If
-    the script has it form one later, it finds a free port: torchrun's own holds a store of the agent.
+    Collective. Paddle's samplers and its `get_rank()` then know the rank, though Paddle has formed no group.
+    If the script lets Paddle form a group later, the variables name a free port, because a store of
+    torchrun's agent uses torchrun's port.
     """
     ports = np.zeros(group.world_size, np.int64)
     if group.rank == 0:
@@ -184,10 +187,10 @@ def _open_store(start: Start, *, serves: bool) -> MembershipClient:
 
 
 def _port_of_paddles_store(start: Start, membership: Membership, key: str, *, serves: bool) -> int:
-    """Collective.
+    """Agree on the port of Paddle's store. Collective.
 
-    Rank 0 returns when all others know it: then it calls Paddle, which keeps the interpreter's lock until the
-    group is there, and the membership store answers nobody meanwhile.
+    Rank 0 returns only when all others have read the port: it then calls Paddle, which holds the
+    interpreter's lock until the group is formed, and the membership store answers no rank meanwhile.
     """
     with _reaching_the_store(start):
         if serves:
@@ -209,34 +212,34 @@ def _port_of_paddles_store(start: Start, membership: Membership, key: str, *, se
 
 
 def _form_with_all(start: Start, membership: Membership, key: str, *, serves: bool) -> None:
-    """Collective.
+    """Form Paddle's group, and wait until all ranks have formed it. Collective.
 
-    Gloo has formed its group on one rank while another one still reads addresses from the store. If the first
-    one ended then, the second one would find closed connections, and call that a time-out.
+    Gloo may have formed its group on one rank while another one still reads addresses from the store. If the
+    first rank ended then, the second one would find closed connections, and report a time-out.
     """
     own = membership.own.rank
     try:
         dist.init_parallel_env()
     except Exception as error:  # Paddle raises several kinds
-        with contextlib.suppress(RuntimeError):  # it is told to whoever listens
+        with contextlib.suppress(RuntimeError):  # the other ranks may be gone
             problem = f"rank {own}: {str(error)[:_LONGEST_PROBLEM]}"
             if serves:
                 _publish_from_rank_0(membership, key, problem, Deadline(_LINGER_S))
             else:
                 _write(membership, f"{key}/{own}", problem)
         raise
-    # All have come in time, and the last of them maybe only just: Gloo gives them as long as this.
+    # All ranks arrived in time, the last one perhaps just before the deadline; Gloo gives it this long.
     deadline = Deadline(max(start.deadline.left_s(), GLOO_LIMIT_S))
     with _reaching_the_store(start):
         if serves:
             if problem := _problem_of_others(membership, key, deadline):
-                with contextlib.suppress(RuntimeError):  # whoever has failed does not read it
+                with contextlib.suppress(RuntimeError):  # a rank that has failed does not read it
                     _publish_from_rank_0(membership, key, problem, Deadline(_LINGER_S))
             else:
                 _publish_from_rank_0(membership, key, "", deadline)
         else:
             _write(membership, f"{key}/{own}", "")
-            # Rank 0 says at the deadline for whom it has waited, which may be a moment later than here.
+            # Rank 0 publishes which rank it waited for at its own deadline, which may be a moment later.
             told_by = Deadline(deadline.left_s() + _LINGER_S)
             problem = _received_from_rank_0(membership, key, "that all have formed Paddle's group", told_by)
     if problem:
@@ -262,7 +265,7 @@ def _problem_of_others(membership: Membership, key: str, deadline: Deadline) -> 
 
 
 def _publish_from_rank_0(membership: Membership, key: str, text: str, deadline: Deadline) -> None:
-    """Raises as `_wait`."""
+    """Wait until all other ranks have read the text. Raises like `_wait`."""
     membership_store, others = membership.membership_store, len(membership.arrivals) - 1
     _write(membership, key, text)
     reason = "not all have read what rank 0 wrote"
@@ -270,7 +273,7 @@ def _publish_from_rank_0(membership: Membership, key: str, text: str, deadline: 
 
 
 def _received_from_rank_0(membership: Membership, key: str, what: str, deadline: Deadline) -> str:
-    """Raises as `_await`."""
+    """Raises like `_await`."""
     text = _await(membership, key, f"rank 0 has not said {what}", deadline)
     membership.membership_store.add(f"{key}/told", 1)
     return text
@@ -282,7 +285,7 @@ def _write(membership: Membership, key: str, text: str) -> None:
 
 
 def _await(membership: Membership, key: str, reason: str, deadline: Deadline) -> str:
-    """Raises as `_wait`; ForeignValueError: no rank wrote it."""
+    """Raises like `_wait`; ForeignValueError if no rank of the job wrote the value."""
     text = _wait(lambda: membership.membership_store.read(key), deadline, reason)
     return membership.signatures.read(key, text.encode(errors=LOSSLESS)).decode(errors=LOSSLESS)
 
@@ -302,7 +305,7 @@ def _reaching_the_store(start: Start) -> Iterator[None]:
 
 
 def _wait(find: Callable[[], _Found | None], deadline: Deadline, reason: str) -> _Found:
-    """Raises RuntimeError with a reason: it is not, at the deadline."""
+    """Return what `find` returns once it is not None. Raises RuntimeError with `reason` at the deadline."""
     while (found := find()) is None:
         if deadline.is_over():
             raise RuntimeError(reason)

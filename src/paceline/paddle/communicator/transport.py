@@ -1,4 +1,4 @@
-"""Buckets through a group of paddle.distributed, between hosts and on GPUs."""
+"""Averages buckets over a group of paddle.distributed, between hosts and on GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PaddleTransport(Transport[paddle.Tensor]):
-    """Paddle computes on one stream."""
+    """Paddle computes on one stream, so no further synchronisation is needed."""
 
     _calls: GroupCalls
 
@@ -30,7 +30,7 @@ class PaddleTransport(Transport[paddle.Tensor]):
         hook: HookedBuckets[paddle.Tensor] | None = None,
     ) -> None:
         super().__init__(gradient_buffer, calls, checks_finite=options.checks_finite, hook=hook)
-        self._suspects: list[tuple[int, paddle.Tensor]] = []  # and whether all is finite
+        self._suspects: list[tuple[int, paddle.Tensor]] = []  # (parameter, whether it is finite)
 
     def launch(self, bucket: int, scale: float) -> Any:
         with paddle.no_grad():
@@ -53,7 +53,7 @@ class PaddleTransport(Transport[paddle.Tensor]):
 
     def take_nonfinite(self) -> list[int]:
         found = []
-        if self._suspects:  # one copy from a GPU for all of them
+        if self._suspects:  # one copy from the GPU for all flags
             flags = paddle.stack([is_finite for _, is_finite in self._suspects]).numpy()
             found = sorted({param for (param, _), each in zip(self._suspects, flags) if not each})
         self._suspects.clear()
@@ -70,8 +70,8 @@ class PaddleTransport(Transport[paddle.Tensor]):
         return bool(paddle.isfinite(flat).all())
 
     def _note_nonfinite(self, bucket: int, flat: paddle.Tensor) -> None:
-        # On the CPU, a finite sum proves that all is finite; another may be an overflow. On a GPU to look at
-        # it now would wait for the device.
+        # On the CPU, a finite sum proves that all values are finite; an infinite sum may be an overflow. On a
+        # GPU, reading the sum now would wait for the device.
         if flat.place.is_cpu_place():
             wide = flat if flat.dtype in (paddle.float32, paddle.float64) else flat.astype("float32")
             if math.isfinite(float(wide.sum())):

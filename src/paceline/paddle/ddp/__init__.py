@@ -1,4 +1,4 @@
-"""The wrappers: `DataParallel`, and the same under torch's names.
+"""The wrappers: `DataParallel`, and `DistributedDataParallel` with torch's signature.
 
 Not public.
 """

@@ -1,4 +1,4 @@
-"""What code that comes from torch.distributed, or from paddle.distributed, calls by its own names."""
+"""Functions and classes with the names that code for torch.distributed or paddle.distributed uses."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ _ARGUMENTS = frozenset(inspect.signature(DistributedDataParallel.__init__).param
 
 
 def init_parallel_env() -> Group | None:
-    """Bring the processes of one host together; what paddle.distributed.init_parallel_env() does, faster.
+    """Connect the processes of one host, like paddle.distributed.init_parallel_env(), but faster.
 
-    Needs no store of Paddle's. DataParallel does it by itself, so calling it is optional, unless something
-    asks Paddle for the rank before: under torchrun, Slurm and MPI, paddle.distributed.get_rank() and Paddle's
-    samplers know it from here on. Collective; blocks until all processes that the launcher started have come.
-    Processes of several hosts, and those that train on GPUs, are brought together by
-    paddle.distributed.init_parallel_env(), once it is known that they fit together.
+    It needs no store of Paddle. DataParallel calls it by itself, so calling it is optional, unless code asks
+    Paddle for the rank before: under torchrun, Slurm and MPI, paddle.distributed.get_rank() and Paddle's
+    samplers know the rank only after this call. Collective; blocks until all processes that the launcher
+    started have called it. Processes of several hosts, and those that train on GPUs, are connected by
+    paddle.distributed.init_parallel_env(), after a check that they fit together.
 
     Returns:
         The group, which has collectives on numpy arrays. None in a single process, and None if
@@ -76,10 +76,10 @@ def init_parallel_env() -> Group | None:
         paddle.distributed.init_parallel_env().
 
     Raises:
-        ConfigError: A variable of the launcher is wrong, or the address of rank 0 cannot be.
+        ConfigError: A variable of the launcher is wrong, or the address of rank 0 is not valid.
         RendezvousError: A process is missing at the deadline. On several hosts also: ranks expect different
-            numbers of ranks, have different versions or secrets, two claim one rank, or one cannot go on; on
-            all ranks, with names and hosts.
+            numbers of ranks, have different versions or secrets, two claim one rank, or one cannot go on.
+            Raised on all ranks, with ranks and hosts.
 
     Example:
         Rank 0 and rank 1 both call it, under `paceline run -n 2`: both get a group of world_size 2.
@@ -95,9 +95,9 @@ def spawn(
     daemon: bool = False,
     **options: Any,
 ) -> SpawnContext | None:
-    """Call `func(*args)` on several new processes; as paddle.distributed.spawn, started by Paceline.
+    """Call `func(*args)` in several new processes, like paddle.distributed.spawn.
 
-    `paceline.spawn` does the same, but calls `func(rank, *args)` as torch's does.
+    `paceline.spawn` does the same, but calls `func(rank, *args)` like torch's function.
 
     Args:
         func: What to call on each rank.
@@ -105,14 +105,14 @@ def spawn(
         nprocs: Number of ranks; -1: as many as there are cores.
         join: Wait for the ranks; else return at once.
         daemon: With join=False: stop the ranks, instead of waiting for them, when this process ends.
-        **options: Further ones of `paceline.spawn`.
+        **options: Further options of `paceline.spawn`.
 
     Returns:
         None, or with join=False a context to join later.
 
     Raises:
         ConfigError: An argument is wrong; nothing was started.
-        LaunchError: A rank failed. It names the first one, and why.
+        LaunchError: A rank failed. It names the first rank that failed, and the reason.
 
     Example:
         >>> spawn(train, args=(0.1,), nprocs=2)

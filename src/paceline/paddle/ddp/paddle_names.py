@@ -1,5 +1,7 @@
-"""Names of paddle.DataParallel and of torch's class that code reads of a wrapper. Ours is a subclass that
-does not run Paddle's constructor, so what else Paddle's class has is hidden.
+"""Attributes of paddle.DataParallel and of torch's class that other code reads from a wrapper.
+
+Ours is a subclass that does not run Paddle's constructor, so all other attributes of Paddle's class are
+hidden.
 """
 
 # mypy: disable-error-code="misc"
@@ -26,7 +28,7 @@ _Class = TypeVar("_Class", bound=type)
 
 
 class PaddleNames(PaddleDataParallel):
-    """The part of `DataParallel` that is there for other people's code."""
+    """The attributes of `DataParallel` that exist for other libraries' code."""
 
     find_unused_parameters: bool
     var_dtype = paddle.Tensor
@@ -37,7 +39,9 @@ class PaddleNames(PaddleDataParallel):
 
     @property
     def group(self) -> Any:
-        """What connects the ranks, of paddle.distributed or a `paceline.Group`; alone, the argument."""
+        """The group of the ranks, of paddle.distributed or a `paceline.Group`; in a single process, the
+        argument.
+        """
         return self._arguments["group"] if self._peers is None else self._peers.group
 
     @property
@@ -47,19 +51,19 @@ class PaddleNames(PaddleDataParallel):
 
     @property
     def comm_buffer_size(self) -> int:
-        """Most bytes that are averaged at once."""
+        """Largest size of a bucket, in bytes."""
         return self._config.bucket_cap_bytes
 
     @property
     def last_comm_buffer_size(self) -> int:
-        """Most bytes of the bucket that is averaged first."""
+        """Largest size of the bucket that is averaged first, in bytes."""
         return self._config.first_bucket_bytes
 
     @property
     def grad_need_sync(self) -> bool:
         """Whether the next forward begins a synchronised backward; see no_sync().
 
-        Changed between a forward and its backward, it decides about that backward.
+        If it is changed between a forward and its backward, it decides about that backward.
         """
         return self.require_backward_grad_sync
 
@@ -86,7 +90,7 @@ class PaddleReducer:
         self._backward_sync = backward_sync
 
     def prepare_for_backward(self, outputs: Sequence[paddle.Tensor]) -> None:
-        """The backward of these outputs synchronises, though their forward was in no_sync()."""
+        """Synchronise the backward of these outputs, though their forward was in no_sync()."""
         if self._backward_sync is not None:
             self._backward_sync.sync_next_backward()
             self._backward_sync.watch(list(tensors_in(outputs)))

@@ -1,4 +1,4 @@
-"""`replace_ddp`: paddle.DataParallel becomes ours, whatever library makes it."""
+"""`replace_ddp`: replaces paddle.DataParallel by ours, whatever library uses it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from paceline.replacing import Pair, Replacement, replace
 
 
 class DistributedBatchSampler(data.DistributedBatchSampler, _PaddleSampler):
-    """Paceline's, which code that looks for one of Paddle's batch samplers recognises.
+    """Paceline's sampler, as a subclass of Paddle's, so that isinstance checks for Paddle's class succeed.
 
-    `paceline.data` imports no framework, so its own class cannot be that. Nothing of Paddle's class is run.
+    `paceline.data` imports no framework, so its own class cannot be one. No code of Paddle's class runs.
     """
 
 
@@ -25,21 +25,21 @@ _SAMPLERS = (
 
 
 def replace_ddp(*, samplers: bool = False) -> Replacement:
-    """Let `paddle.DataParallel` be Paceline's from now on, in this process.
+    """Replace `paddle.DataParallel` by Paceline's class in this process.
 
-    Every module that has bound the class gets ours, and so does every module that is imported later; hapi's
-    `paddle.Model` and `fleet.distributed_model` wrap the model in ours. `paceline run --replace-ddp train.py`
-    calls this when the script imports paddle; with another launcher, the script calls it.
-    Not collective, does not block. On rank 0 it prints what it has replaced, and a warning at the end of the
-    process if no model was wrapped.
+    Every module that has imported the class gets ours, and so does every module that is imported later;
+    hapi's `paddle.Model` and `fleet.distributed_model` wrap the model in ours.
+    `paceline run --replace-ddp train.py` calls this when the script imports paddle; with another launcher,
+    the script calls it. Not collective, does not block. Rank 0 prints what was replaced, and a warning at the
+    end of the process if no model was wrapped.
 
     Args:
-        samplers: Whether `paddle.io.DistributedBatchSampler` becomes
+        samplers: Whether to replace `paddle.io.DistributedBatchSampler` by
             `paceline.data.DistributedBatchSampler`, too.
 
     Returns:
-        What was replaced and where; its `undo()` puts Paddle's classes back. A second call with the same
-        arguments returns the same.
+        What was replaced and where; its `undo()` restores Paddle's classes. A second call with the same
+        arguments returns the same object.
 
     Raises:
         ConfigError: The classes are replaced already, with other arguments or by another library.

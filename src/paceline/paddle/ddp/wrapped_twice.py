@@ -1,4 +1,4 @@
-"""Paddle's DataParallel around ours, or ours around Paddle's: recognised, and refused with words."""
+"""Detects Paddle's DataParallel around ours, or ours around Paddle's, and refuses both."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _OURS, _THEIRS = "paceline.paddle.DataParallel", "paddle.DataParallel"
 
 
 def check_inner(layer: nn.Layer) -> None:
-    """Refuse to wrap what Paddle has wrapped."""
+    """Refuse to wrap a model that Paddle has wrapped."""
     for name, part in layer.named_sublayers(include_self=True):
         if _averages(part):
             raise inner_error(_OURS, _THEIRS, name, **_library(part))
 
 
 def check_outer() -> None:
-    """Refuse a forward that runs within a forward of a wrapper of Paddle's."""
+    """Refuse a forward that runs within a forward of Paddle's wrapper."""
     for outer in callers({_Theirs.forward.__code__}):
         if _averages(outer):
             raise outer_error(_OURS, _THEIRS, f"a forward of ours within one of {_THEIRS}", **_library(outer))
@@ -46,6 +46,6 @@ def _library(wrapper: object) -> dict[str, str]:
 
 
 def _averages(layer: object) -> bool:
-    """In a process that paddle.distributed does not know of others, Paddle's wrapper does nothing."""
+    """Whether it is Paddle's wrapper and averages: with one rank in paddle.distributed it does nothing."""
     is_theirs = isinstance(layer, _Theirs) and not isinstance(layer, WrappedModel)
     return is_theirs and internals.ranks_of_wrapper(layer) > 1
