@@ -79,8 +79,8 @@ def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s
 
     Raises:
         ModelMismatchError: Names the first difference and the ranks on each side of it.
-            ConfigError: Some rank refused its arguments; quotes that rank's error.
-            RendezvousError: A rank sent something that is no description; names the rank.
+        ConfigError: Some rank refused its arguments; quotes that rank's error.
+        RendezvousError: A rank sent something that is no description; names the rank.
     """
     payload = description.to_json()
     digests = exchange.all_gather(hashlib.sha256(payload).digest(), timeout_s)

@@ -214,8 +214,8 @@ def check_weighed(
 ) -> None:
     """Raise if gradients are not weighed on some rank.
 
-    That rank reports it as a `refused` index past the last parameter.
-    Raises on all ranks alike. Collective if a rank reported it, because only that rank knows the reason.
+    That rank reports it as a `refused` index past the last parameter. This raises on all ranks alike, and is
+    collective if a rank reported it, because only that rank knows the reason.
     """
     ranks = [rank for rank, status in enumerate(statuses) if status.refused == num_parameters]
     if not ranks:

@@ -371,9 +371,9 @@ class BackwardSync(Generic[AnyAutograd]):
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
-        """Within it, backward passes do not synchronise, even of forwards that ran outside of it.
+        """In this context, backward passes do not synchronise, even those of forwards outside of it.
 
-        Nor does a later backward of a forward that ran within it.
+        Nor does a later backward of a forward in this context.
         """
         state = self.state
         was_local, was_forced, before = state.is_local, state.is_forced, bool(state.is_syncing)

@@ -1,4 +1,4 @@
-"""What `BackwardSync` asks of a framework: gradients, autograd, weights and buffers."""
+"""The interface of `BackwardSync` to a framework: gradients, autograd, weights and buffers."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Autograd(Protocol):
         ...
 
     def backward(self) -> int:
-        """An identifier of the backward that this thread runs; backwards nested in it share its end."""
+        """An identifier of the backward that this thread runs, equal for all models that end with it."""
         ...
 
     def await_drop(self, is_dropped: Callable[[], bool]) -> None:
@@ -240,7 +240,7 @@ AnyAutograd = TypeVar("AnyAutograd", bound=Autograd, covariant=True)
 
 @dataclass(frozen=True)
 class FrontEnd(Generic[AnyAutograd]):
-    """What a framework gives to the backward passes of one model."""
+    """A framework's objects for the backward passes of one model."""
 
     tensors: Tensors
     gradients: Gradients

@@ -27,7 +27,7 @@ _BEGAN, _ENDED = int(Event.LOCAL_BACKWARD_BEGAN), int(Event.LOCAL_BACKWARD_ENDED
 
 @final
 class BackwardLog:
-    """The recording, as the backward passes of one model write to it.
+    """Writes the backward passes of one model to the recording.
 
     Attributes:
         records: Records the moments of each backward. Check `recording.note` first.

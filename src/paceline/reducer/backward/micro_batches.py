@@ -153,8 +153,8 @@ class MicroBatchWeights(ABC):
 
     @abstractmethod
     def _find_exchanges(self) -> list[str]:
-        """Names of foreign functions that exchange gradients between ranks in the running backward (the
-        innermost one). Visits each node of its graph.
+        """Names of other libraries' functions that exchange gradients between ranks in the running backward
+        (the innermost one). Visits each node of its graph.
         """
 
     @property

@@ -33,8 +33,8 @@ class Statistics:
         path: As `gradient_path`.
         bits: As `bits`.
         waited_s: Seconds that this rank has waited for others at the end of backward, so far.
-        waited_for_s: For each rank, how much of that this rank has waited because that rank came last. The
-            rest was spent on chunks that other ranks were reducing, or on the network.
+        waited_for_s: For each rank, how much of `waited_s` was because that rank came last. The rest was
+            spent on chunks that other ranks were reducing, or on the network.
         worked_s: Each rank's median time from the end of one backward to the end of its next, without
             waiting, over the last backward passes (64 at most): data, forward, backward and optimizer. Every
             rank knows all of them. Empty before the second backward.

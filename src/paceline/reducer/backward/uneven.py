@@ -1,8 +1,9 @@
 """Ranks that run out of data before the others, and then shadow the others' backward passes.
 
-Such a rank takes part in the backward passes of the others with no gradients and a weight of 0, until no rank
-has data left. Each rank reports this in the status that ends a backward, so no further messages are needed.
-Then the rank gets the model of a rank that went on longest, and its own gradients are restored.
+Such a rank takes part in the backward passes of the others without gradients, with a weight of 0 (or 1, for
+`joining` with `divide_by_all`), until no rank has data left. Each rank reports this in the status that ends a
+backward, so no further messages are needed. Then the rank gets the model of a rank that went on longest, and
+its own gradients are restored.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class UnusedParameters:
     def _leave_out(self, missing: Sequence[int], frozen: frozenset[int], reducer: Reducer) -> None:
         """Leave out parameters without a gradient; delayed ones get zeros, as in torch.
 
-        The gradient left of a frozen parameter stays as it is if no rank hands it over: a rank without data
-        would otherwise take its part of the mean away.
+        The gradient left of a frozen parameter stays as it is if no rank hands it over. It is not averaged
+        then, because a rank without data would contribute zeros to the mean.
         """
         delayed = [index for index in missing if index in self._tensors.delayed]
         if delayed:

@@ -25,8 +25,8 @@ Routes of a shard of S bytes between H hosts of B blocks each
 Both add up in the same order, so both give the same bits.
 
 Messages carry sums, each behind a header in a message of its own (`sum_messages`). Between hosts with one
-rank each, larger buckets travel as that rank's gradients, directly from the gradient buffer
-(`value_messages`), in two rounds and with few headers.
+rank each, larger buckets and those of 16 bits carry that rank's gradients instead (`value_messages`). Large
+ones go directly from the gradient buffer, in two rounds and with few headers.
 
 Not public.
 """

@@ -294,12 +294,12 @@ class HierarchicalReducer(ReportingReducer):
     def _note_values(
         self, bucket: int, elements: range, values: Sequence[int], weights: Sequence[float]
     ) -> None:
-        """As `_note_nonfinite`, where gradients of all hosts have come. Called by another thread."""
+        """As `_note_nonfinite`, for received gradients of all hosts. Called by the waiting thread."""
         section = self._plan.sections[self._plan.buckets[bucket].section]
         for index, part in self._pieces(bucket, elements):
             offset = (part.start - elements.start) * section.itemsize
             places = [address + offset for address in values]
-            # Written nowhere: they are looked at all the same, but for those that do not count.
+            # The mean is stored nowhere: the call finds values that are not finite, except those of weight 0.
             _, low, high = _core.reduce_arrays(
                 _DTYPES[section.dtype], _core.REDUCE_OPS["mean"], places, [], len(part), list(weights)
             )
@@ -309,7 +309,7 @@ class HierarchicalReducer(ReportingReducer):
             )
 
     def _note_overflow(self, bucket: int, elements: range) -> None:
-        """Called by another thread."""
+        """Called by the waiting thread."""
         found = {
             index
             for index, part in self._pieces(bucket, elements)
@@ -333,7 +333,7 @@ class HierarchicalReducer(ReportingReducer):
     def _make_exchange(
         self, local_rank: int, shards: int, generation: int, encoding: int | None, before: CodedSums | None
     ) -> HostExchange | None:
-        """What exchanges this rank's shards; None: it has none, and other ranks of its host exchange all."""
+        """The exchange of this rank's shards; None: it has none, and other ranks of its host exchange all."""
         hosts, plan = self._hosts, self._plan
         spans = [(b.begin_byte, b.end_byte, plan.sections[b.section].itemsize) for b in plan.buckets]
         itemsizes = [max(4, itemsize) for _, _, itemsize in spans]  # of sums
@@ -397,15 +397,15 @@ class HierarchicalReducer(ReportingReducer):
         return HostExchange(terms, hosts.group, hosts.control, hosts.timeout_s)
 
     def _may_send_values(self) -> bool:
-        """Whether gradients may travel as they are: hosts have one rank, and the core adds all at once."""
+        """Whether messages may carry gradients: each host has one rank, and the core adds all at once."""
         hosts = self._hosts
         is_of_one_each = all(len(ranks) == 1 for ranks in hosts.ranks) and not self._blocks.steps
         has_bare_messages = hosts.transport is not None and not hosts.transport.needs_headers
         return is_of_one_each and has_bare_messages and len(hosts.ranks) <= _core.MAX_RANKS
 
     def _raise_reason(self, error: BaseException) -> NoReturn:
-        """End it all; what this rank's other thread or another rank has met comes before `error`."""
-        if not isinstance(error, CollectiveError):  # a signal handler's: what was done by then, nobody knows
+        """Fail and raise. A failure of this rank's waiting thread or of another rank precedes `error`."""
+        if not isinstance(error, CollectiveError):  # of a signal handler: it is unknown what was done by then
             self._fail(error)
             raise error
         found = self._lost if self._exchange is None else self._exchange.failure
@@ -425,7 +425,7 @@ class HierarchicalReducer(ReportingReducer):
             self._core.keep_buffer()
 
     def _report_lost(self, error: BaseException) -> None:
-        """This rank, which has no shard, or another one has failed: report it to ranks that may not know."""
+        """Report a failure to all ranks that may not know it; called on a rank without a shard."""
         if self._lost is None:
             self._lost = error
             self._hosts.group.abort(pack_failure(error, self._hosts.rank))

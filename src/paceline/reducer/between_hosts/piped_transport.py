@@ -43,8 +43,7 @@ from paceline.rendezvous.limits import start_thread
 FRAME_BYTES = MESSAGE_BYTES + (64 << 10)
 """Most bytes of one call: a piece with its header and usual reports. Longer messages take several calls."""
 IDLE_S = 8.0
-"""After this time without a message, a few bytes show that this rank is alive: a third of what Paddle allows.
-"""
+"""After this time without a message, some bytes show that this rank is alive: a third of Paddle's limit."""
 _ENDED_WITHIN_S = 1.0  # the wait for a thread at the end of the process
 _IDLE, _OVER = b"idle", b"over"
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MESSAGE_BYTES = 512 << 10
-"""Most bytes of one message, except in the next case. A connection of Gloo moves large messages one after the
-other, and not both ways at once; smaller pieces let it use both directions."""
+"""Most bytes of one message, unless LONG_MESSAGE_BYTES applies. A connection of Gloo moves large messages one
+after the other, and not both ways at once; smaller pieces let it use both directions."""
 LONG_MESSAGE_BYTES = 2 << 20
 """Most bytes of one message of gradients, between two hosts or if more buckets follow. Nothing has to be
 computed before it is sent, and each message costs a rank tens of microseconds, including Gloo's handshake

@@ -126,7 +126,7 @@ class OuterSync(Generic[_Tensor]):
         is_by_host = self._options.between == "hosts"
         return "layout" if is_by_host and self.communicator.bits == "world" else self.communicator.bits
 
-    # --- when ---
+    # --- when to sync ---
 
     def _note_backward(self, weight: float) -> None:
         self.since += 1
