@@ -375,7 +375,7 @@ class Checkpointer:
     # --- checkpoints in the folders ---
 
     def _is_usable(self, steps: int, listing: Listing) -> bool:
-        """Whether a checkpoint is whole in all folders; if not, rank 0 warns. Collective."""
+        """True if a checkpoint is whole in all folders; if not, rank 0 warns. Collective."""
         why = why_damaged(self._folder, listing.whole[steps]) if self._writer is not None else ""
         reasons = [each for each in self._gather({"why": why and f"{self._folder}: {why}"}, "why") if each]
         self._warn_of(reasons)

@@ -96,7 +96,7 @@ class VirtualRanks:
             check_agreement(description, self.peers.exchange, self.peers.timeout_s)
 
     def _steps_of(self, batches: Iterable[Any]) -> int | None:
-        """How many steps a loader has; None if it has no length."""
+        """The number of steps of a loader; None if it has no length."""
         call, number = f"{self.owner}.steps", len(self.played)
         sampler = getattr(batches, "batch_sampler", batches)
         dealt_to = getattr(sampler, "virtual_ranks", self.count)

@@ -106,7 +106,7 @@ class WrappedModel:
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether the next forward begins a synchronised backward; see no_sync().
+        """True if the next forward begins a synchronised backward; see no_sync().
 
         If it is changed between a forward and its backward, it decides about that backward, as no_sync()
         around the backward does.
@@ -701,7 +701,7 @@ class WrappedModel:
 
     @property
     def _is_stopping(self) -> bool:
-        """Whether all ranks know that a signal has asked one of them to stop."""
+        """True if all ranks know that a signal has asked one of them to stop."""
         if self._backward_sync is None:  # the only rank
             return stop_signals.received != 0
         return self._backward_sync.is_stopping
@@ -1008,7 +1008,7 @@ class WrappedModel:
 
     @property
     def broadcast_buffers(self) -> bool:
-        """Whether buffers are broadcast after each synchronised backward."""
+        """True if buffers are broadcast after each synchronised backward."""
         return self._config.broadcast_buffers
 
     def _between_hosts(self) -> BetweenHosts:

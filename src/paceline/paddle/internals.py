@@ -1,7 +1,7 @@
-"""Everything private that Paceline calls in Paddle, in one file. Written for Paddle 3.0 to 3.3.
+"""All of Paddle's private names that Paceline uses, in one file. Written for Paddle 3.0 to 3.3.
 
-Each function has a test in tests/multiprocess/test_paddle_internals.py that fails when Paddle changes what
-it stands on. Nothing else in `paceline.paddle` touches a name of Paddle's that is not documented.
+Each function has a test in tests/multiprocess/test_paddle_internals.py that fails when Paddle changes the
+private names behind it. No other file of `paceline.paddle` uses an undocumented name of Paddle.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def skip_in_sot(folder: str) -> None:
-    """Let SOT, the default of paddle.jit.to_static, translate no function of the files below `folder`.
+    """Make SOT, the default of paddle.jit.to_static, skip all functions of the files below `folder`.
 
-    Like Paddle's own functions they run as they are where SOT's frame callback finds them: hooks that a
-    backward within to_static calls, say. What they call is still translated.
+    Like Paddle's own functions they run untranslated where SOT's frame callback finds them: for example hooks
+    that a backward within to_static calls. Functions that they call are still translated.
     """
     core.eval_frame_skip_file_prefix((folder,))
 
 
 def untranslated(function: _Function) -> _Function:
-    """Let to_static translate neither this function nor what it calls, Python's own files included.
+    """Make to_static translate neither this function nor the functions it calls, including Python's own
+    files.
 
-    Where SOT simulates a call of it, its graph ends here, and the call runs as it is.
+    If SOT simulates a call of it, SOT's graph ends there, and the call runs untranslated.
     """
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        callback = _set_frame_callback(None)  # a builtin function that SOT does not know
+        callback = _set_frame_callback(None)  # a builtin function, which SOT does not translate
         try:
             return function(*args, **kwargs)
         finally:
@@ -57,10 +58,10 @@ _set_frame_callback = core.set_eval_frame
 
 
 def use_threads(number: int) -> int:
-    """Run kernels of the CPU on so many threads. Returns how many there were."""
-    core.set_num_threads(number)  # of its matrix products
+    """Set the number of threads of CPU kernels. Returns how many there were."""
+    core.set_num_threads(number)  # for matrix products
     try:
-        openmp = ctypes.CDLL("libiomp5.so")  # the one that came with Paddle
+        openmp = ctypes.CDLL("libiomp5.so")  # the library that Paddle has loaded
     except OSError:
         return int(paddle.get_flags("FLAGS_paddle_num_threads")["FLAGS_paddle_num_threads"])
     before = int(openmp.omp_get_max_threads())
@@ -72,10 +73,10 @@ class _NeverApplied(paddle.autograd.PyLayer): ...
 
 
 def may_be_in_a_graph(function: type[paddle.autograd.PyLayer]) -> bool:
-    """Whether a function may have a node in some graph; if not, there is none. Costs next to nothing.
+    """True if a function may have a node in some graph; if not, there is none. Costs next to nothing.
 
-    Each node holds an object of a class that Paddle makes for its function, and each object counts as one
-    more reference to its class.
+    Each node holds an object of a class that Paddle makes for the function, and each such object adds one
+    reference to its class.
     """
     return sys.getrefcount(function._backward_function) > sys.getrefcount(_NeverApplied._backward_function)
 
@@ -83,9 +84,9 @@ def may_be_in_a_graph(function: type[paddle.autograd.PyLayer]) -> bool:
 def on_gradient(parameter: Tensor, hook: Callable[[], None]) -> None:
     """Call `hook` in every backward, once the gradient of `parameter` is accumulated.
 
-    It stays for the life of the parameter, which keeps it alive, and must not raise: Paddle goes on with an
-    exception pending. A part of the graph that backward runs on its own (reentrant recompute) may make it
-    fire more than once.
+    The parameter keeps the hook for its whole life. The hook must not raise, because Paddle continues with
+    the exception pending. It may fire more than once if backward runs a part of the graph separately
+    (reentrant recompute).
     """
     _register_backward_hook(parameter, hook)
 
@@ -94,9 +95,9 @@ _register_backward_hook = core.eager.Tensor._register_backward_hook
 
 
 def watch_hooks_of_others(note: Callable[[Tensor], None]) -> None:
-    """Call `note` with a parameter whenever other code registers such a hook. Once a process.
+    """Call `note` with a parameter whenever other code registers such a hook. Call it once per process.
 
-    Paddle calls them in the order of registration, and removes none.
+    Paddle calls hooks in the order of registration, and removes none.
     """
 
     @functools.wraps(_register_backward_hook)
@@ -115,13 +116,13 @@ _clear_gradient = core.eager.Tensor.clear_gradient
 def gradient_of(parameter: Tensor) -> Tensor | None:
     """The gradient itself; `parameter.grad` makes a new tensor over the same memory.
 
-    None for a parameter in whose place for it there is a stand-in.
+    None if the parameter has a stand-in instead of a gradient.
     """
     return _find_gradient(parameter)
 
 
 def find_gradient(parameter: Tensor) -> Callable[[], Tensor | None]:
-    """In half the time of `gradient_of`."""
+    """A function that does the same in half the time of `gradient_of`."""
     found: Callable[[], Tensor | None] = _find_gradient.__get__(parameter)
     return found
 
@@ -131,10 +132,11 @@ class GradientStandIn(Protocol):
 
 
 def put_stand_in(parameter: Tensor, stand_in: GradientStandIn) -> None:
-    """Let every reader of a parameter's gradient in Python find this, until it is cleared or replaced.
+    """Make every Python access to a parameter's gradient go to this stand-in, until it is cleared or
+    replaced.
 
-    The gradient is dropped, so Paddle's own code in C++ finds none, and the next backward makes a new one. To
-    set another gradient, `parameter.grad = None` or clear_gradient() take the stand-in away.
+    The gradient is dropped, so Paddle's C++ code finds no gradient, and the next backward makes a new one.
+    Setting `parameter.grad`, also to None, and clear_gradient() remove the stand-in.
     """
     if type(parameter) is framework.EagerParamBase:
         _watch_lists_of_gradients()
@@ -155,7 +157,7 @@ _STAND_IN = "_paceline_stand_in"
 
 
 class _ParameterWithStandIn(framework.EagerParamBase):
-    """A parameter whose gradient may be elsewhere. Its class is exchanged, so it stays the same object."""
+    """A parameter that may have a stand-in. Its `__class__` is replaced, so it stays the same object."""
 
     def _refuse_if_elsewhere(self) -> None:
         stand_in = self.__dict__.get(_STAND_IN)
@@ -201,7 +203,7 @@ class _ParameterWithStandIn(framework.EagerParamBase):
 
 @functools.cache
 def _watch_lists_of_gradients() -> None:
-    """minimize() and a GradScaler read all gradients in one call of C++."""
+    """Also check stand-ins in minimize() and in a GradScaler, which read all gradients in one call of C++."""
     for name in ("get_all_grads", "get_grads_lists"):
         _refuse_stand_ins_in(name)
 
@@ -220,22 +222,22 @@ def _refuse_stand_ins_in(name: str) -> None:
 
 
 def set_gradient(parameter: Tensor, place: Tensor) -> None:
-    """Give the parameter a new gradient, in the memory of `place`; no value is copied.
+    """Give the parameter a new gradient in the memory of `place`; no value is copied.
 
-    Setting `parameter.grad` would copy into the old one, which another parameter may hold as well.
+    Setting `parameter.grad` would copy into the old gradient, which another parameter may hold as well.
     """
     parameter._copy_gradient_from(_view(place))
 
 
 def _view(tensor: Tensor) -> Tensor:
-    """Another tensor that shares no more than the memory; Paddle makes none of nothing."""
+    """Another tensor in the same memory. Paddle makes no views of empty tensors, so these are cloned."""
     return tensor.clone() if 0 in tensor.shape else view(tensor, tensor.shape)
 
 
 def drop_gradient(parameter: Tensor) -> None:
-    """Leave the parameter without a gradient.
+    """Remove the parameter's gradient.
 
-    Setting `parameter.grad = None` alone would take the memory from the tensor itself.
+    `parameter.grad = None` alone would free the memory of the gradient tensor, which others may hold.
     """
     if _find_gradient(parameter) is not None:
         parameter._copy_gradient_from(empty([1], parameter.dtype))
@@ -244,8 +246,12 @@ def drop_gradient(parameter: Tensor) -> None:
 
 @functools.cache
 def uses_of_memory() -> _core.SharedPointerUses | None:
-    """Every backward asks for each gradient, so the core learns where Paddle keeps the number."""
-    # Whatever the default dtype is, and the default place.
+    """A counter of the tensors that share a gradient's memory; None if this Paddle is not supported.
+
+    Every backward needs the count for each gradient. So the core finds out from sample tensors where Paddle
+    keeps it.
+    """
+    # Independent of the default dtype and the default place.
     first, other, values, mean = (
         paddle.to_tensor(np.full(1, value, np.float32), place=paddle.CPUPlace()) for value in range(4)
     )
@@ -256,18 +262,20 @@ def uses_of_memory() -> _core.SharedPointerUses | None:
     uses = _core.SharedPointerUses(
         first, alias, other, first.get_tensor(), first.data_ptr(), parameter, gradient
     )
-    del copy  # has counted
+    del copy  # it had to live until here, to be counted
     return uses if uses.is_known else None
 
 
 def count_as_gradient(parameter: Tensor) -> None:
-    """Let the next backward add to the gradient even after clear_grad(), which makes it replace it."""
+    """Make the next backward add to the gradient even after clear_grad(), which would make it replace the
+    gradient.
+    """
     if _find_gradient(parameter) is not None:
         parameter._unset_fake_empty()
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor holds the values of its elements, if it has any.
+    """True if a tensor has memory for its elements, or has no elements.
 
     False for a buffer that was only declared, as a recurrent layer declares its `_dropout_state` for a GPU.
     """
@@ -277,8 +285,8 @@ def has_memory(tensor: Tensor) -> bool:
 def grad_node(tensor: Tensor) -> Any:
     """The node of autograd's graph that made a tensor; None: there is none.
 
-    As `grad_fn`, which in Paddle 3.3 takes a reference at each look that nothing gives back: the graph, and
-    all that hooks hold, would live as long as the process.
+    Like `grad_fn`, which in Paddle 3.3 leaks a reference at each access: the graph, and everything that hooks
+    hold, would live as long as the process.
     """
     node = tensor.grad_fn
     if node is not None and _grad_fn_leaks():
@@ -313,7 +321,7 @@ def set_rows(gradient: Tensor, rows: list[int], values: np.ndarray[Any, Any]) ->
 
 
 def scale_rows(gradient: Tensor, factor: float) -> None:
-    """Multiply the values of a sparse gradient; by 0 they become 0, whatever they were."""
+    """Multiply the values of a sparse gradient. A factor of 0 makes them 0, even infinities and NaNs."""
     rows, values = rows_of(gradient)
     set_rows(gradient, rows, values * values.dtype.type(factor) if factor else np.zeros_like(values))
 
@@ -348,13 +356,13 @@ def parameters_of(layer: nn.Layer) -> dict[str, Any]:
 
 
 def convert(tensor: Tensor, dtype: Any) -> None:
-    """Give a tensor another dtype; it stays the same object, as under Layer.to()."""
-    converted = tensor.cast(dtype)  # get_tensor() keeps nothing alive
+    """Give a tensor another dtype; it stays the same object, as with Layer.to()."""
+    converted = tensor.cast(dtype)  # held here, because get_tensor() does not keep it alive
     tensor.value().get_tensor()._share_data_with(converted.value().get_tensor())
 
 
 def count_writes(tensors: Sequence[Tensor]) -> None:
-    """Let autograd know of a write to each: a backward that needs the old values raises."""
+    """Count up the version of each tensor, so that a backward that needs the old values raises."""
     for tensor in tensors:
         tensor._bump_inplace_version()
 
@@ -368,7 +376,7 @@ def makes_sparse_gradients(embedding: nn.Embedding) -> bool:
 
 
 def running_statistics_of(layer: nn.Layer) -> tuple[Tensor, Tensor] | None:
-    """Mean and variance of batch normalisation, parameters that are not trained; None: it has none."""
+    """Mean and variance of batch normalisation, which are untrained parameters; None: the layer has none."""
     mean, variance = layer._parameters.get("_mean"), layer._parameters.get("_variance")
     if mean is None or variance is None or not (mean.stop_gradient and variance.stop_gradient):
         return None
@@ -376,7 +384,7 @@ def running_statistics_of(layer: nn.Layer) -> tuple[Tensor, Tensor] | None:
 
 
 def estimates_of(layer: nn.Layer) -> list[str]:
-    """Names of the buffers that spectral_norm() writes: its power iteration, and the weight that follows."""
+    """Names of the buffers that spectral_norm() writes: its power iteration, and the weight that results."""
     norms = [hook.name for hook in layer._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)]
     return [f"{norm}{which}" for norm in norms for which in ("_u", "_v", "")]
 
@@ -413,23 +421,23 @@ def set_running_statistics(layer: nn.Layer, mean: Tensor, variance: Tensor) -> N
 
 
 def ranks_of_wrapper(wrapper: nn.Layer) -> int:
-    """How many ranks a paddle.DataParallel averages over; 1: it does nothing."""
+    """How many ranks a paddle.DataParallel averages over; with 1 it does nothing."""
     return int(wrapper._strategy.nranks)
 
 
 def wrap_run_backward(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the function behind Tensor.backward() and paddle.autograd.backward(), for the whole process.
 
-    Both look it up for each call, and nothing else does: paddle.grad() calls another.
+    Both look it up at each call. Nothing else calls it: paddle.grad() uses another function.
     """
     core.eager.run_backward = wrapper(core.eager.run_backward)
 
 
 def over(array: np.ndarray[Any, np.dtype[np.uint8]], dtype: Any) -> Tensor:
-    """A flat tensor in the memory of a flat array of bytes, which it keeps alive.
+    """A flat tensor in the memory of a flat array of bytes, which the tensor keeps alive.
 
-    The elements are as wide as they have to be before Paddle sees them: view() of Paddle 3.0 ends the process
-    (it divides by zero) where it makes them wider.
+    The array gets elements of the right width before Paddle sees it, because view() of Paddle 3.0 crashes (it
+    divides by zero) if it has to make them wider.
     """
     width = int(empty([1], dtype).element_size())
     return view(from_dlpack(array.view(_OF_WIDTH[width])), dtype)
@@ -443,25 +451,25 @@ def from_bytes(tensor: Tensor, dtype: Any) -> Tensor:
 
 
 GLOO_LIMIT_S = 30.0
-"""After so long a call of Paddle's Gloo gives up; it cannot be set."""
+"""The fixed time-out of calls of Paddle's Gloo."""
 
 
 def make_pair(
     number: int, address: str, port: int, *, keeps_store: bool, receives: bool
 ) -> Callable[[np.ndarray[Any, np.dtype[np.uint8]]], None]:
-    """Connect with another process over Gloo, in one direction; blocks until both call it.
+    """Connect to another process over Gloo, in one direction; blocks until both processes call it.
 
-    In a store of their own: a group also leaves the address of each rank under the number of the rank alone,
-    where any other group that is made in the same store would find it.
+    Each pair has its own store, because a group stores the address of each rank under the rank's number
+    alone, and another group in the same store would find it.
 
     Returns:
-        Sends an array, or receives one that is no longer than the array. Blocks, without the interpreter's
-        lock; raises RuntimeError after GLOO_LIMIT_S, and when the connection ends. Calls of both processes
-        pair in their order, because a tag counts the calls of each on the group.
+        A function that sends an array, or receives one that is no longer than the given array. It blocks,
+        without the interpreter's lock, and raises RuntimeError after GLOO_LIMIT_S, and when the connection
+        ends. The n-th calls of both processes pair, because a tag counts each process's calls on the group.
     """
     before = connected_sockets()
     store = core.TCPStore(address, port, keeps_store, 0, int(GLOO_LIMIT_S))
-    # Paddle asks in two packets, of which Linux sends the second one only 40 ms later.
+    # Paddle's request has two packets, the second of which Linux would send only 40 ms later.
     send_at_once(connected_sockets(), before)
     group = core.ProcessGroupGloo.create(store, int(receives), 2, number)
     if receives:
@@ -470,16 +478,16 @@ def make_pair(
 
 
 def make_parameter(values: Tensor, name: str) -> Tensor:
-    """The name is that by which an optimizer keeps its state."""
+    """Make a parameter with this name, under which an optimizer keeps its state."""
     made = framework.EagerParamBase(shape=list(values.shape), dtype=values.dtype, name=name)
     lay_into(made, values)
     return made
 
 
 def lay_into(tensor: Tensor, values: Tensor) -> None:
-    """Let a tensor be in the memory of another one of its dtype; it stays the same object.
+    """Move a tensor to the memory of another one of its dtype; it stays the same object.
 
-    So do those that detach() has made of it: they have its memory, whatever it is.
+    Tensors that detach() has made from it move too, because they always have the same memory.
     """
     tensor.get_tensor()._share_data_with(values.get_tensor())
 
@@ -493,25 +501,26 @@ def end_loan(parameter: Tensor) -> None:
 
 
 def same_dtype(one: paddle.dtype, other: paddle.dtype) -> bool:
-    """Whether they are one; Paddle before 3.3 has several objects for one."""
+    """True if two dtypes are equal; Paddle before 3.3 has several objects for one dtype."""
     return one is other or bool(one == other)
 
 
 def empty_on(place: Any, shape: Sequence[int], dtype: Any) -> Tensor:
-    """A tensor on this place; before Paddle 3.2, paddle.empty() is unknown where."""
+    """A tensor on this place; before Paddle 3.2, paddle.empty() cannot be given a place."""
     made = empty(shape, dtype)
     return made if same_place(made.place, place) else copy_to(made, place)
 
 
 def read_rank_anew() -> None:
-    """Let paddle.distributed read the variables of its launcher again: get_rank() keeps what it has found."""
+    """Make paddle.distributed read its launcher's variables again: get_rank() caches the rank."""
     parallel._global_parallel_env = None
 
 
 def device_of_this_process() -> Any:
-    """Where paddle.distributed's engine moves tensors: the device that paddle.set_device() named.
+    """The place of the tensors that paddle.distributed moves: the device that paddle.set_device() named.
 
-    Where it named the CPU, after init_parallel_env(), the device which that function has chosen.
+    If that is the CPU, although init_parallel_env() was called, the device that init_parallel_env() has
+    chosen.
     """
     current = empty([1]).place
     if not current.is_cpu_place():
@@ -527,7 +536,7 @@ def copy_to(tensor: Tensor, place: Any) -> Tensor:
 
 
 def same_place(one: Any, other: Any) -> bool:
-    """Whether two tensors' places are one; in Paddle 3.0 no two of those objects are equal."""
+    """True if two places are equal; in Paddle 3.0 no two place objects compare equal."""
     return str(one) == str(other)
 
 
@@ -540,7 +549,7 @@ def has_groups(optimizer: Any) -> bool:
 
 
 def groups_of(optimizer: Any) -> list[dict[str, Any]]:
-    """An optimizer's groups of parameters, with their options under their names; without groups, one."""
+    """An optimizer's parameter groups, with their options by name; one group if it has no groups."""
     if has_groups(optimizer):
         return list(optimizer._param_groups)
     return [{"params": optimizer._parameter_list}]
@@ -549,7 +558,7 @@ def groups_of(optimizer: Any) -> list[dict[str, Any]]:
 def clip_gradients(
     optimizer: Any, group: Mapping[str, Any], pairs: list[tuple[Tensor, Tensor]]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Parameters of a group, and their gradients as the optimizer's clip changes them, maybe in place."""
+    """The parameters of a group, and their gradients after the optimizer's clip, which may work in place."""
     clip = group["grad_clip"] if has_groups(optimizer) else optimizer._grad_clip
     return pairs if clip is None else list(clip(pairs))
 
@@ -560,17 +569,17 @@ def clips_gradients(optimizer: Any) -> bool:
 
 
 def take_precision(optimizer: Any, whole: Any) -> None:
-    """Let an optimizer keep its learning rate in the dtype in which another one does."""
+    """Make an optimizer keep its learning rate in the same dtype as another optimizer."""
     optimizer._dtype = whole._dtype
 
 
 def share_notes(optimizer: Any, whole: Any) -> None:
-    """Let an optimizer see what a GradScaler tells another one, and tell it what comes of it."""
+    """Make an optimizer share the variables through which a GradScaler and another optimizer communicate."""
     optimizer._auxiliary_vars = whole._auxiliary_vars
 
 
 def note_updates(optimizer: Any, note: Callable[[], None]) -> None:
-    """Call `note` after each update of parameters by an optimizer, whose kernels count up no version."""
+    """Call `note` after each update of parameters by an optimizer, whose kernels do not count up versions."""
 
     def noting(update: _Function) -> _Function:
         @functools.wraps(update)
@@ -586,14 +595,16 @@ def note_updates(optimizer: Any, note: Callable[[], None]) -> None:
 
 
 def state_of(optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
-    """What an optimizer remembers: the name of the parameter or of its master weight, its own, the tensor."""
+    """An optimizer's state: the name of the parameter or its master weight, the name of the state, the
+    tensor.
+    """
     for kind, by_owner in optimizer._accumulators.items():
         for owner, value in by_owner.items():
             yield owner, kind, value
 
 
 def state_of_one(optimizer: Any, owner: str) -> dict[str, Tensor]:
-    """What an optimizer remembers of one parameter, or of its master weight, by its own names."""
+    """An optimizer's state of one parameter, or of its master weight, by Paddle's names."""
     return {kind: by_owner[owner] for kind, by_owner in optimizer._accumulators.items() if owner in by_owner}
 
 
@@ -602,7 +613,9 @@ def master_weights_of(optimizer: Any) -> dict[str, Tensor]:
 
 
 def make_state(optimizer: Any, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
-    """Let an optimizer remember what it would make at its first step, for parameters of one of its groups."""
+    """Create the state that an optimizer would make at its first step, for parameters of one of its
+    groups.
+    """
     block = framework.default_main_program().global_block()
     with paddle.no_grad():
         if has_groups(optimizer):
@@ -617,9 +630,10 @@ def scheduler_of(optimizer: Any) -> Any:
 
 
 def watch_steps(check: Callable[[Any], None]) -> None:
-    """Call `check` with an optimizer before it changes anything in a step, from now on. Once a process.
+    """Call `check` with an optimizer before each step changes anything, from now on. Call it once per
+    process.
 
-    All steps of Paddle's optimizers, and minimize(), go through one method; not step(closure) of LBFGS.
+    All steps of Paddle's optimizers, and minimize(), go through one method, except step(closure) of LBFGS.
     """
     apply = paddle.optimizer.Optimizer._apply_optimize
 
@@ -644,17 +658,17 @@ def classes_with(method: str, classes: list[Any]) -> list[Any]:
 
 
 def generator_states(device: str | None) -> list[tuple[int, int, int, str]]:
-    """What the generators of a device go on from: device, seed, offset, and the engine as text.
+    """The states of a device's generators: device, seed, offset, and the engine as text.
 
     Args:
-        device: "cpu"; None: that of `paddle.set_device`.
+        device: "cpu"; None: the device of `paddle.set_device`.
     """
     found = [state.__getstate__() for state in paddle.get_rng_state(device)]
     return [(number, seed, offset, bytes(engine).decode()) for number, seed, offset, engine in found]
 
 
 def set_generator_states(device: str | None, states: Sequence[tuple[int, int, int, str]]) -> None:
-    """Let the generators of a device go on from these states."""
+    """Restore the states of a device's generators."""
     made = [core.GeneratorState.__new__(core.GeneratorState) for _ in states]
     for state, (number, seed, offset, engine) in zip(made, states):
         state.__setstate__((number, seed, offset, list(engine.encode())))
@@ -662,6 +676,6 @@ def set_generator_states(device: str | None, states: Sequence[tuple[int, int, in
 
 
 def loaded_and_unused(optimizer: Any) -> dict[str, Any]:
-    """The tensors of a state that an optimizer has loaded and not put to use; empty for anything else."""
+    """The state tensors that an optimizer has loaded but not used yet; empty for other objects."""
     found: dict[str, Any] = getattr(optimizer, "_accumulators_holder", {})
     return found

@@ -1,7 +1,7 @@
-"""Paddle's side of `FrameworkOps`.
+"""Paddle's implementation of `FrameworkOps`.
 
-A parameter's memory is exchanged beneath it, so it stays the object, and keeps the name, by which layers and
-optimizers know it.
+To move a parameter, its memory is exchanged: it stays the same object with the same name, by which layers and
+optimizers find it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class PaddleOps(FrameworkOps[paddle.Tensor]):
     )
     tensor = paddle.Tensor
     stand_in = ScatteredGradient
-    # Each rank has used its own, as it would under Paddle's class.
+    # As with Paddle's class, each rank uses its own values.
     refuses_writes = False
 
     def is_dense(self, tensor: paddle.Tensor) -> bool:
@@ -106,7 +106,7 @@ class PaddleOps(FrameworkOps[paddle.Tensor]):
     ) -> Sequence[paddle.Tensor]:
         memory = (ctypes.c_char * max(1, plan.buffer_bytes)).from_address(pointer)
         memory.owner = owner  # type: ignore[attr-defined]
-        # Cut before Paddle sees it: paddle.view(tensor[a:b], dtype) counts `a` in elements of the new type.
+        # Slice before Paddle sees it: paddle.view(tensor[a:b], dtype) takes `a` in elements of the new dtype.
         return [
             self.over(memory, offset, spec.nbytes, DTYPES[spec.dtype], parameter.shape)
             if spec.numel
@@ -233,7 +233,9 @@ class PaddleOps(FrameworkOps[paddle.Tensor]):
         place.copy_(one - other, True)
 
     def held_by(self, optimizer: Any, parameters: Mapping[str, paddle.Tensor]) -> Iterator[tuple[str, Any]]:
-        """Paddle's name of a parameter is the beginning of those of its state."""
+        """The keys of an optimizer's state contain Paddle's parameter names, which are replaced by the
+        model's.
+        """
         names = {parameter.name: name for name, parameter in parameters.items()}
         yield "learning rate", float(optimizer.get_lr())
         for key, value in flattened("", optimizer.state_dict()):
@@ -316,7 +318,7 @@ class PaddleOps(FrameworkOps[paddle.Tensor]):
 
 @functools.cache
 def _note_steps() -> None:
-    """Paddle has no hooks for steps, so the methods themselves are wrapped."""
+    """Wrap the methods themselves, because Paddle has no hooks for steps."""
     steps, asked = optimizer_steps(), batches()
     for optimizer in internals.classes_with("step", internals.optimizers()):
         optimizer.step = steps.around(optimizer.step)

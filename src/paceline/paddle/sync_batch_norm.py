@@ -1,8 +1,8 @@
 """`SyncBatchNorm`: batch normalisation over the batches of all ranks, on the CPU too.
 
-Two sums over ranks, each a step of Paddle's own graph whose gradient is again a sum over ranks. All else is
-ordinary arithmetic, so Paddle derives the gradient. Gradients that cross ranks bear the weights that a
-wrapped model gives to its ranks (`reducer.backward.exchanges`).
+It takes two sums over ranks. Each is an operation of Paddle's graph whose gradient is again a sum over ranks.
+Everything else is ordinary arithmetic, for which Paddle derives the gradient. Gradients that cross ranks are
+multiplied by the weights that a wrapped model gives to its ranks (`reducer.backward.exchanges`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from paceline.reducer.communicator import Communicator
 class SyncBatchNorm(nn.SyncBatchNorm):
     """Batch normalisation over all ranks: a drop-in for `paddle.nn.SyncBatchNorm`, which needs a GPU.
 
-    In training, forward and backward are collective, and wait at most for the `timeout_s` of the wrapped
-    model that the layer is in; where none was given, as long as the group waits. In a single process it is
-    plain batch normalisation. With `weight` of a wrapped model, gradients are those of the weighted mean of
-    the ranks' losses, through the statistics too. `finish()` and `iterate()` do not go with it where ranks
-    end at different times.
+    In training, forward and backward are collective. They wait at most for the `timeout_s` of the wrapped
+    model that the layer is in or, without one, for the group's time-out. In a single process it is plain
+    batch normalisation. With `weight` of a wrapped model, gradients are those of the weighted mean of the
+    ranks' losses, through the statistics too. It does not support `finish()` and `iterate()` if ranks end at
+    different times.
 
     Raises:
-        ValueError: In backward, on every rank: one has weight 0 and samples in the batch; or on this rank:
-            another one's forward ran without gradients.
+        ValueError: In backward, on every rank: a rank has weight 0 and samples in the batch. Or on this rank:
+            another rank's forward ran without gradients.
 
     Args:
-        num_features: Channels.
-        *arguments: As those of `paddle.nn.SyncBatchNorm`: momentum, epsilon, weight_attr, bias_attr,
+        num_features: Number of channels.
+        *arguments: The arguments of `paddle.nn.SyncBatchNorm`: momentum, epsilon, weight_attr, bias_attr,
             data_format, name.
-        process_group: A group of paddle.distributed, or a `paceline.Group`; None: as `DataParallel` finds it.
+        process_group: A group of paddle.distributed, or a `paceline.Group`; None: chosen as by
+            `DataParallel`.
 
     Example:
         Rank 0 has a batch of [0, 2], rank 1 one of [4, 6]: all four are normalised with a mean of 3.
@@ -102,7 +103,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalise `x` (channels in dimension 1, or last for data_format "NHWC") over all ranks' batches.
 
         Raises:
-            ConfigError: It is traced into a static graph, in training, with several ranks.
+            ConfigError: In training with several ranks, it is traced into a static graph.
         """
         settings, statistics = internals.norm_settings_of(self), internals.running_statistics_of(self)
         assert statistics is not None
@@ -141,7 +142,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def _timeout_s(self) -> float | None:
         if forwards.backward_sync is not None:
             return forwards.backward_sync.asked_timeout_s
-        # Called outside of a wrapped forward, as where it is recomputed in a backward.
+        # Called outside of a wrapped forward, for example recomputed in a backward.
         return registry.timeout_of([each for each in (self.weight, self.bias) if each is not None])
 
     @internals.untranslated
@@ -190,11 +191,12 @@ def _first_sum(
     communicator: Communicator[paddle.Tensor],
     timeout_s: float | None,
 ) -> tuple[paddle.Tensor, paddle.Tensor, _Exchange | None]:
-    """The sums and the count over ranks, and what their backwards exchange; None: nothing, on no rank.
+    """The sums and the count over ranks, and the exchange for their backward; None: no rank has a backward.
+    Collective.
 
-    Where some rank's input needs a gradient, all ranks take part in its backward; else none does. So each
-    rank says beside its sums whether its own needs one. A device is not asked, because it would have to be
-    waited for: there, all ranks take part. Collective.
+    If some rank's input needs a gradient, all ranks take part in its backward; else none does. So each rank
+    sends beside its sums whether its own input needs one. On a device, reading that flag would wait for the
+    device, so there all ranks take part.
     """
     has_gradients = paddle.is_grad_enabled()
     needs_gradient = has_gradients and not own.stop_gradient
@@ -214,7 +216,7 @@ def _first_sum(
 def _part_of_graph(own: paddle.Tensor, total: paddle.Tensor, exchange: _Exchange | None) -> paddle.Tensor:
     if exchange is None:
         return total
-    if own.stop_gradient:  # it takes part in the backward of the others
+    if own.stop_gradient:  # this rank takes part in the backward of the others
         own = own.detach()
         own.stop_gradient = False
     result: paddle.Tensor = _SumOverRanks.apply(own, exchange, lambda: total)
@@ -222,9 +224,10 @@ def _part_of_graph(own: paddle.Tensor, total: paddle.Tensor, exchange: _Exchange
 
 
 class _SumOverRanks(paddle.autograd.PyLayer):
-    """The sum over ranks. Its gradient is the sum of theirs, because each rank's loss depends on it.
+    """The sum over ranks. Its gradient is the sum of the ranks' gradients, because each rank's loss depends
+    on it.
 
-    Collective in backward: every rank has this step in its graph, or none.
+    Collective in backward: every rank has this operation in its graph, or none.
     """
 
     @staticmethod
@@ -236,7 +239,7 @@ class _SumOverRanks(paddle.autograd.PyLayer):
     def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
         if not paddle.is_grad_enabled():
             return _weighted_sum(gradient, ctx.exchange)
-        # create_graph=True: this sum is a step of a graph, too, on every rank.
+        # With create_graph=True, this sum is an operation of the graph, too, on every rank.
         return _part_of_graph(gradient, _weighted_sum(gradient, ctx.exchange), ctx.exchange)
 
 

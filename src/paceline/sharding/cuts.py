@@ -1,4 +1,4 @@
-"""Which rank updates which elements: parameters are cut into pieces, and each piece is assigned to a rank.
+"""Assigns elements to ranks: parameters are cut into pieces, and each piece is updated by one rank.
 
 A cut costs nothing but its two ends. So parameters are laid end to end and cut where each rank's bytes end:
 all ranks get equally many bytes, and at each cut at most one parameter is split.

@@ -151,7 +151,7 @@ class Journal(Generic[Tensor]):
         self._run(part, self.storage.rank, 0)
 
     def has_written(self) -> bool:
-        """Whether `run` has written any block. A block in which it raised has its old values again."""
+        """True if `run` has written any block. A block in which it raised has its old values again."""
         return self._has_written
 
     def _run(self, part: Part[Tensor], of: int, first: int) -> None:

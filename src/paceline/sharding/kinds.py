@@ -117,7 +117,7 @@ class _Trial(Generic[Tensor, Optimizer]):
         shapes: Sequence[tuple[int, ...]],
         parts_of: Callable[[Sequence[Tensor]], list[list[Tensor]]],
     ) -> bool | None:
-        """Whether optimizers of the parts give the same result as one of all tensors. None: the optimizer
+        """True if optimizers of the parts give the same result as one of all tensors. None: the optimizer
         raises on these tensors.
         """
         shop = self._workshop
@@ -145,7 +145,7 @@ class _Trial(Generic[Tensor, Optimizer]):
         shop.step(optimizer, shop.tensors(shapes, 1))
 
     def has_plain_state(self) -> bool:
-        """Whether each state of a parameter has the parameter's shape or is a single value, so that it can be
+        """True if each state of a parameter has the parameter's shape or is a single value, so that it can be
         cut.
         """
         shapes = [(_SIZES[0],)]

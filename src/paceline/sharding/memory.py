@@ -1,4 +1,4 @@
-"""How much memory a training takes: parameters, gradients and an optimizer's state, by variant.
+"""Estimates the memory of a training, by variant: parameters, gradients and an optimizer's state.
 
 Variants (torch's DDP, ZeRO, Paceline with its options) differ in how many copies they keep: one for each
 rank, one for each host, or one for all. Activations, which depend on the batch, and the memory of a process
@@ -61,7 +61,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How much memory a training takes on each host, by variant.
+    """The memory that a training takes on each host, by variant.
 
     Attributes:
         ranks: Number of ranks on all hosts.

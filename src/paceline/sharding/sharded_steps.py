@@ -186,7 +186,7 @@ class ShardedSteps(Generic[Tensor]):
     # --- the journal ---
 
     def _plan_step(self, gradients: Sequence[Any]) -> JournalPlan[Tensor] | None:
-        """What the journal needs if it must be made anew; None: no journal must be made."""
+        """The data for a new journal; None: no journal must be made."""
         if not self._keeps_journal:
             return None
         if self._are_scattered(gradients):

@@ -111,7 +111,7 @@ class Shards(Generic[Tensor]):
         return self.ops.versions([self.tensors[number] for number in self.own])
 
     def has_part(self, has_gradient: Sequence[int]) -> bool:
-        """Whether this rank writes anything in a step in which these parameters have gradients."""
+        """True if this rank writes anything in a step in which these parameters have gradients."""
         return any(has_gradient[self.pieces[number].parameter] for number in self.own)
 
     def follow(self) -> None:

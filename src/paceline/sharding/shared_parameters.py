@@ -1,4 +1,4 @@
-"""Which parameters lie in memory that the ranks of a host share, and which writes to them are allowed.
+"""Records the parameters that lie in memory of all ranks of a host, and checks writes to them.
 
 A parameter stays the object that users and optimizers hold; a table maps it to its storage. An optimizer that
 updates a part of the parameters on each rank uses `storage_of()`:

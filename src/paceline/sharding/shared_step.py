@@ -35,7 +35,7 @@ from paceline.sharding.step_tables import Complete, StepTables
 # The outcome of a rank's shard of a step.
 _WRITTEN, _IDLE, _REFUSED, _RAISED = 0, IDLE, 2, 3
 """It is written; the rank had nothing to write; it raised before anything was written; it raised later."""
-# What the loss of a rank means for the step, in words.
+# Descriptions of the step, for errors after the loss of a rank.
 NOTHING_WRITTEN = "nothing was written yet"
 COMPLETE = "the step is complete: every rank's part is written"
 HALF = "some parameters may be updated and others not"
@@ -230,7 +230,7 @@ class SharedStep(Generic[State]):
         return known or b""
 
     def _is_refused_by_all(self, error: Exception, outcome: int, has_gradient: bytes) -> bool:
-        """Whether no rank has written anything: each has raised too, or has nothing to write. Collective."""
+        """True if no rank has written anything: each has raised too, or has nothing to write. Collective."""
         if self._travel is None:
             return outcome == _REFUSED
         if not self._travel.compares_outcomes:
@@ -340,7 +340,7 @@ class SharedStep(Generic[State]):
 
 
 def is_loss(error: BaseException | None) -> bool:
-    """Whether ranks did not reach a barrier, in contrast to reaching it for different calls."""
+    """True if ranks did not reach a barrier, in contrast to reaching it for different calls."""
     return isinstance(error, (PeerLostError, DeadlineError, GroupClosedError, RendezvousError))
 
 
@@ -374,7 +374,7 @@ def _is_refusal(outcomes: bytes) -> bool:
 
 
 def _is_half_made(outcomes: bytes) -> bool:
-    """Whether some rank has raised, unless all ranks with a shard raised before they wrote anything."""
+    """True if some rank has raised, unless all ranks with a shard raised before they wrote anything."""
     return (_REFUSED in outcomes or _RAISED in outcomes) and not _is_refusal(outcomes)
 
 

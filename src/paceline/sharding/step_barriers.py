@@ -1,4 +1,5 @@
-"""What the ranks compare before a step, so that they don't write half of one.
+"""Barriers before a step, at which the ranks compare what they are about to do, so that none writes half a
+step.
 
 Each rank sends four numbers: its call, how often the ranks have synced, a hash of all hyperparameters, and a
 hash of which parameters have gradients. Only if these differ do the ranks exchange the facts behind them, for

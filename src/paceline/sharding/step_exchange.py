@@ -1,4 +1,6 @@
-"""How ranks sync in a step, and exchange what each has written: through shared memory, or a process group."""
+"""Syncs the ranks in a step, and exchanges what each has written: in shared memory, or over a process
+group.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which shards of a step on shared memory are written.
+"""Records which shards of a step on shared memory are written.
 
-The ranks of a host record in that memory whether they make a step, and which shards are written. The memory
+The ranks of a host write to that memory whether they make a step, and which shards are written. The memory
 outlives the ranks. When a rank is lost in the middle of a step, the others find there whether the step is
 whole, not made, or partial.
 """

@@ -73,7 +73,7 @@ def put_together(shards: Shards[Tensor], states: Iterable[tuple[int, Mapping[Any
 
 
 def is_cut(ops: FrameworkOps[Any], value: Any, piece: Piece) -> bool:
-    """Whether this state has one value for each element of a piece that is not all of its parameter."""
+    """True if this state has one value for each element of a piece that is not all of its parameter."""
     is_part = not piece.is_whole and isinstance(value, ops.tensor)
     return is_part and tuple(value.shape) == (piece.end - piece.begin,)
 

@@ -321,7 +321,7 @@ class Gradients:
             parameter.register_hook(lambda gradient: gradient.contiguous())
 
     def _check(self, index: int, gradient: paddle.Tensor | None) -> bool:
-        """Whether the gradient can be handed over; records an error if it is of the wrong kind.
+        """True if the gradient can be handed over; records an error if it is of the wrong kind.
 
         None counts as unused: Paddle calls the parameter's hooks, but leaves the gradient undefined, for
         example that of a batch normalisation's shift if its scale is frozen.

@@ -82,7 +82,7 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank publishes before it connects.
+    """The message that a rank publishes before it connects.
 
     Attributes:
         next_id: Paddle has no group with this id or a higher one in this process.

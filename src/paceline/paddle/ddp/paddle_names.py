@@ -61,7 +61,7 @@ class PaddleNames(PaddleDataParallel):
 
     @property
     def grad_need_sync(self) -> bool:
-        """Whether the next forward begins a synchronised backward; see no_sync().
+        """True if the next forward begins a synchronised backward; see no_sync().
 
         If it is changed between a forward and its backward, it decides about that backward.
         """

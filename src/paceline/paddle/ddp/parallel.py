@@ -1,8 +1,8 @@
-"""`DataParallel`: a layer that averages its gradients over the ranks behind backward().
+"""`DataParallel`: a layer that averages its gradients over the ranks during backward().
 
-What it does is elsewhere: `model/config.py` (arguments), `model/parameters.py` (what is kept in step),
-`communicator/find_peers.py` (the ranks), `backward/autograd.py` (each backward). This file is the layer that
-users hold.
+This file is the layer that users hold. The rest is in `model/config.py` (arguments), `model/parameters.py`
+(the synchronised tensors), `communicator/find_peers.py` (the ranks) and `backward/autograd.py` (each
+backward).
 """
 
 from __future__ import annotations
@@ -59,13 +59,14 @@ class DataParallel(WrappedModel, PaddleNames):
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
     backward() returns, every parameter's gradient is the mean over the ranks, with the same bits on each; or
-    every rank has raised. Gradients are averaged in memory that the ranks of one host share; if they are on
-    several, the sums of hosts go over Gloo; on GPUs through paddle.distributed.
+    every rank has raised. Gradients are averaged in memory that the ranks of one host share. With several
+    hosts, the sums of the hosts are exchanged over Gloo. On GPUs, gradients are averaged by
+    paddle.distributed.
 
     Attributes and methods of the model are reached through the wrapper, except names that the wrapper has
     itself: `model.module.finish` is the model's own. If the model has a tensor `weight`, `model.weight` is
     that tensor; use the argument `weight` to weigh the mean. Parameters and buffers with `no_sync = True`,
-    and buffers that are sparse tensors, are each rank's own.
+    and buffers that are sparse tensors, are not synchronised.
 
     Collective: every rank constructs it, and runs the same number of synchronised backward passes.
 
@@ -78,54 +79,55 @@ class DataParallel(WrappedModel, PaddleNames):
         find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise it raises an
             error on every rank; if no rank uses it, there is one warning instead, as replicas cannot differ.
             A parameter unused on all ranks keeps its gradient.
-        group: A group of paddle.distributed, or a `paceline.Group`. None: that of paddle.distributed, or,
-            if it is not initialised, one formed from the environment that the launcher has set.
+        group: A group of paddle.distributed, or a `paceline.Group`. None: the default group of
+            paddle.distributed, or, if it is not initialised, one formed from the launcher's environment.
         device_ids: The device of the parameters, as the only entry, or None. Inputs stay where they are.
         output_device: The device of the parameters, or None.
         dim: 0, the only dimension along which a batch is shared.
         broadcast_buffers: Give every rank rank 0's buffers and running statistics, when wrapping and at the
             end of each synchronised backward. None: yes. A buffer that the program writes between two steps
             keeps the value of each rank in the next forward, as with Paddle's class; if the ranks have
-            written different ones, there is one warning.
-        forward_sync_buffers: True: broadcast rank 0's buffers at the start of training forwards, too: of the
-            first in training mode after each synchronised backward. That forward is collective then. False:
-            as broadcast_buffers=False. In both cases buffers are broadcast at construction. None:
+            written different values, there is one warning.
+        forward_sync_buffers: True: broadcast rank 0's buffers also at the start of the first forward in
+            training mode after each synchronised backward. That forward is then collective. False: like
+            broadcast_buffers=False. In both cases buffers are broadcast at construction. None:
             broadcast_buffers decides.
         init_sync: Give every rank rank 0's parameters when wrapping.
         process_group: Another name of `group`.
         bucket_cap_mb: Another name of `comm_buffer_size`; if both are passed, this one counts.
-        gradient_as_bucket_view: Keep gradients in the memory where they are averaged: they are held once.
+        gradient_as_bucket_view: Keep gradients in the memory where they are averaged, so that there is only
+            one copy of them.
         static_graph: A promise that the same parameters are unused in each backward. Breaking it raises.
-        check_reduction: Accepted; what it used to check is always checked.
+        check_reduction: Accepted without effect; these checks are always made.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients are averaged at the end of
-            backward. They may come several times, or not at all, which counts as zeros.
+            backward. Such a gradient may arrive several times, or not at all, which counts as zeros.
         param_to_hook_all_reduce: Accepted with the argument above, which waits for the end of backward.
         mixed_precision: A `MixedPrecision`: the dtypes in which forward runs, gradients are averaged and
-            buffers are kept. Parameters and gradients keep theirs. With param_dtype, no recompute() within
-            the model.
+            buffers are kept. Parameters and gradients keep their dtypes. With param_dtype, the model must not
+            use recompute().
         device_mesh: A `paddle.distributed.ProcessMesh` of one dimension, instead of group.
-        skip_all_reduce_unused_params: Over a group, don't send buckets that no rank used in the backward
-            before. If they are used again, they are sent at the end of the backward.
+        skip_all_reduce_unused_params: Over a group, don't send buckets that no rank used in the previous
+            backward. If they are used again, they are sent at the end of the backward.
         bucket_cap_mb_list: Bucket sizes in MiB, one per bucket; the last applies to all further buckets.
             Replaces comm_buffer_size.
-        batched_grad_copy: Accepted; how gradients are copied changes no result.
+        batched_grad_copy: Accepted without effect; how gradients are copied changes no result.
         buffers: What to do with buffers and running statistics after each synchronised backward, by name
             pattern (`"*._mean"`): "average" them, "broadcast" those of rank 0, or leave them "local". The
             first match counts; broadcast_buffers decides if none matches. Integers are broadcast instead of
             averaged.
         weight: The weight of this rank's gradients in the average: a number, or a function of forward's
-            arguments that returns one (for example the number of tokens). Those of all forwards that a
-            backward goes through add up. None: 1, unless weight() is called.
+            arguments that returns one (for example the number of tokens). If a backward goes through several
+            forwards, their weights add up. None: 1, unless weight() is called.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore".
-        reduce_through: Where gradients are averaged: "memory", which ranks on one host share; "group", the
-            group of paddle.distributed; or "auto": if the model is on the CPU, in the memory of each host,
-            and between at most 16 hosts; else through the group.
+        reduce_through: Where gradients are averaged: in "memory", which ranks on one host share; over the
+            "group" of paddle.distributed; or "auto": if the model is on the CPU, in the memory of each host
+            and then between at most 16 hosts; else over the group.
         timeout_s: Seconds, or a timedelta, to wait for the slowest rank; None: the time-out of a
             `paceline.Group`, else 1800. With reduce_through="group", Paddle's Gloo gives up after 30 s,
             whatever this is.
-        warn_after_s: Seconds, or a timedelta, after which a late rank is named in a warning; None: 10.
-        init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
+        warn_after_s: Seconds, or a timedelta, after which a warning names a late rank; None: 10.
+        init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: like broadcast_buffers.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
             on every rank if they differ; see check_replicas(). None: only if the ranks have written to
             their parameters a different number of times (one has skipped a step). 0: never.
@@ -133,19 +135,19 @@ class DataParallel(WrappedModel, PaddleNames):
             with error feedback, as with paceline.torch; on one host it does nothing. None: nothing is
             compressed.
         deterministic: "world": gradients have the bits of one host with as many ranks, wherever the ranks
-            are, as with paceline.torch. None: `bits` says what comes out. On the CPU, without a hook.
-        local_sgd: `LocalSGD(every=...)`: let hosts train on their own, and meet every so many steps. None:
+            are, as with paceline.torch. On the CPU, without a hook. None: see `bits`.
+        local_sgd: `LocalSGD(every=...)`: let hosts train on their own, and sync every so many steps. None:
             gradients are averaged over all ranks in each step.
         share_parameters: Keep one copy of the parameters for all ranks of a host, on the CPU, instead of one
-            for each rank. They are only to be read then: changes are made within writing(), and a
-            `ShardedOptimizer` makes its step by itself.
+            for each rank. The parameters are then read-only, except within writing(); a `ShardedOptimizer`
+            needs no writing() for its steps.
         reduce: "mean": .grad is the mean on every rank. "scatter": each rank gets the part of the mean that
-            its `ShardedOptimizer` needs, and less memory is written. Reading .grad raises then; clip by
-            `model.clip_grad_norm_()`. All that is trained must be in a ShardedOptimizer when the first
+            its `ShardedOptimizer` needs, and less memory is written. Reading .grad then raises; clip with
+            `model.clip_grad_norm_()`. All trained parameters must be in a ShardedOptimizer when the first
             forward begins. On the CPU, with all ranks on one host.
-        virtual_ranks: Average each step over so many micro-batches, which up to as many processes make: the
-            same training, bit for bit, on any number of them. See steps(), with which it is trained then. It
-            implies deterministic="world". None: over the ranks.
+        virtual_ranks: Average each step over so many micro-batches, which up to as many processes compute:
+            the same training, bit for bit, on any number of processes. Train with steps(). Implies
+            deterministic="world". None: average over the ranks.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -220,11 +222,11 @@ class DataParallel(WrappedModel, PaddleNames):
                 peers = find_peers(self._arguments["group"], *times, device_mesh)
                 refuse_latecomers(membership_of_default_group())
             self._peers = peers
-            if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
+            if peers is None and not self._tensors.is_trained:  # nothing to average, and no other rank
                 return
             self._tensors.check_trainable()
             self._config.check_devices(self._tensors.place)
-            # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
+            # A single rank averages nothing and must pay nothing, but these arguments work on one rank, too.
             asked = weight, local_sgd, virtual_ranks
             if peers is None and (nonfinite == "raise" or any(each is not None for each in asked)):
                 peers = LonePeers()
@@ -239,7 +241,7 @@ class DataParallel(WrappedModel, PaddleNames):
 
     def _prepare(self, layers: nn.Layer, arguments: dict[str, Any]) -> None:
         checked_layer("DataParallel", layers, "layers")
-        # Not Paddle's DataParallel: it is a base only so that others recognise this class.
+        # Not Paddle's constructor: its class is a base only so that other code recognises this class.
         nn.Layer.__init__(self, f"{layers.full_name()}_data_parallel")
         self._config = make_config(**{name: v for name, v in arguments.items() if name not in _NOT_OPTIONS})
         check_inner(layers)
@@ -278,10 +280,10 @@ class DataParallel(WrappedModel, PaddleNames):
         return bool(calls.depth)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the wrapped model; where gradients will be needed, get ready to average them.
+        """Run the wrapped model; if gradients will be needed, prepare to average them.
 
         Raises:
-            ConfigError: It is traced into a static graph, whose runs do not come here any more, and an
+            ConfigError: It is traced into a static graph, whose runs do not call forward any more, and an
                 argument of the wrapper needs each forward: weight, local_sgd, forward_sync_buffers, or
                 param_dtype.
         """
@@ -340,9 +342,10 @@ class DataParallel(WrappedModel, PaddleNames):
         return output
 
     def _check_traceable(self) -> None:
-        """Refuse what needs each forward: a static graph is traced once, and its runs do not call forward.
+        """Refuse arguments that need each forward: a static graph is traced once, and its runs do not call
+        forward.
 
-        Without these, a backward begins at the first gradient of a parameter, and all is as ever.
+        Without these arguments, a backward begins at the first gradient of a parameter, and works as usual.
         """
         config, needs = self._config, ""
         if config.precision.param_dtype is not None:
@@ -372,7 +375,7 @@ class DataParallel(WrappedModel, PaddleNames):
             forwards.backward_sync = outer
 
     def init_reducer(self) -> None:
-        """Average from now on the gradients of the parameters that the model trains now. Collective.
+        """Update the set of averaged parameters to those that the model trains now. Collective.
 
         Call it after parameters were added, replaced or unfrozen, and not inside a backward. No value is
         broadcast. After wrapping there is no need to call it.
@@ -399,17 +402,17 @@ class DataParallel(WrappedModel, PaddleNames):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which ranks may make different numbers of steps, as torch's; see also finish().
+        """A context in which ranks may make different numbers of steps, like torch's; see also finish().
 
-        A rank that leaves the context takes part in the others' backward passes; this blocks until all ranks
-        have left it. Then all ranks have the model of a rank that went on longest, and gradients are
+        A rank that leaves the context takes part in the others' backward passes, and blocks until all ranks
+        have left it. Then all ranks have the model of a rank that made the most steps, and gradients are
         restored.
 
         Args:
             divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: by the
                 number of ranks that still have data.
             enable: False: the context has no effect.
-            throw_on_early_termination: Raise on all ranks at the end of the first backward for which one
+            throw_on_early_termination: Raise on all ranks at the end of the first backward for which a rank
                 had no more data.
 
         Raises:
@@ -434,7 +437,7 @@ class DataParallel(WrappedModel, PaddleNames):
         return joining(self._backward_sync, divide_by_all=divide, throws=throws)
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], Any]) -> None:
-        """Let `hook` average each bucket of gradients.
+        """Average each bucket of gradients with a communication hook.
 
         Collective. Call it once for a wrapped model, and not inside a backward. Hooks that send fewer bits
         are in `paceline.paddle.compression`.
@@ -465,9 +468,9 @@ class DataParallel(WrappedModel, PaddleNames):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
         """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.
 
-        As `paddle.nn.utils.clip_grad_norm_`, but from the second call on it uses the norm that backward has
-        found, if gradients have not changed since. A change of only a few elements by a kernel or numpy may
-        be missed.
+        Like `paddle.nn.utils.clip_grad_norm_`, but from the second call on it reuses the norm that backward
+        has computed, unless gradients have changed since. It may miss a change of only a few elements by a
+        kernel or numpy.
 
         Args:
             max_norm: The largest norm allowed.
@@ -489,7 +492,7 @@ class DataParallel(WrappedModel, PaddleNames):
 
     @property
     def weight(self) -> Any:
-        """The method weight() of `WrappedModel`; where the model has a tensor of this name, that tensor."""
+        """The method weight() of `WrappedModel`; if the model has a tensor of this name, that tensor."""
         own = getattr(self._layers, "weight", None)
         return own if isinstance(own, paddle.Tensor) else super().weight
 
@@ -506,7 +509,7 @@ class DataParallel(WrappedModel, PaddleNames):
                 raise
             return getattr(self._layers, name)
 
-    # --- what is saved, under the wrapped model's own names ---
+    # --- state_dict, under the wrapped model's own names ---
 
     def state_dict(
         self,
@@ -515,7 +518,8 @@ class DataParallel(WrappedModel, PaddleNames):
         structured_name_prefix: str = "",
         **options: Any,
     ) -> dict[str, Any]:
-        """The wrapped model's state_dict(): its names have no prefix, whether it is wrapped or not.
+        """The wrapped model's state_dict(). Its names have no prefix, so they are the same without the
+        wrapper.
 
         Raises:
             TornStepError: The parameters hold half of an optimizer's step, in which a rank was lost.
@@ -535,12 +539,12 @@ class DataParallel(WrappedModel, PaddleNames):
         """Load values into the wrapped model. Collective with share_parameters=True: see writing().
 
         Args:
-            state_dict: As state_dict() gives it.
+            state_dict: The values by name, as returned by state_dict().
             use_structured_name: Whether the keys are the model's names of its parameters, or each
                 parameter's own `.name`.
 
         Returns:
-            Keys that were missing and keys that were not expected, as Layer.set_state_dict does.
+            Missing keys and unexpected keys, like Layer.set_state_dict.
 
         Raises:
             ConfigError: An argument is of another kind.

@@ -46,6 +46,6 @@ def _library(wrapper: object) -> dict[str, str]:
 
 
 def _averages(layer: object) -> bool:
-    """Whether it is Paddle's wrapper and averages: with one rank in paddle.distributed it does nothing."""
+    """True if it is Paddle's wrapper and averages: with one rank in paddle.distributed it does nothing."""
     is_theirs = isinstance(layer, _Theirs) and not isinstance(layer, WrappedModel)
     return is_theirs and internals.ranks_of_wrapper(layer) > 1

@@ -1,4 +1,4 @@
-"""What is wrapped: the layer's parameters, and the arguments that say how.
+"""The wrapped layer: its parameters and buffers, and the arguments of the wrapper.
 
 Not public.
 """

@@ -1,4 +1,4 @@
-"""Arguments that are Paddle's own things: layers, groups and flags. Checked before Paddle sees them."""
+"""Checks arguments of Paddle's own types (layers and groups), and Paddle's flags, before Paddle uses them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ def checked_group(owner: str, group: Any, name: str = "group") -> Any:
 
 
 def check_views(owner: str) -> None:
-    """Refuse a Paddle whose view(), slices and reshape() copy: means would be written to the copies."""
+    """Refuse Paddle's flag that makes view(), slices and reshape() copy: means would be written to the
+    copies.
+    """
     if not paddle.get_flags(_STRIDES)[_STRIDES]:
         raise ConfigError(
             f"{owner}: Paddle was told to make no views of memory ({_STRIDES}).",

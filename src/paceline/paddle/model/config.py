@@ -1,6 +1,6 @@
-"""The arguments of `DataParallel`, Paddle's and torch's, checked and made one frozen object.
+"""Checks the arguments of `DataParallel`, Paddle's and torch's, and collects them in one frozen object.
 
-An argument is honoured, or refused with a sentence; none is silently ignored.
+Every argument is honoured or refused with an error; none is silently ignored.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from paceline.paddle.model.precision import as_precision
 _arguments = WrapperArguments("DataParallel")
 
 HARMLESS: Mapping[str, Sequence[Any]] = {
-    # Values that ask for nothing.
-    # `check_reduction`: what torch once checked, Paceline always checks.
+    # Values that have no effect.
+    # `check_reduction`: Paceline always makes the checks that torch made with it.
     # `batched_grad_copy`: how gradients are copied changes no result.
     "dim": (0,),
     "check_reduction": (False, True),
@@ -29,14 +29,14 @@ HARMLESS: Mapping[str, Sequence[Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class DataParallelConfig(WrapperOptions):
-    """What a wrapped model was asked to do.
+    """The checked arguments of a wrapped model.
 
     Attributes:
-        devices: What device_ids and output_device name, if they name any.
+        devices: The devices in device_ids and output_device, by argument; empty if there are none.
     """
 
     devices: Mapping[str, Any]
-    # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
+    # Whether a parameter that no rank uses is allowed. Yes, as in Paddle, because replicas cannot differ.
     allow_globally_unused: ClassVar[bool] = True
 
     def agreed_options(self) -> dict[str, str]:
@@ -49,7 +49,7 @@ class DataParallelConfig(WrapperOptions):
         }
 
     def check_devices(self, place: Any) -> None:
-        """Refuse arguments that name another device than that of the parameters."""
+        """Refuse arguments that name another device than the parameters' device."""
         for name, device in self.devices.items():
             if not _names(device, place):
                 raise ConfigError(
@@ -68,9 +68,9 @@ def make_config(
     device_ids: Sequence[Any] | None,
     output_device: Any,
     mixed_precision: Any,
-    **others: Any,  # those of SHARED_NAMES; `ManagedTensors` looks at any others that are not in HARMLESS
+    **others: Any,  # SHARED_NAMES and HARMLESS; `ManagedTensors` checks any others
 ) -> DataParallelConfig:
-    """Check the constructor's arguments; see `DataParallel` for what they mean."""
+    """Check the constructor's arguments; see `DataParallel` for their meaning."""
     for name in HARMLESS:
         _check_harmless(name, others[name])
     if bucket_cap_mb is None:
@@ -97,7 +97,7 @@ def _check_harmless(name: str, value: Any) -> None:
 
 
 def _named_devices(device_ids: Sequence[Any] | None, output_device: Any) -> dict[str, Any]:
-    """Each process drives one device."""
+    """The devices that the arguments name. At most one each, because a process uses one device."""
     if device_ids is not None and not isinstance(device_ids, (list, tuple)):
         hint = f"device_ids=[{show(device_ids)}]"
         raise _arguments.check.refuse("device_ids", device_ids, "a list of one device", hint, is_type=True)

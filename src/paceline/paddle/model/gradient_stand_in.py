@@ -1,7 +1,7 @@
-"""What stands in the place of a parameter's gradient where each rank has its part of the mean.
+"""The stand-in for a parameter's gradient of which each rank has its part of the mean.
 
-Paddle has no tensors that refuse to be computed with, so the gradient is dropped, and the parameter answers
-for it: `.grad` and whatever else reads a gradient raises, on every rank.
+Paddle has no tensors that refuse to be computed with. So the gradient is dropped, and the parameter itself
+raises, on every rank, if `.grad` or another access reads its gradient.
 """
 
 from __future__ import annotations

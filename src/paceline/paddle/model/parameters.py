@@ -22,9 +22,9 @@ DTYPES = {
     "float16": paddle.float16,
     "bfloat16": paddle.bfloat16,
 }
-"""Gradients that both kinds of reducer average."""
+"""The dtypes of gradients that both kinds of reducer average."""
 ITEMSIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
-"""Their bytes."""
+"""Bytes of an element."""
 
 
 def dtype_name(dtype: paddle.dtype) -> str:
@@ -32,14 +32,16 @@ def dtype_name(dtype: paddle.dtype) -> str:
 
 
 class ManagedTensors:
-    """Parameters and buffers with `no_sync = True` are left alone, as by Paddle's. So are buffers that are
-    sparse tensors, and those without values, as a recurrent layer has one on the CPU.
+    """The parameters and buffers of a layer that the wrapper synchronises.
+
+    Parameters and buffers with `no_sync = True` are left out, as in Paddle's class. So are buffers that are
+    sparse tensors, and those without values, which a recurrent layer has on the CPU.
 
     Attributes:
-        buffers: Other buffers, and running statistics.
+        buffers: All other buffers, and running statistics.
         statistics: Running statistics, which are parameters for Paddle.
         delayed: Indices of delay_all_reduce_named_params.
-        frozen_now: Indices of trainable parameters that were frozen when a forward last looked.
+        frozen_now: Indices of trainable parameters that were frozen at the last check of a forward.
     """
 
     def __init__(self, layer: nn.Layer) -> None:
@@ -60,11 +62,11 @@ class ManagedTensors:
         self._layer = layer
         self._find_buffers()
         self.delayed: frozenset[int] = frozenset()
-        # Walking the layers takes far longer than comparing the dictionaries in which they keep things.
+        # Walking the layers takes far longer than comparing the dictionaries of their members.
         layers = layer.sublayers(include_self=True)
         self._slots = [slot for child in layers for slot in internals.slots_of(child)]
         self._structure = _core.ModuleSnapshot(self._slots, "stop_gradient", [], [])
-        # Running statistics are parameters, which their layers keep beside those that are trained.
+        # Running statistics are parameters, in the same dictionaries as the trained parameters.
         named_layers = [("", layer), *layer.named_sublayers()]
         self._buffer_slots: list[tuple[str, dict[str, Any]]] = [("", dict(self.statistics))]
         self._buffer_slots += [
@@ -84,7 +86,9 @@ class ManagedTensors:
         }
 
     def _take_snapshot(self) -> None:
-        """Apart from what is frozen, note what is frozen and in autograd's graph all the same."""
+        """Record what is frozen, and separately frozen parameters that are in autograd's graph
+        nevertheless.
+        """
         still = [p for p in self.frozen if p.stop_gradient]
         self._in_graph = [p for p in self.frozen if not p.stop_gradient]
         flags = [p.stop_gradient for p in self.trainable]
@@ -102,7 +106,7 @@ class ManagedTensors:
         return [*self.trainable, *self.sparse.values()]
 
     def specs(self, reduce_dtype: paddle.dtype | None = None) -> list[ParameterSpec]:
-        """The parameters as a plan knows them."""
+        """The parameters as a plan lists them."""
         specs = []
         for name, p in zip(self.names, self.trainable):
             dtype = dtype_name(p.dtype if reduce_dtype is None else reduce_dtype)
@@ -112,10 +116,10 @@ class ManagedTensors:
     def delay(
         self, named: Iterable[tuple[str, paddle.Tensor]] | None, trigger: paddle.Tensor | None
     ) -> dict[str, paddle.Tensor] | None:
-        """Find the parameters that the wrapper's arguments name, or refuse others.
+        """Find the parameters that the wrapper's arguments name, or refuse the arguments.
 
         Returns:
-            delay_all_reduce_named_params, which may have been an iterator, to be passed again.
+            delay_all_reduce_named_params as a dictionary, because it may have been an iterator.
         """
         arguments = WrapperArguments("DataParallel")
         delayed = arguments.delayed(named, trigger, known=self.all_parameters, trained=self.trainable)
@@ -143,7 +147,9 @@ class ManagedTensors:
         return self._buffer_slots
 
     def snapshot(self, slots: list[dict[str, Any]]) -> _core.BufferSnapshot:
-        """Most writes do not count up a tensor's version."""
+        """Detects writes to buffers by their bytes, because most writes do not count up a tensor's
+        version.
+        """
         norms = {name: self._norms[id(p)] for name, p in self.statistics.items()}
         owners = [norms, *({} for _ in slots[1:])]
         example = internals.example_of_bytes(self.all_trainable)
@@ -161,7 +167,7 @@ class ManagedTensors:
         return owner is not None and bool(owner.training)
 
     def written_buffers(self, *_: object, **__: object) -> None:
-        """Paddle's autograd does not raise where a buffer that it has saved gets other values."""
+        """None: Paddle's autograd does not raise if a buffer that it has saved is overwritten."""
 
     def check_trainable(self) -> None:
         if not self.is_trained:
@@ -215,7 +221,7 @@ class ManagedTensors:
             return
         unfrozen = self._unfrozen()
         if not unfrozen and self._structure.is_unchanged():
-            # Forward has changed frozen parameters in place, or others are frozen than before.
+            # A forward has changed frozen parameters in place, or other parameters are frozen than before.
             self._take_snapshot()
             return
         now = dict(self._layer.named_parameters())
@@ -240,8 +246,10 @@ class ManagedTensors:
 
 
 def _is_frozen(parameter: paddle.Tensor) -> bool:
-    """Where forward writes to a frozen parameter in place, as quantization-aware training does, Paddle makes
-    it part of the graph: no leaf any more, and stop_gradient is False. It gets no gradient then, either.
+    """True if a parameter gets no gradient.
+
+    If a forward writes to a frozen parameter in place, as quantization-aware training does, Paddle makes it
+    part of the graph: it is no leaf any more, and stop_gradient is False. It still gets no gradient.
     """
     return bool(parameter.stop_gradient or not parameter.is_leaf)
 
@@ -251,7 +259,7 @@ def _is_left_alone(tensor: paddle.Tensor) -> bool:
 
 
 def _can_be_copied(buffer: Any) -> bool:
-    """Whether it has elements, one after the other, that another rank's can replace."""
+    """True if its elements exist, in dense memory, so that those of another rank can replace them."""
     return isinstance(buffer, paddle.Tensor) and buffer.is_dense() and internals.has_memory(buffer)
 
 

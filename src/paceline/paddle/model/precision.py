@@ -1,5 +1,6 @@
-"""Mixed precision: forward runs with casts of the parameters in their place, made within autograd, so that
-gradients arrive in the parameters' own dtype.
+"""Mixed precision: a forward with casts of the parameters in the parameters' places.
+
+The casts are part of autograd's graph, so gradients arrive in the parameters' own dtype.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from paceline.reducer.backward_errors import shorten
 Precision: TypeAlias = precision.Precision[paddle.dtype]
 
 COMPUTED = ("float32", "float64")
-"""Dtypes in which Paddle 3.3 has kernels on the CPU for all of a model."""
+"""Dtypes for which Paddle 3.3 has all kernels of a model on the CPU."""
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The dtypes of a wrapped model, for the argument `mixed_precision`; torch's `_MixedPrecision`.
+    """The dtypes of a wrapped model, for the argument `mixed_precision`; like torch's `_MixedPrecision`.
 
-    Each is a dtype of Paddle or its name; None: what the model has.
+    Each is a dtype of Paddle or its name; None: the dtype of the model.
 
     Attributes:
-        param_dtype: In which forward runs: parameters and inputs are cast to it. "float32" or "float64".
-        reduce_dtype: In which gradients are averaged: "float16", "bfloat16", "float32" or "float64". None:
-            param_dtype.
-        buffer_dtype: The dtype of floating-point buffers, once and for all.
+        param_dtype: The dtype of forward: parameters and inputs are cast to it. "float32" or "float64".
+        reduce_dtype: The dtype in which gradients are averaged: "float16", "bfloat16", "float32" or
+            "float64". None: param_dtype.
+        buffer_dtype: The dtype to which floating-point buffers are converted permanently.
 
     Example:
         Rank 0's gradient is 1 and rank 1's is 1.0078125, in float32. They are averaged in bfloat16, with 8
@@ -72,9 +73,10 @@ def _as_dtype(given: object) -> paddle.dtype | None:
 
 
 def cast_buffers(tensors: ManagedTensors, chosen: Precision) -> None:
-    """Give the layer buffers of this precision, once and for all, as torch's DDP does.
+    """Convert the layer's buffers permanently, as torch's DDP does.
 
-    Running statistics get param_dtype instead of buffer_dtype: Paddle normalises with those of the inputs'.
+    Running statistics get param_dtype instead of buffer_dtype, because Paddle normalises with statistics in
+    the dtype of the inputs.
     """
     for name, buffer in tensors.buffers.items():
         dtype = chosen.param_dtype if name in tensors.statistics else chosen.buffer_dtype
@@ -83,7 +85,7 @@ def cast_buffers(tensors: ManagedTensors, chosen: Precision) -> None:
 
 
 def check_castable(tensors: ManagedTensors, chosen: Precision) -> None:
-    """Refuse to cast what has sparse gradients: a cast has dense ones."""
+    """Refuse to cast parameters with sparse gradients, because a cast has dense gradients."""
     if chosen.param_dtype is not None and tensors.sparse:
         raise ConfigError(
             "DataParallel: mixed_precision cannot cast parameters with sparse gradients.",
@@ -109,7 +111,7 @@ def _cast_input(value: Any, dtype: paddle.dtype) -> Any:
 @contextlib.contextmanager
 def _casts_in_place(dtype: paddle.dtype, tensors: ManagedTensors, layer: nn.Layer) -> Iterator[None]:
     own = {id(p): p for p in tensors.all_parameters.values() if p.is_floating_point() and p.dtype != dtype}
-    casts: dict[int, paddle.Tensor] = {}  # one for each parameter, however many layers share it
+    casts: dict[int, paddle.Tensor] = {}  # one for each parameter, even if several layers share it
     replaced: list[tuple[dict[str, Any], str, paddle.Tensor]] = []
     try:
         for child in layer.sublayers(include_self=True):

@@ -1,8 +1,8 @@
-"""One model of Paddle's for all ranks of a host, and an optimizer of which each rank does a part.
+"""Paddle's part of sharing one model between the ranks of a host, and of the sharded optimizer.
 
-Steps of Paddle's optimizers (`optimizer_steps`) and pieces as parameters of their own (`piece_parameters`);
-`share()` (`shared_storage`); the optimizer that users hold (`sharded_optimizer`), its arguments
-(`param_groups`), and the names in its state (`state_names`).
+`sharded_optimizer` is the optimizer that users hold, `param_groups` checks its arguments, and `state_names`
+maps its state to names. `optimizer_steps` runs Paddle's optimizers for trials and for a journal,
+`piece_parameters` makes parameters of pieces, and `shared_storage` has `share()`.
 
 Not public.
 """

@@ -1,7 +1,8 @@
-"""Steps of Paddle's optimizers: on small tensors, to find out how they work, and of one block of a journal.
+"""Runs Paddle's optimizers: in trials on small tensors, to find out their kind, and for one block of a
+journal.
 
-Paddle knows a piece by its parameter's name, and there may be several pieces of one parameter, each in a
-block of its own. So each block has an optimizer of its own.
+Paddle identifies a piece by its parameter's name. There may be several pieces of one parameter, each in a
+block of its own, so each block has its own optimizer.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _TRIAL_STEPS = 4
 
 
 def kind_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> Kind:
-    """Leaves Paddle's random numbers and names as they are."""
+    """Find the kind of an optimizer, without changing Paddle's random numbers and name counters."""
     with undisturbed():
         return kinds.kind_of(PaddleWorkshop(make, model))
 
@@ -112,7 +113,7 @@ class PaddlePart(Part[paddle.Tensor]):
 
 
 def slots_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> list[Slot]:
-    """What an optimizer remembers of a parameter; found out by steps on small tensors."""
+    """The state that an optimizer keeps for a parameter, found by trial steps on small tensors."""
     with undisturbed():
         shop = PaddleWorkshop(make, model)
         shapes = [(CUT_ELEMENTS + 3,)]

@@ -1,8 +1,9 @@
-"""The arguments of `ShardedOptimizer`: parameters or groups of them, and an optimizer's own, checked.
+"""Checks the arguments of `ShardedOptimizer`: parameters or groups of them, and the optimizer's own
+arguments.
 
-Paddle's optimizers do nothing but keep their arguments before their first step. So one is
-made of all parameters, which checks the arguments, fills in the options and marks the parameters as it would
-unsharded, and is what users read and change; and one of this rank's pieces, which makes the steps.
+Paddle's optimizers only store their arguments before the first step. So one optimizer is made of all
+parameters. It checks the arguments, fills in the options and marks the parameters like an unsharded one, and
+it is the one that users read and change. Another optimizer, of this rank's pieces, makes the steps.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from paceline.paddle import internals
 from paceline.sharding.optimizer_arguments import OWNER, wrong_arguments
 
 _NO_OPTIONS = ("params", "grad_clip")
-_FUNCTIONS = FunctionType, MethodType, functools.partial  # of a parameter, or of its name
-_TRIAL_RATE = 0.01  # a schedule may begin at 0, with which every optimizer leaves all elements alone
+_FUNCTIONS = FunctionType, MethodType, functools.partial  # they take a parameter, or its name
+_TRIAL_RATE = 0.01  # a schedule may begin at 0, with which no optimizer changes any element
 
 
 def check_tensors(parameters: Sequence[paddle.Tensor]) -> None:
@@ -42,7 +43,7 @@ def check_tensors(parameters: Sequence[paddle.Tensor]) -> None:
 
 
 def make_whole(optimizer_class: type[Any], entries: list[Any], defaults: Mapping[str, Any]) -> Any:
-    """The optimizer of all parameters, whose step() is never called."""
+    """Make the optimizer of all parameters, whose step() is never called."""
     try:
         return optimizer_class(parameters=entries, **defaults)
     except (TypeError, ValueError, AssertionError, AttributeError, NotImplementedError) as error:
@@ -50,7 +51,7 @@ def make_whole(optimizer_class: type[Any], entries: list[Any], defaults: Mapping
 
 
 def make_own(whole: Any, by_group: Sequence[list[paddle.Tensor]], defaults: Mapping[str, Any]) -> Any:
-    """It clips nothing: that needs all gradients."""
+    """Make the optimizer of this rank's pieces. It does not clip, because clipping needs all gradients."""
     arguments = {**defaults, "grad_clip": None} if "grad_clip" in defaults else dict(defaults)
     groups = internals.groups_of(whole)
     filled = [own or [_nothing_of(group["params"][0])] for own, group in zip(by_group, groups, strict=True)]
@@ -64,7 +65,9 @@ def make_own(whole: Any, by_group: Sequence[list[paddle.Tensor]], defaults: Mapp
 
 
 def _nothing_of(model: paddle.Tensor) -> paddle.Tensor:
-    """Paddle looks at the first one of a group."""
+    """A placeholder for a group without pieces on this rank, because Paddle reads the first parameter of a
+    group.
+    """
     made = internals.make_parameter(paddle.zeros([1], model.dtype), f"nothing_of_{model.name}")
     made.stop_gradient = True
     return made

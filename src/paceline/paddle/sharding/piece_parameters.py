@@ -1,4 +1,4 @@
-"""The pieces of an optimizer's parameters, of which Paddle's optimizers make parameters of their own."""
+"""The pieces of an optimizer's parameters, as parameters for Paddle's optimizers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from paceline.sharding.optimizer_arguments import OWNER
 
 
 class PaddleShards(shards.Shards[paddle.Tensor]):
-    """Those of this rank are parameters of their own, with the names of the whole ones, by which Paddle's
-    optimizers and users' functions know them.
+    """See `Shards`. The pieces of this rank are parameters with the names of the whole parameters.
+
+    Paddle's optimizers and users' functions identify parameters by these names.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -50,14 +51,14 @@ class PaddleShards(shards.Shards[paddle.Tensor]):
     def _move(self, number: int, values: paddle.Tensor) -> None:
         if number in self._made:
             super()._move(number, values)
-        else:  # it may follow its parameter, as what detach() returns does
+        else:  # a detached tensor always has its parameter's memory, which `lay_into` would exchange too
             self.tensors[number] = values
 
     def own_versions(self) -> list[int]:
         return [self._updates, *super().own_versions()]
 
     def count_updates_of(self, optimizer: Any) -> None:
-        """Paddle's kernels count up no version."""
+        """Count this optimizer's updates, because Paddle's kernels do not count up versions."""
 
         def count() -> None:
             self._updates += 1

@@ -1,7 +1,6 @@
-"""`ShardedOptimizer`: an optimizer of which each rank does a part, and of whose state it holds a part.
+"""`ShardedOptimizer`: an optimizer whose step and state are split over the ranks.
 
-How the ranks make a step is in `paceline.sharding.sharded_steps`; this file is the optimizer that users
-hold.
+This file is the optimizer that users hold; `paceline.sharding.sharded_steps` makes its steps.
 """
 
 # mypy: disable-error-code="misc"
@@ -53,18 +52,18 @@ _OF_ALL_PARAMETERS = ("_parameter_list", "_param_groups", "_grad_clip", "_defaul
 
 
 class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
-    """An optimizer whose step the ranks share: each updates its part of the parameters, and holds its state.
+    """An optimizer sharded over the ranks: each rank updates a shard of the parameters, and holds its state.
 
-    With N ranks, each holds an N-th of the optimizer's state, and makes an N-th of its step; then every rank
-    gets what the others have written, in memory that they share where they are on one host. Of a model that
-    is wrapped with `share_parameters=True` nothing has to be copied: each rank writes its part for all. The
-    methods are those of Paddle's optimizers, and gradients, learning rate and clip are those of all
-    parameters, on every rank.
+    With N ranks, each holds an N-th of the optimizer's state, and makes an N-th of its step. Then the ranks
+    exchange the updated parameters, through shared memory if they are on one host. For a model that is
+    wrapped with `share_parameters=True` nothing has to be copied: each rank writes its shard for all ranks.
+    The methods are those of Paddle's optimizers. On every rank, gradients, learning rate and clip are those
+    of all parameters.
 
-    An optimizer that updates every element by itself (SGD, Momentum, Adam and its relatives, RMSProp, ...:
-    steps on small tensors find it out) has its parameters cut anywhere, so that every rank has equally much
-    to do. Its parameters have the bits of the optimizer that is not sharded. Others (Lamb, ...) get whole
-    parameters, balanced by size.
+    If an optimizer updates every element independently (SGD, Momentum, Adam and its relatives, RMSProp, ...:
+    trial steps on small tensors show this), parameters are cut anywhere, so that the shards have the same
+    size. Parameters then have the same bits as with the unsharded optimizer. For other optimizers (Lamb, ...)
+    each rank gets whole parameters, balanced by size.
 
     Collective: the constructor, step(), minimize() and consolidate_state_dict(), on all ranks and in the same
     order. Before anything is written, step() compares the hyperparameters of all ranks, and which parameters
@@ -72,29 +71,30 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
     `DataParallel`.
 
     Args:
-        parameters: Parameters, or dicts of them and their options, as of any optimizer of Paddle; the same on
-            all ranks, and all on one device.
-        optimizer_class: The optimizer: `paddle.optimizer.AdamW`. Not LBFGS, nor another one that updates a
-            parameter by what it sees of others.
-        group: A group of paddle.distributed, or a `paceline.Group`. None: that of paddle.distributed, or, if
-            it is not initialised, one formed from the environment that the launcher has set.
-        reduce_through: How updated parameters travel: through "memory" that the ranks share, the "group" of
-            paddle.distributed, or "auto", the better one.
-        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: as long as the wrapper of these
-            parameters was told to wait, or else the group's own time-out.
-        journal: Whether a step outlives the ranks that make it: the state lies in memory of all ranks, and
-            survivors complete the part of a rank that is lost. For parameters that the ranks of one host
-            share, and optimizers that update every element by itself.
+        parameters: Parameters, or dicts of them and their options, as for any optimizer of Paddle; the same
+            on all ranks, and all on one device.
+        optimizer_class: The optimizer: `paddle.optimizer.AdamW`. Not LBFGS, nor another optimizer whose
+            update of a parameter depends on other parameters.
+        group: A group of paddle.distributed, or a `paceline.Group`. None: the default group of
+            paddle.distributed, or, if it is not initialised, one formed from the launcher's environment.
+        reduce_through: How ranks exchange updated parameters: through "memory" that they share, over the
+            "group" of paddle.distributed, or "auto", the better of the two.
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the `timeout_s` of the wrapper
+            of these parameters, or else the group's own time-out.
+        journal: Keep the state in memory that all ranks share, so that the surviving ranks complete the shard
+            of a rank that is lost during a step. For parameters that the ranks of one host share, and
+            optimizers that update every element independently.
         defaults: Arguments of the optimizer: `learning_rate=1e-3, grad_clip=...`.
 
     Raises:
-        ConfigError: An argument is not supported; says which and why.
-        ModelMismatchError: The ranks passed different parameters or arguments; names the first difference.
+        ConfigError: An argument is not supported; the message says which and why.
+        ModelMismatchError: The ranks passed different parameters or arguments; the message names the first
+            difference.
 
     Attributes:
-        optim: The optimizer of this rank's part. Its parameters are views, and its state is that of the part.
-        optims: All optimizers of this rank's part. With a journal there is one for each block of 1 MiB, and
-            `optim` is the first; without one, there is one.
+        optim: The optimizer of this rank's shard. Its parameters are views, and its state is the shard's.
+        optims: All optimizers of this rank's shard. With a journal there is one for each block of 1 MiB, and
+            `optim` is the first; without a journal, there is one.
         rank: The rank of this process.
         world_size: Number of ranks.
 
@@ -120,7 +120,7 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
         journal: bool = False,
         **defaults: Any,
     ) -> None:
-        # Not Paddle's constructor: what it would set is in two optimizers of the class that was asked for.
+        # Paddle's constructor is not called: its attributes are in the optimizers `_whole` and `optim`.
         with reporting_to_peers(lambda: known_exchange(group), MAKING):
             check = Arguments(OWNER)
             limit_s = check.optional_seconds("timeout_s", timeout_s)
@@ -149,7 +149,7 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
             "cut": str([kind.value for kind in kinds]),
             **{name: str(value) for name, value in spelled_options(whole).items()},
         }
-        # Not by their names: a rank that has made another model before has other ones.
+        # Not by their names, which differ on a rank that has made another model before.
         self._agree(OPS, [f"parameter {number}" for number in range(len(everything))], everything, options)
         own = {"names": [parameter.name for parameter in everything]}
         names = list(gather_objects(peers.exchange, own, peers.timeout_s)[0]["names"])
@@ -191,22 +191,22 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
 
     @internals.untranslated
     def step(self) -> None:
-        """Make one step of all parameters. Collective: blocks until every rank has made its part.
+        """Make one step of all parameters. Collective: blocks until every rank has updated its shard.
 
-        Of two ranks, rank 0 updates the first half of all elements and rank 1 the second; afterwards both
-        hold all of them.
+        With two ranks, rank 0 updates the first half of all elements and rank 1 the second; afterwards both
+        have all of them.
 
         Raises:
-            ConfigError: A gradient is sparse, or a parameter has been replaced, on some rank; or these ranks
-                are of several hosts that train on their own, because the model was wrapped with `local_sgd`.
-                Nothing was written.
+            ConfigError: A gradient is sparse, or a parameter has been replaced, on some rank; or the replicas
+                train on their own, because the model was wrapped with `local_sgd`. Nothing was written.
             UnusedParameterError: A parameter has a gradient on some ranks only. Nothing was written.
             MismatchError: The ranks have different hyperparameters, or call different methods. Nothing was
                 written.
-            Exception: What the optimizer raises. If it does so on all ranks before it writes, nothing was
-                written, and the next step can be made.
-            PeerLostError, DeadlineError: A rank died or is late. In the middle of a step, parameters may be
-                updated in part then, and no further step is made before a state is loaded.
+            Exception: An exception of the optimizer. If it is raised on all ranks before they write, nothing
+                was written, and the next step can be made.
+            PeerLostError, DeadlineError: A rank died or is late. If this happens in the middle of a step,
+                some parameters may be updated and others not, and no further step is made before a state is
+                loaded.
         """
         with paddle.no_grad():
             self._make_step({})
@@ -299,7 +299,7 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
         found = [(parameter, internals.gradient_of(parameter)) for parameter in self._shards.parameters]
         return [], [(parameter, gradient) for parameter, gradient in found if gradient is not None]
 
-    # --- what Paddle's optimizers have, for all parameters ---
+    # --- the methods of Paddle's optimizers, for all parameters ---
 
     def clear_grad(self, set_to_zero: bool = True) -> None:
         """Clear the gradients of all parameters, as Paddle's optimizers do."""
@@ -316,26 +316,26 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
         return float(self._whole.get_lr())
 
     def set_lr(self, value: float) -> None:
-        """Set the learning rate, on every rank to the same. Not with a scheduler, as in Paddle."""
+        """Set the learning rate, to the same value on every rank. Not with a scheduler, as in Paddle."""
         self._whole.set_lr(value)
         for own in self.optims:
             own.set_lr(value)
 
     def set_lr_scheduler(self, scheduler: Any) -> None:
-        """Let a scheduler say the learning rate from now on, on every rank."""
+        """Set the scheduler of the learning rate, on every rank."""
         self._whole.set_lr_scheduler(scheduler)
         for own in self.optims:
             own.set_lr_scheduler(scheduler)
 
     def _set_auxiliary_var(self, key: str, value: Any) -> None:
-        """What a GradScaler tells: it skips a step this way."""
+        """Called by a GradScaler, which skips a step this way."""
         self._auxiliary_vars[key] = value  # the optimizer of this rank's part has the same dict
 
     def _get_auxiliary_var(self, key: str) -> Any:
         return self._auxiliary_vars.get(key)
 
     def apply_gradients(self, params_grads: Any) -> Any:
-        """Refused: the step is made by all ranks together, in step().
+        """Refused: all ranks make a step together, in step().
 
         Raises:
             ConfigError: Always.
@@ -346,7 +346,7 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
         )
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused, as apply_gradients().
+        """Refused, like apply_gradients().
 
         Raises:
             ConfigError: Always.
@@ -378,12 +378,12 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
         return remembered(self._part.optimizer_of(number), self._shards.tensors[number].name)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as last consolidated, as an unsharded optimizer's `state_dict()`.
+        """The whole state, as last consolidated, in the format of an unsharded optimizer's `state_dict()`.
 
-        The names of tensors are those of the first optimizer of a process: "linear_0.w_0_moment1_0".
+        Tensors have the names that the first optimizer of a process uses: "linear_0.w_0_moment1_0".
 
         Raises:
-            ConfigError: It has not been consolidated on this rank.
+            ConfigError: The state has not been consolidated on this rank.
         """
         state = named(self._consolidated(), self._shards.parameters)
         scheduler = internals.scheduler_of(self._whole)
@@ -400,7 +400,7 @@ class ShardedOptimizer(ShardedSteps[paddle.Tensor], paddle.optimizer.Optimizer):
             state_dict: From `state_dict()` of this class or of `optimizer_class`, or `paddle.load()`.
 
         Raises:
-            ConfigError: It is of other parameters, or of another optimizer.
+            ConfigError: The state is of other parameters, or of another optimizer.
         """
         check = Arguments(f"{OWNER}.set_state_dict")
         if not isinstance(state_dict, Mapping):
@@ -447,7 +447,7 @@ def _found_by_trials(
     defaults: Mapping[str, Any],
     find: Callable[[Callable[[list[paddle.Tensor]], Any], paddle.Tensor], _Found],
 ) -> list[_Found]:
-    """What steps of small optimizers report each parameter; those of one kind are tried once."""
+    """The results of trials with small optimizers for each parameter; equal parameters share one trial."""
     found: list[_Found] = []
     known: dict[object, _Found] = {}
     for group in internals.groups_of(whole):

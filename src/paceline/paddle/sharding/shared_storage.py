@@ -1,4 +1,4 @@
-"""Paddle's parameters in memory that the ranks of a host share, and `share()`, for inference."""
+"""`share()` for inference, and Paddle's types for parameters that the ranks of a host share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StateDictGuard:
             check_whole(f"{type(self._layer).__name__}.state_dict", self._layer.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateDictGuard:
-        """A copy of a layer has parameters of its own, of which nothing is known."""
+        """A copy of a layer has its own parameters, which this guard does not check."""
         return StateDictGuard(None)
 
     def __reduce__(self) -> tuple[type[StateDictGuard], tuple[None]]:
@@ -40,24 +40,24 @@ class StateDictGuard:
 
 
 def share(layers: _Layer, group: Any = None, *, timeout_s: float | timedelta | None = None) -> _Layer:
-    """Let all ranks of a host compute with one copy of a model, for inference; returns the same layer.
+    """Share one copy of a model between all ranks of a host, for inference; returns the same layer.
 
     Collective: every rank passes a model of the same structure, and afterwards all have rank 0's parameters,
-    running statistics and buffers, which take memory once. They are only to be read: a write in place raises
+    running statistics and buffers, which take memory once. They are read-only: a write in place raises
     ConfigError and is undone, so call `eval()` on models whose forward changes statistics (BatchNorm). The
-    memory goes with the last process that holds the model, also if rank 0 has ended before.
+    memory is freed with the last process that holds the model, even if rank 0 has ended before.
     `copy.deepcopy(layers)` gives a process a model of its own. A single process shares nothing.
 
     Args:
         layers: The model, on the CPU.
-        group: A group of paddle.distributed, or a `paceline.Group`, of ranks of one host. None: that of
-            paddle.distributed, or one formed from the environment that the launcher has set.
+        group: A group of paddle.distributed, or a `paceline.Group`, of ranks of one host. None: the default
+            group of paddle.distributed, or one formed from the launcher's environment.
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
 
     Raises:
-        ConfigError: The ranks are on several hosts, or a parameter can't be shared; says which and why.
-        RegionError: There is not enough memory; says how much there is and how much is needed.
-        ModelMismatchError: The ranks have different models; names the first difference.
+        ConfigError: The ranks are on several hosts, or a parameter can't be shared; the message names it.
+        RegionError: There is not enough memory; the message shows how much there is and is needed.
+        ModelMismatchError: The ranks have different models; the message names the first difference.
 
     Example:
         `paceline run -n 4 serve.py` starts four processes, and the machine holds one model of 2 GB:

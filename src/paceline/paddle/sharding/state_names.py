@@ -1,8 +1,8 @@
-"""What Paddle's optimizers remember, by names: taken from them, whole, and given to them.
+"""The state of Paddle's optimizers by name: reads it, converts it to Paddle's names, and loads it.
 
-Paddle keeps what it remembers of a parameter under the name of the parameter, of the kind of memory, and a
-number that counts up within a process. Here the number is always 0, as it is for the first optimizer of a
-process; and any number is read.
+Paddle's key of a state consists of the parameter's name, the kind of state, and a number that counts up
+within a process. Here the number is always 0, as for the first optimizer of a process; any number is accepted
+when a state is loaded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from paceline.sharding.shards import part_of
 from paceline.sharding.whole_state import Whole, is_cut
 
 MASTERS = "master_weights"
-"""The key of a state_dict under which Paddle keeps the weights in float32 of parameters of 16 bits."""
+"""The key of a state_dict under which Paddle keeps the float32 master weights of 16-bit parameters."""
 _OF_MASTER = "_fp32_master_0"
 _NO_TENSORS = (MASTERS, "LR_Scheduler")
 
 
 Key = tuple[bool, str]
-"""What a tensor is that an optimizer remembers: whether Paddle keeps it under the name of the master weight,
-and as Paddle calls it ("moment1"); "": it is the master weight."""
+"""Identifies a state tensor: whether Paddle keeps it under the name of the master weight, and Paddle's name
+of the kind of state ("moment1"); "": it is the master weight itself."""
 
 
 def remembered(optimizer: Any, name: str) -> dict[Key, paddle.Tensor]:
@@ -49,7 +49,7 @@ def make_state(optimizer: Any, tensor: paddle.Tensor) -> None:
 
 
 def named(whole: Whole, parameters: Sequence[paddle.Tensor]) -> dict[str, Any]:
-    """What the unsharded optimizer's state_dict() would hold, without the scheduler."""
+    """The state_dict() of the unsharded optimizer, without the scheduler."""
     state: dict[str, Any] = {}
     masters: dict[str, paddle.Tensor] = {}
     found = [(kind, index, of_master) for index, held in whole.items() for of_master, kind in held]
@@ -87,7 +87,7 @@ class LoadedState:
         return parameter.name in self._masters or any(key.startswith(prefix) for key in self._values)
 
     def give(self, optimizer: Any, piece: Piece, tensor: paddle.Tensor, parameter: paddle.Tensor) -> None:
-        """Let an optimizer remember its part."""
+        """Load this piece's part of the state into an optimizer."""
         master = internals.master_weights_of(optimizer).get(tensor.name)
         if master is not None:
             _set(master, self._find(self._masters, re.escape(tensor.name)), piece, parameter)
