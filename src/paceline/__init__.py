@@ -2,9 +2,10 @@
 
 This package imports neither framework. `paceline.torch` wraps PyTorch models; `paceline.init` gives a Group
 of processes with collectives on numpy arrays; `paceline.Checkpointer` saves the state of a training run;
-`paceline.spawn` and `paceline run` start processes; `paceline.log` shows a value to who watches.
+`paceline.spawn` and `paceline run` start processes; `paceline.log` records a value to be shown while a job
+runs.
 
-All others are inside and may change in any release.
+The reference (docs/api) lists all public modules. Everything else is internal and may change in any release.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Checkpointer", "Group", "ReduceOp", "Work", "__version__", "init", "log", "spawn"]
 
-# Imported at first use: the launcher's processes need neither numpy nor the core, and must start at once.
+# Imported at first use: the launcher's processes need neither numpy nor the core, and must start fast.
 _MODULES = {
     "Checkpointer": "paceline.checkpoint.checkpointer",
     "Group": "paceline.collectives.group",

@@ -1,7 +1,7 @@
-"""What callers pass to Paceline, checked where it comes in.
+"""Checks the arguments of Paceline's public functions and classes.
 
-What means the right thing is taken: numpy's numbers and tensors of one element for Python's, and a timedelta
-for seconds.
+Values that mean the same are accepted: numpy's numbers and tensors of one element instead of Python's
+numbers, and a timedelta instead of seconds.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from typing import Any, SupportsIndex, TypeVar
 from paceline.errors import ConfigError, ConfigTypeError
 
 _LONGEST_S = 1e8
-"""Three years, which stands for ever: clocks below count nanoseconds, and some milliseconds in 32 bits."""
+"""Three years. Longer times, infinity among them, become this, so that nanoseconds fit into 64 bits."""
 
 _Kind = TypeVar("_Kind")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Arguments:
-    """The arguments of one public callable. Each method returns the value as Paceline goes on with it.
+    """Checks the arguments of one public callable. Each method returns the value that Paceline uses.
 
     Args:
-        owner: How the user calls it: "init", "DistributedSampler". Empty: the argument's name says it.
+        owner: The callable's name, for errors: "init", "DistributedSampler". Empty: the argument's name is
+            enough.
     """
 
     def __init__(self, owner: str) -> None:
@@ -45,7 +46,7 @@ class Arguments:
         got: str = "",
         **more: Any,
     ) -> ConfigError:
-        """The error for a value."""
+        """Make the error for a wrong value; the caller raises it."""
         kind = ConfigTypeError if is_type else ConfigError
         shown = show(value)
         given = shown if value is None else f"{shown}, of type {type(value).__name__}"
@@ -120,7 +121,7 @@ class Arguments:
     def seconds(
         self, name: str, value: float | timedelta, *, may_be_zero: bool = False, is_finite: bool = False
     ) -> float:
-        """A time, as a number of seconds; infinity is taken for a very long one."""
+        """A time in seconds; infinity becomes a very long time."""
         least = "0 or more" if may_be_zero else "more than 0"
         what = f"a number of seconds, {least}, or a datetime.timedelta"
         hint = f"{name}=30.0, or {name}=datetime.timedelta(seconds=30)"
@@ -138,10 +139,10 @@ class Arguments:
         return None if value is None else self.seconds(name, value, may_be_zero=may_be_zero)
 
     def flag(self, name: str, value: object) -> bool:
-        """True or False; 1 and 0, numpy's, and None for False pass, as in most programs.
+        """True or False. Also accepts 1 and 0, numpy's booleans, and None for False.
 
         Raises:
-            ConfigError: It is something else, such as the text "False", which Python takes for true.
+            ConfigError: It is something else, such as the text "False", which is true in Python.
         """
         if value is None:
             return False
@@ -171,10 +172,10 @@ class Arguments:
         return value
 
     def instance(self, name: str, value: Any, kind: type[_Kind], *, what: str, of: str, hint: str) -> _Kind:
-        """An object of a class, made already.
+        """An instance of a class.
 
         Args:
-            what: "a module", for whoever passes the class itself.
+            what: What is expected, such as "a module", for the error if the class itself was passed.
             of: The class, as users write it.
         """
         if isinstance(value, kind):
@@ -194,16 +195,16 @@ class Arguments:
 
 
 _NO_NUMBER = (TypeError, ValueError, AssertionError, RuntimeError)
-"""What conversions to numbers raise: Python's, Paddle's of several elements, torch's without values."""
+"""What conversions to a number raise: Python's, Paddle's of several elements, torch's of meta tensors."""
 
 
 def show(value: object) -> str:
-    """On one short line, however large the value is and whatever its repr does."""
+    """The value on one short line, however large it is and even if its repr raises."""
     return " ".join(_short.repr(value).split())
 
 
 class _Short(reprlib.Repr):
-    """reprlib's, which looks at the first elements only, with more room for texts."""
+    """As reprlib's, which formats only the first elements, with more room for strings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +223,7 @@ _short = _Short()
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "item") and not isinstance(value, type):
-        with contextlib.suppress(Exception):  # of several, or of a kind without values
+        with contextlib.suppress(Exception):  # a tensor of several elements, or one without values
             return value.item()
     return value
 

@@ -1,6 +1,6 @@
 """The `paceline` command.
 
-Each subcommand's module is imported only when it is asked for.
+Each subcommand's module is imported only when the subcommand is used.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def _printable(text: str) -> str:
 
 
 def _run(arguments: Sequence[str]) -> int:
-    # What schedulers send as a warning would end this process; it waits until somebody can pass it on.
+    # Schedulers send these signals as a warning, and they would end this process. They stay blocked until the
+    # launcher can pass them on.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGUSR1, signal.SIGUSR2))
     from paceline.launch import cli
 
@@ -46,7 +47,7 @@ def _run(arguments: Sequence[str]) -> int:
         parser = argparse.ArgumentParser(prog="paceline run", allow_abbrev=False)
         cli.add_arguments(parser)
         return cli.main(parser.parse_args(options), command)
-    finally:  # for programs that call this, and the processes that they start
+    finally:  # for programs that call this function, and the processes that they start
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 

@@ -1,6 +1,6 @@
-"""`paceline doctor`: is this machine, and what is set here, fit for training on several ranks?
+"""`paceline doctor`: checks whether this machine, and its settings, are fit for training on several ranks.
 
-The last line is the proof: two ranks average an array, one is killed, and the other has to say so.
+The last check is a self-test: two ranks average an array, one is killed, and the other must report that.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Finding:
     """One line of the report.
 
     Attributes:
-        name: What was looked at: "open files".
-        state: "fine"; "note", where something works but costs speed or comfort; "wrong", where a job fails.
-        seen: What is there, with figures and units.
-        hint: What to do about it; "" where nothing is to be done.
+        name: What was checked: "open files".
+        state: "fine"; "note" if something works but costs speed or comfort; "wrong" if a job would fail.
+        seen: What was found, with figures and units.
+        hint: What to do about it; "" if nothing needs to be done.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Finding:
 
 
 def examine(root: Path = Path("/"), *, is_testing: bool = True) -> Iterator[Finding]:
-    """Look at everything, one finding after another. Blocks for a minute at most, for the self-test."""
+    """Run all checks, and yield their findings. The self-test blocks for a minute at most."""
     for check in _CHECKS:
         yield from check(root)
     if is_testing:
@@ -216,7 +216,7 @@ def _kernel(root: Path) -> Iterator[Finding]:
 
 
 def _try_memory_file() -> Finding:
-    """Shared memory as the ranks make it: one page that two mappings see."""
+    """Make shared memory as the ranks do: one page with two mappings."""
     try:
         fd = os.memfd_create("paceline-doctor", os.MFD_CLOEXEC)
         try:
@@ -234,7 +234,7 @@ def _try_memory_file() -> Finding:
     return Finding("shared memory", FINE, "memory files can be made, and are shared")
 
 
-# --- what is set here ---
+# --- settings ---
 
 
 def _launcher(root: Path) -> Iterator[Finding]:
@@ -266,7 +266,7 @@ def _network(root: Path) -> Iterator[Finding]:
         with socket.create_server(("127.0.0.1", 0)):
             pass
     except OSError as error:
-        hint = "the ranks of torch and Paddle meet at a port of this host"
+        hint = "the ranks of torch and Paddle connect to a port of this host"
         yield Finding("ports", WRONG, f"none can be opened at 127.0.0.1: {error}", hint)
 
 
@@ -292,7 +292,7 @@ _CHECKS: tuple[Callable[[Path], Iterable[Finding]], ...] = (
 )
 
 
-# --- the proof ---
+# --- the self-test ---
 
 
 def _test_two_ranks() -> Finding:
@@ -338,7 +338,7 @@ _REPORT = "please report this, with all that `paceline doctor --json` writes"
 
 
 def run_rank() -> None:
-    """Prints what rank 0 saw as JSON."""
+    """The program of one rank of the self-test. Prints what the rank saw, as JSON."""
     try:
         reported = _average_and_strike()
     except PacelineError as error:

@@ -1,5 +1,6 @@
-"""The environment of a rank: whichever launcher started the process (`launchers` has the table), its
-variables become one checked `RankEnvironment`.
+"""Turns the variables of any launcher into one checked `RankEnvironment`.
+
+`launchers` has the table of launchers and their variables.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline.launchers import (
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Where this process stands in its job.
+    """The place of this process in its job.
 
     Example:
         The second of two ranks that `paceline run -n 2` started:
@@ -32,7 +33,7 @@ class RankEnvironment:
 
     rank: int
     world_size: int
-    local_rank: int | None  # None: the launcher did not say
+    local_rank: int | None  # None: unknown
     local_world_size: int | None
     master_addr: str
     master_port: int
@@ -48,7 +49,7 @@ def read_rank_environment(
     job_id: str | None = None,
     needs_address: bool = True,
 ) -> RankEnvironment:
-    """What the environment says about this rank; an argument wins over its variable.
+    """Read the place of this rank from the environment; an argument replaces its variable.
 
     Raises:
         ConfigError: A variable is missing, not a number, or out of range; it is named with its value.
@@ -86,18 +87,18 @@ def read_rank_environment(
 
 
 def may_span_hosts(place: RankEnvironment, environ: Mapping[str, str] | None = None) -> bool:
-    """Whether the ranks may be on several hosts: the same answer on every rank.
+    """Whether the ranks may be on several hosts. The answer is the same on every rank.
 
-    Where the launcher does not say how many ranks this host has, they may, unless rank 0 is looked for at
-    localhost. In a pod they may even then: Kubeflow tells the pod of rank 0 that it is
-    localhost, and the others its name.
+    If the launcher does not give the number of ranks on this host, they may be, unless the address of rank 0
+    is localhost. In a Kubernetes pod they may be even then, because Kubeflow sets MASTER_ADDR to localhost in
+    the pod of rank 0, and to the name of that pod in the others.
     """
     environ = environment_of_process() if environ is None else environ
     if place.world_size == 1:
         return False
     if place.local_world_size is not None:
         return place.local_world_size != place.world_size
-    if nodes := environ.get("SLURM_STEP_NUM_NODES", ""):  # an old Slurm tells no more
+    if nodes := environ.get("SLURM_STEP_NUM_NODES", ""):  # all that an old Slurm sets
         return nodes != "1"
     if endpoints := environ.get("PADDLE_TRAINER_ENDPOINTS", ""):
         return len({each.strip().rpartition(":")[0] for each in endpoints.split(",")}) > 1
@@ -113,12 +114,12 @@ def is_in_pod(environ: Mapping[str, str]) -> bool:
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a name, which may stand for a loopback address on its own host alone
+    except ValueError:  # a name, which may resolve to a loopback address on its own host only
         return False
 
 
 def job_id_from_environment(environ: Mapping[str, str] | None = None) -> str:
-    """The text that all ranks of this launch share and no other job has; "" if the launcher gives none."""
+    """A text that all ranks of this launch share and no other job has; "" if the launcher gives none."""
     environ = environment_of_process() if environ is None else environ
     if secret := job_secret_from_environment(environ):
         return secret
@@ -126,9 +127,9 @@ def job_id_from_environment(environ: Mapping[str, str] | None = None) -> str:
 
 
 def job_secret_from_environment(environ: Mapping[str, str] | None = None) -> str:
-    """The one of these texts that other users do not know, unless a user chose it; "" if there is none.
+    """Such a text that other users do not know, unless the user chose a known one; "" if there is none.
 
-    `paceline run`, `spawn` and `torchrun --standalone` make 128 random bits for each launch, and give them to
+    `paceline run`, `spawn` and `torchrun --standalone` make 128 random bits for each launch, and pass them to
     the ranks in their environment. The ids of Slurm and PMIx are public.
     """
     environ = environment_of_process() if environ is None else environ
@@ -237,7 +238,7 @@ def _master(
     if ":" in addr:
         return split_address(addr, "MASTER_ADDR")
     if world_size == 1:
-        return addr, 0  # nobody has to find anybody
+        return addr, 0  # a single rank needs no port
     port = _agreed_port(environ) or (None if launcher is None else launcher.default_port)
     if port is None:
         raise ConfigError(
@@ -253,15 +254,15 @@ def _master(
 def _default_addr(
     environ: Mapping[str, str], launcher: Launcher | None, world_size: int, local_world_size: int | None
 ) -> str:
-    """Host of rank 0 where MASTER_ADDR is unset: "" if nothing says it; may be "host:port"."""
+    """Host of rank 0 if MASTER_ADDR is unset; "" if it is unknown; may be "host:port"."""
     is_on_one_host = world_size == 1 or local_world_size == world_size
     addr = "" if launcher is None else launcher.find_address(environ)
-    # An address that a variable holds is kept, but mpirun's host by its own name may resolve to nothing.
+    # On one host only an address with a port is kept. The host name that mpirun gives may not resolve.
     return "127.0.0.1" if is_on_one_host and (not addr or ":" not in addr) else addr
 
 
 def _agreed_port(environ: Mapping[str, str]) -> int | None:
-    """The same on every rank; None without an id."""
+    """A port made from the job's id, so that all ranks agree on it; None without an id."""
     job_id = job_id_from_environment(environ)
     if not job_id:
         return None
@@ -271,7 +272,7 @@ def _agreed_port(environ: Mapping[str, str]) -> int | None:
 
 
 def split_address(address: str, name: str) -> tuple[str, int]:
-    """Split "host:port" or "[v6 address]:port"; `name` is what the user knows the text by."""
+    """Split "host:port" or "[v6 address]:port"; `name` is the argument or variable that holds it."""
     host, colon, port = address.rpartition(":")
     host = host.removeprefix("tcp://").removeprefix("[").removesuffix("]")
     if not colon or not host:

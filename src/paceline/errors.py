@@ -8,15 +8,15 @@
     ├── ForkedError                  a group or a wrapped model was used in a forked child
     ├── CollectiveError              a call on a group failed
     │   ├── MismatchError            ranks made different calls; the group stays usable
-    │   ├── PeerLostError            a rank died, left or raised; the group is over
-    │   ├── DeadlineError            a rank was too late (also a TimeoutError); the group is over
+    │   ├── PeerLostError            a rank died, left or raised; the group has ended
+    │   ├── DeadlineError            a rank was too late (also a TimeoutError); the group has ended
     │   ├── GroupClosedError         the group was closed, or an earlier error ended it
     │   └── TornStepError            parameters hold half of an optimizer's step
-    ├── ReplicaError                 the replicas of a model do not fit together
+    ├── ReplicaError                 the replicas of a model do not match
     │   ├── ModelMismatchError       names, shapes, dtypes, order or requires_grad differ
     │   ├── UnusedParameterError     a parameter got no gradient on some rank
     │   ├── SkippedPassError         a rank skipped a forward or a backward
-    │   ├── GraphChangedError        a gradient came twice, or not as static_graph had promised
+    │   ├── GraphChangedError        a gradient came twice, or the graph changed in spite of static_graph
     │   ├── NonFiniteGradientError   a gradient holds an infinity or a NaN
     │   └── ReplicasDifferError      parameters, buffers or optimizer state are not the same on all ranks
     └── LaunchError                  a process started by `paceline run` or `spawn` failed
@@ -65,7 +65,7 @@ class PacelineError(RuntimeError):
     """Base of every error that Paceline raises on purpose.
 
     Args:
-        summary: One sentence: who failed at what.
+        summary: One sentence: which rank failed at what.
         where: Group, call, bucket, parameter names.
         seen: What this rank saw of the others.
         expected: What should have been there.
@@ -110,7 +110,7 @@ class PacelineError(RuntimeError):
         return "\n".join(lines)
 
     def add_where(self, line: str) -> None:
-        """Say more of where it happened than was known when the error was made."""
+        """Add a line to `where` that was not known when the error was made."""
         self.where = f"{self.where}\n{line}" if self.where else line
         self.args = (self._render(),)
 
@@ -148,8 +148,8 @@ class ForkedError(PacelineError):
 class CollectiveError(PacelineError):
     """A call on a group failed.
 
-    `step_is_complete` is set where a rank was lost in `ShardedOptimizer.step()`: True where all of the step
-    was made nevertheless or none of it was, and False where the parameters hold half of it.
+    `step_is_complete` is set if a rank was lost in `ShardedOptimizer.step()`: True if all of the step was
+    made nevertheless or none of it was, and False if the parameters hold half of it.
     """
 
     step_is_complete: bool | None = None
@@ -160,16 +160,17 @@ class MismatchError(CollectiveError):
 
 
 class PeerLostError(CollectiveError):
-    """A rank died, left or raised. `lost` lists the ranks. The group is over."""
+    """A rank died, left or raised. `lost` lists the ranks. The group has ended."""
 
     lost: tuple[int, ...] = ()
 
 
 class DeadlineError(CollectiveError, TimeoutError):
-    """A rank did not arrive in time: `late` lists the ranks, and the group is over.
+    """A rank did not arrive in time: `late` lists the ranks, and the group has ended.
 
-    Where `late` is empty, the ranks wait for each other in different calls, and nothing says which of them
-    are right; or an earlier call of this rank had not finished, and the group stays usable.
+    If `late` is empty, there are two cases. Either the ranks wait for each other in different calls, and it
+    is unknown which of them are right. Or an earlier call of this rank had not finished, and the group stays
+    usable.
     """
 
     late: tuple[int, ...] = ()
@@ -182,12 +183,12 @@ class GroupClosedError(CollectiveError):
 class TornStepError(CollectiveError):
     """Parameters hold half of an optimizer's step, because a rank was lost in the middle of it.
 
-    Raised by whatever would take them for whole ones: forward, step(), writing(), a state_dict.
+    Raised by each call that would use these parameters: forward, step(), writing(), a state_dict.
     """
 
 
 class ReplicaError(PacelineError):
-    """The replicas of a model do not fit together."""
+    """The replicas of a model do not match."""
 
 
 class ModelMismatchError(ReplicaError):
@@ -223,8 +224,8 @@ class NonFiniteGradientError(ReplicaError):
 class ReplicasDifferError(ReplicaError):
     """Parameters, buffers or optimizer state are not the same on all ranks.
 
-    `ranks` are those that have other values than most; `differing` maps names to such ranks. Where no value
-    has a majority, those are told that have another than the lowest rank.
+    `ranks` lists the ranks whose values differ from those of most ranks; `differing` maps names to such
+    ranks. If no value has a majority, both list the ranks that differ from the lowest rank.
     """
 
     ranks: tuple[int, ...] = ()
@@ -236,10 +237,10 @@ class LaunchError(PacelineError):
 
 
 def leave_out_inner_frames(error: BaseException) -> None:
-    """Let the traceback of an error of ours end in the user's code, or in a library that has called us.
+    """Let the traceback of a Paceline error end in the user's code, or in a library that called Paceline.
 
-    What lies below that tells nobody anything: the error itself says what happened, and where. Other errors,
-    and what a user's function raises that we have called, keep all of their frames.
+    The frames below that are of no use to a user, because the error itself says what happened, and where.
+    Other errors keep all of their frames, and so do exceptions of a user's function that Paceline called.
     """
     folders = _inner_folders()
     chain: list[BaseException] = []
@@ -260,7 +261,7 @@ def leave_out_inner_frames(error: BaseException) -> None:
 
 
 def warn(text: str) -> None:
-    """Give a RuntimeWarning that names the line of the program, or of the library, that has called us."""
+    """Issue a RuntimeWarning that names the line of the program, or of the library, that called Paceline."""
     folders, frame, level = _inner_folders(), sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
         frame, level = frame.f_back, level + 1
@@ -268,7 +269,7 @@ def warn(text: str) -> None:
 
 
 def _inner_folders() -> tuple[str, ...]:
-    """Of files whose frames tell a user nothing: ours, and the frameworks'."""
+    """Folders, and a file, whose frames are of no use to a user."""
     modules = (sys.modules.get(name) for name in ("paceline", "torch", "paddle"))
     found = (f"{path}{os.sep}" for module in modules for path in getattr(module, "__path__", ()))
     return (*found, contextlib.__file__)

@@ -1,7 +1,8 @@
-"""The table of launchers: which variables each one gives to a rank, and what can be read out of them.
+"""The table of launchers: the variables that each one sets for a rank, and what follows from them.
 
-Whatever starts the process, the same four numbers are looked for, and where a launcher says by other means
-where rank 0 is, or what no other job has in common with this one, a function of the environment finds that.
+For every launcher the same four numbers are read: rank, world size, local rank and local world size. If a
+launcher gives the address of rank 0, or an id of the job, in a way of its own, a function finds that in the
+environment.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Environ = Mapping[str, str]
 MPIEXEC = "PACELINE_MPIEXEC"
 """Where MPICH's mpiexec listens for its proxies, as "host:port"; `environment_of_process` adds it."""
 
-_POD_PORT = 29500  # torchrun's default; each pod has ports of its own, so no other job can have it
+_POD_PORT = 29500  # torchrun's default; each pod has its own ports, so no other job can use it
 
 
 def _nothing(_: Environ) -> str:
@@ -35,24 +36,24 @@ def _no_size(_: Environ) -> int | None:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The variables of one launcher; where there are several names, the first that is set counts.
+    """The variables of one launcher. Of several names for one value, the first that is set is used.
 
     Attributes:
-        name: As messages call it.
-        command: How it starts a script, for hints.
+        name: Its name in messages.
+        command: A command that starts a script with it, for hints.
         rank: The variable with the rank.
-        world_size: With the number of ranks.
-        local_rank: With the rank among those of this host.
-        local_world_size: With their number.
-        address: Variables that tell where rank 0 is, as messages list them.
-        signs: Further variables that show this launcher's hand, though no rank needs them.
-        find_address: The host of rank 0 where MASTER_ADDR is unset: "" if nothing says it; may be
+        world_size: Variables with the number of ranks.
+        local_rank: Variables with the rank among those of this host.
+        local_world_size: Variables with the number of ranks on this host.
+        address: Variables with the address of rank 0, as messages list them.
+        signs: Further variables that show that this launcher is in use, though no rank needs them.
+        find_address: Finds the host of rank 0 if MASTER_ADDR is unset: "" if it is unknown; may be
             "host:port".
-        find_local_size: The number of ranks on this host, where no variable holds it.
+        find_local_size: Finds the number of ranks on this host if no variable holds it.
         has_started: Whether this process is one of its ranks, given that the variable of the rank is set.
-        start: What is missing where it has not, as messages say it.
-        default_port: Rank 0's port where nothing says it; None: made from the id of the job.
-        is_alone: Each rank has a host, or a pod, of its own.
+        start: What is missing if it is not, for messages.
+        default_port: Rank 0's port if no variable holds it; None: made from the id of the job.
+        is_alone: Whether each rank has a host, or a pod, of its own.
     """
 
     name: str
@@ -78,7 +79,7 @@ class Launcher:
         return tuple(dict.fromkeys((*own, "MASTER_ADDR", "MASTER_PORT", *self.signs)))
 
     def is_half_set(self, environ: Environ) -> bool:
-        """Whether the rank is missing, beside variables that make no sense without it."""
+        """Whether the rank is not set, but variables are that make no sense without it."""
         if self.rank in environ or self.start:
             return False
         size = next((environ[name] for name in self.world_size if environ.get(name, "").strip()), "1")
@@ -86,13 +87,13 @@ class Launcher:
         return size.strip() != "1" or any(environ.get(name, "").strip() for name in places)
 
     def is_likely(self, environ: Environ) -> bool:
-        """Whether some variable is there that only this launcher sets."""
+        """Whether any variable of this launcher is set, apart from the address of rank 0."""
         names = (self.rank, *self.world_size, *self.local_rank, *self.local_world_size, *self.signs)
         return any(environ.get(name, "").strip() for name in names)
 
 
 def environment_of_process() -> Environ:
-    """The variables of this process, and what MPICH's mpiexec tells in no variable."""
+    """The variables of this process; under MPICH also mpiexec's address, which is in no variable."""
     if "PMI_RANK" not in os.environ or MPIEXEC in os.environ:
         return os.environ
     return {**os.environ, MPIEXEC: _mpiexec_above()}
@@ -106,13 +107,13 @@ def find_launcher(environ: Environ) -> Launcher | None:
 
 
 def likely_launcher(environ: Environ) -> Launcher | None:
-    """Where no launcher has given a rank: the one whose other variables are there, the most of them."""
+    """If no launcher has given a rank: the launcher of which most variables are set; None: none is."""
     likely = [launcher for launcher in LAUNCHERS if launcher.is_likely(environ)]
     return max(likely, key=lambda launcher: len(launcher.found(environ)), default=None)
 
 
 def public_job_id(environ: Environ) -> str:
-    """The text that all ranks of this launch share, and no other job; not a secret. "": there is none."""
+    """A text that all ranks of this launch share and no other job has, but no secret; "" if there is none."""
     if environ.get("PMIX_NAMESPACE"):
         return f"pmix-{environ['PMIX_NAMESPACE']}"
     if environ.get(MPIEXEC):
@@ -134,7 +135,7 @@ def _paddle_address(environ: Environ) -> str:
 
 
 def _open_mpi_address(environ: Environ) -> str:
-    """The host of mpirun, which is rank 0's unless a host file leaves it out (rank 0 notices that)."""
+    """The host of mpirun. Rank 0 runs there unless a host file leaves it out, which rank 0 notices."""
     uri = re.search(r"tcp://([^,:;\[\]]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
     if uri:
         return uri.group(1)
@@ -156,9 +157,9 @@ def _has_mpiexec_started(environ: Environ) -> bool:
 
 @functools.cache
 def _mpiexec_above() -> str:
-    """Where mpiexec listens, as it told the proxy that has started this process; "" if there is none.
+    """Where mpiexec listens, from the command line of the proxy that started this process; "" without one.
 
-    It is in no variable. All proxies of a job are told the same, and can reach the host by that name.
+    No variable holds this address. All proxies of a job get the same one, and can reach the host by it.
     """
     for command in _commands_above():
         if Path(command[0]).name == "hydra_pmi_proxy" and "--control-port" in command[:-1]:
@@ -172,10 +173,10 @@ def _commands_above() -> Iterator[list[str]]:
         try:
             command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
             stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        except OSError:  # of another user, or ended
+        except OSError:  # the process belongs to another user, or has ended
             return
         yield command
-        pid = int(stat.rpartition(")")[2].split()[1])  # a name may hold blanks and brackets
+        pid = int(stat.rpartition(")")[2].split()[1])  # the program's name may hold blanks and brackets
 
 
 # --- Slurm ---
@@ -231,7 +232,7 @@ def _leader_of_pods(environ: Environ) -> str:
 
 
 def _is_part_of_a_job(environ: Environ) -> bool:
-    # Most indexed Jobs cut work into pieces that know nothing of each other.
+    # The pods of most indexed Jobs work independently, and are no ranks of one job.
     return "WORLD_SIZE" in environ
 
 
@@ -243,7 +244,7 @@ LAUNCHERS = (
         ("WORLD_SIZE",),
         ("LOCAL_RANK",),
         ("LOCAL_WORLD_SIZE",),
-        # With these Kubernetes tells torchrun how to start; they give no rank by themselves.
+        # Kubernetes configures torchrun by these; they give no rank by themselves.
         signs=("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"),
     ),
     Launcher(

@@ -1,16 +1,16 @@
-"""`paceline predict`: how long averaging gradients will take, and how much memory a training will need.
+"""`paceline predict`: predicts how long averaging gradients takes, and how much memory training needs.
 
 Nothing is measured and no model is trained. Memory comes from `plan_memory`, which counts the copies of
-parameters, gradients and optimizer state. The time of one average comes from a model of the cost; the routes
+parameters, gradients and optimizer state. The time of one average comes from a model of the cost. Its routes
 are those that the reducer plans (`plan_route`), so messages and bytes are counted and not estimated.
 
 The model of one average, for H hosts of L ranks, S bytes of gradients and links of B bit/s in each direction
   torch     Every bucket goes round one ring of all N = H L ranks: 2 (N - 1) steps of one latency each, and
             each host sends 2 (N - 1) / N of the bucket, over one connection.
-  Paceline  Every rank exchanges its shard of each bucket with its peers on the other hosts: the latencies of
-            one or two rounds, and the longest of three things that happen side by side: the link carries L
-            shards, over L connections; each rank starts and ends its messages one after the other; the memory
-            of the host is read and written.
+  Paceline  Every rank exchanges its shard of each bucket with its peers on the other hosts. This takes the
+            latencies of one or two rounds, and the longest of three things that happen at the same time: the
+            link carries L shards, over L connections; each rank starts and ends its messages one after the
+            other; the memory of the host is read and written.
 Source of the ring: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, JPDC 69 (2009).
 docs/scaling.md compares the model with measurements.
 """
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from paceline.sharding.memory import MemoryPlan
 
 _TORCH_BUCKETS = (1 << 20, 25 << 20)  # torch's first bucket, and the others
-_ITEM_BYTES = 4  # sums travel as float32
+_ITEM_BYTES = 4  # sums are sent as float32
 _MOST_HOSTS_OF_PADDLE = 16  # `MOST_HOSTS` of paceline.paddle.communicator.hosts
 _MOST_HOSTS = 1 << 16  # a route is planned for each
 _ON_THE_WIRE = 1538 / 1448  # Ethernet, IP and TCP around 1448 bytes of a message
@@ -97,7 +97,10 @@ class Prediction:
 def predict_torch(
     nbytes: int, hosts: int, ranks_per_host: int, machines: Machines, *, in_turn: bool = False
 ) -> Prediction:
-    """The time of torch's DDP on Gloo."""
+    """The time of torch's DDP on Gloo.
+
+    `in_turn`: consecutive ranks are on different hosts, so that every rank sends over the host's link.
+    """
     ranks = hosts * ranks_per_host
     first, rest = _TORCH_BUCKETS
     buckets = 1 + math.ceil(max(0, nbytes - first) / rest)
@@ -145,7 +148,7 @@ def predict_paceline(
         )
         crossing = payload * (hosts - 1) if rounds_here == 1 else payload * 2 * (hosts - 1) / hosts
         messages += 2 * each * count
-        headers = 0 if route.is_of_values else each  # values: three in each backward, which is nothing
+        headers = 0 if route.is_of_values else each  # values: three per backward, which is negligible
         sent += (crossing + headers * HEADER_BYTES) * count
         rounds = max(rounds, rounds_here)
     sent *= ranks_per_host
@@ -166,7 +169,7 @@ def _link_or_connections(machines: Machines, connections: int) -> str:
 
 
 def efficiency(step_s: float, average_s: float) -> float:
-    """The throughput as a part of what it would be without averaging."""
+    """Part of the throughput that is left, if averaging overlaps with two thirds of a step."""
     return step_s / (step_s + max(0.0, average_s - step_s * 2 / 3))
 
 
@@ -185,7 +188,7 @@ def predict_times(
     gbits_per_s: Sequence[float],
     step_s: float | None = None,
 ) -> Times:
-    """Predict the time of one average, and what is left of the throughput."""
+    """Predict the time of one average, and with `step_s` the part of the throughput that is left."""
     columns = ["hosts x ranks", "link, Gbit/s", "torch's DDP", "Paceline", "faster", "bf16", "int8", "limit"]
     if step_s is not None:
         columns += ["throughput: torch", "Paceline", "int8"]

@@ -2,10 +2,10 @@
 
     paceline.ray.run(train, num_workers=8, resources={"CPU": 4})
 
-Ray places the workers where there is room, in no order; here they get their ranks by node, in blocks, and the
-variables that torchrun would have set. The job's secret goes to them as an argument of Ray's calls, and
-stands in no environment. A worker hands the exception of its rank back as text, so that the ranks that failed
-because of another one can be told from the first.
+Ray places the workers where there is room, in any order. This module assigns ranks by node, in blocks, and
+sets the variables that torchrun would set. It passes the job's secret to the workers as an argument of Ray's
+calls, and puts it into no environment. A worker returns the exception of its rank as text, so that the first
+failure can be distinguished from its consequences on other ranks.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ __all__ = ["run"]
 
 _arguments = Arguments("paceline.ray.run")
 
-# How long the first failure is waited for, once a rank has failed because of another: Ray learns of the end
+# How long to wait for the first failure once a rank has failed because of another one. Ray learns of the end
 # of a process from its node, later than the other ranks do.
 _CAUSE_WITHIN_S = 10.0
 
-# How a rank ended, in place of the status of its process, which Ray keeps to itself. Only the first is that
-# of a traceback.
+# How a rank ended. These replace the exit status of its process, which Ray does not report. Only _RAISED
+# comes with a traceback.
 _RAISED, _ENDED, _NOT_SENT = 1, 2, 3
 
 
@@ -48,30 +48,30 @@ def run(
 ) -> list[Any]:
     """Call `fn(*args)` on `num_workers` workers of the Ray cluster, each one rank of a job.
 
-    Ranks are given out by node, in blocks, so that few bytes cross the network. Each worker has RANK,
-    WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so
-    `paceline.torch.init_process_group()` works in it. Blocks until all have returned. When one fails, the
-    others are ended. Connects to a cluster with ray.init(), unless that has been called.
+    Ranks are assigned by node, in blocks, so that few bytes cross the network. RANK, WORLD_SIZE, LOCAL_RANK,
+    LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set in each worker, so
+    `paceline.torch.init_process_group()` works there. Blocks until all workers have returned. When one fails,
+    the others are ended. Connects to a cluster with ray.init(), if the program has not done so.
 
-    The ranks recognise each other by a secret of this job: that of this process, if the user has named one
-    (PACELINE_SECRET_FILE), else a new one. It travels as Ray's own calls do, which are encrypted only if the
-    cluster is set up with RAY_USE_TLS.
+    The ranks authenticate each other by a secret of this job: the secret of this process, if the user has
+    named one (PACELINE_SECRET_FILE), else a new one. It is sent in Ray's own calls, which are encrypted only
+    if the cluster is set up with RAY_USE_TLS.
 
     Args:
-        fn: What to call; Ray pickles it.
+        fn: The function to call; Ray pickles it.
         args: Its arguments, the same for each rank.
         num_workers: Number of ranks.
-        resources: What each worker takes up, in Ray's names: {"CPU": 4, "GPU": 1}; None: one CPU.
+        resources: The resources of each worker, by Ray's names: {"CPU": 4, "GPU": 1}; None: one CPU.
         forming_timeout_s: Seconds for the cluster to have room for all workers, and to start them.
 
     Returns:
         What `fn` returned, by rank.
 
     Raises:
-        ConfigError: Ray is not installed, an argument is wrong, the cluster has not had room in time, or the
-            file of the user's secret cannot be read.
+        ConfigError: Ray is not installed, an argument is wrong, the cluster had no room in time, or the file
+            of the user's secret cannot be read.
         LaunchError: A rank raised or died. It names the first rank that did and the address of its node, and
-            quotes the traceback; `failures` lists the others that have failed because of it.
+            quotes the traceback; `failures` lists all ranks that failed, that one first.
 
     Example:
         With two nodes of two free CPUs, `run(train, num_workers=4)` makes ranks 0 and 1 on one node, 2 and 3
@@ -120,13 +120,13 @@ def run(
 
 
 def in_blocks(nodes: Sequence[str]) -> list[int]:
-    """The order that puts the workers of a node beside each other; nodes as they first come."""
+    """An order of the workers that keeps those of a node together, with nodes in the order of `nodes`."""
     first = {node: place for place, node in reversed([*enumerate(nodes)])}
     return sorted(range(len(nodes)), key=lambda place: (first[nodes[place]], place))
 
 
 def rank_variables(places: Sequence[tuple[str, str]], port: int, job_id: str) -> list[dict[str, str]]:
-    """The variables of each rank."""
+    """The variables of each rank; `places` holds the node and the address of each."""
     nodes = [node for node, _ in places]
     return [
         {
@@ -143,13 +143,13 @@ def rank_variables(places: Sequence[tuple[str, str]], port: int, job_id: str) ->
 
 
 def why_no_room(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float], count: int) -> str:
-    """What keeps the workers from being placed, as far as the sizes of the nodes say it."""
+    """The reason why the workers are not placed, as far as the sizes of the nodes show it."""
     for name, amount in bundle.items():
         most = max((node.get(name, 0.0) for node in nodes), default=0.0)
         if most < amount:
             has = f"the largest has {most:g}" if most else "none has any"
             return f"no node has {amount:g} {name} for one worker: {has}"
-    # A worker of a thousandth of a CPU is allowed, and dividing as floating point would lose one of them.
+    # A worker may take a thousandth of a CPU, and rounding in the division would lose one such worker.
     fitting = [min(int(node.get(each, 0.0) / of + 1e-6) for each, of in bundle.items()) for node in nodes]
     if sum(fitting) < count:
         return f"the nodes hold {sum(fitting)} of the {count} workers, if no other process uses them"
@@ -157,7 +157,7 @@ def why_no_room(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float
 
 
 def secret_for_workers(environ: Mapping[str, str]) -> JobSecret:
-    """The user's, or a new one for this job."""
+    """The user's secret, or a new one for this job."""
     users = users_secret(environ)
     return new_secret("paceline.ray.run") if users is NO_SECRET else users
 
@@ -175,7 +175,7 @@ class _Worker:
     def call(
         self, variables: Mapping[str, str], secret: JobSecret, fn: Callable[..., Any], args: tuple[Any, ...]
     ) -> _Outcome:
-        """The ranks that still wait for this one get what it raised."""
+        """Call `fn` as a rank. If it raises, the ranks that wait for this one receive the exception."""
         adopt_secret(secret)
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
@@ -186,7 +186,7 @@ class _Worker:
             _leave(error)
             if isinstance(error, SystemExit) and error.code in (None, 0):
                 return _Outcome()
-            # Without this frame: the user's own function comes first.
+            # Without this frame, so that the traceback begins in the user's function.
             frames = error.__traceback__ and error.__traceback__.tb_next
             return _Outcome(raised="".join(traceback.format_exception(type(error), error, frames)))
         _leave(None)
@@ -200,7 +200,7 @@ class _Outcome:
 
 
 def _leave(error: BaseException | None) -> None:
-    """The process lives on, as Ray's: without this the others would wait for a rank that has ended."""
+    """Leave all groups. The process belongs to Ray and lives on, so the other ranks would wait for it."""
     if "paceline.health.lifetime" in sys.modules:  # else this rank is in no group
         from paceline.health import lifetime
 
@@ -271,7 +271,7 @@ def _results(ray: Any, calls: Sequence[Any], addresses: Sequence[str], name: str
         try:
             outcomes[rank] = ray.get(done[0])
         except Exception as error:
-            # Ray's: the process has ended, and nobody has its status; or what fn returned cannot be pickled.
+            # Raised by Ray: the process has ended, or the return value of fn cannot be pickled.
             is_dead = isinstance(error, exceptions.RayActorError)
             status = _ENDED if is_dead else _NOT_SENT
             failures[rank] = RankEnd(rank, 0, status, after_s, output=str(error))

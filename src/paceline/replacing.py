@@ -1,9 +1,9 @@
-"""Put our class in the place of another one, in every module that has bound it or imports it later.
+"""Replaces a framework's class by Paceline's, in every module that has bound it or imports it later.
 
-A library that says `from torch.nn.parallel import DistributedDataParallel` holds the class under a name of
-its own, where an assignment to `torch.nn.parallel` changes nothing, and says nothing. So all modules are
-looked through, and an import hook looks through those that come later. The module that defines the other
-class stays as it is: our class has it as a base.
+A library that runs `from torch.nn.parallel import DistributedDataParallel` binds the class to a name of its
+own. An assignment to `torch.nn.parallel` does not change that name, and gives no error. So all loaded modules
+are searched for the class, and an import hook searches those that are imported later. The module that defines
+the class stays as it is, because Paceline's class has it as a base.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from paceline.errors import ConfigError
 from paceline.import_hook import unwatch_imports, watch_imports
 
 VARIABLE = "PACELINE_REPLACE_DDP"
-"""What `paceline run --replace-ddp` sets for the ranks: 1, or SAMPLER."""
+"""`paceline run --replace-ddp` sets it for the ranks, to 1 or to SAMPLER."""
 SAMPLER = "sampler"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One class and what comes into its place.
+    """One class and its replacement.
 
     Attributes:
-        name: Under which people know the class: "torch.nn.parallel.DistributedDataParallel".
+        name: The name that users know: "torch.nn.parallel.DistributedDataParallel".
         original: The class, from the module that defines it.
         ours: The class that replaces it.
-        is_wrapper: Whether it wraps models, so that it is told if it never did.
+        is_wrapper: Whether it wraps models. A warning reports if it never did.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Pair:
 
 
 class Replacement:
-    """Classes that have been replaced, until `undo()`. Also a context manager, which undoes it at its end.
+    """Classes that are replaced until `undo()`, which also runs at the end of a `with` block.
 
     Attributes:
         places: Where a class was replaced so far, as "module.name".
@@ -85,7 +85,7 @@ class Replacement:
         return [f"{module.__name__}.{name}" for module, name, _ in self._bound]
 
     def undo(self) -> None:
-        """Models that are wrapped stay so."""
+        """Put the original classes back. Models that are wrapped stay so."""
         unwatch_imports(self._replace_in)
         for module, name, original in self._bound:
             if id(original) in self._ours and vars(module).get(name) is self._ours[id(original)]:
@@ -96,10 +96,11 @@ class Replacement:
         _active.pop(self.pairs, None)
 
     def announce(self) -> None:
-        """Say on rank 0 what was replaced, and at the end of the process if it was for nothing.
+        """Print on rank 0 what was replaced, and at the end of the process a warning if no model was wrapped.
 
-        Where no launcher has given ranks and the variable asked, it is said when the first model is wrapped:
-        the process may be torch's elastic agent (`paceline run --nnodes`), which wraps nothing.
+        If no launcher has given ranks, and the variable asked for the replacement, this is printed when the
+        first model is wrapped. Until then, the process may be torch's elastic agent (`paceline run
+        --nnodes`), which wraps nothing.
         """
         rank = _rank()
         if rank is None and not asked_by_environment()[0]:
@@ -128,7 +129,7 @@ class Replacement:
         if subclasses:
             likely = f"a model was wrapped in a subclass of the framework's class: {subclasses}"
         main = sys.modules.get("__main__")
-        for pair in self.pairs:  # a module is looked through when it is complete, which a script never is
+        for pair in self.pairs:  # modules are searched once they have run; the main script has not by then
             if any(value is pair.original for value in vars(main).values()):
                 defined_in = pair.original.__module__
                 likely = (
@@ -171,7 +172,7 @@ _active: dict[tuple[Pair, ...], Replacement] = {}
 
 
 def replace(pairs: Sequence[Pair]) -> Replacement:
-    """Replace classes, once: the same again gives what was replaced before."""
+    """Replace classes. The same pairs are replaced only once: a second call returns the same replacement."""
     key = tuple(pairs)
     if key not in _active:
         _active[key] = Replacement(key)
@@ -234,15 +235,17 @@ def _modules(bound: Sequence[tuple[ModuleType, str, type]]) -> str:
 
 
 def _rank() -> int | None:
-    """This process's rank, where a launcher has said it."""
+    """This process's rank; None if no launcher has given one."""
     with contextlib.suppress(ConfigError):
         return read_rank_environment(needs_address=False).rank
     return None
 
 
 def _may_be_first_rank() -> bool:
-    """Lightning's own launcher, for one, says nothing to the process that becomes rank 0, and sets LOCAL_RANK
-    in those that it starts; workers of multiprocessing do not know their rank until they join a group.
+    """Whether this process is rank 0, or becomes it as far as is known.
+
+    Lightning's own launcher, for example, sets no variable in the process that becomes rank 0, and LOCAL_RANK
+    in those that it starts. Workers of multiprocessing do not know their rank until they join a group.
     """
     rank = _rank()
     if rank is not None:
@@ -251,6 +254,6 @@ def _may_be_first_rank() -> bool:
 
 
 def _is_main_process() -> bool:
-    # Looked up: importing it would make every `paceline run` begin later.
+    # Looked up and not imported, because an import would delay the start of every `paceline run`.
     processes = sys.modules.get("multiprocessing.process")
     return processes is None or processes.parent_process() is None

@@ -1,8 +1,8 @@
-"""Where the Python threads of a process are, asked from outside, even while it is stuck in a lock or in C.
+"""Reads the stacks of the Python threads of another process, even while it is stuck in a lock or in C.
 
-Its one idea: a process that is ready to answer owns an anonymous memory file named `paceline-stacks`, into
-which faulthandler writes its stacks on SIGUSR2. Whoever finds that file in /proc knows that the signal is
-safe to send, and reads the answer there; nothing listens, nothing is on disk.
+A process that is ready to answer owns an anonymous memory file named `paceline-stacks`, into which
+faulthandler writes its stacks on SIGUSR2. A process that finds this file in /proc knows that the signal is
+safe to send, and reads the answer from the file. No socket listens, and nothing is on disk.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from paceline.errors import ConfigError
 _FILE_NAME = "paceline-stacks"
 _SIGNAL = signal.SIGUSR2
 STOPPED = ("T", "t")  # of `process_state`: by a signal, or by a debugger
-_answers: int | None = None  # our own file, once there is one; open as long as the process lives
+_answers: int | None = None  # this process's own file, once there is one; never closed
 
 
 def answer_requests() -> bool:
-    """Make this process answer `paceline stacks`; call it as often as you like.
+    """Make this process answer `paceline stacks`; may be called repeatedly.
 
     Returns:
-        False if the program uses SIGUSR2 for something of its own, which is then left alone, or if there is
-        no memory file to be had (no memfd_create, no descriptor).
+        False if the program uses SIGUSR2 itself, whose handler is then left alone, or if no memory file can
+        be made (no memfd_create, no free descriptor).
     """
     global _answers
     if _answers is None and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
@@ -45,7 +45,7 @@ def answer_requests() -> bool:
 def ask(pid: int, timeout_s: float = 5.0) -> str:
     """The stacks of all Python threads of a process, innermost call first.
 
-    A process that does not answer by itself is read with py-spy, where that is installed.
+    A process that does not answer is read with py-spy, if that is installed.
     """
     state = process_state(pid)
     if not state:
@@ -74,7 +74,7 @@ def ask_if_ready(pid: int, timeout_s: float = 5.0) -> str | None:
                 return None
             file.seek(begin)
             text = file.read().decode(errors="replace")
-            file.truncate(begin)  # whoever asks next, and the memory of the process, start afresh
+            file.truncate(begin)  # so that the file does not grow with each request
     except OSError:  # it ended, closed a file, or is another user's
         return None
     return text
@@ -99,9 +99,9 @@ def _catches_signal(folder: Path) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does; "" if this machine's /proc shows no such process."""
+    """The kernel's letter for the state of a process; "" if /proc shows no such process."""
     try:
-        # The name of a program, which stands there in brackets, may be any bytes.
+        # The name of the program, in brackets, may contain any bytes.
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return stat.rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -109,7 +109,7 @@ def process_state(pid: int) -> str:
 
 
 def _is_written(fd: int, begin: int, timeout_s: float) -> bool:
-    """faulthandler writes the answer in many pieces."""
+    """Wait until the file stops growing, because faulthandler makes many small writes."""
     deadline = time.monotonic() + timeout_s
     size = begin
     while time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Sizes, times and numbers as people write them: in tables and on command lines."""
+"""Parses and formats sizes, times and numbers, for command lines and tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Value = TypeVar("_Value")
 
 
 def size(text: str) -> int:
-    """The bytes of a size such as '16KiB', '25 MB' or '4': whole float32 elements, and at least one."""
+    """Parse a size such as '16KiB', '25 MB' or '4' to bytes: whole float32 elements, and at least one."""
     match = re.fullmatch(r"\s*(\d+)\s*([a-zA-Z]*)\s*", text)
     factor = _FACTORS.get((match[2] or "b").lower()) if match else None
     if match is None or factor is None:
@@ -26,7 +26,7 @@ def size(text: str) -> int:
 
 
 def at_least(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Parse whole numbers from `least` to `most`."""
+    """A parser of whole numbers from `least` to `most`."""
 
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
@@ -52,7 +52,7 @@ def positive(unit: str) -> Callable[[str], float]:
 
 
 def listed(parse: Callable[[str], _Value]) -> Callable[[str], tuple[_Value, ...]]:
-    """Parse values separated by commas, at least one."""
+    """A parser of values separated by commas, at least one."""
     return lambda text: (
         tuple(parse(part.strip()) for part in text.split(",") if part.strip()) or (parse(text),)
     )

@@ -1,4 +1,4 @@
-"""Which versions of a framework these files fit; asked before anything of its inside is touched."""
+"""Checks the version of a framework, before any of its internals are used."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.errors import ConfigError
 Version = tuple[int, int]
 
 SOURCE = "."
-"""What pip is told to install: a clone, until an index has paceline. `scripts/published` changes it."""
+"""What pip is to install: a clone, until an index has paceline. `scripts/published` changes it."""
 
 
 def install(extra: str) -> str:
@@ -27,11 +27,11 @@ def install(extra: str) -> str:
 
 
 class UnsupportedVersionError(ConfigError, ImportError):
-    """A framework is missing, or of a version that Paceline does not work with."""
+    """A framework is missing, or has a version that Paceline does not support."""
 
 
 class UntestedVersionWarning(UserWarning):
-    """A framework or a library is of a version that Paceline was not tested with."""
+    """A framework or a library has a version that Paceline was not tested with."""
 
 
 def check_version(
@@ -46,7 +46,7 @@ def check_version(
 ) -> None:
     """Raise unless a framework of a supported version is installed.
 
-    Of one that was not tested, rank 0 is warned.
+    If that version was not tested, warn on rank 0.
 
     Raises:
         UnsupportedVersionError: Also an ImportError.
@@ -81,7 +81,7 @@ def installed(distributions: Sequence[str]) -> str:
 
 
 def is_first_rank() -> bool:
-    """True on rank 0, and where no launcher has given ranks: this process speaks for all."""
+    """Whether this process prints warnings for all: it is rank 0, or no launcher has given ranks."""
     with contextlib.suppress(ConfigError):
         return read_rank_environment(needs_address=False).rank == 0
     return True
