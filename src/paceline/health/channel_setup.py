@@ -78,8 +78,8 @@ class Connection:
         self._tls = tls
         self._stream = FrameStream(LONGEST_HELLO)
         own, other = ("hub", "rank") if is_hub else ("rank", "hub")
-        self._says: Seal = handshake.seal(own)
-        self._hears: Seal = handshake.seal(other)
+        self._send_seal: Seal = handshake.seal(own)
+        self._receive_seal: Seal = handshake.seal(other)
 
     @property
     def is_open(self) -> bool:
@@ -87,7 +87,7 @@ class Connection:
         return self._tls is None or self._tls.is_open
 
     def say(self, kind: Frame, text: bytes) -> bytes:
-        data = frame(kind, self._says.close(kind, text))
+        data = frame(kind, self._send_seal.close(kind, text))
         return data if self._tls is None else self._tls.encrypt(data)
 
     def decrypt(self, piece: bytes) -> tuple[bytes, bytes]:
@@ -97,7 +97,7 @@ class Connection:
     def receive(self, plain: bytes) -> Iterator[tuple[Frame, bytes]]:
         """The frames that are complete with this data."""
         for kind, payload in self._stream.feed(plain):
-            yield kind, self._hears.open(kind, payload)
+            yield kind, self._receive_seal.open(kind, payload)
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Place:
         return f"port {self.port} of {', '.join(self.addresses)}"
 
 
-def meet(
+def connect_ranks(
     exchange: Exchange, facts: Facts, hosts: Sequence[Sequence[int]], secret: bytes, timeout_s: float
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
     """Connect all ranks with their neighbours. Collective; blocks at most `timeout_s` and some seconds.
@@ -137,15 +137,15 @@ def meet(
         for rank, offer in enumerate(reported):
             if offer:  # a rank that cannot listen ends this on all ranks, not only on those that need it
                 _read_place(reported, rank)
-        way = None
+        join = None
         if neighbours.parent is not None:
             place = _read_place(reported, neighbours.parent)
-            way = functools.partial(_join, place, neighbours.parent, secret=secret)
+            join = functools.partial(_join, place, neighbours.parent, secret=secret)
             if not own:
-                return way([facts], deadline=deadline)
+                return join([facts], deadline=deadline)
         place = _read_place(reported, facts.rank)
         assert listener is not None
-        return _Reception(listener, place, facts, hosts, neighbours, secret, deadline).receive_all(way)
+        return _Reception(listener, place, facts, hosts, neighbours, secret, deadline).receive_all(join)
     finally:
         if listener is not None:
             listener.close()
@@ -207,14 +207,14 @@ class _Reception:
         self._acceptor = Acceptor(listener, facts.world_size, self._longest_hello, self._challenge)
         self._certificate: Certificate | None = None
         self._refusal = b""  # what every rank receives, once the start-up has failed
-        self._told: set[int] = set()
+        self._refused: set[int] = set()
 
     def receive_all(
-        self, way: Callable[..., tuple[dict[int, Connection], tuple[Member, ...]]] | None
+        self, join: Callable[..., tuple[dict[int, Connection], tuple[Member, ...]]] | None
     ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
         """Receive all ranks below this one, then join the parent."""
         # The hub must receive which ranks are missing here before its own deadline passes.
-        until = self._deadline if way is None else Deadline(_SHARE_OF_A_HOST * self._deadline.left_s())
+        until = self._deadline if join is None else Deadline(_SHARE_OF_A_HOST * self._deadline.left_s())
         if self._secret:  # made while the others connect
             with contextlib.suppress(ImportError):
                 from paceline.health import tls
@@ -226,12 +226,12 @@ class _Reception:
                     raise self._missing(until)
                 self._receive(until)
             reported = [self._facts, *self._facts_of]
-            if way is None:
+            if join is None:
                 return self._welcome({}, reported)
-            up, way = way, None
+            up, join = join, None
             return self._welcome(*up(reported, deadline=self._deadline))
         except BaseException as error:
-            self._turn_away(error, way)
+            self._turn_away(error, join)
             raise
         finally:
             self._acceptor.close()
@@ -284,7 +284,7 @@ class _Reception:
         if self._below.get(came[0].rank, frozenset()) != frozenset(facts.rank for facts in came):
             ranks = format_ranks([facts.rank for facts in came])
             return Mismatch(
-                f"{came[0].describe()} came to {own.describe()} for {ranks}, who is not to receive these",
+                f"{came[0].describe()} came to {own.describe()} for {ranks}, which do not belong there",
                 "install the same version of Paceline on all hosts",
             )
         return None
@@ -308,24 +308,24 @@ class _Reception:
 
         return tls.Tls(self._certificate)
 
-    def _turn_away(self, error: BaseException, way: Callable[..., object] | None) -> None:
+    def _turn_away(self, error: BaseException, join: Callable[..., object] | None) -> None:
         summary = error.summary if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
         reported = Mismatch(getattr(error, "seen", "") or summary, getattr(error, "hint", ""))
         self._refusal = self._refusal or reported.pack()
         for rank, (link, _) in self._came.items():
             self._refuse(link, rank)
         is_ours = isinstance(error, PacelineError)  # else the user wants to end it, for example with Ctrl-C
-        if way is not None and is_ours:
+        if join is not None and is_ours:
             with contextlib.suppress(RendezvousError):  # it repeats what was just reported to the hub
-                way([self._facts], deadline=Deadline(_GRACE_S), problem=Mismatch.unpack(self._refusal))
+                join([self._facts], deadline=Deadline(_GRACE_S), problem=Mismatch.unpack(self._refusal))
         deadline = Deadline(_GRACE_S)
-        while is_ours and len(self._told) < len(self._below) and not deadline.is_over():
+        while is_ours and len(self._refused) < len(self._below) and not deadline.is_over():
             self._receive(deadline)
 
     def _refuse(self, link: socket.socket, rank: int) -> None:
         _try_send(link, Frame.FAILED, self._refusal)
         link.close()
-        self._told.add(rank)
+        self._refused.add(rank)
 
     def _missing(self, until: Deadline) -> RendezvousError:
         below = [rank for child in self._below.keys() - self._came.keys() for rank in self._below[child]]
@@ -431,7 +431,8 @@ def _introduce(
         raise refusal(
             facts,
             Mismatch(
-                f"who answers at {link.getpeername()[0]} does not know the secret of {facts.describe()}",
+                f"the process that answers at {link.getpeername()[0]} does not know the secret of "
+                f"{facts.describe()}",
                 f"another process answers in the place of rank {parent}: look at what listens there",
             ),
             str(place),

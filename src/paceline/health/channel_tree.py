@@ -41,9 +41,9 @@ def neighbours_of(rank: int, hosts: Sequence[Sequence[int]]) -> Neighbours:
         >>> neighbours_of(2, [[0, 1], [2, 3]])
         Neighbours(parent=0, below={})
     """
-    everybody = [each for ranks in hosts for each in ranks]
-    if len(everybody) <= MOST_IN_A_STAR:
-        below = {each: frozenset({each}) for each in everybody if each != HUB}
+    all_ranks = [each for ranks in hosts for each in ranks]
+    if len(all_ranks) <= MOST_IN_A_STAR:
+        below = {each: frozenset({each}) for each in all_ranks if each != HUB}
         return Neighbours(None, below) if rank == HUB else Neighbours(HUB, {})
     own = next(ranks for ranks in hosts if rank in ranks)
     if rank != own[0]:

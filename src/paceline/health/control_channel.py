@@ -48,7 +48,7 @@ from paceline.errors import (
 )
 from paceline.health import lifetime
 from paceline.health.arrivals import Arrivals, quiet_s, unconfirmed_bytes
-from paceline.health.channel_setup import Connection, meet
+from paceline.health.channel_setup import Connection, connect_ranks
 from paceline.health.channel_tree import HUB, neighbours_of
 from paceline.health.handshake import Facts, Member
 from paceline.health.liveness_check import (
@@ -75,7 +75,7 @@ from paceline.trace.far_ranks import FarRanks
 BEAT_S = 0.25
 _SILENCE_S = 3.0
 _ANSWER_S = 5.0  # between heartbeats of the other ranks, which only show the hub that their threads run
-_STALLED_S = 15.0  # without a message: heartbeats stop, which would fill the buffers; the kernel still probes
+_STALLED_S = 15.0  # without a message: heartbeats stop, or they would fill the buffers; the kernel probes
 _FORM_WITHIN_S = 60.0
 _LEAVE_WITHIN_S = 2.0  # for ranks still in the handshake, until they can read a goodbye
 _LOOK_S = 0.005
@@ -115,7 +115,7 @@ def form_channel(
         RegionError: This process cannot start another thread; the channel reports that to the other ranks.
     """
     silence_s = allowed_silence_s()
-    connections, members = meet(exchange, facts, hosts, secret, min(timeout_s, _FORM_WITHIN_S))
+    connections, members = connect_ranks(exchange, facts, hosts, secret, min(timeout_s, _FORM_WITHIN_S))
     return ControlChannel(facts.rank, connections, members, hosts, silence_s)
 
 
@@ -139,7 +139,7 @@ def allowed_silence_s(environ: Mapping[str, str] | None = None) -> float:
 @dataclass(frozen=True)
 class _Reset:
     at_s: float
-    said: Mapping[int, int]
+    sent: Mapping[int, int]
 
 
 class ControlChannel:
@@ -165,8 +165,8 @@ class ControlChannel:
         self._pid = os.getpid()
         self._connections = dict(connections)
         self._unsent = dict.fromkeys(connections, b"")
-        self._num_said = dict.fromkeys(connections, 0)  # bytes so far, including unsent ones
-        self._to_say: deque[tuple[int, Frame, bytes]] = deque()
+        self._num_sent = dict.fromkeys(connections, 0)  # bytes so far, including unsent ones
+        self._to_send: deque[tuple[int, Frame, bytes]] = deque()
         self._is_sending = False
         now = time.monotonic()
         self._received_at_s = dict.fromkeys(connections, now)
@@ -182,7 +182,7 @@ class ControlChannel:
         self._beats_at_s = self._looks_at_s = now
         # Reentrant: a signal handler that raises may report the failure while its thread holds the lock.
         self._lock = threading.RLock()
-        everybody = [each for ranks in hosts for each in ranks]
+        all_ranks = [each for ranks in hosts for each in ranks]
         send = weakref.WeakMethod(self._send)  # must not keep the channel alive
 
         def send_answers(to: int, kind: Frame, text: bytes) -> None:
@@ -194,7 +194,7 @@ class ControlChannel:
         def progress_to(other: int) -> Progress | None:
             return None if (method := progress()) is None else method(other)
 
-        self._liveness = LivenessCheck(rank, neighbours, everybody, send_answers, progress_to, self._lock)
+        self._liveness = LivenessCheck(rank, neighbours, all_ranks, send_answers, progress_to, self._lock)
         self._selector = selectors.DefaultSelector()
         for other, connection in self._connections.items():
             _prepare(connection.socket)
@@ -318,7 +318,7 @@ class ControlChannel:
             if is_served:
                 time.sleep(_LOOK_S)
             else:
-                self._hear(_LOOK_S)
+                self._receive_ready(_LOOK_S)
         with self._lock:
             self._is_closed = True
             for connection in self._connections.values():
@@ -333,7 +333,7 @@ class ControlChannel:
     # --- the thread ---
 
     def _turn(self) -> bool:
-        self._hear(self._nap_s())
+        self._receive_ready(self._nap_s())
         now = time.monotonic()
         with self._lock:
             self._beat(now)
@@ -349,7 +349,7 @@ class ControlChannel:
             self._release()
         return not self._is_closed
 
-    def _hear(self, within_s: float) -> None:
+    def _receive_ready(self, within_s: float) -> None:
         with contextlib.suppress(OSError):
             for key, _ in self._selector.select(within_s):
                 self._receive(key.data)
@@ -493,8 +493,8 @@ class ControlChannel:
                 beside = [other for other in self._ranks_beside(rank) if other in self._connections]
                 for other in beside:  # a firewall that resets connections does so when it sees a segment
                     self._send(other, Frame.BEAT, b"")
-                said = {other: self._num_said[other] for other in beside}
-                self._reset[rank] = _Reset(time.monotonic(), said)
+                sent = {other: self._num_sent[other] for other in beside}
+                self._reset[rank] = _Reset(time.monotonic(), sent)
                 self._judges_at_s = min(self._judges_at_s, self._reset[rank].at_s + _RESET_GRACE_S)
 
     def _judge_reset(self, rank: int, now: float) -> None:
@@ -506,11 +506,11 @@ class ControlChannel:
         """
         reset = self._reset[rank]
         others = [
-            (progress, said)
-            for other, said in reset.said.items()
+            (progress, sent)
+            for other, sent in reset.sent.items()
             if other in self._connections and (progress := self._progress_to(other)) is not None
         ]
-        is_there = bool(others) and all(progress.confirmed >= said for progress, said in others)
+        is_there = bool(others) and all(progress.confirmed >= sent for progress, sent in others)
         if now < reset.at_s + (_RESET_GRACE_S if is_there or not others else self._silence_s):
             self._judges_at_s = min(
                 self._judges_at_s, max(now + _CONFIRM_EVERY_S, reset.at_s + _RESET_GRACE_S)
@@ -579,8 +579,8 @@ class ControlChannel:
 
     def _reported_failure(self, rank: int, text: str) -> CollectiveError:
         """The failure that another rank has reported, with the hosts of the ranks that it blames."""
-        teller = self.members[rank] if rank < len(self.members) else Member(rank, "?", 0)
-        error = unpack_failure(PeerLostError("", seen=text), f"told by {teller.describe()}")
+        reporter = self.members[rank] if rank < len(self.members) else Member(rank, "?", 0)
+        error = unpack_failure(PeerLostError("", seen=text), f"told by {reporter.describe()}")
         others = [*error.fields.get("lost", ()), *error.fields.get("late", ())]
         named = [each.describe() for each in self.members if each.rank in others and each.rank != rank]
         if not named:
@@ -593,13 +593,13 @@ class ControlChannel:
 
     def _progress_to(self, rank: int) -> Progress | None:
         """How many bytes sent to a neighbour have arrived; see `LivenessCheck`."""
-        said = self._num_said[rank]
+        sent = self._num_sent[rank]
         if rank in self._reset:
-            return Progress(said, 0)
+            return Progress(sent, 0)
         if rank not in self._connections:
             return None
         return Progress(
-            said, said - len(self._unsent[rank]) - unconfirmed_bytes(self._connections[rank].socket)
+            sent, sent - len(self._unsent[rank]) - unconfirmed_bytes(self._connections[rank].socket)
         )
 
     def _send_all(self, kind: Frame, text: bytes, but: int = -1) -> None:
@@ -614,16 +614,16 @@ class ControlChannel:
 
     def _send(self, rank: int, kind: Frame, text: bytes) -> None:
         """Send now. In a signal handler that interrupted a send: queue it to follow that one."""
-        self._to_say.append((rank, kind, text))
-        while self._to_say and not self._is_sending:
+        self._to_send.append((rank, kind, text))
+        while self._to_send and not self._is_sending:
             self._is_sending = True
             try:
-                while self._to_say:
-                    self._say(*self._to_say.popleft())
+                while self._to_send:
+                    self._send_now(*self._to_send.popleft())
             finally:
                 self._is_sending = False
 
-    def _say(self, rank: int, kind: Frame, text: bytes) -> None:
+    def _send_now(self, rank: int, kind: Frame, text: bytes) -> None:
         connection = self._connections.get(rank)
         if connection is None or len(self._unsent[rank]) > _MOST_UNSENT_BYTES:
             return
@@ -631,7 +631,7 @@ class ControlChannel:
 
     def _put(self, rank: int, data: bytes) -> None:
         self._unsent[rank] += data
-        self._num_said[rank] += len(data)
+        self._num_sent[rank] += len(data)
         self._flush(rank)
 
     def _flush(self, rank: int) -> None:

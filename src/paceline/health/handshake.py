@@ -166,9 +166,9 @@ def read_challenge(raw: bytes, channel: bytes) -> bytes:
     """The hub's nonce. Raises MessageError if `raw` is no challenge, or of another version or channel."""
     protocol, digest, nonce = split_payloads(raw, 3)
     if protocol != b"%d" % PROTOCOL or len(nonce) != NONCE_BYTES:
-        raise MessageError("who listens there speaks another version of Paceline's protocol")
+        raise MessageError("the process that listens there speaks another version of Paceline's protocol")
     if digest != _digest(channel):
-        raise MessageError("who listens there is of another job")
+        raise MessageError("the process that listens there is of another job")
     return nonce
 
 

@@ -50,11 +50,11 @@ class Progress(NamedTuple):
     """How many of the bytes sent to a neighbour have arrived.
 
     Attributes:
-        said: Bytes sent or queued so far.
+        sent: Bytes sent or queued so far.
         confirmed: How many of them the kernel of its host has acknowledged.
     """
 
-    said: int
+    sent: int
     confirmed: int
 
 
@@ -211,7 +211,7 @@ class LivenessCheck:
         elif kind is Frame.SEEN and is_from_parent:
             self._publish(Seen.unpack(text), text)
         else:
-            raise MessageError("it tells what only the hub may")
+            raise MessageError("it sends what only the hub may send")
 
     def begin_round(self, gone: frozenset[int]) -> None:
         if self.ends_at_s < math.inf:
@@ -249,7 +249,7 @@ class LivenessCheck:
     def _ask(self, neighbour: int, number: bytes) -> None:
         self._send(neighbour, Frame.ASK, number)
         progress = self._progress_to(neighbour)
-        self._asked[neighbour] = 0 if progress is None else progress.said
+        self._asked[neighbour] = 0 if progress is None else progress.sent
 
     def _is_reached(self, neighbour: int) -> bool | None:
         """Whether that host's kernel has acknowledged the last question; None if the connection has ended."""

@@ -126,7 +126,7 @@ def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) ->
         return LateRanks(
             (),
             "all others answer, and wait:\n"
-            + "\n".join(f"{each.describe()} {_words(said)}" for each, said in there),
+            + "\n".join(f"{each.describe()} {_words(answer)}" for each, answer in there),
             "a rank skipped a forward or a backward, or made one too many, and ranks wait in different calls",
             "make the same calls in the same order on every rank; `timeout_s` gives them longer",
         )

@@ -47,13 +47,13 @@ class ChannelSource:
         self._channel = channel
         self.fail, self.lost, self.late = channel.report_failure, channel.wait, channel.late
 
-    def tell(self, activity: str, forwards: int) -> None:
+    def publish(self, activity: str, forwards: int) -> None:
         self._channel.activity = Activity(activity)
 
-    def say(self, activity: Activity, forwards: int) -> None:
+    def publish_activity(self, activity: Activity, forwards: int) -> None:
         self._channel.activity = activity
 
-    def said(self) -> tuple[Activity, int]:
+    def published(self) -> tuple[Activity, int]:
         return Activity(self._channel.activity.text), 0
 
     def find_lost(self, within_s: float) -> CollectiveError | None:
@@ -80,19 +80,19 @@ class MemorySource:
 
     def __init__(self, core: _core.HostGroup, ranks: Sequence[int] | None = None) -> None:
         self.core = core
-        self.tell: Callable[[str, int], None] = core.set_activity
+        self.publish: Callable[[str, int], None] = core.set_activity
         self._ranks = range(core.world_size) if ranks is None else ranks
-        self._said = Activity(), 0  # what this rank was doing before it waited
+        self._published = Activity(), 0  # what this rank was doing before it waited
 
-    def say(self, activity: Activity, forwards: int) -> None:
+    def publish_activity(self, activity: Activity, forwards: int) -> None:
         text = _WAITING if activity.is_waiting else activity.text
         self.core.set_activity(_GAVE_UP if activity.has_given_up else text, forwards)
 
-    def said(self) -> tuple[Activity, int]:
+    def published(self) -> tuple[Activity, int]:
         own = self.core.records()[self.core.rank]
         if own["activity"] != _WAITING:
-            self._said = Activity(own["activity"]), own["forwards"]
-        return self._said
+            self._published = Activity(own["activity"]), own["forwards"]
+        return self._published
 
     def fail(self, error: BaseException) -> None:
         self.core.abort(f"{type(error).__name__}: {error}")
@@ -172,20 +172,20 @@ class PeerMonitor:
         """Publish what this rank does. Does not block."""
         if not self._has_given_up:
             for each in self._sources:
-                each.tell(activity, forwards)
+                each.publish(activity, forwards)
 
     def publish_waiting(self) -> None:
         """Publish that this rank has done its part and waits for the process group."""
         if not self._has_given_up:
-            self._before = [each.said() for each in self._sources]
+            self._before = [each.published() for each in self._sources]
             for each, (activity, forwards) in zip(self._sources, self._before):
-                each.say(Activity(activity.text, is_waiting=True), forwards)
+                each.publish_activity(Activity(activity.text, is_waiting=True), forwards)
 
     def publish_done(self) -> None:
         """Publish that the wait is over: the rank goes on with its earlier activity."""
         if not self._has_given_up:
             for each, before in zip(self._sources, self._before):
-                each.say(*before)
+                each.publish_activity(*before)
 
     def give_up(self) -> None:
         """This rank is about to raise because of another one: from now on no rank should blame it.
@@ -194,7 +194,7 @@ class PeerMonitor:
         """
         self._has_given_up = True
         for each in self._sources:
-            each.say(Activity(_GAVE_UP, is_waiting=True, has_given_up=True), 0)
+            each.publish_activity(Activity(_GAVE_UP, is_waiting=True, has_given_up=True), 0)
 
     def fail(self, error: BaseException) -> None:
         """Report that this rank has raised and will not make the calls that the others wait for.
@@ -230,8 +230,8 @@ def report_no_peer_monitor(error: RegionError, rank: int) -> None:
     """Log on rank 0 that errors will not name lost and late ranks, and why."""
     if rank == 0:
         _log.warning(
-            "paceline: gradients are averaged over the process group, and without shared memory nobody can "
-            "name a rank that is lost or late: errors say what the group itself says, at its own time-out."
+            "paceline: gradients are averaged over the process group, and without shared memory errors "
+            "cannot name a rank that is lost or late: they show the group's own text, at its own time-out."
             "\n%s",
             error,
         )

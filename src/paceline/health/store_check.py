@@ -60,7 +60,7 @@ class Missing:
 
 
 class StoreChecks:
-    """The ranks of one process group, and the key store where they answer. Writes this process's place."""
+    """The ranks of one process group, and their key store. Writes this process's place there."""
 
     def __init__(
         self, key_store: KeyStore | None, rank: int, world_size: int, holder: int | None, words: str

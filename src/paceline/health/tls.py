@@ -45,7 +45,7 @@ def own_certificate() -> Certificate | None:
     """
     program = shutil.which("openssl")
     if program is None:
-        _say_why_not("the program openssl is not installed on this host")
+        _warn_unencrypted("the program openssl is not installed on this host")
         return None
     try:
         made = subprocess.run(
@@ -56,11 +56,11 @@ def own_certificate() -> Certificate | None:
             timeout=_MAKE_WITHIN_S,
         )
         if made.returncode or _BEGIN not in made.stdout:
-            _say_why_not(f"{program} made no certificate: {' '.join(made.stderr.split())[:200]}")
+            _warn_unencrypted(f"{program} made no certificate: {' '.join(made.stderr.split())[:200]}")
             return None
         return _load(made.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        _say_why_not(f"{type(error).__name__}: {error}")
+        _warn_unencrypted(f"{type(error).__name__}: {error}")
         return None
 
 
@@ -77,9 +77,9 @@ def _load(pem: str) -> Certificate:
     return Certificate(hashlib.sha256(der).digest(), context)
 
 
-def _say_why_not(reason: str) -> None:
+def _warn_unencrypted(reason: str) -> None:
     _log.warning(
-        "paceline: what ranks of different hosts tell each other on the control channel is authenticated, "
+        "paceline: messages between ranks of different hosts on the control channel are authenticated, "
         "but not encrypted, because %s",
         reason,
     )
@@ -106,17 +106,17 @@ class Tls:
     def decrypt(self, piece: bytes) -> bytes:
         """The plain text in these bytes. Afterwards `encrypt(b"")` may return an answer to be sent."""
         self._coming.write(piece)
-        said = b""
+        plain = b""
         try:
             with contextlib.suppress(ssl.SSLWantReadError):
                 if not self.is_open:
                     self._ends.do_handshake()
                     self.is_open = True
                 while part := self._ends.read(_PIECE_BYTES):
-                    said += part
+                    plain += part
         except ssl.SSLError as error:
             raise ConnectionError(f"TLS: {error.reason or error}") from None
-        return said
+        return plain
 
     def check(self, fingerprint: bytes) -> None:
         """Raise ConnectionError unless the other end's certificate has this fingerprint."""

@@ -74,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bind",
         choices=("auto", "cores", "none"),
         default="auto",
-        help="cores: each rank keeps to cores of its own; auto (the default): so, if there are enough, "
-        "else to a NUMA node, if there are several",
+        help="cores: each rank runs only on cores of its own; auto (the default): the same if there are "
+        "enough, else on one NUMA node, if there are several",
     )
     add(
         "--prefix",
@@ -89,15 +89,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="1",
         metavar="sampler",
-        help="let torch's DistributedDataParallel and DataParallel, and paddle.DataParallel, be Paceline's "
-        "in the script and in every library that it uses; --replace-ddp=sampler: the samplers, too",
+        help="replace torch's DistributedDataParallel and DataParallel, and paddle.DataParallel, with "
+        "Paceline's in the script and in every library that it uses; --replace-ddp=sampler: samplers, too",
     )
     add("--log-dir", metavar="DIR", help="write each rank's output to DIR/rankN.log too")
     add(
         "--trace",
         metavar="FILE",
-        help="write a timeline of all ranks for ui.perfetto.dev: forward, backward, who waits for whom; "
-        "with --nnodes one on each host, with its name",
+        help="write a timeline of all ranks for ui.perfetto.dev: forward, backward, which rank waits for "
+        "which; with --nnodes one on each host, with its name",
     )
     add(
         "--dashboard",
@@ -112,19 +112,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nnodes",
         type=int,
         metavar="N",
-        help="number of hosts, by torch's elastic agent; the same command on each, with -n ranks there",
+        help="number of hosts, joined by torch's elastic agent; same command on each, which starts -n ranks",
     )
     add(
         "--rdzv",
         metavar="HOST:PORT",
-        help="where the hosts meet: one of them, and a free port of it; for two shells of one "
+        help="rendezvous address: one of the hosts, and a free port of it; for two shells of one "
         "machine localhost:29400",
     )
     add(
         "--node-rank",
         type=int,
         metavar="N",
-        help="which host this is, from 0 on, the first at --rdzv (default: the hosts agree among themselves)",
+        help="index of this host; host 0 is the one at --rdzv (default: the hosts agree among themselves)",
     )
     add(
         "--rdzv-timeout-s",
@@ -165,7 +165,7 @@ def split_command(
 
     Args:
         arguments: The whole command line.
-        declare: Declares the options; the default are those of `paceline run`.
+        declare: Declares the options; by default those of `paceline run`.
 
     Raises:
         ConfigError: There is no such option.
@@ -257,7 +257,7 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
 
 
 def _nprocs_behind(command: Sequence[str]) -> str:
-    """The number of ranks that was given to the script by mistake, as it seems; "" if there is none.
+    """A number of ranks that was probably given to the script by mistake; "" if there is none.
 
     Example:
         ["train.py", "-n", "2"] -> "-n 2"

@@ -40,7 +40,7 @@ class SpawnContext:
         self._plan = plan
         self._guardian = guardian
         self._report_fd = report_fd
-        self._lifeline = lifeline  # the guardian ends the job when this is closed, also by our death
+        self._lifeline = lifeline  # the guardian ends the job when this is closed, or this process dies
         self._relays = relays
         self._received = b""
         self._is_over = False

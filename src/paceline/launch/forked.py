@@ -127,7 +127,7 @@ def fork_ranks(
 
     Returns:
         The ranks. None if there are none: torch could not be imported (each rank will then report why), or
-        ranks cannot be forked in this place.
+        the forked ranks did not become children of this process.
     """
     supervisor = os.getpid()
     reply, written = os.pipe()

@@ -31,7 +31,7 @@ class LastRanks:
         self._timeout_s = timeout_s
         self._now = now
         self._used = used
-        self._since: float | None = None  # when the last rank ended; None: all ranks run
+        self._since: float | None = None  # when a rank last ended; None: all ranks run
         self._is_most = False  # most of the job runs
         self._idle_since = 0.0
         self._sample = (0.0, 0.0)  # a time, and the processor time used until then

@@ -202,7 +202,7 @@ def _checked_options(options: Options) -> Options:
 
 
 def launch_seconds(check: Arguments, name: str, value: float | timedelta) -> float:
-    """Check a time of the launcher: 0 means at once; an infinite one is expressed by leaving it out."""
+    """Check a number of seconds for the launcher: 0 means at once; no limit means leaving it out."""
     return check.seconds(name, value, may_be_zero=True, is_finite=True)
 
 

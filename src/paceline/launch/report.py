@@ -2,7 +2,7 @@
 
 The root cause is often not the rank that ended first: survivors of a dead rank raise within milliseconds,
 while the dead one may take longer to be torn down. So ends that are consequences (an error that names a lost
-peer, a signal from the launcher) rank behind ends that are not, and only among equals does the time count.
+peer, a signal from the launcher) yield to ends that are not, and only among equals does the time count.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Imports torch once, and becomes all ranks of a script by fork; see `forked`.
 
-The supervisor runs it as a program. After the fork, each rank undoes everything that its own Python would not
-have; the modules that this process has imported stay, and do no harm.
+The supervisor runs it as a program. After the fork, each rank resets everything that would differ in a Python
+of its own, except the modules that this process has imported: they do no harm.
 """
 
 from __future__ import annotations

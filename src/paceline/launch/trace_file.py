@@ -148,6 +148,7 @@ class HostTrace:
 
     The file names contain the host's name, because all hosts may use the same network folder. The ranks'
     recordings stay beside the timeline, so that `paceline trace` can join those of all hosts.
+
     Example:
         On host node0, for --trace out.json: out.node0.json, and the folder out.node0.rings.
     """

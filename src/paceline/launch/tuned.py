@@ -152,7 +152,7 @@ def _path_of(script: str, environment: Mapping[str, str]) -> Path:
 
 
 def _read(path: Path) -> list[Tuned]:
-    """Skips a file that is missing or damaged."""
+    """The answers in a file; none if it is missing or damaged."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         return [_answer(entry) for entry in json.loads(path.read_text())]
     return []

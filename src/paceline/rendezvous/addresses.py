@@ -94,7 +94,7 @@ def wait_for_listener(
     way: Way, port: int, timeout_s: float, *, what: str, who: str, likely: str, hint: str
 ) -> None:
     """Wait until a process listens at a port; every 10 s, print to standard error what it waits for."""
-    begun = said = time.monotonic()
+    begun = printed_at = time.monotonic()
     while True:
         try:
             socket.create_connection((way.address, port), timeout=_CONNECT_WITHIN_S).close()
@@ -110,8 +110,8 @@ def wait_for_listener(
                 hint=f"{hint}; `ip addr` on {way.name} shows its addresses",
                 host=socket.gethostname(),
             )
-        if now - said >= _SAY_EVERY_S:
-            said = now
+        if now - printed_at >= _SAY_EVERY_S:
+            printed_at = now
             elsewhere = f"; if that is on another host, {what} has to be its address" * way.is_loopback
             print(
                 f"paceline: {who} waits for {what} {way.name}:{port} since {now - begun:.0f} s: "

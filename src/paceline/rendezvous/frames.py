@@ -38,7 +38,7 @@ class Frame(IntEnum):
     ANSWER = 13
     SEEN = 14
     FULL = 15  # too many connections wait: retry
-    GAVE_UP = 16  # the sender receives nothing from this end
+    GAVE_UP = 16  # the sender drops this connection, over which nothing arrives
 
 
 def frame(kind: Frame, payload: bytes) -> bytes:

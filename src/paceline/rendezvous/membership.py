@@ -200,7 +200,7 @@ def _see_all_reached(
     for address, other in others.items():
         if reason := no_way_to(address):
             problem = (
-                f"there is no way to {other.describe()}: {reason}; that one was told "
+                f"there is no way to {other.describe()}: {reason}; that rank uses "
                 f"{other.interface}; GLOO_SOCKET_IFNAME names the interface that leads to all other hosts"
             )
             break
@@ -222,7 +222,7 @@ def _see_all_come(
     """Append each rank that arrives to `arrivals`, until all have. `num_sure` ranks are known to arrive."""
     key = f"{prefix}/arrival/{membership_store.add(f'{prefix}/arrivals', 1)}"
     membership_store.write(key, signatures.sign(key, own.write().encode()).decode())
-    begun = said = time.monotonic()
+    begun = printed_at = time.monotonic()
     nap_s = _SHORTEST_NAP_S
     while True:
         key = f"{prefix}/arrival/{len(arrivals) + 1}"
@@ -242,8 +242,8 @@ def _see_all_come(
             raise error
         if len(arrivals) == own.world_size:
             return
-        if own.rank == 0 and now >= said + _SAY_EVERY_S:
-            said = now
+        if own.rank == 0 and now >= printed_at + _SAY_EVERY_S:
+            printed_at = now
             _say_who_is_missing(own, arrivals, now - begun)
         time.sleep(nap_s)
         nap_s = min(2 * nap_s, _LONGEST_NAP_S)

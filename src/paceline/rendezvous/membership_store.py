@@ -72,7 +72,7 @@ class MembershipServer:
                         self._accept()
                     else:
                         assert isinstance(key.fileobj, socket.socket)
-                        self._hear(key.fileobj)
+                        self._receive(key.fileobj)
 
     def _accept(self) -> None:
         try:
@@ -98,7 +98,7 @@ class MembershipServer:
         self._silent.pop(connection, None)
         connection.close()
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _receive(self, connection: socket.socket) -> None:
         try:
             found = connection.recv(_LONGEST_LINE)
             if not found:

@@ -54,16 +54,16 @@ class Reason:
         return dict(vars(self))
 
 
-def raise_limits(everybodys: Sequence[Mapping[str, Any]], what: str) -> None:
+def raise_limits(reported: Sequence[Mapping[str, Any]], what: str) -> None:
     """Raise the same error on all ranks if one of them has reached a limit."""
-    met = [rank for rank, each in enumerate(everybodys) if each["is_limit"]]
+    at_limit = [rank for rank, each in enumerate(reported) if each["is_limit"]]
     # If a rank could not create its memory, do not also name the ranks that therefore did not get it.
-    failed = [rank for rank in met if everybodys[rank]["owner"] not in met]
+    failed = [rank for rank in at_limit if reported[rank]["owner"] not in at_limit]
     if failed:
         raise RegionError(
             f"{format_ranks(failed).capitalize()} could not take {what}.",
-            seen="\n".join(f"rank {rank}: {everybodys[rank]['problem']}" for rank in failed),
-            likely=everybodys[failed[0]]["likely"],
-            hint=f"on {format_ranks(failed)}: {everybodys[failed[0]]['remedy']}",
+            seen="\n".join(f"rank {rank}: {reported[rank]['problem']}" for rank in failed),
+            likely=reported[failed[0]]["likely"],
+            hint=f"on {format_ranks(failed)}: {reported[failed[0]]['remedy']}",
             ranks=tuple(failed),
         )

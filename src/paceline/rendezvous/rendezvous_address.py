@@ -18,9 +18,9 @@ _PATIENCE_S = 2.0
 _LONGEST_COMMAND = 80
 
 _HOW_TO_GO_ON = (
-    "give the job an id that nobody can guess: PACELINE_JOB_ID=$(openssl rand -hex 16), the same for all "
-    "ranks, before the launcher (`paceline run` and `paceline.spawn` do so themselves); and tell whoever "
-    "looks after the machine"
+    "give the job an id that no other user can guess: PACELINE_JOB_ID=$(openssl rand -hex 16), the same for "
+    "all ranks, before the launcher (`paceline run` and `paceline.spawn` do so themselves); and tell the "
+    "administrator of the machine"
 )
 
 

@@ -150,7 +150,7 @@ def _checked(key: bytes, source: str) -> JobSecret:
     if len(key) < _LEAST_BYTES:
         raise ConfigError(
             f"The job's secret is too short: {source.partition('=')[0]}.",
-            expected=f"{_LEAST_BYTES} bytes or more, that nobody can guess",
+            expected=f"{_LEAST_BYTES} bytes or more that no other user can guess",
             got=f"{len(key)} bytes",
             hint=_HINT,
             variable=source.partition("=")[0],

@@ -122,5 +122,5 @@ class SignedKeyStore:
             _log.warning(
                 "paceline: what the store of this job holds at %s is ignored: %s",
                 key,
-                f"whoever wrote it {error.reason}" if error.reason else error,
+                f"the process that wrote it {error.reason}" if error.reason else error,
             )
