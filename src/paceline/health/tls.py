@@ -79,7 +79,7 @@ def _load(pem: str) -> Certificate:
 
 def _warn_unencrypted(reason: str) -> None:
     _log.warning(
-        "paceline: messages between ranks of different hosts on the control channel are authenticated, "
+        "paceline: what ranks of different hosts send each other on the control channel is authenticated, "
         "but not encrypted, because %s",
         reason,
     )
