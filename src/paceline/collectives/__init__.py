@@ -1,4 +1,4 @@
 """The group: collectives on numpy arrays over the memory that the ranks of a host share.
 
-`group` is what users hold; `failures` words the core's errors. Not public.
+`group` has the class that users hold. `failures` turns failures of the core into errors. Not public.
 """

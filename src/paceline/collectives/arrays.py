@@ -1,4 +1,4 @@
-"""numpy arrays and the core: addresses, checks, and arrays that live in the region."""
+"""Passes numpy arrays to the core: addresses, checks, and arrays in the region."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.errors import ConfigError
 
 Array = npt.NDArray[Any]
 
-_NO_ROOM_BYTES = 1 << 63  # what no region has room for, and the core's size_t can hold
+_NO_ROOM_BYTES = 1 << 63  # too much for any region, but a value that the core's size_t can hold
 
 
 def require_array(array: object, what: str, name: str = "array") -> None:
@@ -54,7 +54,7 @@ def address_of(array: Array, what: str, name: str = "array", *, is_written: bool
 
 
 def dtype_number(array: Array, op: ReduceOp, what: str) -> int:
-    """The core's number of the array's type."""
+    """The core's number for the array's type."""
     name = array.dtype.name
     number = DTYPE_NUMBERS.get(name)
     if number is None or not array.dtype.isnative:
@@ -100,7 +100,7 @@ def check_blocks(array: Array, world_size: int, what: str) -> None:
 
 
 def take_or_make(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> Array:
-    """Raises ConfigError when it does not fit."""
+    """Return `out`, or a new array if it is None. Raises ConfigError if `out` does not fit."""
     if out is None:
         return np.empty(shape, dtype)
     require_array(out, what, "out")
@@ -122,7 +122,7 @@ def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
         is_one = hasattr(shape, "__index__") and np.ndim(shape) == 0
         sizes: Sequence[Any] = (shape,) if is_one else tuple(shape)  # type: ignore[arg-type]
         return tuple(check.whole("shape", size, least=0) for size in sizes)
-    except (TypeError, ValueError) as error:  # ours among them, which shows a single size
+    except (TypeError, ValueError) as error:  # also the ConfigError above, which shows only one size
         is_type = isinstance(error, TypeError)
         raise check.refuse("shape", shape, expected, hint, is_type=is_type) from None
 
@@ -139,7 +139,7 @@ def checked_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 
 
 class _Block:
-    """A piece of this rank's share of the region; gives it back when the last array on it is gone."""
+    """A block of this rank's memory in the region. It is freed when the last array on it is gone."""
 
     def __init__(
         self, core: _core.HostGroup, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -166,7 +166,7 @@ def allocate(core: _core.HostGroup, shape: tuple[int, ...], dtype: np.dtype[Any]
         shape,
         np.dtype(np.uint8) if dtype.kind == "V" else dtype,
     )
-    if dtype.kind == "V":  # an extension type (ml_dtypes' bfloat16) has no typestr of its own
+    if dtype.kind == "V":  # an extension type (such as ml_dtypes' bfloat16) has no typestr of its own
         block.__array_interface__["shape"] = (nbytes,)
         return np.asarray(block).view(dtype).reshape(shape)
     return np.asarray(block)

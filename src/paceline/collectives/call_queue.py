@@ -1,10 +1,10 @@
-"""One thread per group that makes its asynchronous calls, in call order.
+"""A queue and a thread per group, which makes the group's asynchronous calls in call order.
 
-A group's collectives must run in the same order on every rank, so one thread and one queue are exactly what
-they need. Synchronous calls skip the queue while it is empty, and wait for it otherwise.
+A group's collectives must run in the same order on every rank, so there is one thread and one queue.
+Synchronous calls skip the queue while it is empty, and wait for it otherwise.
 
-A signal handler may interrupt the main thread anywhere in here, and make a call itself. So the guard can be
-taken again by the thread that holds it, and whoever finds the queue half changed by itself raises.
+A signal handler may interrupt the main thread anywhere in this module, and make a call itself. So the guard
+is reentrant, and a thread that finds a change of its own half done raises.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.rendezvous.limits import start_thread
 
 
 class QueuedCall(Protocol):
-    """`run` never raises, and keeps errors for the thread that waits."""
+    """`run` never raises; it keeps errors for the thread that waits."""
 
     @property
     def is_over(self) -> bool: ...
@@ -29,7 +29,7 @@ class QueuedCall(Protocol):
 
 
 class CallQueue:
-    """Starts its thread with the first call. `close()` ends it; so does the end of the process."""
+    """Starts its thread with the first call. The thread ends with `close()`, or with the process."""
 
     def __init__(
         self,
@@ -42,8 +42,8 @@ class CallQueue:
         self._thread: threading.Thread | None = None
         self._guard = threading.RLock()
         self._is_changing = False
-        # The newest call; None when the queue is known to be empty. Read without the guard by callers
-        # that are about to run synchronously.
+        # The newest call; None if the queue is known to be empty. Callers that are about to run
+        # synchronously read it without the guard.
         self.newest: QueuedCall | None = None
 
     def is_empty(self) -> bool:
@@ -52,7 +52,7 @@ class CallQueue:
 
     def submit(self, call: QueuedCall) -> None:
         if threading.current_thread() is self._thread:
-            # A callback of a call that is over makes another one, and may wait for it right here.
+            # A callback of a finished call makes another call, and may wait for it on this thread.
             call.run()
             return
         with self._change():
@@ -65,7 +65,7 @@ class CallQueue:
             self._calls.put(call)
 
     def close(self) -> None:
-        """Run what is queued, then end the thread. Each call has its deadline, so this ends too."""
+        """Run the queued calls, then end the thread. Each call has a deadline, so this ends, too."""
         with self._change():
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -76,7 +76,7 @@ class CallQueue:
     @contextlib.contextmanager
     def _change(self) -> Iterator[None]:
         with self._guard:
-            if self._is_changing:  # by this very thread
+            if self._is_changing:  # by this thread, since it holds the guard
                 raise CollectiveError(
                     "A call was made while this thread was making another one.",
                     where=f"the calls of {self._name!r}",
@@ -93,8 +93,9 @@ class CallQueue:
         with self._around():
             while (call := self._calls.get()) is not None:
                 call.run()
-                # What the last call holds must not live until the next one. Whoever has the guard is about to
-                # replace it, or was interrupted there by a handler that waits for this thread.
+                # Release the last call and its arrays before the next call comes. If the guard is taken, its
+                # holder is about to replace the call, or was interrupted by a signal handler that waits for
+                # this thread.
                 if self._guard.acquire(blocking=False):
                     if self.newest is call:
                         self.newest = None

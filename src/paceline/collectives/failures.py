@@ -1,4 +1,4 @@
-"""The words of the core's errors.
+"""Turns the failures that the core reports into errors with messages.
 
 The core reports what it saw as a dict (cpp/bind/failures.cc): the reason, the culprit, how long this rank
 waited, what each rank was calling, and whether it is alive.
@@ -58,7 +58,7 @@ _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 
 def describe_call(call: Facts) -> str:
-    """A call as people write it."""
+    """A call with its arguments and its number, for messages."""
     kind = _KINDS[call["kind"]]
     details = []
     if kind in _REDUCTIONS:
@@ -102,12 +102,13 @@ _PLACES = {
     "message": "for a message from or to ",
 }
 
-_numbers: dict[str, tuple[tuple[int, ...], int]] = {}  # by name of the group
+_numbers: dict[str, tuple[tuple[int, ...], int]] = {}  # name of a group -> numbers of its ranks, world size
 
 
 def number_ranks(name: str, ranks: Sequence[int], world_size: int) -> None:
-    """Let errors of this group call its ranks by these numbers, for the group of one of several hosts. A name
-    means the same ranks always.
+    """Let errors of this group name its ranks by these numbers, for the group of one of several hosts.
+
+    A name must stand for the same ranks in the whole process.
     """
     _numbers[name] = (tuple(ranks), world_size)
 
@@ -146,7 +147,7 @@ def make_error(facts: Facts) -> PacelineError:
 
 
 def describe_slow(facts: Facts) -> str:
-    """A warning's text: whom this rank has been waiting for, until when, and what to look at."""
+    """The text of a warning: the ranks that this rank waits for, until when, and what to check."""
     facts = renumbered(facts)
     lines = [
         f"rank {facts['rank']} of {facts['world_size']} has waited {facts['waited_s']:.1f} s for "
@@ -162,14 +163,14 @@ def describe_slow(facts: Facts) -> str:
 
 
 def in_words(seconds: float) -> str:
-    """A time to come, as people say it."""
+    """A duration in words, rounded for messages."""
     if seconds >= 120:
         return f"{seconds / 60:.0f} min"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
 def next_warning_s(warn_after_s: float, waited_s: float) -> float:
-    """When, after the start of a wait, a late rank is named again; the core's next_warning_ns."""
+    """Seconds after the start of a wait at which the next warning is due; as the core's next_warning_ns."""
     unit_s = max(warn_after_s, 1e-3)
     for times in (3, 6, 12):
         if waited_s < times * unit_s:
@@ -270,7 +271,10 @@ def _deadline(facts: Facts) -> PacelineError:
 
 
 def _no_rank_late(facts: Facts) -> PacelineError:
-    """A rank that was stopped between its work and the note of it looks as if it had done nothing wrong."""
+    """The error if no rank is known to be late.
+
+    A rank that is stopped after its work, but before it has published that, does not appear to be late.
+    """
     return DeadlineError(
         f"Rank {facts['rank']} of {facts['world_size']} waited {facts['waited_s']:.1f} s in vain; "
         "no rank is known to be late.",
@@ -283,7 +287,7 @@ def _no_rank_late(facts: Facts) -> PacelineError:
 
 
 def _crossed(facts: Facts) -> PacelineError:
-    """All wait, in different calls: who is late by the clock may be waiting for the rank that has noticed."""
+    """The error if all late ranks wait, too, in other calls: they may be waiting for the rank that raises."""
     odd = _out_of_step(facts)
     rest = sorted(set(facts["waiting"]) - set(odd))
     world_size, waited_s = facts["world_size"], facts["waited_s"]
@@ -311,11 +315,11 @@ def _crossed(facts: Facts) -> PacelineError:
 
 
 def _out_of_step(facts: Facts) -> tuple[int, ...]:
-    """Those that wait elsewhere than they ought to, where all ranks wait; empty: nothing says.
+    """If all ranks wait: those that wait in the wrong call; empty if that is unknown.
 
-    A message is of two ranks, so each of its ends names the other. Else most ranks are right. Where no
-    place has a majority, a rank that has begun more forwards than others since the last backward has made one
-    too many, or skipped a backward.
+    A message has two ends, and each names the other rank. In a collective, the call in which most ranks wait
+    is right. If no call has a majority, the ranks that have begun more forwards than others since the last
+    backward are wrong: they made one too many, or skipped a backward.
     """
     own = facts["ranks"][facts["rank"]]
     if own["waits_in"] == "message":
@@ -332,7 +336,7 @@ def _out_of_step(facts: Facts) -> tuple[int, ...]:
     right = largest[0]
     if len(largest) > 1:
         forwards = [max(each["forwards"] for each in side) for side in largest]
-        fewest = max(1, min(forwards))  # of a rank that has no more data there are none
+        fewest = max(1, min(forwards))  # a rank without more data has begun none
         right = [each for side, number in zip(largest, forwards) if number <= fewest for each in side]
         if len(right) == most * len(largest):
             return ()
@@ -407,7 +411,7 @@ def _no_turn(facts: Facts) -> PacelineError:
 def _no_memory(facts: Facts) -> PacelineError:
     likely, hint = explain(facts["errno"], facts["message"])
     failed = facts["late"]
-    if likely and failed and facts["rank"] not in failed:  # this process's own limits are others
+    if likely and failed and facts["rank"] not in failed:  # a limit of another process
         likely = "a limit of that process, and not of the machine"
         hint = f"what {format_ranks(failed)} raised names the limit, and the cure"
     summary = "Shared memory could not be reserved."
@@ -430,7 +434,7 @@ def _too_many(facts: Facts) -> PacelineError:
     return RegionError(
         f"{facts['message']} arrays are alive, as many as a group holds.",
         where=_where(facts),
-        likely="each small value has an array of its own, or arrays are kept that nobody needs",
+        likely="each small value has an array of its own, or arrays are kept that are not needed any more",
         hint="one array, of which others are views; or drop those that are done with, on every rank",
         rank=facts["rank"],
     )

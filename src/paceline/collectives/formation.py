@@ -1,4 +1,4 @@
-"""From an Exchange to the core of a group."""
+"""Makes the core of a group from an Exchange between its ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _log = logging.getLogger("paceline")
 
 
 def share(exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float = 10.0) -> HostMemory:
-    """`share_memory` that logs slow ranks; closed when the process ends. Collective; raises the same."""
+    """`share_memory` that also logs slow ranks, and closes the memory when the process ends. Collective.
+
+    Raises the same errors.
+    """
     memory = share_memory(
         exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s, slow=_report_slow
     )
@@ -32,9 +35,9 @@ def _report_slow(facts: Mapping[str, Any]) -> None:
 
 
 def share_on_each_host(exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float) -> HostMemory:
-    """The memory of this rank's host, and who is on which host. Collective, over the ranks of all hosts.
+    """The memory of this rank's host, and the ranks of each host. Collective over the ranks of all hosts.
 
-    Errors of a host's group name its ranks as all hosts number them.
+    Errors of a host's group name its ranks by their numbers in the whole job.
 
     Raises:
         RendezvousError: A rank did not take part in time.
@@ -50,7 +53,7 @@ def share_on_each_host(exchange: Exchange, *, name: str, timeout_s: float, warn_
 def share_alone(
     name: str, rank: int, world_size: int, timeout_s: float, warn_after_s: float
 ) -> _core.HostGroup:
-    """Memory of one rank, for what is made for the ranks of a host. Not collective."""
+    """A host group of this rank alone, for code that needs a host group. Not collective."""
     number_ranks(name, [rank], world_size)
     nonce = secrets.token_bytes(NONCE_BYTES)
     fd = _core.create_region(1, nonce)
@@ -74,7 +77,7 @@ def form_core(
     """Make the core of a group of the ranks that an Exchange connects; they must share a host. Collective.
 
     Raises:
-        RendezvousError: The ranks are on several hosts, or one of them did not come.
+        RendezvousError: The ranks are on several hosts, or one of them did not take part in time.
     """
     memory = share(exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s)
     core = memory.of_all_ranks()

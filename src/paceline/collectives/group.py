@@ -1,4 +1,4 @@
-"""Group: what users hold. Collectives on numpy arrays between the ranks of one host."""
+"""Group: the public class with collectives on numpy arrays between the ranks of one host."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ from paceline.errors import ConfigError
 from paceline.health import lifetime
 
 Seconds = float | timedelta | None
-_EQUAL = 1.0  # the weight of a rank that was given none
+_EQUAL = 1.0  # the default weight
 
 
 class Group:
     """A process group of ranks on one host.
 
-    Every collective is called by all ranks, in the same order, with arrays of the same type and size; it
-    blocks until it is done, or until the group's time-out, when it raises on every rank. Ranks that make
-    different calls all get a MismatchError that says what each did, and the group stays usable. When a
-    rank dies or raises, the others raise PeerLostError at once, and the group is over.
+    All ranks must call each collective, in the same order, with arrays of the same type and size. It blocks
+    until it is done, or until the group's time-out, when it raises on every rank. If ranks make different
+    calls, each gets a MismatchError with all of these calls, and the group stays usable. If a rank dies or
+    raises, the others raise PeerLostError at once, and the group has ended.
 
-    Arrays from `allocate` are reduced where they lie. Others are copied through the region.
+    Arrays from `allocate` are reduced in place. Others are copied through the region.
 
     Args of all collectives:
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's default.
@@ -60,7 +60,7 @@ class Group:
     """
 
     def __init__(self, core: _core.HostGroup) -> None:
-        self._core = core  # takes addresses; for the front ends, which are parts of this package
+        self._core = core  # takes addresses; the front ends, which are part of this package, use it
         self.rank: int = core.rank
         self.world_size: int = core.world_size
         self.name: str = core.name
@@ -80,11 +80,11 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is not None:
-            lifetime.announce_in(self._core, error)  # other groups may go on, where the caller catches it
+            lifetime.announce_in(self._core, error)  # only in this group: the caller may catch the error
         self.close()
 
     def close(self) -> None:
-        """Leave the group. Not collective; whoever waits for this rank from now on raises."""
+        """Leave the group. Not collective; any rank that waits for this one from now on raises."""
         self._queue.close()
         self._core.close()
 
@@ -111,7 +111,7 @@ class Group:
             weight: Weight of this rank; used only with op="mean". The result is sum(w_r * x_r) / sum(w_r).
 
         Raises:
-            ConfigError: The array does not qualify.
+            ConfigError: The array, or another argument, is not usable.
             MismatchError: Ranks disagree on type, size, op or call order.
             PeerLostError, DeadlineError: A rank died or is late.
 
@@ -130,14 +130,14 @@ class Group:
         if timeout_s is not None:
             is_plain = type(timeout_s) is float and timeout_s >= 0.0
             limit_s = timeout_s if is_plain else _seconds(timeout_s, "all_reduce")  # type: ignore[assignment]
-        # The short way, without a look at the array in Python, which takes longer than a small call itself.
+        # The fast path. Checks of the array in Python would take longer than a small call itself.
         if async_op is False and self._queue.newest is None:
-            reduce_now = self._all_reduce_array  # a bound method is called faster by a name of its own
+            reduce_now = self._all_reduce_array  # a bound method is called faster from a local variable
             try:
                 if reduce_now(array, op, weight, limit_s):
                     return None
             except TypeError:
-                require_array(array, "all_reduce")  # None, of which the core's words name no argument
+                require_array(array, "all_reduce")  # for None the core's error does not name the argument
                 raise
         pointer = address_of(array, "all_reduce")
         dtype = dtype_number(array, op, "all_reduce")
@@ -297,7 +297,7 @@ class Group:
     ) -> TransferWork | None:
         """Send `array` to rank `dst`, which must `recv` as many bytes with the same tag, in the same order.
 
-        Blocks until the array may be changed again, which may be before the other rank has received it.
+        Blocks until the array may be changed again. The other rank may not have received it by then.
 
         Example:
             Rank 0: group.send(array, dst=1). Rank 1: group.recv(array, src=0).
@@ -374,12 +374,12 @@ class Group:
     # --- inside ---
 
     def _make(self, async_op: bool, keep: object, call: Callable[..., None], *args: Any) -> Work | None:
-        """Make a call now, or hand it to the queue; a synchronous one waits for what is queued."""
+        """Make a call now, or put it into the queue; a synchronous call waits for the queued ones."""
         is_async = _is_async(async_op)
         if not is_async and self._queue.is_empty():
             call(*args)
             return None
-        self._core.check_usable()  # in a forked child nobody serves the queue
+        self._core.check_usable()  # in a forked child no thread serves the queue
         if not is_async:
             *others, timeout_s = args
             make_behind(self._queue, self._core, functools.partial(call, *others), keep, timeout_s)
@@ -424,10 +424,10 @@ def _is_async(async_op: object) -> bool:
 
 
 def _seconds(timeout_s: Seconds, call: str) -> float:
-    """-1 is the group's own time-out."""
+    """The time-out for the core, where -1 is the group's own."""
     if timeout_s is None:
         return -1.0
-    if type(timeout_s) is float and timeout_s >= 0.0:  # a check in words takes longer than a small call
+    if type(timeout_s) is float and timeout_s >= 0.0:  # `Arguments` would take longer than a small call
         return timeout_s
     return Arguments(call).seconds("timeout_s", timeout_s, may_be_zero=True)
 

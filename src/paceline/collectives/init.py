@@ -1,4 +1,4 @@
-"""`paceline.init`: from arguments or the environment to a Group."""
+"""`paceline.init`: makes a Group from arguments or the environment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def init(
     warn_after_s: float | timedelta = 10.0,
     forming_timeout_s: float | timedelta | None = None,
 ) -> Group:
-    """Join the group of all ranks of this job, which share one host. Collective; blocks until all came.
+    """Join the group of all ranks of this job, which share one host. Collective; blocks until all joined.
 
     Arguments that are left out are read from the environment variables of `paceline run`, torchrun, Slurm,
     Open MPI or Paddle's launcher.
@@ -42,9 +42,9 @@ def init(
     Args:
         rank: This process's rank, from 0.
         world_size: Number of ranks, 1 to 128.
-        address: "host:port" that the ranks of the job have in common. Nothing listens on the port: it
-            names a rendezvous address on this host.
-        job_id: Text that the ranks of the job have in common and no other job has.
+        address: "host:port", the same on all ranks of the job. Nothing listens on the port: the text names a
+            rendezvous address on this host.
+        job_id: A text that is the same on all ranks of the job, and that no other job uses.
         name: The name of the group; one process may be in several groups with different names.
         timeout_s: Time-out of each call in seconds, also of forming the group unless `forming_timeout_s` is
             set.
@@ -54,7 +54,7 @@ def init(
 
     Raises:
         ConfigError: An argument or a variable is wrong.
-        RendezvousError: A rank is missing at the deadline, or does not fit.
+        RendezvousError: A rank is missing at the deadline, or its arguments do not match.
         RegionError: There is not enough memory.
 
     Example:
@@ -88,7 +88,8 @@ def init(
         job_id=place.job_id,
         name=name,
         timeout_s=forming_timeout_s,
-        # An id in the arguments may be wrong on one rank, which is reported at once only where all meet.
+        # A job_id argument may be wrong on one rank. The address contains no secret then, so that ranks with
+        # the same `address` still connect, and report the difference at once.
         secret=_secret() if job_id is None else "",
         note=_note_on_hosts(place),
     ) as exchange:
@@ -103,7 +104,10 @@ def init(
 
 
 def _note_on_hosts(place: RankEnvironment) -> str:
-    """That is not refused at once: two nodes of a launcher may be one machine."""
+    """A note for errors if the launcher seems to have started ranks on other hosts.
+
+    This is no error by itself, because two nodes of a launcher may be one machine.
+    """
     if place.local_world_size in (None, place.world_size):
         return ""
     return (

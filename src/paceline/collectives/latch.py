@@ -1,7 +1,7 @@
-"""Closed, then open for ever.
+"""A latch that is closed, and once opened stays open.
 
-Lighter than a threading.Event. And a signal handler may interrupt a wait anywhere: the interrupted thread
-holds nothing then that another wait, or the thread which opens the latch, would need.
+It is lighter than a threading.Event. A signal handler may interrupt a wait anywhere, because the interrupted
+thread holds no lock that another wait, or the thread that opens the latch, would need.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 class Latch:
     def __init__(self) -> None:
         self.is_open = False
-        self._closed = threading.Lock()  # held while the latch is closed, and for an instant by who waited
+        self._closed = threading.Lock()  # held while the latch is closed, and briefly at the end of each wait
         self._closed.acquire()
 
     def open(self) -> None:

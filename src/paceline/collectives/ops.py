@@ -1,4 +1,4 @@
-"""Reductions and element types, with the numbers that the core knows them by."""
+"""Reductions and element types, with the core's numbers for them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BY_NAME: dict[ReduceOp | str, ReduceOp] = {
 
 
 def parse_op(op: ReduceOp | str, what: str) -> ReduceOp:
-    """`ReduceOp.SUM` from itself or from "sum"; `what` is the call that got it."""
+    """A ReduceOp from itself or from its name; `what` is the call that got it, for errors."""
     try:
         return _BY_NAME[op]
     except (KeyError, TypeError):

@@ -1,7 +1,7 @@
-"""An Exchange between some ranks of an existing group, by messages from each to each.
+"""An Exchange between some ranks of an existing group, with a message from each rank to each.
 
-Each rank waits for every other one itself. If one of them collected for all, those who wait for
-it would blame it, although it waits for another rank.
+Each rank waits for every other one directly. If one rank collected the messages for all, the others would
+report that rank as late, although it waits for another one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline import _core
 from paceline.collectives.work import TransferWork
 from paceline.rendezvous.deadline import Deadline
 
-_TAG = 0x9ACE  # a message of the user that is still under way shows up as a MismatchError, not as garbage
+_TAG = 0x9ACE  # so that a message of the user that is still in flight is a MismatchError, and not garbage
 _LENGTH_BYTES = 8
 
 

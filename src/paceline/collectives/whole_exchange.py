@@ -1,5 +1,6 @@
-"""An Exchange between all ranks of an existing group, by its own all_gather, in which every rank sees which
-one is missing.
+"""An Exchange between all ranks of an existing group, over the group's own all_gather.
+
+In an all_gather every rank sees which rank is missing.
 """
 
 from __future__ import annotations

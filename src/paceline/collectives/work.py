@@ -1,7 +1,7 @@
-"""What an asynchronous call returns.
+"""The handles that asynchronous calls return.
 
-The core knows addresses only; what is under way keeps its arrays alive here, even if the caller drops both
-the array and the Work.
+The core has only addresses. These handles keep the arrays of a call alive until it is over, even if the
+caller drops both the array and the Work.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ class Work:
     """
 
     def __init__(self, call: Callable[[], Any], arrays: object = None) -> None:
-        self._calls = [call]  # whoever takes it out makes it, or has withdrawn it
+        self._calls = [call]  # the thread that pops the call makes it, or withdraws it
         self._arrays = arrays
         self._result: Any = None
         self._error: BaseException | None = None
         self._over = Latch()
 
     def run(self) -> None:
-        """Make the call. By the queue's thread, once."""
+        """Make the call. The queue's thread runs this once."""
         try:
             self._result = self._calls.pop()()
-        except BaseException as error:  # belongs to the waiter; of one that was withdrawn, to none
+        except BaseException as error:  # for the thread that waits; an IndexError if the call was withdrawn
             self._error = error
         self._arrays = None
         self._over.open()
 
     def withdraw(self) -> bool:
-        """Have the call not made. False: it has begun, or is over."""
+        """Withdraw the call, so that it is not made. Returns False if it has begun, or is over."""
         try:
             self._calls.pop()
         except IndexError:
@@ -54,7 +54,7 @@ class Work:
 
     @property
     def is_over(self) -> bool:
-        """Whether the call is done, well or not. Does not block."""
+        """Whether the call has returned or raised. Does not block."""
         return self._over.is_open
 
     def wait(self, timeout_s: float | timedelta | None = None) -> Any:
@@ -81,10 +81,10 @@ class Work:
 def make_behind(
     queue: CallQueue, core: _core.HostGroup, call: Callable[[float], Any], arrays: object, timeout_s: float
 ) -> Any:
-    """Make a call once those in the queue are over, all within one deadline; return what it returns.
+    """Make a call after those in the queue, all within one deadline; return what it returns.
 
     Raises:
-        DeadlineError: The queue is not done in time; the call was not begun, and the group stays usable.
+        DeadlineError: The queue did not finish in time; the call was not begun, and the group stays usable.
     """
     deadline = Deadline(core.timeout_s if timeout_s < 0 else timeout_s)
 
@@ -97,7 +97,7 @@ def make_behind(
         return work.wait(deadline.left_s())
     except DeadlineError:
         if not work.withdraw():
-            return work.wait()  # begun, or over, so its own deadline ends it
+            return work.wait()  # it has begun, so its own deadline ends it
         raise _not_begun(core, deadline) from None
 
 
@@ -116,7 +116,7 @@ def _not_begun(core: _core.HostGroup, deadline: Deadline) -> DeadlineError:
 
 
 class TransferWork:
-    """A message that was started with `async_op=True`. It moves on in every call on the group."""
+    """A message that was started with `async_op=True`. Every call on the group makes progress with it."""
 
     def __init__(
         self, core: _core.HostGroup, transfer: int, array: object, orphans: list[TransferWork]
@@ -131,7 +131,7 @@ class TransferWork:
         return self._transfer is None or self._core.test(self._transfer)
 
     def wait(self, timeout_s: float | timedelta | None = None) -> None:
-        """Block until the message has left (send) or arrived (recv). Raises what went wrong with it."""
+        """Block until the message has left (send) or arrived (recv). Raises the error if it failed."""
         seconds = Arguments("wait").optional_seconds("timeout_s", timeout_s, may_be_zero=True)
         self.wait_for(-1.0 if seconds is None else seconds)
 
@@ -141,10 +141,10 @@ class TransferWork:
             self._core.wait(transfer, limit_s)
 
     def __del__(self) -> None:
-        # Nobody will wait for it any more. If it is still under way, whoever holds `orphans` takes over.
+        # No caller will wait for it any more. If it is still in flight, `orphans` keeps its array alive.
         if self._transfer is not None and not self._core.forget(self._transfer):
             self._orphans.append(self)
-            # One by one: another thread, or the garbage collector, may do the same meanwhile.
+            # One by one, because another thread, or the garbage collector, may do the same meanwhile.
             for each in tuple(self._orphans):
                 if each._forget():
                     with contextlib.suppress(ValueError):
