@@ -1,12 +1,13 @@
-"""The torch.distributed backend "paceline": stock calls, served from the memory that the ranks share.
+"""The torch.distributed backend "paceline": runs torch's collective calls in memory that the ranks share.
 
-    registration    tells torch the name, and forms a group when torch asks for one
-    init_process_group   torch's own, with what any launcher has told this process
-    process_group   torch's calls, translated one by one
-    identity        what torch asks a group about itself
-    reductions, movements, staging   what a call does with its tensors
-    work, transfer  what a call returns
+    registration    registers the backend with torch, and creates its process groups
+    init_process_group   torch's function, with the settings of any supported launcher
+    process_group   the process group: one method for each of torch's calls
+    identity        rank, size, names and devices of a group
+    reductions, movements, sparse, staging   what a call does with its tensors
+    work, transfer  the Work objects that calls return
     other_devices   groups like "cpu:paceline,cuda:nccl"
+    empty           tensors in shared memory
 
 Design: docs/design/torch_backend.md. Not public.
 """

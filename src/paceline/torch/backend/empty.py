@@ -20,19 +20,19 @@ def empty(
     dtype: torch.dtype | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
-    """Return a tensor in the memory that the ranks of a group share, as torch.empty returns one elsewhere.
+    """Return a tensor of zeros in the memory that the ranks of a process group share.
 
     Each rank gets its own tensor. The group's all_reduce, reduce, reduce_scatter, broadcast and all_gather
-    work on it where it lies; another tensor is copied through that memory, piece by piece. So this is for a
-    tensor that is reduced again and again. Its elements are zeros. Views of it share its memory, which is
-    given back when the last of them is gone. A forked child cannot read it.
+    work on it in place; any other tensor is copied through the shared memory in chunks. So use it for a
+    tensor that is reduced many times. The memory is freed when the last view of the tensor is gone. A forked
+    child cannot read it.
 
-    Collective: every rank asks for as many bytes, in the order of its other calls; blocks until all have,
-    at most for the group's timeout.
+    Collective: every rank requests the same number of bytes, in the same order among its collective calls.
+    Blocks until all ranks have called it, at most for the group's timeout.
 
     Args:
         *size: The shape: whole numbers, or one sequence of them.
-        dtype: The type of its elements; None: torch's default type.
+        dtype: The dtype of the elements; None: torch's default dtype.
         group: A group of the backend "paceline"; None: the default group.
 
     Returns:
@@ -41,8 +41,8 @@ def empty(
     Raises:
         ConfigError: The group has another backend, or an argument is wrong.
         MismatchError: The ranks asked for different numbers of bytes.
-        RegionError: At least one rank has not enough memory. Raised on every rank.
-        PeerLostError, DeadlineError: A rank died or is late.
+        RegionError: At least one rank does not have enough memory. Raised on every rank.
+        PeerLostError, DeadlineError: A rank died, or did not make the call in time.
 
     Example:
         Rank 0 and rank 1 both run, under `paceline run -n 2`:

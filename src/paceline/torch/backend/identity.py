@@ -1,7 +1,7 @@
-"""What torch asks a process group about itself: rank, size, names, devices, abilities.
+"""The attributes of a process group that torch queries: rank, size, names, devices, capabilities.
 
-torch's own class answers from its C++ backends; a group that is written in Python has none
-and answers itself.
+torch's own class gets them from its C++ backends. A group that is written in Python has no C++ backend, so
+it provides them itself.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from torch.distributed.distributed_c10d import Store
 
 
 class NamedProcessGroup(ProcessGroup):
-    """The part of a process group that communicates nothing.
+    """The part of a process group that does not communicate.
 
     Args:
-        store: A store of torch, for whoever asks the group for it.
+        store: The torch store that `get_group_store()` returns.
     """
 
     def __init__(self, rank: int, size: int, store: Store) -> None:
-        # torch's other constructor, with the store, makes an object that Python can't extend.
+        # torch's other constructor, which takes the store, makes an object that Python cannot subclass.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._rank = rank
         self._size = size
@@ -52,7 +52,7 @@ class NamedProcessGroup(ProcessGroup):
     def _set_group_desc(self, desc: str) -> None:
         self._desc = desc
 
-    # Under these names torch's C++ code asks.
+    # The names that torch's C++ code calls.
 
     def getBackendName(self) -> str:
         return "paceline"
@@ -63,7 +63,7 @@ class NamedProcessGroup(ProcessGroup):
     def getGroupDesc(self) -> str:
         return self._desc
 
-    # What torch looks for in a group's backend of one device. The group is its own.
+    # torch reads these from a group's backend for one device. This group is its own backend.
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -83,7 +83,7 @@ class NamedProcessGroup(ProcessGroup):
         return False
 
     def _set_sequence_number_for_group(self) -> None:
-        """The core counts calls, and compares the counts, by itself."""
+        """Nothing to do: the core counts the calls and compares the counts."""
 
     def __repr__(self) -> str:
         return f"<paceline process group {self._name!r}: rank {self._rank} of {self._size}>"

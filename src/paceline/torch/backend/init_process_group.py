@@ -1,8 +1,8 @@
-"""`paceline.torch.init_process_group`: torch's own, with what any launcher has told this process.
+"""`paceline.torch.init_process_group`: torch's function, with the settings of any supported launcher.
 
-Torch reads the variables of torchrun only, so those are what every other launcher's are turned into, once.
-Then all ranks meet in torch's store and see who has come, before torch forms a group there: what it would
-wait for in silence is reported at once.
+torch reads only torchrun's environment variables, so the variables of other launchers are translated into
+those first. Then all ranks register in torch's store and check who is present before torch forms the group:
+a missing or mismatched rank is reported at once, where torch would wait in silence.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from paceline.rendezvous.membership import Membership
 from paceline.rendezvous.start import Start, prepare
 from paceline.torch.communicator.store_exchange import FrameworkKeyStore
 
-_DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo
+_DEFAULT_TIMEOUT_S = 1800.0  # torch's default for Gloo
 
 _arguments = Arguments("init_process_group")
 _memberships: weakref.WeakKeyDictionary[dist.ProcessGroup, Membership] = weakref.WeakKeyDictionary()
-_starts = itertools.count()  # a process may end its group and begin another, at the same address
+_starts = itertools.count()  # a process may destroy its group and create another at the same address
 
 
 def init_process_group(
@@ -44,32 +44,35 @@ def init_process_group(
     address: str | None = None,
     **options: Any,
 ) -> None:
-    """Call torch.distributed.init_process_group with the place that the launcher gave this process.
+    """Call torch.distributed.init_process_group with the rank and address that the launcher assigned.
 
-    Knows `paceline run`, torchrun, Slurm's srun, Open MPI, MPICH, Paddle's launch, and the pods of a
+    Supports `paceline run`, torchrun, Slurm's srun, Open MPI, MPICH, Paddle's launch, and the pods of a
     LeaderWorkerSet or an indexed Job of Kubernetes. Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT of this process, because scripts and libraries read them. Where the launcher
-    does not say which ranks share a host, their host's name does. Collective; blocks until all ranks came.
+    MASTER_ADDR and MASTER_PORT of this process, because scripts and libraries read them. If the launcher does
+    not report which ranks share a host, the host names decide. Collective; blocks until all ranks have
+    arrived.
 
     Args:
-        backend: As torch's: "gloo", "nccl", "paceline" (one host), ...; None: Gloo for tensors on the CPU,
-            and NCCL for those on a GPU.
-        timeout: Seconds or a timedelta: for the ranks to come together and for each call; None: torch's
-            default, 30 minutes (10 with NCCL).
-        rank: This process's rank; None: as the launcher says.
-        world_size: Number of ranks; None: as the launcher says.
-        address: "host:port" where rank 0 listens; None: as the launcher says.
-        **options: Further arguments of torch's, as device_id.
+        backend: As in torch: "gloo", "nccl", "paceline" (one host), ...; None: Gloo for tensors on the CPU,
+            and NCCL for tensors on a GPU.
+        timeout: Seconds or a timedelta, for start-up and for each call; None: torch's default, 30 minutes
+            (10 with NCCL).
+        rank: This process's rank; None: the launcher's value.
+        world_size: Number of ranks; None: the launcher's value.
+        address: "host:port" where rank 0 listens; None: the launcher's value.
+        **options: Further arguments of torch's function, such as device_id.
 
     Raises:
-        ConfigError: A variable is missing or wrong. It lists what was found, and what is missing for the
-            launcher that it looks like.
+        ConfigError: A variable is missing or wrong. The message lists what was found, and what is missing for
+            the launcher that it looks like.
         RendezvousError: The ranks do not fit together: they expect different numbers of ranks, have different
-            versions or secrets, two claim one rank, or one cannot go on. On all ranks, with names and hosts.
+            versions or secrets, two claim the same rank, or one cannot continue. Raised on all ranks; names
+            the ranks and their hosts.
 
     Example:
         `srun -N 2 -n 4 python train.py`: each of the four processes calls init_process_group("gloo"). The
-        second on the second node finds RANK=3, LOCAL_RANK=1 and the first node's name in MASTER_ADDR.
+        second process on the second node gets RANK=3, LOCAL_RANK=1, and MASTER_ADDR with the name of the
+        first node.
     """
     if backend is not None:
         backend = _checked_backend(backend)
@@ -92,7 +95,7 @@ def init_process_group(
     start = prepare(
         place,
         "MASTER_ADDR",
-        f"torch {torch.__version__.partition('+')[0]}",  # what stands behind it shows the hardware
+        f"torch {torch.__version__.partition('+')[0]}",  # without the suffix, which depends on the hardware
         timeout_s,
         serves=serves,
         over_gloo=backend is None or "gloo" in backend,
@@ -126,7 +129,7 @@ def _checked_backend(backend: str) -> str:
 
 
 def _open_store(start: Start, timeout_s: float, *, serves: bool) -> TCPStore:
-    """Torch's store, in the process of rank 0 or of torchrun's agent. Does not wait for the other ranks."""
+    """torch's store, served by rank 0 or by torchrun's agent. Does not wait for the other ranks."""
     try:
         return TCPStore(
             start.way.address,
@@ -139,12 +142,12 @@ def _open_store(start: Start, timeout_s: float, *, serves: bool) -> TCPStore:
     except RuntimeError as error:
         seen = str(error).splitlines()[0]
         likely, hint = "rank 0 has ended meanwhile", "look at rank 0's output"
-        if os.strerror(errno.EAGAIN) in seen:  # the store listens by then: it is the holder of the port
+        if os.strerror(errno.EAGAIN) in seen:  # the store already listens: it holds the port itself
             likely, hint = explain(errno.EAGAIN, START_OF_THREAD)
         elif serves:
             holder = who_listens(start.port)
             seen = f"the port is held by {holder}" if holder else seen
-            likely = "another job meets at the same address"
+            likely = "another job uses the same address"
             hint = "give each job a MASTER_PORT of its own; `paceline run` finds a free one"
         raise RendezvousError(
             f"{start.who} could not {'open' if serves else 'reach'} torch's store.",

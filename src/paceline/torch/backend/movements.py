@@ -1,8 +1,7 @@
-"""broadcast, all_gather, gather, scatter and all_to_all of tensors, as calls that are ready to run.
+"""broadcast, all_gather, gather, scatter and all_to_all of tensors.
 
-Bytes are moved, so every dtype will do.
-Each function checks its arguments at once, in the caller's thread, and returns a call that blocks until the
-collective is done.
+Each function checks its arguments in the caller's thread, and returns a function that runs the collective
+and blocks until it is done. Data is moved as bytes, so every dtype works.
 """
 
 from __future__ import annotations
@@ -158,7 +157,7 @@ def all_to_all_single(
     input_splits: Sequence[int],
     timeout_s: float,
 ) -> Call:
-    """The splits count rows (dim 0); none: even ones."""
+    """Splits are numbers of rows (dim 0); without splits, rows are divided evenly."""
     if output.dtype is not source.dtype:
         raise _wrong_dtype("all_to_all", output, source)
     sent = _split_bytes("input", source, input_splits, core.world_size)

@@ -1,8 +1,8 @@
-"""Groups like "cpu:paceline,cuda:nccl": tensors on other devices go to their own backend.
+"""Groups like "cpu:paceline,cuda:nccl": calls on tensors of other devices go to those devices' backends.
 
-torch lets a Python process group stand for all devices
-of a group, so this one hands calls on. The others' backends are made at the first call that needs them,
-when torch has said which ones the user asked for.
+torch lets one Python process group stand for all devices of a group, so this class forwards their calls. It
+creates the other backends at the first call that needs them, when torch has recorded which ones the user
+requested.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The process group that serves stock `torch.distributed` calls from the memory that the ranks share.
+"""The process group that runs `torch.distributed` calls in memory that the ranks share.
 
-Its one idea: a synchronous call runs at once in the caller's thread and answers with one shared, finished
-Work; an asynchronous one goes to the group's queue. torch's names and arguments are kept, so each method is
-the translation of one call.
+A synchronous call runs in the caller's thread and returns a finished Work, which all such calls share. An
+asynchronous call goes to the group's queue. The methods have torch's names and arguments, and each one
+translates one call.
 """
-# torch overloads these methods by argument types; a Python subclass has the form that torch itself calls.
+# torch overloads these methods by argument types; this Python subclass has the signatures that torch calls.
 # mypy: disable-error-code="override,assignment"
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class _BackendOptions:
 
 DEFAULTS = _Options()
 _SYNCHRONOUS = _Options(asyncOp=False)
-ASYNC = "asyncOp"  # not in the options of torch 2.6, which waits itself for what its callers do not
+ASYNC = "asyncOp"  # the options of torch 2.6 lack it: there torch itself waits for a synchronous call
 
 
 class PacelineProcessGroup(NamedProcessGroup):
     """A torch process group whose ranks are the processes of one host.
 
-    Made by `torch.distributed.init_process_group("paceline")` and `new_group()`, not by users.
+    `torch.distributed.init_process_group("paceline")` and `new_group()` create it, not users.
     """
 
     def __init__(self, core: HostGroup, store: Store, timeout_s: float) -> None:
         super().__init__(core.rank, core.world_size, store)
         self._core = core
-        self._core_all_reduce = core.all_reduce  # looked up once: the shortest calls feel it
+        self._core_all_reduce = core.all_reduce  # looked up once: a look-up costs time in the shortest calls
         self._timeout_s = timeout_s
-        # Inference mode may write to any tensor: to those that require a gradient, and to its own.
+        # Inference mode can write to any tensor: to one that requires a gradient, and to inference tensors.
         self._queue = CallQueue(f"{core.name}, rank {core.rank}", torch.inference_mode)
         self._mailbox = Mailbox(core, self._queue)
 
@@ -80,7 +80,7 @@ class PacelineProcessGroup(NamedProcessGroup):
     # --- reductions ---
 
     def allreduce(self, tensors: Tensors, opts: Any = DEFAULTS) -> Work:
-        # The path of most calls, hence the least Python: a synchronous call on a contiguous tensor.
+        # Most calls take this path, so it has the least Python: a synchronous call on a contiguous tensor.
         op = opts.reduceOp
         if not getattr(opts, ASYNC, True) and self._queue.newest is None and len(tensors) == 1:
             tensor = tensors[0]
@@ -88,7 +88,7 @@ class PacelineProcessGroup(NamedProcessGroup):
             code = ops.get(hash(op))
             try:
                 pointer = tensor.data_ptr()
-            except RuntimeError:  # a sparse tensor: explained below
+            except RuntimeError:  # a sparse tensor, which the code below handles
                 pointer = 0
             if pointer and code is not None and tensor.is_contiguous():
                 self._core_all_reduce(pointer, tensor.numel(), number, code, 1.0, self._timeout_s)
@@ -130,7 +130,8 @@ class PacelineProcessGroup(NamedProcessGroup):
         call = movements.all_gather(self._core, _only(outputs), _only(inputs), self._timeout_s)
         work = self._make(opts, call, outputs[0])
         if isinstance(work, CallWork):
-            # As NCCL's future, one tensor of all ranks' parts: torch's quantization hooks count on it.
+            # One tensor with the outputs of all ranks, as in NCCL's future: torch's quantization hooks
+            # rely on it.
             work.deliver = lambda: [torch.stack(tuple(outputs[0]))]
         return work
 
@@ -205,11 +206,11 @@ class PacelineProcessGroup(NamedProcessGroup):
         return self._make(opts, partial(self._core.barrier, timeout_s), [])
 
     def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
-        """torch 2.15 asks this of any group."""
+        """torch 2.15 calls this on any group."""
         self.barrier(timeout=timeout).wait()
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """A call here costs less than gathering several into one would save."""
+        """Nothing to do: coalescing calls into one would save too little."""
 
     def _end_coalescing(self, device: torch.device) -> Work:
         return FINISHED if self._queue.is_empty() else self._queued(_nothing, [])

@@ -1,7 +1,7 @@
-"""all_reduce, reduce and reduce_scatter of tensors, as calls that are ready to run.
+"""all_reduce, reduce and reduce_scatter of tensors.
 
-Each function checks its
-arguments at once, in the caller's thread, and returns a call that blocks until the collective is done.
+Each function checks its arguments in the caller's thread, and returns a function that runs the collective
+and blocks until it is done.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Call = Callable[[], None]
 
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): number for name, number in DTYPE_NUMBERS.items()}
-# By hash: reading the enum out of a ReduceOp costs several times as much, on a path of microseconds.
+# Keyed by hash: reading the enum out of a ReduceOp costs several times as much, in calls of microseconds.
 _INEXACT_OPS: dict[int, int] = {
     hash(ReduceOp.SUM): Op.SUM.value,
     hash(ReduceOp.AVG): Op.MEAN.value,
@@ -46,7 +46,7 @@ def _ops_of(dtype: torch.dtype) -> dict[int, int]:
     return _INEXACT_OPS if dtype.is_floating_point else _EXACT_OPS
 
 
-#: The core's number of a dtype, and its numbers of the ops that the dtype has, by hash(ReduceOp).
+#: For each dtype: the core's number of the dtype, and the core's numbers of its ops, by hash(ReduceOp).
 KERNELS: dict[torch.dtype, tuple[int, dict[int, int]]] = {
     dtype: (number, _ops_of(dtype)) for dtype, number in DTYPES.items()
 }
@@ -62,7 +62,7 @@ class Reduction:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, op: ReduceOp) -> Reduction:
-        """Raises ConfigError where the backend has no such reduction."""
+        """Raises ConfigError if the backend has no such reduction."""
         check_tensor(tensor)
         if tensor.dtype in _COMPLEX_KERNELS:
             number, ops = _COMPLEX_KERNELS[tensor.dtype], _COMPLEX_OPS
@@ -148,7 +148,7 @@ def reduce(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, root: int, timeo
 def reduce_scatter(
     core: HostGroup, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: ReduceOp, timeout_s: float
 ) -> Call:
-    """Reduce `inputs[r]` over all ranks into rank r's `output`; the sizes may differ between ranks."""
+    """Reduce `inputs[r]` over all ranks into rank r's `output`. Sizes may differ between ranks."""
     counts = [tensor.numel() for tensor in inputs]
     if len(counts) != core.world_size or counts[core.rank] != output.numel():
         raise ConfigError(

@@ -1,7 +1,6 @@
-"""Makes `torch.distributed.init_process_group("paceline")` work.
+"""Registers the backend "paceline" with torch.distributed.
 
-`register()` tells torch the name; torch then calls `_create` on every rank of each group that is to be
-formed.
+torch then calls `_create` on every rank of each group of this backend that it forms.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from paceline.versions import UnsupportedVersionError
 
 NAME = "paceline"
 OLDEST = "2.7"
-"""The first torch whose own code, as its DDP, runs on a group that is written in Python."""
+"""The first torch whose own code, such as its DDP, runs on a process group that is written in Python."""
 
 
 def register() -> None:
-    """More than once does no harm."""
+    """May be called more than once."""
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
-        # torch 2.15 records the calls of every group that does not say that it does so itself, and cannot
-        # record one that is written in Python: it would raise. Paceline's recorder keeps these calls.
+        # torch 2.15 records the calls of each group whose backend is not in this set. For a group that is
+        # written in Python it raises. Paceline's recorder records these calls.
         recorded: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
         recorded.add(NAME)
 

@@ -1,4 +1,4 @@
-"""all_reduce of sparse tensors: every rank gets the entries of all, in rank order, and adds them up."""
+"""all_reduce of sparse tensors: every rank gathers the entries of all ranks, in rank order, and adds them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_DIMENSIONS = 12
 
 
 def all_reduce(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> Callable[[], None]:
-    """Add up a COO tensor over all ranks, in place; the ranks may have entries in different places.
+    """Sum a COO tensor over all ranks, in place; ranks may have entries at different indices.
 
     The result is coalesced and has the same bits on all ranks.
     """
@@ -76,7 +76,7 @@ def _describe_row(row: torch.Tensor) -> str:
 
 
 def _gather_entries(core: HostGroup, own: torch.Tensor, counts: list[int], timeout_s: float) -> torch.Tensor:
-    """Shorter ones travel padded to the longest."""
+    """Each rank sends its entries, padded to the largest number of entries of any rank."""
     padded = own.new_zeros((max(counts), *own.shape[1:]))
     padded[: len(own)] = own
     rows = _gather(core, padded, timeout_s)

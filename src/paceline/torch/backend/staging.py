@@ -1,7 +1,7 @@
-"""Tensors as the core wants them: contiguous memory, and one block where torch passes a list.
+"""Tensors in the form that the core needs: contiguous memory, and one block where torch passes a list.
 
-Its one idea: what is contiguous already is used where it lies; anything else passes through a contiguous
-copy, which is written back. Data that is only moved keeps its bits, whatever the dtype.
+A contiguous tensor is used in place. Any other tensor goes through a contiguous copy, which is written back.
+Data that is only moved keeps its bits, whatever the dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.torch.model.inner_tensors import is_disjoint
 
 
 def as_input(tensor: torch.Tensor) -> torch.Tensor:
-    """Applies the conjugation, a flag that raw memory lacks."""
+    """Applies conjugation and negation, which torch keeps in flags and not in memory."""
     check_tensor(tensor)
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -23,7 +23,7 @@ def as_input(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def as_output(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` or an empty contiguous tensor like it, to be given to `write_back()` when filled."""
+    """`tensor`, or an empty contiguous tensor like it. Pass it to `write_back()` when it is filled."""
     check_output(tensor)
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         return tensor
@@ -32,12 +32,12 @@ def as_output(tensor: torch.Tensor) -> torch.Tensor:
 
 def write_back(filled: torch.Tensor, tensor: torch.Tensor) -> None:
     if filled is not tensor:
-        with torch.inference_mode():  # tensors that require a gradient may be written to
+        with torch.inference_mode():  # allows writes to tensors that require a gradient
             tensor.copy_(filled.view(tensor.shape))
 
 
 def check_tensor(tensor: torch.Tensor) -> None:
-    """Raises ConfigError for what is not a dense tensor in memory."""
+    """Raises ConfigError unless this is a dense tensor in the memory of the CPU."""
     if not tensor.is_cpu:
         raise ConfigError(
             f"This process group has no backend for {tensor.device.type} tensors.",
@@ -62,7 +62,7 @@ def check_tensor(tensor: torch.Tensor) -> None:
 
 
 def check_output(tensor: torch.Tensor) -> None:
-    """The same, and raises ConfigError for what cannot be written to, element by element."""
+    """As `check_tensor`; also raises ConfigError if several elements share memory."""
     check_tensor(tensor)
     if not (tensor.is_contiguous() or is_disjoint(tensor)):
         raise ConfigError(

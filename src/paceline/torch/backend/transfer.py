@@ -1,8 +1,8 @@
 """send and recv of tensors between two ranks.
 
-The core starts a
-transfer without blocking and moves all of them on in every wait, so that messages need no thread of their
-own. Between two ranks messages arrive in the order of sending; a tag is compared, not searched for.
+The core starts a transfer without blocking. Every wait in the core makes progress on all transfers, so
+messages need no thread of their own. Messages between two ranks arrive in the order of sending. A receive
+compares its tag with that of the next message; it does not search for a message with its tag.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Mailbox:
     def __init__(self, core: HostGroup, queue: CallQueue) -> None:
         self.core = core
         self.queue = queue
-        # The core reads and writes this memory until a transfer is over, even when the caller has dropped
-        # the Work.
+        # Keeps the buffers alive: the core reads and writes them until the transfer is over, even when the
+        # caller has dropped the Work.
         self._under_way: list[TransferWork] = []
 
     def send(self, tensor: torch.Tensor, destination: int, tag: int, timeout_s: float) -> TransferWork:
@@ -45,10 +45,11 @@ class Mailbox:
         return self._track(TransferWork(self, transfer, buffer, tensor, source, timeout_s))
 
     def until_idle_or(self, is_done: Callable[[], bool]) -> None:
-        """Block until no collective is in the queue, or until `is_done`.
+        """Block until no collective is in the queue, or until `is_done()`.
 
-        One thread at a time waits in the core, and it moves all messages on. A collective of the queue may
-        wait for a rank that waits for what this rank does after a message.
+        Only one thread at a time waits in the core, and it makes progress on all messages. A queued
+        collective may wait for a rank that waits for what this rank does after a message, so this function
+        also returns when the message is done.
         """
         while not self.queue.is_empty() and not is_done():
             time.sleep(_NAP_S)
@@ -124,15 +125,15 @@ class TransferWork(Work):
 
 
 class AnySourceWork(Work):
-    """A receive of the next message with its tag, whichever rank sends it.
+    """A receive of the next message with its tag, from any rank.
 
-    The source is found when somebody waits, or asks whether the message has come. Ranks that have sent one
-    take turns; messages for which a receive with a source was started belong to that one.
+    The source is determined in `wait()` or `is_completed()`. Ranks with a waiting message are served in turn.
+    A message for which a receive with a source was started goes to that receive.
     """
 
     def __init__(self, mailbox: Mailbox, tensor: torch.Tensor, tag: int, timeout_s: float) -> None:
         super().__init__()
-        as_output(tensor)  # what cannot be received is told here, and not when the message has come
+        as_output(tensor)  # raises for an unsuitable tensor now, and not when the message arrives
         self._mailbox = mailbox
         self._tensor = tensor
         self._tag = tag
@@ -166,7 +167,7 @@ class AnySourceWork(Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """The rank whose message it was; the message must have come."""
+        """The rank that sent the message, which must have arrived."""
         return self._begun().source_rank()
 
     _source_rank = source_rank

@@ -1,8 +1,8 @@
-"""What a call on the torch process group returns: `torch.distributed.Work` objects.
+"""The `torch.distributed.Work` objects that calls on the torch process group return.
 
-A synchronous call is over when it returns and shares
-one FinishedWork; an asynchronous collective is a CallWork in its group's CallQueue. Messages between two
-ranks have their own, in `transfer.py`.
+A synchronous call is over when it returns; all of them return the same FinishedWork. An asynchronous
+collective is a CallWork in its group's CallQueue. The classes for messages between two ranks are in
+`transfer.py`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NO_TIMEOUT = timedelta(0)
 
 
 class FinishedWork(Work):
-    """Holds nothing, so that one object serves all calls."""
+    """Has no state, so one object serves all calls."""
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         return True
@@ -59,17 +59,18 @@ class CallWork(Work):
         self.deliver: Callable[[], list[Any]] | None = None
         self._error: BaseException | None = None
         self._over = Latch()
-        # A future and what users get of it; where two threads asked at once, the first counts. No lock, which
-        # a signal handler could interrupt that then waits for the queue's thread.
+        # The future that `_deliver` completes, and the one derived from it that users get. If two threads
+        # append at the same time, the first entry counts. There is no lock: a signal handler could interrupt
+        # its holder and then wait for the queue's thread.
         self._futures: list[tuple[torch.futures.Future[Any], torch.futures.Future[Any]]] = []
-        self._undelivered = [None]  # whoever takes it out delivers
+        self._undelivered = [None]  # the thread that pops the item delivers the result
 
     @property
     def is_over(self) -> bool:
         return self._over.is_open
 
     def run(self) -> None:
-        """Once, by the queue's thread."""
+        """The queue's thread calls it once."""
         call, self._call = self._call, None
         assert call is not None
         try:
@@ -107,8 +108,8 @@ class CallWork(Work):
         """A future of the list of result tensors; an error of the call is an error of the future."""
         if not self._futures:
             source: torch.futures.Future[Any] = torch.futures.Future()
-            # set_exception() would hand C++ waiters (torch's own DDP) the exception as a value. What a
-            # callback raises is an error to them too.
+            # With set_exception(), C++ waiters (torch's own DDP) would get the exception as a value. An
+            # exception that a callback raises is an error for them, too.
             self._futures.append((source, source.then(self._value)))
         if self.is_over:
             self._deliver()
@@ -116,7 +117,7 @@ class CallWork(Work):
 
     def _deliver(self) -> None:
         if not self._futures:
-            return  # who makes one looks whether the call is over after that
+            return  # get_future() checks whether the call is over after it has appended a future
         try:
             self._undelivered.pop()
         except IndexError:

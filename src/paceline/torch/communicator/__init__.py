@@ -1,4 +1,4 @@
-"""What lies between the ranks: communicators, the process groups below them, and the gradient buffer.
+"""Communicators between ranks, the process groups below them, and the transports of gradients.
 
 Not public.
 """

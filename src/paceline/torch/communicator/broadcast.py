@@ -1,7 +1,7 @@
-"""One rank's parameters and buffers on every rank, many tensors in one broadcast.
+"""Broadcasts one rank's parameters and buffers to all ranks, many tensors in one message.
 
-Tensors of any dtype travel as bytes, packed into pieces of a bounded size, so that a model of a
-thousand small tensors costs a few broadcasts, and a large tensor no second copy of itself.
+Tensors of any dtype are sent as bytes, packed into messages of a bounded size. So a model of a thousand small
+tensors takes a few broadcasts, and a large tensor is never copied as a whole.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _KEPT_BYTES = 1 << 20
 
 
 class PreparedBroadcast:
-    """Replaces the values of tensors by those of a root, as long as they lie in the same memory.
+    """Replaces the values of tensors by those of a root. The tensors must stay in the same memory.
 
     Example:
-        Rank 0 passes [1.0, 2.0] and rank 1 [3.0, 4.0]; after a call with the root 0 both hold [1.0, 2.0].
+        Rank 0 passes [1.0, 2.0] and rank 1 [3.0, 4.0]; after a call with root 0 both hold [1.0, 2.0].
     """
 
     def __init__(
@@ -28,12 +28,13 @@ class PreparedBroadcast:
         tensors: Sequence[torch.Tensor],
         rank: int,
         broadcast: Callable[[torch.Tensor, int], None],
-        piece_bytes: int = BROADCAST_BYTES,
+        message_bytes: int = BROADCAST_BYTES,
     ) -> None:
         self._rank = rank
         self._broadcast = broadcast
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # of tensors with gaps between elements
-        self._runs: list[_Run] = []
+        # Tensors with gaps between their elements, and contiguous copies of them.
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._messages: list[_Message] = []
         by_device: dict[torch.device, list[torch.Tensor]] = {}
         for tensor in plain_tensors(tensors):
             if tensor.numel():
@@ -42,22 +43,26 @@ class PreparedBroadcast:
             for group in by_device.values():
                 whole = [tensor if is_dense(tensor) else tensor.contiguous() for tensor in group]
                 self._copies += [(tensor, copy) for tensor, copy in zip(group, whole) if copy is not tensor]
-                parts = [part for each in whole for part in torch.split(_as_bytes(each), piece_bytes)]
-                runs = pack((part.numel() for part in parts), piece_bytes)
-                self._runs += [_Run([parts[index] for index in run]) for run in runs]
+                parts = [part for each in whole for part in torch.split(_as_bytes(each), message_bytes)]
+                packed = pack((part.numel() for part in parts), message_bytes)
+                self._messages += [_Message([parts[index] for index in indices]) for indices in packed]
 
     def __call__(self, root: int) -> None:
         with torch.no_grad():
             for tensor, copy in self._copies:
                 copy.copy_(tensor)
-            for run in self._runs:
-                run.broadcast(self._broadcast, root, is_root=self._rank == root)
+            for message in self._messages:
+                message.broadcast(self._broadcast, root, is_root=self._rank == root)
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
 
 
-class _Run:
-    """A small one keeps the memory in which they are packed: to cut it takes as long as to copy them."""
+class _Message:
+    """Tensors that are sent in one broadcast.
+
+    A small message keeps its packed memory and the views of it: making them takes as long as copying the
+    tensors.
+    """
 
     def __init__(self, parts: list[torch.Tensor]) -> None:
         self._parts = parts
@@ -85,9 +90,7 @@ class _Run:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor may be the conjugate, or the negative, of what lies in its memory: these are the
-    bytes there.
-    """
+    """The bytes in a tensor's memory, without the conjugation or negation that torch keeps in flags."""
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     if flat.is_conj():
         flat = flat.conj()

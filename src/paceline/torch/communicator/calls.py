@@ -1,4 +1,4 @@
-"""Calls over a process group of torch, waited for up to a deadline; see `ProcessGroupCalls`."""
+"""Calls over a torch process group, with a deadline for each wait; see `ProcessGroupCalls`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Patient(Protocol):
 
 
 class GroupCalls(ProcessGroupCalls[torch.Tensor]):
-    """See `ProcessGroupCalls`; over a process group of torch."""
+    """`ProcessGroupCalls` over a torch process group."""
 
     def __init__(
         self,
@@ -61,10 +61,11 @@ class GroupCalls(ProcessGroupCalls[torch.Tensor]):
         super().__init__(group, ranks.rank, ranks.world_size, waits)
         self.serves_cpu = "cpu" in {device.type for device in group._device_types}
         backends = {backend_of(group, torch.device(each.type)) for each in group._device_types}
-        self._wakes = "gloo" in backends and backends <= {"gloo", "nccl"}  # none of NCCL's is waited for so
+        # Whether `_is_over_soon` may wait for calls on the CPU: they are Gloo's.
+        self._wakes = "gloo" in backends and backends <= {"gloo", "nccl"}
 
     def is_nccl(self, device: torch.device) -> bool:
-        """Whether NCCL makes the calls for tensors of this device: one after the other, on one stream."""
+        """Whether NCCL runs the calls for tensors of this device: one after the other, on one stream."""
         return backend_of(self.group, device) == "nccl"
 
     def runs_on_streams(self, device: torch.device) -> bool:
@@ -74,7 +75,7 @@ class GroupCalls(ProcessGroupCalls[torch.Tensor]):
         try:
             if on_host and self._wakes and not on_device and not call.is_completed() and _is_over_soon(call):
                 return
-            # Polled, because Work.wait(timeout) is ignored by some backends and ends the group in others.
+            # Polls, because some backends ignore the timeout of Work.wait(), and others abort the group.
             super().wait(call, what, on_host=on_host)
         except CollectiveError:
             abort_on_devices(self.group)
@@ -122,7 +123,7 @@ class GroupCalls(ProcessGroupCalls[torch.Tensor]):
         return gather_over(self.group, transport_device(self.group), array)
 
     def naming(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Name the lost rank in what a call of the framework's raises."""
+        """A context in which the error of a framework call names the rank that was lost."""
         return _naming(self.waits, what)
 
 
@@ -130,7 +131,10 @@ _GATHERING = asynchronous(AllgatherOptions())
 
 
 def gather_over(group: Any, device: torch.device, array: np.ndarray[Any, Any]) -> tuple[Work, Rows]:
-    """Begin to collect the arrays of all ranks, of one shape and dtype. Collective, does not block."""
+    """Start an all-gather of arrays, which have the same shape and dtype on all ranks.
+
+    Collective, does not block.
+    """
     own = torch.from_numpy(array.reshape(-1).view(np.uint8)).to(device)
     rows = [torch.empty_like(own) for _ in range(group.size())]
     keep(own, *rows)
@@ -139,18 +143,18 @@ def gather_over(group: Any, device: torch.device, array: np.ndarray[Any, Any]) -
 
 
 def keep(*tensors: torch.Tensor) -> None:
-    """Keep the small tensors of a call until many others have been made.
+    """Keep the small tensors of a call alive until many other calls have been made.
 
-    torch before 2.8 holds Python's lock while it waits for the threads of a group that is destroyed, and one
-    of them needs the lock to free a tensor that nothing else holds any more. So whoever destroys a group
-    right after a call over it, or after one that was given up, would wait for ever.
+    torch before 2.8 holds the GIL while it waits for the threads of a group that is being destroyed. A thread
+    that drops the last reference to a tensor needs the GIL to free it. So destroying a group right after a
+    call over it, or after an abandoned call, would deadlock.
     """
     if _kept is not None:
         _kept.append(tensors)
 
 
 def transport_device(group: dist.ProcessGroup) -> torch.device:
-    """The CPU where the group serves it, else the current device of the kind that it serves."""
+    """The CPU if the group supports it, else the current device of a type that it supports."""
     kinds = {device.type for device in group._device_types}
     if "cpu" in kinds or not kinds:
         return torch.device("cpu")
@@ -159,11 +163,11 @@ def transport_device(group: dist.ProcessGroup) -> torch.device:
 
 
 class Patience(NamedTuple):
-    """How a layer of the user's waits for other ranks.
+    """How a layer in the user's model waits for other ranks.
 
     Attributes:
-        timeout_s: Most seconds of a wait; None: as long as the group waits.
-        peer_monitor: Names ranks that are lost or late; None: nothing does, unless the group has a channel.
+        timeout_s: The longest wait in seconds; None: the group's own timeout.
+        peer_monitor: Names ranks that are lost or late; None: the group's own channel does, if it has one.
     """
 
     timeout_s: float | None
@@ -179,12 +183,15 @@ def exchange_over(
     *,
     is_read: bool = False,
 ) -> None:
-    """Make a call of a layer of the user's over a process group of torch, and wait for its end. Collective.
+    """Run a call of a layer in the user's model over a torch process group, and wait for it. Collective.
+
+    Args:
+        is_read: The host reads the result, so wait until it is there, also if the call runs on a stream.
 
     Raises:
-        DeadlineError: It was not over in time.
-        PeerLostError: The group lost a connection, and something knows of the ranks of the group. Else such a
-            call raises what torch does.
+        DeadlineError: The call did not finish in time.
+        PeerLostError: The group lost a connection, and a peer monitor watches its ranks. Without a monitor,
+            torch's own error is raised.
     """
     timeout_s, peer_monitor = patience
     if peer_monitor is None and (channel := known_channel(group)) is not None:
@@ -217,7 +224,7 @@ def exchange_over(
 
 @contextlib.contextmanager
 def _naming(waits: ProcessGroupWaits, what: str) -> Iterator[None]:
-    # In the memory of one host the errors of others show what a rank is in, which is to stay.
+    # A monitor over one host's shared memory already publishes what this rank is doing; leave that as it is.
     peer_monitor = waits.peer_monitor
     if peer_monitor is not None and peer_monitor.core is not None:
         peer_monitor = None
@@ -239,49 +246,49 @@ def _naming(waits: ProcessGroupWaits, what: str) -> Iterator[None]:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     try:
         return str(group._get_backend(device).name()).lower()
-    except (RuntimeError, AttributeError):  # not for such a device; one that is written in Python
+    except (RuntimeError, AttributeError):  # no backend for this device, or a group written in Python
         return ""
 
 
 def runs_on_streams(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether calls for tensors of this device run on a stream of it, for which others can wait.
+    """Whether calls for tensors of this device run on one of its streams, which other streams can wait for.
 
-    Else a thread that waits for one is blocked, and needs a deadline, whatever device the tensors are on.
+    Otherwise a wait blocks the calling thread and needs a deadline, even if the tensors are on a device.
     """
     return device.type != "cpu" and backend_of(group, device) not in ("", "gloo", "mpi", "ucc")
 
 
 def _is_over_soon(work: Work) -> bool:
-    """Wait briefly for a call of Gloo, whose end wakes this thread sooner than it would wake by the clock.
+    """Wait briefly for a Gloo call: its end wakes this thread sooner than polling would notice it.
 
-    Gloo raises when the time is over, and the call goes on.
+    Gloo raises when the time is over, and the call continues.
     """
     if not isinstance(work, dist.Work):
         return False
     try:
         return bool(work.wait(_BRIEFLY))
     except RuntimeError:
-        return False  # or the call has failed, which whoever polls finds out
+        return False  # or the call has failed, which the polling that follows finds out
 
 
 def abort_on_devices(group: dist.ProcessGroup) -> None:
-    """End what a process group has under way on other devices than the CPU. Does not block, not collective.
+    """Abort a process group's calls in progress on devices other than the CPU.
 
-    For a rank that raises because a rank is lost: a kernel of NCCL that waits for that rank would keep the
-    stream, and with it the end of this process, for ever. Only then, because what follows on the stream goes
-    on with sums that are not complete.
+    Does not block, not collective. Called when this rank raises because another rank is lost: an NCCL kernel
+    that waits for the lost rank would block the stream, and so the exit of this process, for ever. Called
+    only then, because later work on the stream continues with incomplete sums.
     """
     found: dict[str, Any] = {}
     for device in group._device_types:
-        with contextlib.suppress(RuntimeError):  # it was never used there
+        with contextlib.suppress(RuntimeError):  # the group was never used on this device
             found[device.type] = group._get_backend(torch.device(device.type))
     on_cpu = found.pop("cpu", None)
     for backend in found.values():
         if backend is not on_cpu:
-            # It waits for the device, and for threads of its own; see ProcessGroupNCCL::abort.
+            # In a thread, because it waits for the device and for NCCL's threads: ProcessGroupNCCL::abort.
             threading.Thread(target=_abort, args=(backend,), name="paceline-abort", daemon=True).start()
 
 
 def _abort(backend: Any) -> None:
-    with contextlib.suppress(Exception):  # it has ended already, or cannot be ended
+    with contextlib.suppress(Exception):  # it was aborted already, or cannot be aborted
         backend.abort()

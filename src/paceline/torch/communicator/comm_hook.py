@@ -1,4 +1,4 @@
-"""Buckets through a user's hook: what torch calls a communication hook, with torch's own unmodified.
+"""Communication hooks: functions of the user that reduce each bucket. torch's own hooks work unmodified.
 
 A hook gets a state and a `GradBucket`, and returns a future of the tensor that replaces the bucket's buffer.
 """
@@ -26,9 +26,7 @@ _HINT = "return work.get_future().then(lambda f: f.value()[0] / world_size)"
 
 
 class GradBucket(HookedBucket[torch.Tensor]):
-    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and three that
-    it lacks.
-    """
+    """The bucket that a hook gets: the members of `torch.distributed.GradBucket`, and three more."""
 
     def __init__(self, process_group: dist.ProcessGroup, *members: Any) -> None:
         super().__init__(*members)
@@ -47,7 +45,7 @@ class GradBucket(HookedBucket[torch.Tensor]):
 
 
 class TorchHook(HookedBuckets[torch.Tensor]):
-    """See `HookedBuckets`; a hook returns a future of torch."""
+    """`HookedBuckets` for hooks that return torch futures."""
 
     def __init__(
         self,
@@ -68,7 +66,7 @@ class TorchHook(HookedBuckets[torch.Tensor]):
             self._process_group,
             number,
             flat,
-            # .data: what the hook does to them does not count as a change of the gradient itself
+            # .data: writes of the hook must not count as changes of the gradient itself
             [self._places[index].data for index in members],
             [self._parameters[index] for index in members],
             number == len(self._plan.buckets) - 1,
@@ -89,12 +87,12 @@ class TorchHook(HookedBuckets[torch.Tensor]):
         except RuntimeError as error:
             raise waits.failed(error, number) from error
         if isinstance(value, (list, tuple)) and len(value) == 1:
-            value = value[0]  # what the futures of torch's own collectives hold
+            value = value[0]  # the futures of torch's own collectives hold lists
         if not isinstance(value, torch.Tensor):
             got = f"one of {type(value).__name__}"
             raise wrong_result(name, "a future of a tensor", got, _HINT, ConfigTypeError)
         if flat.is_complex() and not value.is_complex():
-            flat = as_real(flat)  # as torch's all_reduce delivers it
+            flat = as_real(flat)  # torch's all_reduce returns pairs of real numbers
         if value.numel() != flat.numel() or value.is_floating_point() != flat.is_floating_point():
             expected = f"a tensor like bucket.buffer(), shape {tuple(flat.shape)}, {flat.dtype}"
             raise wrong_result(name, expected, f"shape {tuple(value.shape)}, {value.dtype}", _HINT)
@@ -107,12 +105,12 @@ class TorchHook(HookedBuckets[torch.Tensor]):
 
 
 def check_hook(hook: Any) -> None:
-    """Refuse what cannot be a hook, with torch's exception types."""
+    """Refuse an object that cannot be a hook, with torch's exception types."""
     hint = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks has some"
     check_callable(hook, returns="a future of a tensor", hint=hint)
     try:
         signature = inspect.signature(hook)
-    except ValueError:  # written in C: nothing to look at
+    except ValueError:  # written in C: it has no signature
         return
     bucket = signature.parameters.get("bucket")
     buckets = (inspect.Parameter.empty, torch._C._distributed_c10d.GradBucket, GradBucket)
@@ -130,9 +128,10 @@ def check_hook(hook: Any) -> None:
 
 
 class BufferHook:
-    """A user's hook that keeps buffers in step: what torch calls a buffer communication hook.
+    """A user's hook that synchronises buffers: torch's buffer communication hook.
 
-    It is called in forward. The end of backward waits for the futures that it returned.
+    It is called before or after forward. The end of backward waits for the futures that a hook after forward
+    returns.
     """
 
     def __init__(

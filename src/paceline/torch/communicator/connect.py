@@ -1,4 +1,4 @@
-"""The communicator between the ranks of a model of torch; and one between hosts for gradients on devices."""
+"""Creates the communicator of a torch model; also the one between hosts, for gradients on devices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def connect(
         return _connect_devices(peers, devices, between_hosts)
 
     def calls_of_hooks(core: _core.HostGroup) -> GroupCalls:
-        assert isinstance(peers, ProcessGroupPeers)  # whoever registers a hook was asked for one
+        assert isinstance(peers, ProcessGroupPeers)  # register_comm_hook() has checked it
         peers.calls.peer_monitor = PeerMonitor(MemorySource(core))
         return peers.calls
 
@@ -97,9 +97,10 @@ def _connect_devices(
 
 
 class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
-    """A `Communicator` between several hosts for gradients on devices; all else goes over the group.
+    """A `Communicator` between several hosts for gradients on devices.
 
-    The process group of each host leaves its ranks a shard of each bucket, which they exchange.
+    A reduce-scatter within each host leaves every rank a shard of each bucket, and ranks exchange their
+    shards between the hosts. Everything else goes over the process group of all ranks.
     """
 
     path, bits = "hosts", "engine"
@@ -121,7 +122,7 @@ class DevicesCommunicator(BesideCommunicator[torch.Tensor]):
         self._communicator, self._peers, self._between_hosts = communicator, peers, between_hosts
         self._hosts, self._group, self._of_host = hosts, group, peer_monitor
         self._memory = memory
-        self._coded: tuple[CodedSums, Plan] | None = None  # those of the latest plan
+        self._coded: tuple[CodedSums, Plan] | None = None  # of the latest plan
 
     def make_reduction(
         self,

@@ -1,8 +1,8 @@
-"""Copies between a device and pinned memory of the host, on a stream of their own.
+"""Copies between a device and pinned host memory, on a stream of their own.
 
-All that is special to a device in the way of a shard stands here, so that tests can put
-something in its place that needs none. The stream is behind what is asked of it alone: copies do not wait for
-the rest of the backward, and the backward does not wait for them.
+This is the only device-specific code on the path of a shard, so tests can replace it by a class that needs no
+device. A copy waits only for the work that was queued before it: it does not wait for the rest of the
+backward, and the backward does not wait for the copy.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DeviceCopies:
         return context
 
     def begin(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], bool]:
-        """Returns what says whether it is there; asking does not wait."""
+        """Start a copy; the returned function says whether it is complete, without blocking."""
         target.copy_(source, non_blocking=True)
         event = self._module.Event()
         event.record()

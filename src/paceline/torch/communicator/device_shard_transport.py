@@ -1,11 +1,11 @@
-"""Buckets on devices through the process group of each host, and their shards between the hosts.
+"""Reduces buckets on devices over the process group of each host, and exchanges shards between the hosts.
 
-A `paceline.reducer.process_group.Transport`: within the host a reduce_scatter leaves this rank its shard of a
-bucket, which goes through pinned memory to the peers on the other hosts (`device_shards` of
-`paceline.reducer.between_hosts`); an all_gather within the host ends the backward. See docs/design/hosts.md.
+A `paceline.reducer.process_group.Transport`. In the host, a reduce_scatter leaves this rank its shard of a
+bucket. The shard goes through pinned memory to the peers on the other hosts (`device_shards` of
+`paceline.reducer.between_hosts`). An all_gather within the host ends the backward. See docs/design/hosts.md.
 
-Order of calls: reduce_scatters are begun by the thread that launches the buckets, in the order of the plan,
-and all_gathers by the thread that ends the backward, in the same order. NCCL pairs calls by it.
+Order of calls: the thread that launches the buckets starts the reduce_scatters in the order of the plan. The
+thread that ends the backward starts the all_gathers in the same order. NCCL matches calls by their order.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class DeviceShardTransport(ProcessGroupTransport):
             )
         if bucket == 0:
             self._brought = []
-        # The exchange gives the mean over the hosts, and an engine owes the sum.
+        # The exchange returns the mean over the hosts, and a transport must return the sum.
         flat = self._prepare(bucket, scale * self._num_hosts)
         padded = self._padded[bucket]
         if padded is not flat:
@@ -72,12 +72,12 @@ class DeviceShardTransport(ProcessGroupTransport):
                 self._local.wait(work, bucket)
                 return self._copies.begin(self._pinned[bucket], self._parts[bucket])
 
-        # Where streams wait, this can be asked for now, behind the call and nothing else.
+        # On a stream, the copy can be queued now: it waits for the reduce_scatter and nothing else.
         begun = begin() if self._local.is_on_streams else None
 
         def fetch() -> None:
             is_there = begin() if begun is None else begun
-            # Asked now and then, because to wait for an event has no deadline.
+            # Polls, because a wait for an event has no deadline.
             self._local.waits.poll(is_there, bucket)
             self._places[bucket].copy_(self._pinned[bucket])
 
@@ -85,7 +85,8 @@ class DeviceShardTransport(ProcessGroupTransport):
         return ShardWork(self, bucket)
 
     def may_have_overflowed(self, scale: float) -> bool:
-        # Between hosts sums are divided only once they are whole. Whoever does not wait is not told.
+        # Between hosts, only complete sums are divided. A backward that does not wait for the device cannot
+        # report an overflow.
         return super().may_have_overflowed(scale) or (self._checks_finite and self._on_device.waits)
 
     def gathered(self, bucket: int) -> None:
@@ -100,7 +101,7 @@ class DeviceShardTransport(ProcessGroupTransport):
         self._shards.finish()
         reducer = self._shards.reducer
         if reducer.codes is not None and reducer.saw_nonfinite:
-            # Codes spread a NaN to where nothing would ever overwrite it.
+            # Compression codes spread a NaN into the gaps, where nothing would ever overwrite it.
             for gap in self._gaps:
                 gap.zero_()
         with self._copies.stream():
@@ -110,7 +111,7 @@ class DeviceShardTransport(ProcessGroupTransport):
                 self._brought.append(self._local.all_gather(self._padded[bucket], bucket))
 
     def _pad(self, flat: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-        """The bucket, or memory for it with as many elements as the ranks of the host can divide evenly."""
+        """The bucket, or longer memory for it that the ranks of the host can divide evenly."""
         count = place.numel() * self._local.size
         return flat if count == flat.numel() else flat.new_zeros(count)
 

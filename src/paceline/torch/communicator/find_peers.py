@@ -1,4 +1,4 @@
-"""The ranks that train one model, however they were started: of a process group, or of a `paceline.Group`."""
+"""Finds the ranks that train one model: those of a torch process group, or of a `paceline.Group`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
     from paceline.collectives.group import Group
 
-_DEFAULT_TIMEOUT_S = 1800.0  # torch's own, where a process group does not say
+_DEFAULT_TIMEOUT_S = 1800.0  # torch's default, for a process group that does not report its timeout
 _DEFAULT_WARN_AFTER_S = 10.0
-_HOLDER = 0  # the rank of the default group that serves torch's store, where no agent does
+_HOLDER = 0  # the rank of the default group that serves torch's store, unless torchrun's agent does
 
 _environment = EnvironmentGroup("paceline.torch")
 
@@ -69,11 +69,11 @@ class ProcessGroupPeers(process_group_peers.ProcessGroupPeers[torch.Tensor]):
         return beside or super()._reports_over_group()
 
     def _reports_beside(self) -> Reports | None:
-        """Over a group of Gloo beside one that does not serve the CPU, so that none waits for a device.
+        """Reports over a Gloo group beside a process group without the CPU, so that none waits for a device.
 
-        None: some rank could not connect, and reports go through the device on all.
+        None: some rank could not connect, and all ranks send their reports through the device.
         """
-        # Keys that no other group of these ranks, and no earlier life of theirs, has used in the store.
+        # Keys that no other group of these ranks, and no earlier start of them, has used in the store.
         nonces = self.exchange.all_gather(secrets.token_hex(8).encode(), self.timeout_s)
         made = None
         try:
@@ -82,7 +82,7 @@ class ProcessGroupPeers(process_group_peers.ProcessGroupPeers[torch.Tensor]):
                 keys = PrefixStore(f"paceline/reports/{nonces[0].decode()}", store)
                 timeout = timedelta(seconds=self.timeout_s)
                 made = dist.ProcessGroupGloo(keys, self.rank, self.world_size, timeout=timeout)
-        except (AttributeError, RuntimeError):  # a torch without Gloo; an interface that others cannot reach
+        except (AttributeError, RuntimeError):  # torch without Gloo, or an interface that others cannot reach
             pass
         reported = self.exchange.all_gather(b"0" if made is None else b"1", self.timeout_s)
         if any(each != b"1" for each in reported):
@@ -95,10 +95,10 @@ Peers = ProcessGroupPeers | GroupPeers
 
 
 def exchange_over(process_group: dist.ProcessGroup | None = None) -> ProcessGroupExchange:
-    """Small messages over any initialised process group of torch; None: the default group.
+    """Exchanges small messages over an initialised torch process group; None: the default group.
 
     Raises:
-        RendezvousError: There is none, or this process is not in it.
+        RendezvousError: There is no process group, or this process is not in it.
     """
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
@@ -140,7 +140,7 @@ def find_peers(
     """The group that was passed, else torch's default group, else one formed from the environment.
 
     Raises:
-        ConfigError: There is none, or both a group and a mesh were passed.
+        ConfigError: No group was found, or both a group and a mesh were passed.
     """
     process_group = checked_group(owner, process_group, name)
     if device_mesh is not None:
@@ -181,7 +181,7 @@ def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | 
 
 
 def formed_group() -> Group | None:
-    """The group that some model of this process formed from the environment, if one has."""
+    """The group that a model of this process has formed from the environment, or None."""
     return _environment.formed
 
 
@@ -199,7 +199,7 @@ def _group_from_environment(forming_timeout_s: float | None, owner: str) -> Grou
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
-    devices = sorted(group._device_types, key=lambda device: device.type != "cpu")  # NCCL's serves no CPU
+    devices = sorted(group._device_types, key=lambda device: device.type != "cpu")  # NCCL has no CPU backend
     for device in devices:
         with contextlib.suppress(RuntimeError, AttributeError):
             return float(group._get_backend(device).options._timeout.total_seconds())

@@ -1,14 +1,14 @@
-"""The connections between hosts through Gloo groups of torch: two for each place in a host.
+"""Connections between hosts through torch Gloo groups: two groups for each place in a host.
 
-A `HostsTransport` of `paceline.reducer.between_hosts`. Gloo is in every wheel of torch, its messages pair by
-tags, and its own thread moves them, so that they travel while Python computes. A group of our own, and not
-the user's: its calls and tags are ours alone, and when it has to be ended the user's goes on. It is not
-registered with torch as `new_group` would: names of those depend on how many groups a rank is in, and they
-never end.
+A `HostsTransport` of `paceline.reducer.between_hosts`. Gloo is in every torch wheel, it matches messages by
+tags, and its own thread moves them, so that transfers continue while Python computes. The groups are created
+here instead of using the user's group: their calls and tags do not mix with the user's, and the user's group
+survives when they are aborted. They are not registered with torch as `new_group` would do: names of
+registered groups depend on how many groups a rank is in, and those groups are never freed.
 
-Two, so that each connection carries one direction. Gloo's thread can't read from a connection while
-another thread writes to it: it asks the kernel in a loop until that thread has done. docs/design/hosts.md has
-more.
+There are two groups so that each connection carries one direction. Gloo's thread cannot read from a
+connection while another thread writes to it: it polls the kernel in a loop until the write is done. See
+docs/design/hosts.md.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     """Connect this rank to its peers on the other hosts. Collective, over all ranks.
 
     Returns:
-        Who is where; None: not between these ranks. They need several hosts, and a process group that has a
-        Gloo backend for the CPU.
+        The hosts, their ranks and the connections; None if all ranks are on one host, or the process group
+        has no Gloo backend for the CPU.
     """
     if not isinstance(peers, ProcessGroupPeers) or len(memory.hosts) == 1 or not _has_gloo(peers):
         return None
@@ -68,7 +68,7 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
 
 
 def join_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], control: ControlChannel) -> Hosts:
-    """Connect this rank to its peers, as hosts of one rank each. Collective, over all ranks.
+    """Connect this rank to its peers; each peer counts as a host of one rank. Collective, over all ranks.
 
     Raises:
         RendezvousError: A peer could not be reached in time.
@@ -99,7 +99,7 @@ def connect_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> G
         return None
     nonces, names = zip(*(each.split(" ", 1) for each in reported))
     same_place = [ranks[place] for ranks in hosts]
-    # Keys that no other model, and no earlier life of these ranks, has used in the user's store.
+    # Keys that no other model, and no earlier start of these ranks, has used in the user's store.
     keys = f"paceline/hosts/{nonces[0]}/{place}"
     before = connected_sockets()
     try:
@@ -125,7 +125,7 @@ def connect_peers(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> G
 
 
 class GlooTransport:
-    """See `paceline.reducer.between_hosts.wire.HostsTransport`."""
+    """A `paceline.reducer.between_hosts.wire.HostsTransport`."""
 
     def __init__(
         self,
@@ -141,12 +141,13 @@ class GlooTransport:
         self._upwards, self._downwards = upwards, downwards
         self._names = names
         self._sockets = sockets
-        # What Gloo calls sent is in this machine's buffers. A peer that has not got it yet may ask for the
-        # next backward over the same connection, which would be reset if it were closed.
+        # Data that Gloo reports as sent may still be in this machine's socket buffers. A peer that has not
+        # received it yet may already request the next backward over the same connection; closing the
+        # connection would then reset it.
         weakref.finalize(self, close_once_arrived, sockets).atexit = False
         lifetime.before_leaving(self.leave, is_last=True)
 
-    # Without a function or a class of Python around torch's, for which every message would pay.
+    # The two methods return torch's calls without a Python wrapper, whose cost every message would pay.
 
     def sending(self, host: int, message: Message, tag: int) -> Callable[[], dist.Work]:
         group = self._upwards if host > self.host else self._downwards
@@ -166,8 +167,9 @@ class GlooTransport:
         return f"rank {self.ranks[host]} (host {host}, {self._names[self.ranks[host]]})"
 
     def abort(self) -> None:
-        # With torch 2.13 neither abort() nor shutdown() of a Gloo group wakes anybody. What was written to
-        # a socket before still arrives, then the peer and this rank's own waits see its end.
+        # With torch 2.13 neither abort() nor shutdown() of a Gloo group wakes a waiting thread. Shutting the
+        # sockets down does: data that was written before still arrives, then the waits of the peer and of
+        # this rank see the end of the stream.
         shut_down(self._sockets)
 
 
@@ -175,7 +177,7 @@ def _has_gloo(peers: ProcessGroupPeers) -> bool:
     try:
         backend = peers.process_group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        return False  # of GPUs alone
+        return False  # a group for GPUs only
     return bool(backend.name() == "gloo")
 
 

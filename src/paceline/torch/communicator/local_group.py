@@ -1,9 +1,9 @@
-"""A process group of torch for the ranks of one host, made by us, and the calls on it.
+"""A torch process group for the ranks of one host, which Paceline creates, and the calls on it.
 
-It is not registered with torch as `new_group` would: names of those depend on how many groups a rank is in,
-and making one splits NCCL's communicator of all ranks where that is bound to a device. All models over one
-process group share it, because NCCL pairs calls by their order, and so their calls have the order that their
-reports check.
+It is not registered with torch as `new_group` would do: names of registered groups depend on how many groups
+a rank is in, and creating one splits NCCL's communicator of all ranks if that is bound to a device. All
+models over one process group share the host's group: NCCL matches calls by their order, and the models'
+reports check that order.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from paceline.torch.communicator.find_peers import ProcessGroupPeers
 from paceline.torch.communicator.store_exchange import store_of
 
 BACKENDS = ("nccl", "gloo")
-"""Backends that a host's group can have: that of the process group of all ranks for their device."""
+"""Supported backends. A host's group has the backend of the process group of all ranks for the device."""
 
-_ENGINE_LATER_S = 10.0
+_GROUP_TIMES_OUT_LATER_S = 10.0
 _LEAVES_WITHIN_S = 10.0
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, LocalGroup]] = weakref.WeakKeyDictionary()
@@ -51,26 +51,26 @@ class LocalGroup:
     words: str
 
     def leave(self) -> None:
-        """Let NCCL know that this process ends in good order, as torch's destroy_process_group does."""
+        """Shut NCCL down in good order, as torch's destroy_process_group does."""
         for device in self.process_group._device_types:
             backend = self.process_group._get_backend(device)
             end = getattr(backend, "shutdown", None) or getattr(backend, "_shutdown", None)
             if self.backend == "nccl" and end is not None:
-                # It waits for the device.
+                # In a thread, because it waits for the device.
                 thread = threading.Thread(target=_try, args=(end,), name="paceline-leave", daemon=True)
                 thread.start()
                 thread.join(_LEAVES_WITHIN_S)
 
 
 def _try(end: Callable[[], object]) -> None:
-    with contextlib.suppress(Exception):  # it has ended before
+    with contextlib.suppress(Exception):  # it was shut down before
         end()
 
 
 def check_devices(
     peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], devices: Collection[torch.device], owner: str
 ) -> None:
-    """Refuse what cannot be averaged within each host first. Collective, over all ranks: the same on all."""
+    """Refuse gradients that cannot be averaged within each host first. Collective, with the same result."""
     kinds = sorted({(device.type, backend_of(peers.process_group, device)) for device in devices})
     facts = {"host": socket.gethostname(), "devices": sorted(map(str, devices)), "kinds": kinds}
     reported = [
@@ -113,26 +113,27 @@ def _refusal(owner: str, *, expected: str, seen: str) -> ConfigError:
 def local_group_of(
     peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torch.device, peer_monitor: PeerMonitor
 ) -> LocalGroup:
-    """The group of this rank's host for a kind of device; made at the first call. Collective, over
-    all ranks.
+    """The process group of this rank's host for a type of device; the first call creates it.
+
+    Collective, over all ranks.
     """
     made = _groups.setdefault(peers.process_group, {})
     if device.type not in made:
         group = _make(peers, hosts, device)
         lifetime.before_leaving(group.leave, is_last=True)
-        LocalCalls(group, peers, peer_monitor, device).meet()
-        made[device.type] = group  # ranks that have not met try it again with another one
+        LocalCalls(group, peers, peer_monitor, device).connect()
+        made[device.type] = group  # if connect() raised, the next attempt creates another group
     return made[device.type]
 
 
 def _make(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torch.device) -> LocalGroup:
     host, place = place_of(hosts, peers.rank)
     ranks, backend = hosts[host], backend_of(peers.process_group, device)
-    # Keys that no other group of these ranks, and no earlier life of theirs, has used in the user's store.
+    # Keys that no other group of these ranks, and no earlier start of them, has used in the user's store.
     nonces = peers.exchange.all_gather(secrets.token_hex(8).encode(), peers.timeout_s)
     keys = f"paceline/within/{nonces[0].decode()}/{host}"
-    # Whoever waits here gives up before the engine does, which names nobody, and NCCL's ends the process.
-    timeout = timedelta(seconds=patience_with_its_host_s(peers.timeout_s) + _ENGINE_LATER_S)
+    # Our own waits must time out first: the group's time-out names no rank, and NCCL's ends the process.
+    timeout = timedelta(seconds=patience_with_its_host_s(peers.timeout_s) + _GROUP_TIMES_OUT_LATER_S)
     try:
         store = store_of(peers.process_group)
         if store is None:
@@ -174,9 +175,9 @@ class LocalCalls:
 
     Attributes:
         place: This rank's number in the group.
-        size: Number of its ranks.
-        is_on_streams: Whether calls run on streams of the device, for which others can wait.
-        waits: How this rank waits, and words failures.
+        size: Number of ranks in the group.
+        is_on_streams: Whether calls run on streams of the device, which other streams can wait for.
+        waits: How this rank waits, and how failed waits become errors.
     """
 
     def __init__(
@@ -196,8 +197,8 @@ class LocalCalls:
         self.is_on_streams = self._calls.runs_on_streams(device)
         self.waits = self._calls.waits
 
-    def meet(self) -> None:
-        """Make the first call, which connects the ranks: what fails is to fail now. Collective."""
+    def connect(self) -> None:
+        """Make the first call, which connects the ranks, so that a failure shows now. Collective."""
         what = "the first call within the host"
         own = torch.zeros(1, device=self._device)
         work = self._calls.begin(lambda: self._group.allreduce([own]), what)
@@ -208,19 +209,19 @@ class LocalCalls:
         return flat[self.place * count : (self.place + 1) * count]
 
     def reduce_scatter(self, flat: torch.Tensor, bucket: int) -> dist.Work:
-        """Begin to sum a bucket over the ranks of the host. Collective.
+        """Start to sum a bucket over the ranks of the host. Collective.
 
-        In place: afterwards `part_of(flat)` holds sums, and what the rest holds nobody knows.
+        In place: afterwards `part_of(flat)` holds sums, and the rest of `flat` is undefined.
         """
         if self._is_gloo:
-            # Gloo's own reduce_scatter makes this call, too, on a copy, and never says that it is completed.
+            # Gloo's own reduce_scatter makes the same call, on a copy, and never reports its completion.
             return self._calls.begin(lambda: self._group.allreduce([flat]), bucket)
         # Not torch's reduce_scatter_tensor, which is deprecated from 2.13 on.
         own, options = self.part_of(flat), dist.ReduceScatterOptions()
         return self._calls.begin(lambda: self._group._reduce_scatter_base(own, flat, options), bucket)
 
     def all_gather(self, flat: torch.Tensor, bucket: int) -> dist.Work:
-        """Begin to give every rank of the host the shards of all. Collective, in place."""
+        """Start to gather the shards of all ranks of the host on each of them. Collective, in place."""
         own = self.part_of(flat)
         if self._is_gloo:
             rows = list(flat.view(self.size, -1).unbind())
@@ -228,9 +229,7 @@ class LocalCalls:
         return self._last_calls.begin(lambda: self._group._allgather_base(flat, own), bucket)
 
     def wait(self, work: dist.Work, bucket: int, *, is_last: bool = False) -> None:
-        """Let what comes next on the current stream wait for a call; this thread, where there is
-        no stream.
-        """
+        """Make the current stream wait for a call; without a stream, this thread waits."""
         calls = self._last_calls if is_last else self._calls
         calls.wait(work, bucket, on_host=not self.is_on_streams, on_device=True)
 

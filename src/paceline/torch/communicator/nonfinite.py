@@ -1,9 +1,9 @@
-"""Whose gradients on a device are not finite, without waiting for the device in each backward.
+"""Finds non-finite gradients on a device, without waiting for the device in each backward.
 
-Each bucket is looked at in two calls before it is summed, and leaves behind far fewer numbers than it holds;
-their norm is one number of the backward. It is copied to the host's memory, and read at the end of a later
-backward, when it has long been there. With nonfinite="raise" the end of each backward waits for it. Only
-where it is not finite is it asked what was left behind, and so which parameters are to blame.
+Before a bucket is summed, two device calls reduce it to far fewer numbers, its traces. The norm of all traces
+is one number for the backward. It is copied to host memory, and read at the end of a later backward, when the
+copy has long arrived. With nonfinite="raise", the end of each backward waits for it. Only if the norm is not
+finite are the traces read, which show which parameters are to blame.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 import torch
 
 _MOST_UNDER_WAY = 4
-"""Backwards whose answers may be outstanding. A host that is further ahead of the device waits."""
+"""The most backwards whose norms may be outstanding. A host that is further ahead of the device waits."""
 _CHUNK = 512
-"""Elements of a bucket that leave one norm behind."""
+"""Elements of a bucket that have one norm in the traces."""
 
 Piece = tuple[int, torch.Tensor]
 """The index of a parameter, and its elements within a bucket."""
 
 
 class HostCopy:
-    """Copies through pinned memory."""
+    """A copy of one number from a device to pinned host memory."""
 
     def __init__(self, number: torch.Tensor) -> None:
         self._host = torch.empty((), dtype=number.dtype, pin_memory=True)
@@ -44,10 +44,10 @@ class HostCopy:
 
 
 class _Look:
-    """How one bucket is looked at: in two calls, whatever the number of its parameters.
+    """The check of one bucket: two device calls, whatever the number of its parameters.
 
-    The first leaves behind the norm of each chunk of `_CHUNK` elements. The second copies the elements of
-    those chunks that do not lie within one parameter, so that each parameter to blame is found.
+    The first call writes the norm of each chunk of `_CHUNK` elements. The second copies the elements of the
+    chunks that are not within one parameter, so that each parameter to blame can be found.
     """
 
     def __init__(self, flat: torch.Tensor, pieces: Sequence[Piece]) -> None:
@@ -55,7 +55,7 @@ class _Look:
         scale = self._flat.numel() // max(1, flat.numel())
         count = self._flat.numel() // _CHUNK
         self._chunks = self._flat[: count * _CHUNK].view(count, _CHUNK) if count else None
-        self._pieces: list[tuple[int, int, int]] = []  # its first element, that after its last one, parameter
+        self._pieces: list[tuple[int, int, int]] = []  # first element, end, index of the parameter
         is_apart = np.ones(count, bool)
         for param, piece in pieces:
             begin = int(piece.storage_offset() - flat.storage_offset()) * scale
@@ -83,7 +83,7 @@ class _Look:
             torch.index_select(self._flat, 0, self._index, out=copies)
 
     def blame(self, traces: torch.Tensor) -> set[int]:
-        """Waits for the device."""
+        """The parameters whose elements are not finite. Waits for the device."""
         bad = torch.isfinite(traces).logical_not().cpu().numpy()
         chunks = np.flatnonzero(bad[: self._count] & ~self._is_apart) * _CHUNK
         found = np.sort(np.concatenate([chunks, self._apart[bad[self._count :]]]))
@@ -95,9 +95,9 @@ class _Look:
 
 
 class _Traces:
-    """What the buckets of one device and dtype have left behind in one backward.
+    """The traces of the buckets of one device and dtype in one backward.
 
-    Where none has, it is finite: memory that has held anything else is not used again.
+    Traces that no bucket has written are finite: memory that has held other values is not used again.
     """
 
     def __init__(self, size: int, like: torch.Tensor) -> None:
@@ -106,13 +106,13 @@ class _Traces:
         self.copy: HostCopy | None = None
 
     def measure(self) -> torch.Tensor:
-        """One number: not finite, if anything is not. The norm is exact, and a NaN makes it a NaN."""
+        """The infinity norm of the traces: exact, and not finite if any trace is not; a NaN makes it NaN."""
         torch.linalg.vector_norm(self.elements, math.inf, out=self._norm)
         return self._norm
 
 
 class _Backward:
-    """Memory for what the buckets of one backward leave behind, with its views, made once."""
+    """Memory for the traces of one backward, and its views, which later backwards use again."""
 
     def __init__(
         self,
@@ -128,13 +128,13 @@ class _Backward:
 
 
 class FiniteChecks:
-    """Looks at one rank's gradients on devices.
+    """Checks one rank's gradients on devices.
 
     Args:
-        buckets: What there is to look at: each bucket, and what lies in it.
-        waits: Report each backward at its end, which waits for the device. Else that is so in the first
-            backward only, and later ones are reported a backward or more later.
-        copy: Makes a `HostCopy` for numbers like one.
+        buckets: Each bucket, and the parameters' elements in it.
+        waits: Report each backward at its end, which waits for the device. Otherwise only the first backward
+            is reported at its end, and others one backward or more later.
+        copy: Makes a `HostCopy` for numbers like its argument.
     """
 
     def __init__(
@@ -150,14 +150,14 @@ class FiniteChecks:
         self._is_first = True
         self._looks: list[_Look] = []
         self._places: list[tuple[int, slice]] = []  # of each bucket: its kind, and where its traces lie
-        self._sizes: list[tuple[int, torch.Tensor]] = []  # of each kind: of a device and a dtype
+        self._sizes: list[tuple[int, torch.Tensor]] = []  # of each kind, which is one device and dtype
         self._now: _Backward | None = None
         self._under_way: deque[_Backward] = deque()
         self._free: list[_Backward] = []
 
     @property
     def is_late(self) -> bool:
-        """Whether what is taken now is of earlier backward passes."""
+        """Whether `take()` returns the results of earlier backwards."""
         return not (self.waits or self._is_first)
 
     def look(self, bucket: int) -> None:
@@ -169,7 +169,7 @@ class FiniteChecks:
             self._looks[bucket].leave(*parts)
 
     def take(self) -> list[int]:
-        """Parameters of which some gradient was not finite, since last asked, as far as that is told."""
+        """Parameters with non-finite gradients in backwards whose results arrived since the last call."""
         found: set[int] = set()
         now, self._now = self._now, None
         if now is not None and self.is_late:

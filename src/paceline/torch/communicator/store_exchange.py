@@ -1,4 +1,4 @@
-"""Stores of torch: of a process group, as a `KeyStore`, and as an `Exchange` before there is any group."""
+"""torch's stores: that of a process group, as a `KeyStore`, and as an `Exchange` before a group exists."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.rendezvous.secret import find_secret
 from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures
 
 _HEADER_BYTES = 4
-_CLOCK_SLACK_S = 0.05  # stores count milliseconds and may give up a little before the deadline
+_CLOCK_SLACK_S = 0.05  # stores count milliseconds and may time out a little before the deadline
 
 
 class StoreExchange:
@@ -34,10 +34,10 @@ class StoreExchange:
         self._rank = rank
         self._world_size = world_size
         self._signatures = Signatures(find_secret().key, scope)
-        # A store may outlive a group, and keys of an earlier group would be taken for a rank that is already
-        # there. torchrun's agent keeps one store over all its restarts, in which a rank that had died early
-        # would count one group less than the others for ever: so each attempt has keys of its own, and within
-        # an attempt, where a death ends them all, each rank counts its groups.
+        # A store may outlive a group, and the keys of an earlier group would look like ranks that have
+        # already arrived. So each rank counts its groups. torchrun's agent keeps one store over all restarts,
+        # in which a rank that died early would stay one group behind the others. So each attempt has its own
+        # keys; within an attempt, the death of one rank ends all.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         generation = store.add(f"{prefix}/{attempt}/generation/{rank}", 1)
         self._prefix = f"{prefix}/{attempt}/{generation}"
@@ -58,7 +58,7 @@ class StoreExchange:
         key = self._key(self._round, self._rank)
         value = self._signatures.sign(key, self._world_size.to_bytes(_HEADER_BYTES, "little") + payload)
         try:
-            # Bytes arrive as they are; torch's stub knows only str.
+            # Bytes are stored unchanged; torch's stub knows only str.
             self._store.set(key, value)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise self._broken(error) from error
@@ -91,7 +91,7 @@ class StoreExchange:
     def _forget(self, round_number: int) -> None:
         if round_number < 1:
             return
-        with contextlib.suppress(RuntimeError):  # a store may lack deletion; some bytes stay until it ends
+        with contextlib.suppress(RuntimeError):  # some stores cannot delete keys; the bytes stay
             self._store.delete_key(self._key(round_number, self._rank))
 
     def _missing(self) -> list[int]:
@@ -129,7 +129,7 @@ class StoreExchange:
         return RendezvousError(
             f"What torch's store holds for rank {peer} of {self._world_size} is not of a rank of this job.",
             where=f"rank {self._rank}, forming a group through torch's store, round {self._round}",
-            seen=f"whoever wrote it {error.reason}" if error.reason else str(error),
+            seen=f"the process that wrote it {error.reason}" if error.reason else str(error),
             likely="PACELINE_SECRET_FILE or PACELINE_SECRET differs between ranks; or an unknown peer, or "
             "another version of Paceline, writes there",
             hint="give all ranks the same secret, and keep MASTER_PORT from unknown peers",
@@ -164,14 +164,14 @@ class FrameworkKeyStore:
 
 
 def store_of(group: dist.ProcessGroup) -> Store | None:
-    """The store through which the ranks of a group have met, in any torch; None: it was made without one."""
+    """The store through which a group was formed, in any torch; None: it was formed without one."""
     try:
         store: Store = dist.distributed_c10d._get_process_group_store(group)
         return store
-    except (AttributeError, KeyError):  # another torch, or a group that torch did not make
+    except (AttributeError, KeyError):  # another torch, or a group that torch did not create
         pass
     try:
-        return group.get_group_store()  # which torch 2.6 lacks
+        return group.get_group_store()  # torch 2.6 lacks it
     except (AttributeError, RuntimeError):
         return None
 
@@ -185,11 +185,11 @@ def is_default_store_served_by_rank() -> bool:
 
 
 def warn_of_shared_store(backend: str, rank: int, environ: Mapping[str, str] | None = None) -> None:
-    """Warn on rank 0 if torchrun may restart ranks that talk over Gloo, and its agent's store is shared.
+    """Warn on rank 0 if torchrun may restart ranks that use Gloo, and all attempts share its agent's store.
 
-    The ranks of the next attempt then find the addresses of those of the last one in it: with torch 2.13,
-    two of four restarts ended in `connectFullMesh failed`, with DistributedDataParallel of torch as well.
-    To be left out when torch gives each attempt keys of its own.
+    Restarted ranks then find the addresses of the previous attempt in the store: with torch 2.13, two of four
+    restarts ended in `connectFullMesh failed`, with torch's own DistributedDataParallel as well. Remove this
+    when torch gives each attempt its own keys.
     """
     environ = os.environ if environ is None else environ
     restarts_left = _number(environ, "TORCHELASTIC_MAX_RESTARTS") - _number(

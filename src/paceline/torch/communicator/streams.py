@@ -1,8 +1,8 @@
-"""Which streams of a device have made gradients, so that what averages them waits for all of these.
+"""Tracks which streams of a device have produced gradients, so that the all-reduce waits for all of them.
 
-Autograd runs a node of backward on the stream of its forward, and a model may run parts of its
-forward on several. A bucket is launched on the stream of its last gradient. That stream waits for the others
-that have brought gradients in this backward; with one stream, as nearly always, there is nothing to wait for.
+Autograd runs a node of backward on the stream of its forward, and a model may run its forward on several
+streams. A bucket is launched on the stream of its last gradient. That stream waits for the others that have
+produced gradients in this backward. With one stream, the usual case, there is nothing to wait for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Streams:
-    """The streams that have brought gradients in the backward under way. Calls come one at a time."""
+    """The streams that have produced gradients in the current backward. Calls must come one at a time."""
 
     def __init__(
         self, current: Callable[[torch.device | None], Any], number: Callable[[], object] | None = None
@@ -34,15 +34,15 @@ class Streams:
 
     def note(self) -> None:
         number = self._number()
-        if self._last is None or number != self._last:  # torch's streams call themselves equal to None
+        if self._last is None or number != self._last:  # torch's streams compare equal to None
             self._last = number
             stream = self._current(None)
             if stream not in self._seen:
                 self._seen.append(stream)
 
     def join(self, device: torch.device, waiting: Iterable[torch.Tensor] = ()) -> None:
-        """Let the current stream of `device` wait for the others."""
-        if len(self._seen) < 2:  # the one that has brought the last gradient is the current one
+        """Make the current stream of `device` wait for the others."""
+        if len(self._seen) < 2:  # the stream of the last gradient is the current one
             return
         current = self._current(device)
         others = [each for each in self._seen if each != current and each.device == current.device]
@@ -50,7 +50,7 @@ class Streams:
             current.wait_stream(stream)
         if others:
             for tensor in waiting:
-                tensor.record_stream(current)  # its memory is not to be used again before
+                tensor.record_stream(current)  # its memory must not be used again before
 
     def forget(self) -> None:
         self._last = None
@@ -59,4 +59,5 @@ class Streams:
 
 def _number_on_cuda() -> object:
     device = torch._C._cuda_getDevice()
-    return torch._C._cuda_getCurrentRawStream(device) + device  # the default streams of all devices are 0
+    # The default stream is 0 on every device, so the device's number is added.
+    return torch._C._cuda_getCurrentRawStream(device) + device

@@ -1,7 +1,7 @@
-"""Buckets through a process group of torch: Gloo, NCCL, MPI, or ours.
+"""Reduces buckets over a torch process group: Gloo, NCCL, MPI, or Paceline's.
 
-The group's backend is called itself, as `torch.distributed.all_reduce` does after its checks and torch's
-dispatcher, with options that are made once.
+Calls the group's backend directly, with options that are created once. `torch.distributed.all_reduce` makes
+the same call, after its checks and torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _CODES = {DTYPES[name]: code for name, code in _core.DTYPES.items() if name in D
 
 
 class ProcessGroupTransport(Transport[torch.Tensor]):
-    """See `Transport`.
+    """A `Transport` over a torch process group.
 
-    Gradients that wait to be copied to their places are copied in one call for a bucket, once it is complete:
-    on a GPU each copy is a launch of a kernel, and a model of many small parameters spends its backward on
-    them.
+    Gradients that wait to be copied to their places are copied in one call for each bucket, once it is
+    complete: on a GPU each copy launches a kernel, and a model of many small parameters would spend its
+    backward on launches.
     """
 
     _calls: GroupCalls
@@ -52,14 +52,14 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
         if hook is None and all(section.is_cpu for section in sections):  # hooks may move the memory
             self.pointers = gradient_buffer.addresses()
         self.waiting = {}
-        # To copy to without counting it as a change of a gradient that lives in its place.
+        # The targets of copies, which must not count as changes of gradients that live in their places.
         self._targets = [place.data for place in gradient_buffer.places]
         self._sent = [[as_real(flat)] for flat in self._buckets]
         self._backends = [_backend(self._calls.group, flat.device) for flat in self._buckets]
         self._sums = asynchronous(dist.AllreduceOptions())
         self._nonfinite: set[int] = set()
         devices = {section.device for section in sections}
-        # A stream waits for these buckets, and the host need not.
+        # A stream waits for these buckets, so the host need not.
         self._are_on_streams = bool(devices) and all(map(self._calls.runs_on_streams, devices))
         is_one_stream = self._are_on_streams and len(devices) == 1
         self.is_in_order = is_one_stream and hook is None and self._calls.is_nccl(*devices)
@@ -76,7 +76,7 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
         return work
 
     def _complete(self, bucket: int) -> torch.Tensor:
-        """The bucket, with all its gradients, on the current stream."""
+        """The bucket with all its gradients copied to it, on the current stream."""
         flat: torch.Tensor = self._buckets[bucket]
         gradients, targets = self._take_waiting(bucket) if self.waiting else ([], [])
         if self._streams is not None:
@@ -87,9 +87,10 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
         return flat
 
     def _take_waiting(self, bucket: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The gradients of a bucket that wait to be copied, and their places. Those of others may still come.
+        """The gradients of a bucket that wait to be copied, and their places.
 
-        A gradient that lies in several buckets comes with the first of them.
+        Gradients of other buckets may still be added. A gradient in several buckets is copied with the first
+        of them.
         """
         indices = [n for n in self._gradient_buffer.plan.buckets[bucket].parameters if n in self.waiting]
         return [self.waiting.pop(index) for index in indices], [self._targets[index] for index in indices]
@@ -105,7 +106,7 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
             scale_alike(section, factor)
 
     def clear(self, param: int) -> None:
-        self.waiting.pop(param, None)  # of a backward that an exception has ended
+        self.waiting.pop(param, None)  # from a backward that an exception has ended
         super().clear(param)
 
     def take_nonfinite(self) -> list[int]:
@@ -122,7 +123,7 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
 
     def may_have_overflowed(self, scale: float) -> bool:
         if not self._on_device.waits and not self._is_narrow:
-            # To look would wait for the device. It takes gradients near 3e38.
+            # A check would wait for the device, and only gradients near 3e38 overflow.
             return False
         return super().may_have_overflowed(scale)
 
@@ -134,7 +135,7 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
         return bool(torch.isfinite(flat).all())
 
     def _is_captured(self) -> bool:
-        """Whether a CUDA graph is being made, which can hold no question of the host."""
+        """Whether a CUDA graph is being captured, during which the host cannot read values of the device."""
         is_initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return self._are_on_streams and is_initialized and torch.cuda.is_current_stream_capturing()
 
@@ -150,7 +151,7 @@ class ProcessGroupTransport(Transport[torch.Tensor]):
 
 
 def _backend(group: Any, device: torch.device) -> Any:
-    """What makes the calls for tensors of a device; the group itself, if it is written in Python."""
+    """The backend for tensors of a device; the group itself, if it is written in Python."""
     try:
         return group._get_backend(device)
     except (RuntimeError, AttributeError):
@@ -158,7 +159,7 @@ def _backend(group: Any, device: torch.device) -> Any:
 
 
 def asynchronous(options: _Options) -> _Options:
-    """Options of a call that is waited for later; torch before 2.8 calls none otherwise."""
+    """Make options those of an asynchronous call; torch before 2.8 has no other calls."""
     if hasattr(options, "asyncOp"):
         options.asyncOp = True
     return options
@@ -167,9 +168,9 @@ def asynchronous(options: _Options) -> _Options:
 def scale_alike(flat: torch.Tensor, factor: float) -> None:
     """Multiply a contiguous tensor in place, so that equal tensors stay equal on all ranks.
 
-    torch's own threads, which share the work on large tensors, round and flush subnormals as each of them was
-    told, and so differ where one rank has called `torch.set_flush_denormal(True)`. On other devices nobody
-    sets this.
+    torch's own threads divide the work on large tensors, and each of them has its own settings for rounding
+    and subnormals. Results would differ if one rank has called `torch.set_flush_denormal(True)`. Other
+    devices have no such setting.
     """
     if flat.device.type != "cpu":
         flat.mul_(factor)
