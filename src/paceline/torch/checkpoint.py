@@ -48,7 +48,8 @@ class TorchCheckpointOps(CheckpointOps):
     def seed(self, number: int) -> None:
         torch.default_generator.manual_seed(number)
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.manual_seed_all(number)  # else it would note the whole stack, a millisecond, for later
+            # Before CUDA is initialised, torch would keep this call for later, with the stack: a millisecond.
+            torch.cuda.manual_seed_all(number)
 
     def strides(self, tensor: torch.Tensor) -> list[int] | None:
         return None if tensor.is_contiguous() or not OPS.is_dense(tensor) else list(tensor.stride())
@@ -76,7 +77,7 @@ class TorchCheckpointOps(CheckpointOps):
 
 
 def _devices(parameters: Iterable[torch.Tensor]) -> list[tuple[str, Any]]:
-    """Those that have generators, with names that do not say which of a host's devices a rank uses."""
+    """Devices with random generators, by names that do not depend on which devices of a host a rank uses."""
     devices = sorted({each.device for each in parameters if not each.is_cpu}, key=str)
     known = [each for each in devices if hasattr(getattr(torch, each.type, None), "set_rng_state")]
     return [(f"torch {device.type} {number}", device) for number, device in enumerate(known)]

@@ -1,8 +1,9 @@
-"""Communication hooks that send gradients in 16 or 8 bits per value and keep what rounding took.
+"""Communication hooks that send gradients in 16 or 8 bits per value, and add rounding errors to later
+gradients.
 
     model.register_comm_hook(EightBitCompression(), eight_bit_hook)
 
-How that is done is in `reducer/compression.py`; this file has torch's tensors, futures and process groups.
+The algorithms are in `reducer/compression.py`; this file has torch's tensors, futures and process groups.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ def fp16_hook(state: Fp16Compression, bucket: GradBucket) -> torch.futures.Futur
     Example:
         >>> model.register_comm_hook(Fp16Compression(), fp16_hook)
 
-        Rank 0 has the gradient 1 + 2**-12 and rank 1 has 1: the mean is 1 in the first step. Rank 0 has
-        kept 2**-12 and adds it to its next gradient: after four such steps the means sum to 4 + 2**-11.
+        Rank 0 has the gradient 1 + 2**-12 and rank 1 has 1: the mean is 1 in the first step. Rank 0 keeps
+        2**-12 and adds it to its next gradient: after four such steps the means sum to 4 + 2**-11.
 
     Raises:
-        ConfigTypeError: The state is of another kind.
+        ConfigTypeError: The state is not of this class.
     """
     return _average(check_state(state, Fp16Compression), bucket)
 
@@ -83,7 +84,7 @@ def _average(state: Compression, bucket: Any) -> torch.futures.Future[torch.Tens
 
 
 def _values_of(bucket: Any, name: str) -> torch.Tensor:
-    """The bucket's own memory if it is float32."""
+    """The bucket's values in float32; its own memory if it is float32."""
     check_bucket(bucket, GradBucket, user=name, owner="paceline.torch.DistributedDataParallel")
     flat = as_real(bucket.buffer())
     if flat.device.type != "cpu" or not flat.is_floating_point():

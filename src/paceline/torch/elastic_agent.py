@@ -1,6 +1,7 @@
-"""Torch's elastic agent: `python -m paceline.torch.elastic_agent`, with the arguments of torchrun.
+"""torch's elastic agent: `python -m paceline.torch.elastic_agent`, with the arguments of torchrun.
 
-Where ranks have failed, the agent raises: its traceback tells nothing of them, and hides what they have said.
+If ranks fail, torch's agent raises, and its traceback says nothing about them and hides their output. This
+module reports the failed ranks instead.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from paceline.launch.report import RankEnd, describe_end
 
 
 def main() -> None:
-    """Run the ranks; exit status 1 if some have failed."""
+    """Run the ranks; the exit status is 1 if any of them failed."""
     try:
         run.main()
     except ChildFailedError as error:

@@ -1,4 +1,4 @@
-"""What a program logs, as scalars for TensorBoard, by torch's own writer."""
+"""Writes what a program logs as scalars for TensorBoard, with torch's own writer."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.trace import logged
 
 
 def log_to_tensorboard(folder: str | os.PathLike[str]) -> None:
-    """Write what this rank gives to `paceline.log` from now on as scalars for TensorBoard, too.
+    """Also write what this rank passes to `paceline.log` from now on as scalars for TensorBoard.
 
-    Not collective, and independent of whether anything is recorded. The step of a scalar is how often its
-    name was logged before. The file is complete when the program ends.
+    Not collective, and independent of recording. The step of a scalar is the number of times that its name
+    was logged before. The file is complete when the program ends.
 
     Args:
         folder: The folder of torch's `SummaryWriter`; made if it is not there. Each rank needs its own.

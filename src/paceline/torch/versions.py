@@ -1,4 +1,4 @@
-"""Which versions of torch these files fit; `scripts/try-versions` runs the tests with others."""
+"""The supported versions of torch; `scripts/try-versions` runs the tests with other versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ TESTED = (2, 6), (2, 7), (2, 8), (2, 9), (2, 13), (2, 14), (2, 15)
 
 
 def check() -> None:
-    """Raise unless a supported torch is installed; warn of one that was not tested.
+    """Raise unless a supported torch is installed; warn of a version that was not tested.
 
     Raises:
         UnsupportedVersionError: Also an ImportError.

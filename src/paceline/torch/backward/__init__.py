@@ -1,4 +1,4 @@
-"""One backward pass: hooks, graphs, weights and late gradients of a module.
+"""The backward of a module: hooks, graphs, weights and deferred gradients.
 
 Not public.
 """

@@ -1,10 +1,10 @@
-"""Gradients that no_sync() has left behind, before the next backward adds to them.
+"""Gives gradients from no_sync() memory of their own, before the next backward adds to them.
 
-Autograd may give two parameters one memory as their gradients (behind `stack`, `cat` or an addition).
-Nobody notices after one backward; the next one adds to that memory once for each of them, so that both become
-wrong. The same goes for a parameter and an input of the model, or whatever else gets a gradient. A
-synchronised backward gives such gradients memory of their own at its end; here those are parted that it has
-not seen.
+Autograd may give two parameters the same memory for their gradients (behind `stack`, `cat` or an addition).
+After one backward this does no harm. The next backward adds to that memory once for each parameter, so that
+both gradients become wrong. The same holds for a parameter and an input of the model, or any other tensor
+that gets a gradient. A synchronised backward gives such gradients memory of their own at its end; this module
+does it for gradients of other backwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def part_accumulated(
 ) -> None:
     """Give gradients that share memory, with each other or with another tensor, a copy each.
 
-    Those that are sparse or part of a graph (create_graph=True) stay as they are.
+    Gradients that are sparse, or part of a graph (create_graph=True), stay as they are.
     """
     gradients = {index: parameters[index].grad for index in indices}
     dense = {
@@ -36,9 +36,13 @@ def part_accumulated(
 
 
 def overlapping(extents: Iterable[tuple[int, int, int]]) -> set[int]:
-    """Which of these pieces of memory overlap with any other. In a backward the core finds them."""
+    """The indices of memory ranges that overlap another one. In a synchronised backward the core finds them.
+
+    Args:
+        extents: (begin, length, index) of each range.
+    """
     found: set[int] = set()
-    furthest, holder = 0, -1  # the end of the one that reaches furthest so far
+    furthest, holder = 0, -1  # the largest end so far, and the index of that range
     for begin, length, index in sorted(extents):
         if length and begin < furthest:
             found |= {index, holder}

@@ -1,9 +1,9 @@
-"""The backward passes of a torch module: when one begins and ends in autograd, and its other parts.
+"""Where the backward of a torch module begins and ends in autograd, and the parts that it is made of.
 
-A backward begins at the first hook that fires: a parameter's, or that of an output of forward, so that a rank
-on which no parameter gets a gradient ends its backward too. Whichever comes first queues the end of the
-backward in autograd's engine, which calls it when the backward is over. What happens there is in
-`reducer.backward`.
+A backward begins at the first hook that fires: that of a parameter, or that of an output of forward. Outputs
+have hooks so that a rank on which no parameter gets a gradient ends its backward, too. The first hook queues
+the end of the backward in autograd's engine, which calls it when the backward is over. `reducer.backward` has
+what happens there.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from paceline.torch.model.parameters import HAS_EXCHANGE_API, ManagedTensors
 from paceline.torch.ops import OPS
 from paceline.trace.recording import recording
 
-_DROPPED_WITHIN_S = 5.0  # by autograd's thread, which needs the interpreter's lock for it
+_DROPPED_WITHIN_S = 5.0  # autograd's thread needs the GIL to drop the end of a backward that raised
 _LOOK_S = 0.0005
 
 
 class ErrorNote:
-    """The last error of ours that a wrapper or its backward passes raised."""
+    """The last Paceline error that a wrapper or one of its backwards raised."""
 
     text = ""
 
@@ -69,7 +69,7 @@ class ErrorNote:
 
 
 class TorchAutograd:
-    """See `paceline.reducer.backward.front_end.Autograd`."""
+    """torch's `paceline.reducer.backward.front_end.Autograd`."""
 
     def __init__(
         self,
@@ -96,15 +96,15 @@ class TorchAutograd:
         self._shared_gradients = SharedGradients(state)
         self._has_begun = False
         self._in_backward: Steppers = []
-        # Graphs that a backward of some tensors alone has come to; perhaps no parameter is among them.
-        self._met: list[tuple[int, weakref.ref[Graph]]] = []
+        # Graphs that a backward(inputs=...) has reached; perhaps it computes no gradient of a parameter.
+        self._reached: list[tuple[int, weakref.ref[Graph]]] = []
         self._last_hooks: LastHooks | None = None
         self._late: DeferredGradients | None
         self.complete: Callable[[], None] | None
         self._make_deferred(is_static)
 
     def scattered_in_place(self) -> Scattered | None:
-        """The gradients of which each rank has a part, if `.grad` stands for any of them now."""
+        """The scattered gradients, if the `.grad` of any parameter is a stand-in now."""
         is_there = any(type(parameter.grad) is ScatteredGradient for parameter in self._tensors.trainable)
         return self._gradients.scattered if is_there else None
 
@@ -133,9 +133,8 @@ class TorchAutograd:
             registered[index] = self._shared_gradients.hook(index, registered[index])
         if late is not None and self._tensors.trigger is not None:
             registered[self._tensors.trigger] = late.with_trigger(registered[self._tensors.trigger])
-        self._last_hooks = LastHooks(
-            trainable, registered
-        )  # before it registers any, which may be interrupted
+        # Set before register(), which a signal handler may interrupt.
+        self._last_hooks = LastHooks(trainable, registered)
         self._last_hooks.register()
         self._not_last = self._last_hooks.not_last
         own = self._gradients.in_own_memory()
@@ -174,7 +173,7 @@ class TorchAutograd:
             self._buffers.hook.before_forward(dict(self._tensors.current_buffers()))
 
     def check_direct_step(self) -> None:
-        """Before collectives of ours."""
+        """Called before Paceline's own collectives, which would count as collectives of the program."""
         if self._direct.returned is not None:
             if self._state.accumulated:  # by a backward in no_sync()
                 self._direct.forget()
@@ -196,7 +195,8 @@ class TorchAutograd:
             if tensor.grad_fn is not None:
                 tensor.register_hook(graph.hook)  # type: ignore[no-untyped-call]
                 is_watched = True
-        if not is_watched and state.is_forward_counted and has_no_backward(output):  # a sampled action, say
+        # An output without a backward: a sampled action, for example.
+        if not is_watched and state.is_forward_counted and has_no_backward(output):
             state.take_back_forward()
         if self._weights.of_forward is not None:
             self._weights.add_forward(graph, output)
@@ -218,7 +218,7 @@ class TorchAutograd:
             state.give_up_before(graph)
         if state.is_other(graph) and running_call() is not GRAD:
             state.follow(graph)
-            if not state.is_syncing:  # a backward ends by itself
+            if not state.is_syncing:  # a synchronised backward queues its own end
                 end = EndOfBackward(state.unfollow, state.unfollow)
                 Variable._execution_engine.queue_callback(functools.partial(_call, end))
         if not state.is_syncing:
@@ -230,7 +230,7 @@ class TorchAutograd:
             if self._weights.is_used:
                 self._weights.reach(graph)
             if call is BACKWARD and state.phase < RUNNING:
-                state.arm()  # first: whatever raises from now on interrupts the backward
+                state.arm()  # first: any error from now on interrupts the backward
             state.graphs.begin(graph)
         elif call is GRAD:
             if graph.is_averaged and any(self._tensors.is_trained_here(t) for t in inputs_of_grad()):
@@ -238,7 +238,7 @@ class TorchAutograd:
             if self._weights.is_used:
                 return self._weights.through_gradient(graph, gradient)
         elif call is BACKWARD_OF_SOME:
-            self._met.append((self.backward(), weakref.ref(graph)))
+            self._reached.append((self.backward(), weakref.ref(graph)))
             if self._weights.is_used:
                 self._weights.reach(graph)
         return None
@@ -270,14 +270,14 @@ class TorchAutograd:
         self._part_accumulated()
         if (scattered := self._gradients.scattered) is not None:
             scattered.forget()
-        if self._met:
-            met, self._met = self._met, []
-            for backward, find in met:
+        if self._reached:
+            reached, self._reached = self._reached, []
+            for backward, find in reached:
                 if backward == self.backward() and (graph := find()) is not None:
                     self._state.graphs.begin(graph)
 
     def at_end(self, end: Callable[[], None]) -> None:
-        if self.times.is_begun and not self._state.ends_by_hand:  # when that one ends, the caller chooses
+        if self.times.is_begun and not self._state.ends_by_hand:  # by hand, the caller chooses when it ends
             end = self.times.timed(end, self._gradients.reduction.reducer)
         if profiler._is_profiler_enabled:
             end = profiled(end)
@@ -295,7 +295,7 @@ class TorchAutograd:
         return [] if self._last_hooks is None else self._last_hooks.find_swapped()
 
     def raise_kept(self) -> None:
-        """Hooks of torch raise where they are called."""
+        """Nothing to do: torch's hooks raise where they are called."""
 
     def note_error(self, error: PacelineError) -> None:
         self.errors.add(error)
@@ -309,12 +309,12 @@ class TorchAutograd:
     def learn(self) -> None:
         if self._late is not None and self._late.learn():
             self.install()
-            self._late.end_learning()  # or, where this was interrupted, it comes once more
+            self._late.end_learning()  # if install() was interrupted, the next call of learn() repeats it
 
     def forget(self) -> None:
         if self._late is not None:
             self._late.forget()
-        self._met.clear()
+        self._reached.clear()
 
 
 TorchBackwardSync: TypeAlias = BackwardSync[TorchAutograd]

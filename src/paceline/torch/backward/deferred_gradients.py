@@ -1,9 +1,9 @@
 """Gradients that are handed over later than when their hook first fires, because they are not complete then.
 
-The caller has said so: delay_all_reduce_named_params wait for the gradient of param_to_hook_all_reduce. Or
-static_graph was promised: then the first backward, in which everything waits for its end, shows which
-gradients come several times (of a layer in two reentrant checkpoints), and in all further backward passes
-these are complete when they have come as often.
+There are two cases. The gradients of delay_all_reduce_named_params wait for that of param_to_hook_all_reduce.
+With static_graph=True, all gradients of the first backward wait for its end. It shows which gradients come
+several times (those of a layer in two reentrant checkpoints); in later backwards such a gradient is complete
+when it has come as often.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.torch.model.compiling import untraced
 
 
 class DeferredGradients:
-    """The late gradients of one wrapped model."""
+    """The deferred gradients of one wrapped model."""
 
     def __init__(
         self,
@@ -29,12 +29,13 @@ class DeferredGradients:
         part: Callable[[list[int]], None],
     ) -> None:
         self.is_learning = is_learning
-        # Gives gradients that share memory a copy: autograd would add the next piece to the other one, too.
+        # Copies gradients that share memory: autograd would add the next contribution to both of them.
         self._part = part
         self._state = state
         self._hand_over = hand_over
         self._delayed = frozenset(delayed)
-        self._came: dict[int, int] = {}  # in this backward, how often; in the order of their last gradients
+        # How often each gradient has come in this backward, in the order in which they last came.
+        self._came: dict[int, int] = {}
         self._learned: dict[int, int] | None = None
         self._expected: dict[int, int] = {}
 
@@ -67,7 +68,7 @@ class DeferredGradients:
         return note
 
     def with_trigger(self, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
-        """Of param_to_hook_all_reduce: hands over, and then the delayed ones are complete."""
+        """The hook of param_to_hook_all_reduce: hands its gradient over, and then the delayed ones."""
 
         @untraced
         def hand_over(parameter: torch.Tensor) -> None:
@@ -92,7 +93,7 @@ class DeferredGradients:
         self._came.clear()
 
     def learn(self) -> bool:
-        """Returns whether a backward has shown something, so that hooks change; until `end_learning`."""
+        """Whether a backward has shown how often gradients come: then hooks change, until `end_learning`."""
         if self._learned is None:
             return False
         self._expected, self.is_learning = self._learned, False

@@ -1,4 +1,4 @@
-"""Steps with gradients that torch.autograd.grad() has returned, which nobody averages."""
+"""Warns of optimizer steps with gradients from torch.autograd.grad(), which are not averaged."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from paceline.errors import warn
 
 
 class DirectGradients:
-    """Detects optimizer steps with gradients that autograd.grad() returned, instead of a backward.
+    """Detects optimizer steps with gradients from autograd.grad(), instead of a backward.
 
-    Such a call averages nothing and ends no backward, so that each rank must find out by itself: between two
-    forwards gradients of the parameters were returned and parameters were written, but no backward ran. It
-    says nothing if the program has called collectives of its own in between, which may have averaged them.
+    autograd.grad() averages nothing and ends no backward, so each rank detects such a step by itself: between
+    two forwards, gradients of the parameters were returned and parameters were written, but no backward ran.
+    There is no warning if the program has called collectives of its own in between, which may have averaged
+    the gradients.
     """
 
     def __init__(self, writes: Callable[[], int], where: str, *, is_alone: bool) -> None:
@@ -23,7 +24,7 @@ class DirectGradients:
         self._is_over = is_alone  # or has warned
 
     def note_call(self, *, has_backwards: bool) -> None:
-        """Gradients of parameters are being returned."""
+        """Called when autograd.grad() returns gradients of parameters."""
         if self._is_over or self.returned is not None:
             return
         writes = self._writes()

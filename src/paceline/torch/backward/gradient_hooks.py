@@ -1,12 +1,13 @@
-"""The hook of each parameter: it hands the finished gradient over, in as few Python steps as possible.
+"""The hook of each parameter, which hands over the finished gradient in as few Python steps as possible.
 
-Four kinds. In *pointer* mode the reducer copies the gradient into the gradient buffer and, at the end, the
-mean back. In *copy* mode torch does both, over a process group all of a bucket at once. In *view* mode the
-gradient itself moves into the gradient buffer and stays there. In *taking* mode it goes there, and nothing
-comes back: the backward scatters.
+There are five kinds. In *pointer* mode the reducer copies the gradient into the gradient buffer, and at the
+end copies the mean back. In *copy* mode torch makes both copies; over a process group, for all gradients of a
+bucket at once. In *view* mode the gradient itself moves into the gradient buffer and stays there. In *taking*
+mode it is copied there and nothing is copied back, because the backward scatters the means. A *sparse*
+gradient lies elsewhere, and its hook only marks it as ready.
 
-A hook runs some hundred times in every backward: it is a closure over what it needs, and whatever is rare is
-a call of something else. Where the core itself averages, the usual case is not even Python: see `in_core`.
+Hooks run some hundred times in every backward. So each is a closure over what it needs, and a rare case is a
+call of another function. Where the core itself averages, the usual case runs no Python: see `in_core`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from paceline.torch.ops import OPS
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[BackwardState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
-"""What a hook knows of its parameter: index, name, place, who averages, and the dtype of its gradients."""
+"""Its arguments besides the state: index, name, place in the buffer, reducer, and dtype of the gradient."""
 
 
 def pointer_hook(
@@ -41,7 +42,7 @@ def pointer_hook(
     reducer: Reducer,
     dtype: torch.dtype,
 ) -> Hook:
-    """For a reducer that takes pointers; only for gradients that lie in memory as their place does."""
+    """For a reducer that takes pointers, and gradients with the memory layout of their place."""
     mark_ready, handed = reducer.mark_ready, state.handed
     shape, strides, device = view.shape, view.stride(), view.device
     stage = copy_hook(state, index, name, view, reducer, dtype)
@@ -91,7 +92,7 @@ def copy_hook(
     waiting: dict[int, torch.Tensor] | None = None,
     is_shared: bool = False,
 ) -> Hook:
-    """For any reducer, any layout of the gradient, and a place of another dtype."""
+    """For any reducer and any layout of the gradient; its place may have another dtype."""
     mark_copied, handed, staged = reducer.mark_copied, state.handed, state.staged
     copy, shape, device = view.copy_, view.shape, view.device
 
@@ -141,11 +142,11 @@ def taking_hook(
     *,
     stand_in: ScatteredGradient,
 ) -> Hook:
-    """For gradients of which each rank gets a part: they are copied to their place, and let go at once.
+    """For scattered gradients: each is copied to its place, and freed at once.
 
-    Their memory is still in the processor's caches, and autograd uses it for the next ones. All of them kept
-    until the means are there would be as much memory again, which the allocator gives back to the system
-    after each backward and gets anew, page by page, in the next one.
+    The freed memory is still in the CPU's caches, and autograd uses it for the next gradients. Keeping all
+    gradients until the means are there would take as much memory again. The allocator would return it to the
+    system after each backward, and get it back page by page in the next one.
     """
     mark_ready, handed, copy = reducer.mark_ready, state.handed, view.copy_
     shape, device = view.shape, view.device
@@ -161,7 +162,7 @@ def taking_hook(
         if index in handed:
             state.status.twice = index
             return
-        if type(gradient) is ScatteredGradient:  # autograd has brought nothing, and cannot add to it
+        if type(gradient) is ScatteredGradient:  # autograd made no gradient, and cannot add to a stand-in
             state.refuse(index, left_over(name, state.where, OPS.names))
             return
         if (
@@ -190,12 +191,10 @@ def view_hook(
     dtype: torch.dtype,
     waiting: dict[int, torch.Tensor] | None = None,
 ) -> Hook:
-    """For gradients that live in the gradient buffer: autograd's own tensor moves in when it made
-    a new one.
-    """
+    """For gradients that live in the gradient buffer: a new tensor of autograd is copied into it."""
     mark_ready, handed, copy = reducer.mark_ready, state.handed, view.copy_
     shape, device = view.shape, view.device
-    # A communication hook may move the memory, by making it longer for a while: the view moves along.
+    # A communication hook may move the memory, by enlarging it for a while; the view moves with it.
     pointer, buffer_pointer = view.data_ptr, view.untyped_storage().data_ptr
     offset = pointer() - buffer_pointer()
 
@@ -223,7 +222,7 @@ def view_hook(
             copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
             parameter.grad = view
         if waiting:
-            waiting.pop(index, None)  # of a backward that an exception has ended
+            waiting.pop(index, None)  # from a backward that an exception has ended
         if not state.is_syncing:
             state.accumulated.add(index)
             return
@@ -234,7 +233,7 @@ def view_hook(
         mark_ready(index, 0)
 
     if view.is_cpu:
-        waiting = None  # while it is in the processor's caches, the core copies it faster
+        waiting = None  # the core copies it faster, while it is in the CPU's caches
     return in_core(hand_over, state, index, view, reducer, dtype, gradient_in_buffer=True, waiting=waiting)
 
 
@@ -248,7 +247,7 @@ def sparse_hook(
     *,
     shape: torch.Size,
 ) -> Hook:
-    """For gradients that lie elsewhere, of a parameter of this shape: it only says that there is one."""
+    """For sparse gradients of a parameter of this shape: the hook only marks that there is one."""
     mark_ready, handed = reducer.mark_ready, state.handed
 
     @untraced
@@ -286,10 +285,10 @@ def in_core(
     stand_in: ScatteredGradient | None = None,
     waiting: dict[int, torch.Tensor] | None = None,
 ) -> Hook:
-    """The same hook, with the core doing what is usual.
+    """The same hook with the usual case in C++, or the hook itself where that is not possible.
 
-    What is not usual goes to the Python hook: the first gradient of a backward, a local one, any that does
-    not lie in memory as its place does.
+    Other cases call the Python hook: the first gradient of a backward, a gradient that is not synchronised,
+    and one whose memory layout differs from that of its place.
     """
     taker = reducer.marks if isinstance(reducer, ReportingReducer) else reducer
     if not isinstance(taker, (_core.Reducer, _core.BackwardMarks)):
@@ -307,26 +306,28 @@ def in_core(
             view,
             dtype,
             gradient_in_buffer,
-            transformed="is_neg" if waiting is None else "",  # torch copies, and knows how to read any
+            transformed="is_neg" if waiting is None else "",  # a gradient in `waiting` is copied by torch
             stand_in=stand_in,
             waiting=waiting,
             note_stream=reducer.note_stream if isinstance(reducer, ReportingReducer) else None,
         )
-    except (BufferError, RuntimeError):  # a device that DLPack has no number for
+    except (BufferError, RuntimeError):  # a device that DLPack does not know
         return hook
 
 
 class SharedGradients:
-    """Gradients of parameters that other wrapped models have, too: only a backward of own outputs counts.
+    """Gradients of parameters that several wrapped models have: only a backward of this model's outputs
+    counts.
 
-    One backward may run through both models, and bring such a gradient through the other one before it
-    reaches this one's outputs. So what came too early is handed over when the backward begins, if that is in
-    the same backward; on other ranks it may have come later, and all must take the same part.
+    One backward may run through two models, and produce such a gradient through the other model before it
+    reaches this model's outputs. The early gradient is then handed over when this model's backward begins, if
+    it is the same backward. On other ranks it may have come later, and all ranks must use the same gradients.
     """
 
     def __init__(self, state: BackwardState) -> None:
         self._state = state
-        self._early: dict[int, tuple[int, Hook, torch.Tensor]] = {}  # by index; first which backward it was
+        # By index: the number of the backward, the hook, and the parameter.
+        self._early: dict[int, tuple[int, Hook, torch.Tensor]] = {}
 
     def hook(self, index: int, hook: Hook) -> Hook:
         state, graphs = self._state, self._state.graphs
@@ -370,14 +371,16 @@ def refuse_unsupported(
     shape: torch.Size,
     device: torch.device | None = None,
 ) -> None:
-    """Backward calls hooks even where it has nothing to add: a Function whose backward returns None. Such a
-    parameter is unused. Where users have hooks, too, one of them may have dropped the gradient: an optimizer
-    that steps within backward, with the gradients of this rank alone.
+    """Refuse a gradient that cannot be averaged.
+
+    Autograd calls hooks even if there is no gradient, as for a Function whose backward returns None. Such a
+    parameter is unused and is not refused. But a hook of the user may have dropped the gradient, as an
+    optimizer does that steps within backward with this rank's own gradients.
     """
     gradient = parameter.grad
     is_as_wrapped = gradient is not None and gradient.dtype is dtype and gradient.shape == shape
     if is_as_wrapped and parameter.dtype is not dtype:
-        # Autograd adds to a gradient that was kept in that one's dtype, and the optimizer rounds to this.
+        # Autograd adds to a kept gradient in the gradient's dtype; the optimizer rounds to the parameter's.
         state.refuse(index, converted_parameter(name, state.where, parameter.dtype, dtype))
     elif gradient is not None or _has_hooks_of_users(parameter):
         state.refuse(index, unsupported_gradient(name, state.where, parameter, dtype, shape, device))

@@ -1,8 +1,7 @@
-"""The gradients of one model, and where they lie: torch's own memory, or the gradient buffer.
+"""The gradients of one model, and where they lie: in torch's own memory, or in the gradient buffer.
 
-A gradient is handed over in one of five ways, chosen for each parameter when a plan is adopted: by *pointer*,
-by *copy*, as the *view* of the gradient buffer that it is, *taken*, where each rank gets a part of the mean,
-or *sparse*, which lies elsewhere.
+When a plan is adopted, each parameter gets one of the five hooks of `gradient_hooks`: *pointer*, *copy*,
+*view*, *taking* or *sparse*.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from paceline.torch.ops import OPS
 
 
 class Gradients:
-    """See `paceline.reducer.backward.front_end.Gradients`.
+    """torch's `paceline.reducer.backward.front_end.Gradients`.
 
     Attributes:
-        reduction: Averages them.
-        scattered: What each rank has a part of; None: every rank gets all means.
-        hooks: For each parameter what hands its gradient over.
+        reduction: Averages the gradients.
+        scattered: The gradients whose means are scattered over the ranks; None: every rank gets all means.
+        hooks: The hook of each parameter, which hands its gradient over.
     """
 
     def __init__(self, tensors: ManagedTensors, state: BackwardState, config: DDPConfig, rank: int) -> None:
@@ -55,13 +54,13 @@ class Gradients:
         self._config = config
         self._rank = rank
         self._shared: set[int] = set()
-        self._kinds: list[set[int]] = []  # parameters whose places are of one device and dtype
+        self._kinds: list[set[int]] = []  # parameters by the device and dtype of their places
         self._shapes = [parameter.shape for parameter in tensors.trainable]
         self._dtypes = [parameter.dtype for parameter in tensors.trainable]
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the thread that calls backward() runs all hooks of parameters: none is on a device."""
+        """Whether the thread that calls backward() runs all hooks: no parameter is on a device."""
         return all(parameter.is_cpu for parameter in self._parameters)
 
     @property
@@ -103,7 +102,7 @@ class Gradients:
         copied = functools.partial(copy_hook, waiting=self.reduction.waiting)
         if index in self._tensors.sparse:
             return functools.partial(sparse_hook, shape=self._shapes[index])
-        if index in self._shared:  # another model may bring its mean to the same memory before
+        if index in self._shared:  # another model may write its mean to the same memory first
             return functools.partial(copy_hook, is_shared=True)
         if view.dtype is not dtype:
             return copied
@@ -112,12 +111,12 @@ class Gradients:
         if self.scattered is not None:
             return functools.partial(taking_hook, stand_in=self.scattered.stand_ins[index])
         if view.nbytes <= self.reduction.most_pointer_bytes:
-            # What lies in memory may be the conjugate of a complex gradient.
+            # The memory may hold the conjugate of a complex gradient.
             return copied if dtype.is_complex else pointer_hook
         return copied
 
     def in_own_memory(self) -> list[int]:
-        """Parameters whose gradients stay where autograd has made them, so that means are written there."""
+        """Parameters whose gradients stay in memory of autograd, so that means are written there."""
         if self.scattered is not None:
             return []
         in_buffer, shared, dtypes = self._config.gradients_in_buffer, self._shared, self._dtypes
@@ -158,7 +157,7 @@ class Gradients:
             return
         changed_ones, shared = state.handed.look()
         for changed in changed_ones:
-            if changed in self._shared:  # by another wrapped model, which has brought its mean
+            if changed in self._shared:  # by another wrapped model, which has written its mean
                 continue
             handed, now = state.handed[changed], trainable[changed].grad
             if handed is not now or not self._shares_version(changed):
@@ -170,7 +169,7 @@ class Gradients:
                 self.reduction.reducer.add_foreign(gradient.data_ptr(), extent(gradient))
         if len(state.handed) == len(names):
             return
-        for index, shape in enumerate(self._shapes):  # those without a gradient get the others' mean
+        for index, shape in enumerate(self._shapes):  # without a gradient, they get the other ranks' mean
             parameter, dtype = trainable[index], self._dtypes[index]
             if index in state.handed:
                 continue
@@ -181,9 +180,9 @@ class Gradients:
                 state.refuse(index, error)
 
     def _shares_version(self, index: int) -> bool:
-        """Whether other gradients lie in the same memory: autograd has cut them from one tensor.
+        """Whether other gradients lie in the same storage, as when autograd has split one tensor.
 
-        They count their changes together, so what was added to another one says nothing of this one.
+        They share a version counter, so a new version may come from a change of another gradient.
         """
         handed, gradient = self._state.handed, self._state.handed[index]
         if gradient is self.reduction.places[index]:
@@ -211,7 +210,7 @@ class Gradients:
                     parameter.grad = place if is_in_buffer else place.to(parameter.dtype, copy=True)
 
     def _parted_by_others(self, indices: Sequence[int]) -> list[int]:
-        """Nothing may be written to the old memory: another tensor holds it."""
+        """Shared gradients that another model has moved; their old memory belongs to another tensor."""
         handed, parameters = self._state.handed, self._parameters
         return [i for i in indices if i in self._shared and parameters[i].grad is not handed[i]]
 
@@ -219,7 +218,7 @@ class Gradients:
         handed, places, unlike = self._state.handed, self.reduction.places, []
         plain = [index for index in indices if type(handed[index]) is torch.Tensor]
         try:
-            # One kernel copies what is of one device and dtype.
+            # One kernel copies all gradients of one device and dtype.
             for kind in self._kinds:
                 of_kind = plain if len(self._kinds) == 1 else [index for index in plain if index in kind]
                 gradients = [handed[index] for index in of_kind]
@@ -227,7 +226,7 @@ class Gradients:
                     torch._foreach_copy_(gradients, [places[index] for index in of_kind])
             if len(plain) < len(indices):
                 unlike = [index for index in indices if type(handed[index]) is not torch.Tensor]
-        except RuntimeError:  # torch's zero tensors take no values
+        except RuntimeError:  # torch's zero tensors cannot be written to
             unlike = list(indices)
         for index in unlike:
             self._write_back_one(index, handed[index], places[index])
@@ -236,7 +235,7 @@ class Gradients:
         if gradient.data_ptr() or not gradient.numel():
             gradient.copy_(place)
             return
-        try:  # its class knows, perhaps, how a plain tensor is written to the tensors of which it consists
+        try:  # its class may know how to write a plain tensor to its inner tensors
             gradient.copy_(place)
         except (NotImplementedError, RuntimeError, TypeError):
             self._parameters[index].grad = place.to(gradient.dtype, copy=True)
@@ -248,7 +247,7 @@ class Gradients:
         in_buffer, kept = set(self._in_buffer()), {}
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
-            if gradient is not None:  # a stand-in, too: a backward that adds to it must raise
+            if gradient is not None:  # keeps a stand-in, too: a backward that adds to it must raise
                 is_in_buffer = index in in_buffer
                 kept[index] = (gradient.clone() if is_in_buffer else gradient, is_in_buffer)
         return kept
@@ -256,7 +255,7 @@ class Gradients:
     def restore(self, kept: dict[int, tuple[Any, bool]]) -> None:
         for index, parameter in enumerate(self._parameters):
             gradient, is_in_buffer = kept.get(index, (None, False))
-            if is_in_buffer:  # in the place of the plan that is in use now
+            if is_in_buffer:  # move it to its place in the current plan
                 self._move_to_buffer(index, gradient)
             else:
                 parameter.grad = gradient
@@ -267,11 +266,11 @@ class Gradients:
                 self._parameters[index].grad = self.reduction.places[index].clone()
 
     def interrupt(self) -> None:
-        if self.is_on_host:  # else in autograd's own thread, while the user's clears gradients, perhaps
+        if self.is_on_host:  # else this is autograd's thread, and the user's may be clearing gradients
             self.leave_buffer()
 
     def settle(self) -> None:
-        """Buckets that were under way have overwritten some, before or after the user wrote to them."""
+        """Drop gradients that in-flight buckets may have overwritten, before or after the user wrote them."""
         if not self.is_on_host:
             for index in self._in_buffer():
                 self._parameters[index].grad = None
@@ -304,5 +303,5 @@ class Gradients:
 
 
 def _storage_of(gradient: torch.Tensor) -> int:
-    """0: it has none of its own."""
+    """The address of the gradient's storage; 0: it has no storage of its own."""
     return gradient.untyped_storage().data_ptr() if gradient.data_ptr() else 0

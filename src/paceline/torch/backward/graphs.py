@@ -1,4 +1,4 @@
-"""Autograd's graph, as far as asked: the tensors that a forward returned, and whose call runs a hook.
+"""Queries of autograd: the tensors in the output of a forward, and which call of autograd runs a hook.
 
 `reducer.backward.state` keeps what belongs to the graph of a forward.
 """
@@ -21,12 +21,12 @@ from paceline.torch.model.compiling import refuse_compiled_autograd
 
 
 def tensors_in(output: object) -> Iterator[torch.Tensor]:
-    """All in tuples, lists, dicts, dataclasses, distributions and what is registered with torch's pytree."""
+    """All tensors in tuples, lists, dicts, dataclasses, distributions, and classes of torch's pytree."""
     return iter([output]) if isinstance(output, torch.Tensor) else _tensors_within(output, set())
 
 
 def may_hide_tensors(output: object) -> bool:
-    """Whether it holds an object in which `tensors_in` finds none, though there may be some."""
+    """Whether it holds an object in which `tensors_in` does not look, and which may hold tensors."""
     if isinstance(output, torch.Tensor):
         return False
     return any(not isinstance(leaf, _PLAIN) for leaf in _leaves(output, set()))
@@ -57,15 +57,17 @@ _PLAIN = (torch.Tensor, str, bytes, int, float, complex, type(None), Distributio
 
 
 def has_no_backward(output: object) -> bool:
-    """Whether there are tensors in it, none that needs a gradient, and no object that may hide one."""
+    """Whether it has tensors, none of which requires a gradient, and no object that may hide one."""
     found = list(tensors_in(output))
     is_plain = all(isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(output))
     return is_plain and bool(found) and not any(tensor.requires_grad for tensor in found)
 
 
 class RunningCall(Enum):
-    """UNKNOWN: on a device, whose hooks run in a thread of their own, while several threads are in such
-    calls, and not in the same.
+    """The kind of autograd call that runs a hook.
+
+    UNKNOWN: the hook runs in autograd's thread for a device, while several threads are in calls of different
+    kinds.
     """
 
     BACKWARD = "backward()"
@@ -75,11 +77,11 @@ class RunningCall(Enum):
 
 
 BACKWARD, BACKWARD_OF_SOME, GRAD, UNKNOWN = RunningCall
-"""Names of the module: to read one from its class takes Python several times as long, in each backward."""
+"""Names of the module, because reading one from the class takes several times as long, in each backward."""
 
 
 def running_call() -> RunningCall:
-    """The innermost call of autograd on this thread's stack; or the one that waits for this thread."""
+    """The innermost call of autograd on this thread's stack, or else the one of another thread that waits."""
     refuse_compiled_autograd()
     found = _innermost_call(sys._getframe(1))
     if found is not None:
@@ -89,7 +91,7 @@ def running_call() -> RunningCall:
 
 
 def roots_of_backward() -> list[Any]:
-    """The nodes of autograd's graph at which the backward begins that runs, or waits, as for `running_call`.
+    """The nodes of the graph at which the running backward begins, found as in `running_call`.
 
     Empty: it is not known which call it is.
     """
@@ -118,7 +120,7 @@ def _kind_of(call: FrameType) -> RunningCall:
 
 
 def inputs_of_grad() -> Sequence[object]:
-    """The tensors whose gradients the autograd.grad() returns that runs, or waits; empty: not known."""
+    """The inputs of the running autograd.grad(), found as in `running_call`; empty: not known."""
     found = _innermost_call(sys._getframe(1))
     calls = [found] if found is not None else _waiting_calls()
     if len(calls) != 1 or calls[0].f_code is not torch.autograd.grad.__code__:

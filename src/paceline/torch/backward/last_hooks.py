@@ -1,8 +1,8 @@
-"""Our hooks of parameters, which hand gradients over after all hooks of users.
+"""Paceline's hooks of parameters, which hand gradients over after all hooks of the user.
 
-Torch calls hooks in the order of registration, so ours are registered again where others have come after
-them. Hooks of autograd's node, as torch's DDP has, come last by themselves, but take a third longer, are lost
-when the model is converted, and run in the stream in which the model was wrapped.
+torch calls hooks in the order of registration. So Paceline's hooks are registered again if others were
+registered after them. Hooks of autograd's nodes, which torch's DDP uses, always come last. But they take a
+third longer, are lost when the model is converted, and run on the stream on which the model was wrapped.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from paceline import _core
 class LastHooks:
     """One hook of each parameter, from `register` to `remove`.
 
-    Hooks are found by what they are, and not by handles: a signal handler that raises in `register` leaves
-    none that `remove` does not know of.
+    `remove` finds the hooks themselves and needs no handles. So it finds all of them, even if a signal
+    handler has raised within `register`.
 
     Attributes:
-        not_last: Which of them others have come after, by index. No method, because each step asks twice.
+        not_last: Returns the indices of hooks after which others were registered. Not a method, because each
+            step calls it twice.
     """
 
     def __init__(
@@ -43,11 +44,11 @@ class LastHooks:
             self._register(index)
 
     def find_swapped(self) -> list[int]:
-        """Which parameters are other tensors now, behind the same object: their hooks have not been called.
+        """The parameters whose Python object has another C++ tensor now: their hooks have not been called.
 
-        `torch.utils.swap_tensors` does that, and with it conversions and load_state_dict() where
-        `torch.__future__.set_swap_module_params_on_conversion(True)` was called. What has the hooks is the
-        object, but autograd looks for them in the tensor; so they are given to that again.
+        `torch.utils.swap_tensors` swaps tensors, and so do conversions and load_state_dict() if
+        `torch.__future__.set_swap_module_params_on_conversion(True)` was called. The Python object keeps its
+        hooks, but autograd looks for them in the C++ tensor, so this method sets them there again.
         """
         now = [parameter._cdata for parameter in self._parameters]
         found = [index for index, (before, after) in enumerate(zip(self._tensors, now)) if before != after]
@@ -76,7 +77,7 @@ class LastHooks:
 
 @contextlib.contextmanager
 def taking_hooks(parameter: torch.Tensor) -> Iterator[None]:
-    """Lets a frozen parameter take hooks, which torch refuses; it may be trained again."""
+    """Allow hooks on a frozen parameter, which torch refuses; the parameter may be trained again later."""
     is_frozen = not parameter.requires_grad
     if is_frozen:
         parameter.requires_grad_(True)

@@ -1,4 +1,4 @@
-"""The weights of micro-batches, for torch: hooks that scale gradients before autograd accumulates them."""
+"""Weights of micro-batches for torch: hooks that scale gradients before autograd accumulates them."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from paceline.torch.backward.graphs import (
 )
 from paceline.torch.backward.last_hooks import taking_hooks
 
-_FORWARDS = "paceline.forwards"  # in a node's metadata: the graphs of forwards that have returned its output
+_FORWARDS = "paceline.forwards"  # key in a node's metadata: the graphs of forwards that returned its output
 
 
 class TorchWeights(MicroBatchWeights):
-    """See `MicroBatchWeights`."""
+    """`MicroBatchWeights` for torch."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], state: BackwardState) -> None:
         super().__init__(state)
         self._parameters = parameters
         self._handles: list[RemovableHandle] = []
-        # One object for each, by which it is found again.
+        # One object for each parameter, by which `HookOrder` finds it again.
         self._hooks = [functools.partial(self._scale, index) for index in range(len(parameters))]
         self._not_last: Callable[[], list[int]]
 
@@ -45,7 +45,7 @@ class TorchWeights(MicroBatchWeights):
         self._handles.clear()
 
     def watch_local(self, graph: Graph, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Returns what replaces the gradient of this output of a forward in no_sync(); None: nothing does."""
+        """Returns a replacement for the gradient of an output of a forward in no_sync(); None: no change."""
         call = BACKWARD if self.is_open else running_call()
         if call is GRAD:
             return self.through_gradient(graph, gradient)
@@ -109,7 +109,7 @@ class TorchWeights(MicroBatchWeights):
     def _shrink(self, factor: float) -> None:
         accumulated = (self._parameters[index].grad for index in sorted(self._state.accumulated))
         gradients = [gradient for gradient in accumulated if gradient is not None]
-        if gradients:  # else they were cleared since
+        if gradients:  # else the user has cleared them
             with torch.no_grad():
                 torch._foreach_mul_(gradients, factor)
 
@@ -117,9 +117,9 @@ class TorchWeights(MicroBatchWeights):
         Variable._execution_engine.queue_callback(end)
 
     def _scale(self, index: int, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        """Runs before autograd adds a gradient to .grad.
+        """A hook that runs before autograd adds a gradient to .grad.
 
-        None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
+        The gradient is None if backward leaves it undefined. The value in .grad is weighted all the same.
         """
         if index in self.shared and not self.is_weighing:
             return None

@@ -1,7 +1,7 @@
 """Optimizers that step within backward (torch's `_apply_optimizer_in_backward`), after the averaging.
 
-torch hooks them to each parameter's gradient, where they would step with this rank's own. The hooks are taken
-away at the first forward, and the optimizers step when the means are there.
+torch calls them in a hook of each parameter, where they would step with this rank's own gradient. These hooks
+are removed at the first forward, and the optimizers step when the means are there.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Steppers = list[tuple[torch.Tensor, list[torch.optim.Optimizer]]]
 def take_over_optimizers(parameters: Sequence[torch.Tensor]) -> Steppers:
     found = [(p, p._in_backward_optimizers) for p in parameters if hasattr(p, "_in_backward_optimizers")]
     if found:
-        # Here, not above: few use it, and it imports every optimizer.
+        # Imported here because few programs use it, and it imports every optimizer.
         from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
         for parameter, _ in found:

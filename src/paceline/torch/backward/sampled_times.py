@@ -1,7 +1,7 @@
-"""How long a backward takes: some are timed for `_get_ddp_logging_data`, and a mark for torch's profiler.
+"""Times some backwards for `_get_ddp_logging_data`, and marks the end of a backward for torch's profiler.
 
-The call that autograd makes at the end of a backward is wrapped, in those backward passes only
-that are timed or profiled; no other pays for it.
+The function that autograd calls at the end of a backward is wrapped only if that backward is timed or
+profiled. Other backwards pay nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.autograd.profiler import record_function
 if TYPE_CHECKING:
     from paceline.reducer.protocol import Reducer
 
-_FIRST_BACKWARDS = 10  # as torch: these, and then one in so many
+_FIRST_BACKWARDS = 10  # as torch: the first ones are timed, and then one in _SAMPLE_RATE
 _SAMPLE_RATE = 100
 
 PHASES = ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
-"""What is timed, as torch calls it: from forward until backward begins; from there until it has made all
-gradients; from the first complete bucket until all means, and buffers, are in place; and how long the last
-two overlap."""
+"""The phases that are timed, with torch's names: from forward until backward begins; from there until all
+gradients are computed; from the first complete bucket until all means and buffers are in place; and the time
+for which the last two overlap."""
 
 
 def profiled(end: Callable[[], None]) -> Callable[[], None]:
-    """The end of a backward, as torch's profilers show it: waiting for the others and averaging."""
+    """Show the end of a backward in torch's profilers: waiting for other ranks, and averaging."""
 
     def call() -> None:
         with record_function("paceline::average"):
@@ -36,13 +36,13 @@ def profiled(end: Callable[[], None]) -> Callable[[], None]:
 
 
 class SampledTimes:
-    """The times of some backward passes of one wrapped model.
+    """The times of some backwards of one wrapped model.
 
     Attributes:
-        next_backward: How many good backward passes there are before the next one to be timed.
-        is_begun: Whether a forward of such a backward has begun, and its backward has not.
-        backward_number: How many good backward passes there were before the last one that was timed; 0: none
-            was. The first one never is: memory and buckets settle in it.
+        next_backward: The number of good backwards before the next one to be timed.
+        is_begun: Whether the forward of a timed backward has begun, and its backward has not.
+        backward_number: The number of good backwards before the last one that was timed; 0: none was timed.
+            The first backward is never timed: memory and buckets settle in it.
     """
 
     def __init__(self, *, is_timing: bool) -> None:
@@ -61,7 +61,7 @@ class SampledTimes:
             self.next_backward = self._after(good_backwards - 1)
 
     def begin_forward(self, good_backwards: int) -> None:
-        """The forward of a backward that is to be timed begins; of several the last one counts."""
+        """Start the times of a backward at its forward; of several forwards the last one counts."""
         self.is_begun = True
         self._number = good_backwards
         self._forward_ns = time.monotonic_ns()
@@ -79,7 +79,7 @@ class SampledTimes:
         return call
 
     def facts(self) -> dict[str, int]:
-        """In nanoseconds, under torch's names; those that end in _start or _end since 1970."""
+        """Times in nanoseconds, under torch's names; names in _start or _end are times since 1970."""
         if not self._count:
             return {}
         facts = {f"{phase}_time": value for phase, value in self._last.items()}

@@ -1,8 +1,8 @@
-"""Sparse gradients: each rank's rows, gathered, and their mean over the ranks.
+"""Averages sparse gradients: gathers the rows of all ranks, and computes their mean.
 
-Every rank gets every rank's rows in rank order and adds them up alike, so the means have the
-same bits on all ranks. A rank whose gradient is dense (the embedding's weight is used elsewhere too) makes
-the mean dense on all ranks.
+Every rank gets the rows of all ranks in rank order and adds them in the same way, so the means have the same
+bits on all ranks. If the gradient of one rank is dense (because the embedding's weight is used elsewhere,
+too), the mean is dense on all ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HEADER = struct.Struct("<d??qq")
 
 @dataclass(frozen=True)
 class _Rows:
-    """One rank's gradient of one parameter: `values` of the rows `indices`; or none at all."""
+    """One rank's gradient of one parameter: `values` of the rows `indices`. It may have no gradient."""
 
     weight: float
     is_given: bool
@@ -52,7 +52,8 @@ class SparseMeans:
 
     @torch.no_grad()
     def average(self, weight: float, *, has_data: bool) -> None:
-        """Replace each .grad by the weighted mean over ranks; one that no rank has stays None. Collective.
+        """Replace each .grad by the weighted mean over ranks; a .grad that no rank has stays None.
+        Collective.
 
         Example:
             Rank 0 has row 1 with [2], rank 1 row 4 with [6]; both get rows 1 and 4 with [1] and [3].
@@ -66,7 +67,7 @@ class SparseMeans:
                 for rank, part in enumerate(rows)
                 if part.weight and not torch.isfinite(part.values).all()
             ]
-            if any(part.is_given for part in rows):  # without rows, too: optimizers tell it from None
+            if any(part.is_given for part in rows):  # also without rows: for optimizers that is not None
                 # Every rank computes the mean for itself, and all must get the same bits.
                 with _core.DefaultFloats():
                     parameter.grad = _mean(rows, parameter)
@@ -87,7 +88,7 @@ def _pack(gradient: torch.Tensor | None, weight: float) -> bytes:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    # A copy: strides of dimensions of size 1 may be anything, which view() to bytes refuses.
+    # A copy, because dimensions of size 1 may have any stride, which view() to bytes refuses.
     flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
     return bytes(flat.numpy().tobytes())
 
@@ -114,7 +115,7 @@ def _sparse_mean(counting: Sequence[_Rows], parameter: torch.Tensor) -> torch.Te
     none = torch.empty(0, *parameter.shape[1:], dtype=wide, device="cpu")  # whatever the default device is
     no_rows = torch.empty(0, dtype=torch.int64, device="cpu")
     indices = torch.cat([no_rows, *(part.indices for part in counting)])
-    # By numpy: torch's own threads, which share the work on large tensors, round as each of them is told.
+    # By numpy: torch divides large tensors among threads, each of which has its own rounding mode.
     values = torch.from_numpy(
         np.concatenate([none.numpy(), *(part.values.to(wide).numpy() * part.weight for part in counting)])
     )
@@ -124,7 +125,7 @@ def _sparse_mean(counting: Sequence[_Rows], parameter: torch.Tensor) -> torch.Te
     means = added.values().numpy() / (sum(part.weight for part in counting) or 1)
     return torch.sparse_coo_tensor(
         added.indices(),
-        # A copy, in memory of torch's: a backward that adds to this mean makes it longer where it is empty.
+        # A copy in torch's own memory: a backward that adds to an empty mean resizes it.
         torch.from_numpy(means).to(parameter.dtype, copy=True),
         parameter.shape,
         device="cpu",
